@@ -1,0 +1,1 @@
+"""One process group over accelerators of several makers."""

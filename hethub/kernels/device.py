@@ -1,0 +1,171 @@
+"""The one device layer: everything that differs between a CPU, an NVIDIA and an AMD device is decided here.
+
+Torch calls both CUDA and ROCm devices "cuda"; `vendor` tells them apart. Whatever a CPU has no use for (streams,
+events, pinned memory) is a no-op there, so that callers are written once.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hethub.spec.errors import BadInput
+
+Vendor = Literal["nvidia", "amd", "cpu"]
+
+_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The accelerator of one rank."""
+
+    vendor: Vendor
+    index: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.vendor != "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", self.index) if self.is_gpu else torch.device("cpu")
+
+    @property
+    def native_backend(self) -> str:
+        """The c10d backend that ranks of this vendor share; "nccl" is RCCL in a ROCm build of torch."""
+        return "nccl" if self.is_gpu else "gloo"
+
+    @property
+    def name(self) -> str:
+        """What the maker calls it, as torch reports it."""
+        return torch.cuda.get_device_name(self.index) if self.is_gpu else "CPU"
+
+    def activate(self) -> None:
+        """Makes this device the current one of the calling thread (a new thread starts on device 0)."""
+        if self.is_gpu:
+            torch.cuda.set_device(self.index)
+
+    def synchronize(self) -> None:
+        """Returns when everything submitted to the device is done."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.index)
+
+    def new_stream(self) -> "Stream":
+        return Stream(torch.cuda.Stream(self.index)) if self.is_gpu else Stream(None)
+
+    def current_stream(self) -> "Stream":
+        return Stream(torch.cuda.current_stream(self.index)) if self.is_gpu else Stream(None)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """An uninitialised uint8 tensor in host memory, pinned where a device copies from it."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
+
+    def memory_bytes(self) -> int | None:
+        """The device's memory; None on a CPU, where it is no fixed property of the device."""
+        return torch.cuda.get_device_properties(self.index).total_memory if self.is_gpu else None
+
+    def peak_memory_bytes(self) -> int | None:
+        """The allocator's peak of reserved bytes since `reset_peak_memory`; None on a CPU (we count tensors there)."""
+        return torch.cuda.max_memory_reserved(self.index) if self.is_gpu else None
+
+    def reset_peak_memory(self) -> None:
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats(self.index)
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether the device computes in `dtype` itself (V100 and T4 have no bfloat16)."""
+        if self.is_gpu and dtype == torch.bfloat16:
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+        return True
+
+
+class Event:
+    """A point in a stream's work that another stream or the host can wait for."""
+
+    def __init__(self, event: "torch.cuda.Event | None") -> None:
+        self._event = event
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread, not the interpreter, until the point is reached."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def is_done(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class Stream:
+    """A queue of device work; on a CPU work is done when the call returns, so there is nothing to order."""
+
+    def __init__(self, stream: "torch.cuda.Stream | None") -> None:
+        self._stream = stream
+
+    def record(self) -> Event:
+        if self._stream is None:
+            return Event(None)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return Event(event)
+
+    def wait(self, event: Event) -> None:
+        """What is submitted from here on starts after `event`; the host does not wait."""
+        if self._stream is not None and event._event is not None:
+            self._stream.wait_event(event._event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keeps the allocator from reusing `tensor` before this stream's present work is done."""
+        if self._stream is not None and tensor.is_cuda:
+            tensor.record_stream(self._stream)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Device work of the block goes to this stream."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+
+def detect_vendor() -> Vendor:
+    """The maker whose devices this build of torch drives here; "cpu" where it finds none."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "amd" if torch.version.hip else "nvidia"
+
+
+def choose_device(local_rank: int, local_size: int, *, kind: Literal["auto", "cpu"] = "auto") -> Device:
+    """The device of the rank `local_rank` of `local_size` on this node.
+
+    One visible device is device 0, whatever the local rank (the launcher has already chosen); else the local rank's
+    own. Raises BadInput where there are fewer devices than ranks.
+    """
+    vendor = detect_vendor() if kind == "auto" else "cpu"
+    if vendor == "cpu":
+        return Device(vendor="cpu")
+    count = torch.cuda.device_count()
+    if count == 1 and (local_size == 1 or visible_devices(os.environ) is not None):
+        return Device(vendor=vendor)
+    if local_rank < count:
+        return Device(vendor=vendor, index=local_rank)
+    raise BadInput(
+        f"local rank {local_rank} of {local_size} has no device: torch sees {count} on this node"
+        f" ({_describe_visible(os.environ)}). Start at most {count} ranks on this node, or make more devices visible."
+    )
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
+    """The entries of the first visible-devices variable that is set, or None."""
+    for variable in _VISIBLE_DEVICES:
+        if variable in environment:
+            return [entry for entry in environment[variable].split(",") if entry.strip()]
+    return None
+
+
+def _describe_visible(environment: Mapping[str, str]) -> str:
+    given = [f"{variable}={environment[variable]}" for variable in _VISIBLE_DEVICES if variable in environment]
+    return ", ".join(given) if given else "no visible-devices variable is set"

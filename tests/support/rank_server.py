@@ -1,0 +1,161 @@
+"""A process that has imported torch once and forks a fresh rank from it in milliseconds.
+
+Started by `tests.support.ranks` as a script, it answers one request at a time on a socket: run this function in so
+many ranks. It puts the package `tests` into place by its path, so that neither the server nor a rank needs the
+repository root on `sys.path` (where the link `kernels` would answer for another package of that name).
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    load_package("tests", Path(__file__).resolve().parents[1])
+    for name in ("torch", "torch.distributed", "hethub.communicator"):
+        importlib.import_module(name)
+    stream = channel.makefile("rwb")
+    while True:
+        try:
+            request = pickle.load(stream)
+        except EOFError:
+            return
+        pickle.dump(run(request), stream)
+        stream.flush()
+
+
+def load_package(name: str, folder: Path) -> ModuleType:
+    return load_module(name, folder / "__init__.py", [str(folder)])
+
+
+def load_module(name: str, path: Path, search: list[str] | None = None) -> ModuleType:
+    """The module of the file at `path` under `name`, as pytest's importlib mode names it."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=search)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per rank: exit code, pickled value or traceback, and what it wrote to stderr."""
+    size = request["world_size"]
+    listener = socket.create_server(("127.0.0.1", 0))
+    context = multiprocessing.get_context("fork")
+    pipes = [os.pipe() for _ in range(size)]
+    processes = []
+    for rank in range(size):
+        processes.append(context.Process(target=rank_main, args=(rank, request, listener, pipes[rank][1])))
+        processes[-1].start()
+        os.close(pipes[rank][1])
+    listener.close()
+    outputs = collect([read_end for read_end, _ in pipes], time.monotonic() + request["timeout_seconds"])
+    outcomes = []
+    for process, output in zip(processes, outputs, strict=True):
+        process.join(0 if output is None else 10)
+        timed_out = process.is_alive()
+        if timed_out:
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+        result = pickle.loads(output) if output else {}
+        outcomes.append({"exit_code": process.exitcode, "timed_out": timed_out, **result})
+    for outcome, path in zip(outcomes, stderr_paths(request), strict=True):
+        outcome["stderr"] = path.read_text(errors="replace") if path.exists() else ""
+    return outcomes
+
+
+def collect(read_ends: list[int], deadline: float) -> list[bytes | None]:
+    """What each rank wrote until it closed its end; None for those that had not by the deadline."""
+    written = {end: io.BytesIO() for end in read_ends}
+    pending = set(read_ends)
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for end in select.select(list(pending), [], [], left)[0]:
+            block = os.read(end, 1 << 20)
+            if block:
+                written[end].write(block)
+            else:
+                pending.remove(end)
+    for end in read_ends:
+        os.close(end)
+    return [None if end in pending else written[end].getvalue() for end in read_ends]
+
+
+def stderr_paths(request: dict[str, Any]) -> list[Path]:
+    return [Path(request["folder"]) / f"stderr-{rank}" for rank in range(request["world_size"])]
+
+
+def rank_main(rank: int, request: dict[str, Any], listener: socket.socket, write_end: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    stderr = os.open(stderr_paths(request)[rank], os.O_WRONLY | os.O_CREAT)
+    os.dup2(stderr, 2)
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    try:
+        value = call(rank, request, listener)
+        result = {"value": pickle.dumps(value)}
+        code = 0
+    except BaseException as error:  # noqa: BLE001  the whole failure goes back to the test that asked
+        result = {"traceback": "".join(traceback.format_exception(error)), "error": describe(error)}
+        code = 1
+    with os.fdopen(write_end, "wb") as stream:
+        stream.write(pickle.dumps(result))
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def call(rank: int, request: dict[str, Any], listener: socket.socket) -> Any:
+    """What the requested function returns on this rank, given a connected world (or rank and store without one)."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    name, path = request["module"]
+    function = getattr(load_module(name, Path(path)), request["function"])
+    arguments = pickle.loads(request["arguments"])
+    port = listener.getsockname()[1]
+    is_server = rank == 0
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=is_server,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if is_server else None,
+    )
+    if request["connect"] is None:
+        return function(rank, store, *arguments)
+
+    from hethub.communicator import Rendezvous, connect
+
+    rendezvous = Rendezvous.on_one_host(store, rank, request["world_size"])
+    world = connect(rendezvous, **request["connect"])
+    value = function(world, *arguments)
+    world.close()
+    return value
+
+
+if __name__ == "__main__":
+    main()

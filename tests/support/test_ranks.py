@@ -1,0 +1,37 @@
+"""The harness itself: it must fail when a rank fails, and leave nothing behind."""
+
+import os
+import time
+
+from tests.support.ranks import start_ranks
+
+
+def echo(rank, store, word):
+    store.set(f"from-{rank}", word)
+    return store.get(f"from-{1 - rank}").decode() + str(rank)
+
+
+def fail_or_sleep(rank, store):
+    if rank == 0:
+        raise KeyError("rank 0's own mistake")
+    time.sleep(60)
+
+
+def die(rank, store):
+    os.kill(os.getpid(), 9)
+
+
+def test_values_come_back_in_rank_order():
+    outcomes = start_ranks(2, echo, "x")
+    assert [outcome.value for outcome in outcomes] == ["x0", "x1"]
+
+
+def test_failures_and_timeouts_are_told_apart():
+    first, second = start_ranks(2, fail_or_sleep, timeout_seconds=2)
+    assert first.error == ("KeyError", "\"rank 0's own mistake\"")
+    assert second.timed_out
+    assert second.exit_code == -9
+
+
+def test_a_killed_rank_has_its_signal_as_exit_code():
+    assert [outcome.exit_code for outcome in start_ranks(1, die)] == [-9]
