@@ -1,0 +1,29 @@
+"""Initial values that depend on nothing but seed and tensor name, so that every plan starts from the same model."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from hethub.runtime.storage import FlatStorage
+from hethub.spec.model import ModelSpec
+from hethub.spec.tensors import TensorInfo
+
+
+def initial_value(info: TensorInfo, model: ModelSpec, seed: int) -> Tensor:
+    """The full tensor in stored shape, fp32 on the CPU: norms 1, matrices normal with the model's init_std."""
+    if not info.decays:
+        return torch.ones(info.stored_shape)
+    digest = hashlib.blake2b(f"{seed}:{info.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    value = torch.empty(info.shape).normal_(0.0, model.init_std, generator=generator)
+    return value.t() if info.split_dim == 1 else value
+
+
+def initialise(storage: FlatStorage, model: ModelSpec, seed: int) -> None:
+    """Fills this rank's weights with its part of the initial values."""
+    for placed, run in storage.held:
+        part = run.shift(-placed.span.start)
+        value = initial_value(placed.info, model, seed).reshape(-1)[part.start : part.stop]
+        here = storage.local(run)
+        storage.weights[here.start : here.stop].copy_(value)

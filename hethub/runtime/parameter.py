@@ -1,0 +1,60 @@
+"""One rank's shard of one parameter: a view into flat storage that accumulates its own gradient."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Parameter:
+    """A weight shard and its gradient, both views into the rank's flat storage, in stored shape (cut dimension first).
+
+    The gradient is written by the backward functions themselves, so that a matrix product can accumulate in place and
+    no separate pass over the weights is needed. `expected` counts the contributions of a whole step (uses x tiles);
+    when the last one is in, `on_complete` is called, which lets its reduction start while backward goes on.
+    """
+
+    def __init__(self, name: str, weight: Tensor, grad: Tensor) -> None:
+        self.name, self.weight, self.grad = name, weight, grad
+        self.uses = 0
+        self._pending = 0
+        self._fresh = True
+        self._on_complete: Callable[[Parameter], None] = lambda parameter: None
+
+    def start_step(self, num_tiles: int, on_complete: Callable[["Parameter"], None]) -> None:
+        """Forgets the old gradient and expects `num_tiles` contributions per use."""
+        self._pending, self._fresh, self._on_complete = self.uses * num_tiles, True, on_complete
+
+    def add_product(self, left: Tensor, right: Tensor, *, completes: bool = True) -> None:
+        """Adds left @ right, (rows, n) x (n, columns) with the shape of the shard.
+
+        A contribution that comes in several products is counted with the one that `completes` it.
+        """
+        if left.dtype != self.grad.dtype:
+            self._add(left @ right)
+        elif self._fresh:
+            torch.mm(left, right, out=self.grad)
+        else:
+            self.grad.addmm_(left, right)
+        self._contributed(completes)
+
+    def add(self, value: Tensor) -> None:
+        """Adds a gradient of the shard's shape."""
+        self._add(value)
+        self._contributed()
+
+    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Adds values[i] (n, columns) to row rows[i] (n,); rows may repeat."""
+        if self._fresh:
+            self.grad.zero_()
+        self.grad.index_add_(0, rows, values.to(self.grad.dtype))
+        self._contributed()
+
+    def _add(self, value: Tensor) -> None:
+        self.grad.copy_(value) if self._fresh else self.grad.add_(value)
+
+    def _contributed(self, completes: bool = True) -> None:
+        self._fresh = False
+        self._pending -= completes
+        if completes and self._pending == 0:
+            self._on_complete(self)

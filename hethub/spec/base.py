@@ -1,0 +1,181 @@
+"""Frozen specs that map YAML one to one, and the loader that turns every mistake into one clear paragraph."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hethub.spec.errors import BadInput, suggest
+
+KeyPath = tuple[str | int, ...]
+
+
+class Spec(BaseModel):
+    """Base of all specs: immutable, unknown keys refused, NaN and infinity refused, validated when built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with `changes` applied, validated again (pydantic's own model_copy is not)."""
+        return type(self).model_validate({**{k: getattr(self, k) for k in self.model_fields_set}, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain YAML-able data without the keys that hold their default of None."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+class Source:
+    """Where a document came from: names file and line of any key in error messages."""
+
+    def __init__(self, name: str, lines: Mapping[KeyPath, int] | None = None) -> None:
+        self.name = name
+        self._lines = dict(lines or {})
+
+    def at(self, path: KeyPath) -> str:
+        """`file, line N: key.path` with the line of the innermost part of `path` that is written there."""
+        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), None)
+        place = self.name if line is None else f"{self.name}, line {line}"
+        return f"{place}: {dotted(path)}" if path else place
+
+
+def dotted(path: KeyPath) -> str:
+    """('stages', 0, 'zero') as `stages[0].zero`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else str(part))
+    return text
+
+
+def read_yaml(path: Path, what: str) -> tuple[Any, Source]:
+    """The data of a YAML file and its source.
+
+    Raises BadInput if it is missing, unreadable or no YAML; `what` names its role ("job file").
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadInput(
+            f"{path}: there is no such {what}. Check the path (it is relative to the file that names it)."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+    return parse_yaml(text, str(path), what)
+
+
+def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
+    """As `read_yaml`, from text. Duplicate keys are refused: YAML would silently keep the last."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}, line {mark.line + 1}" if mark else name
+        raise BadInput(f"{place}: the {what} is not valid YAML: {getattr(error, 'problem', None) or error}.") from None
+    lines: dict[KeyPath, int] = {}
+    if root is not None:
+        _note_lines(root, (), lines, name)
+    return data, Source(name, lines)
+
+
+def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _note_lines(item, (*path, index), lines, name)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, key.value)
+            if here in lines:
+                raise BadInput(f"{name}, line {key.start_mark.line + 1}: {dotted(here)} is given twice; keep one.")
+            lines[here] = key.start_mark.line + 1
+            _note_lines(value, here, lines, name)
+
+
+def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPath = ()) -> SpecT:
+    """`data` validated as a `cls`. Raises BadInput with every broken rule in one paragraph, places named."""
+    if not isinstance(data, Mapping):
+        raise BadInput(f"{source.at(prefix)}: a {what} is a mapping of keys to values; got {describe(data)}.")
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        raise BadInput(explain(error, cls, source, prefix)) from None
+
+
+def load(cls: type[SpecT], path: str | Path, what: str) -> SpecT:
+    """The spec in a YAML file. Raises BadInput."""
+    data, source = read_yaml(Path(path), what)
+    return build(cls, data, source, what)
+
+
+def describe(value: Any) -> str:
+    """A short quotation of a wrong value."""
+    text = repr(value)
+    return "nothing" if value is None else text if len(text) <= 80 else text[:77] + "..."
+
+
+def explain(error: ValidationError, cls: type[Spec], source: Source, prefix: KeyPath = ()) -> str:
+    """All faults of a pydantic error as sentences in our words: place, what was given, rule, remedy."""
+    return " ".join(_sentence(fault, cls, source, prefix) for fault in error.errors())
+
+
+def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> str:
+    place = tuple(part for part in fault["loc"] if not _is_union_tag(part))
+    path = (*prefix, *place)
+    kind, given = fault["type"], fault.get("input")
+    if kind == "extra_forbidden":
+        return f"{source.at(path)} is not a known key; {suggest(str(place[-1]), _known_keys(cls, place[:-1]))}."
+    if kind == "missing":
+        return f"{source.at(path)} is missing; add it."
+    if kind == "value_error":
+        return f"{source.at(path)}: {fault['ctx']['error']}"
+    return f"{source.at(path)} is {describe(given)}, but {_lower_first(fault['msg'])}."
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _is_union_tag(part: str | int) -> bool:
+    """Pydantic adds the tried type's name to the place of a fault inside a union; users never wrote it."""
+    return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in _UNION_TAGS)
+
+
+_UNION_TAGS = {"str", "int", "float", "bool", "constrained-str", "constrained-int", "literal"}
+
+
+def _known_keys(cls: type[Spec], path: KeyPath) -> list[str]:
+    """The keys allowed at `path` below a spec of type `cls`."""
+    for part in path:
+        if isinstance(part, str) and part in cls.model_fields:
+            inner = _spec_in(cls.model_fields[part].annotation)
+            if inner is None:
+                return []
+            cls = inner
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _spec_in(annotation: Any) -> type[Spec] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        return annotation
+    return next((found for arg in getattr(annotation, "__args__", ()) if (found := _spec_in(arg))), None)
+
+
+def write_yaml(data: Any, path: Path) -> None:
+    """Writes plain data as YAML in the order given; lists of scalars stay on one line."""
+    path.write_text(dump_yaml(data), encoding="utf-8")
+
+
+def dump_yaml(data: Any) -> str:
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper without anchors: a person edits these files."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

@@ -1,0 +1,160 @@
+"""Clusters: nodes of accelerators, the links between them, and the numbering of ranks that follows from their order."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from hethub.spec.accelerator import AcceleratorSpec, Positive, Vendor, find_accelerator
+from hethub.spec.base import Spec, load
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class NodeSpec(Spec):
+    """One or `count` equal machines: accelerators of one vendor, network interfaces, host memory."""
+
+    name: str
+    count: int = Field(default=1, ge=1)
+    accelerator: str | AcceleratorSpec
+    accelerators: int = Field(ge=1)
+    # Emulates an island: the ranks are of this vendor whatever drives them (two "vendors" on one laptop's CPU).
+    vendor: Vendor | None = None
+    host_memory_gb: Positive | None = None
+    reserved_memory_gb: NonNegative = 0.0  # of each accelerator, kept from us by others
+    nics: int = Field(default=1, ge=1)
+    gbps_per_nic: Positive | None = None  # Gbit/s
+    network: str | None = None  # overrides the cluster's CIDR
+    environment: str | None = None  # the Python environment on this node, for `hethub launch`
+    price_per_hour: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _accelerator_exists(self) -> "NodeSpec":
+        if isinstance(self.accelerator, str):
+            find_accelerator(self.accelerator)
+        return self
+
+    @cached_property
+    def device(self) -> AcceleratorSpec:
+        """The accelerator in full, with the node's vendor."""
+        found = find_accelerator(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator
+        return found if self.vendor in (None, found.vendor) else found.replace(name=found.name, vendor=self.vendor)
+
+    @property
+    def gbps(self) -> float | None:
+        """All interfaces of one node together, Gbit/s each direction; None where the file does not say."""
+        return None if self.gbps_per_nic is None else self.nics * self.gbps_per_nic
+
+
+class InNodeLink(Spec):
+    """Between accelerators of a node; where empty, the accelerator's own link is taken."""
+
+    gbytes_per_second: Positive | None = None
+    latency_seconds: NonNegative | None = None
+
+
+class BetweenNodesLink(Spec):
+    """Between nodes of one island, over the nodes' own interfaces."""
+
+    latency_seconds: NonNegative = 5.0e-6
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+
+
+class BetweenIslandsLink(Spec):
+    """The bridge; gbps_per_node (Gbit/s) defaults to the node's own interfaces."""
+
+    relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
+    gbps_per_node: Positive | None = None
+    latency_seconds: NonNegative = 5.0e-5
+
+
+class RegionsSpec(Spec):
+    """Regions of nodes and the links between them: `gbps[a][b]` is shared by all traffic from region a to b."""
+
+    of_node: dict[str, str]
+    names: list[str]
+    gbps: list[list[Positive]]
+    latency_seconds: list[list[NonNegative]] | None = None
+
+    @model_validator(mode="after")
+    def _square(self) -> "RegionsSpec":
+        size = len(self.names)
+        for matrix in (self.gbps, self.latency_seconds):
+            if matrix is not None and (len(matrix) != size or any(len(row) != size for row in matrix)):
+                raise ValueError(f"a matrix between {size} regions has {size} rows of {size} figures.")
+        if unknown := sorted(set(self.of_node.values()) - set(self.names)):
+            raise ValueError(f"region {unknown[0]!r} is not among the names {self.names}.")
+        return self
+
+
+class LinksSpec(Spec):
+    """The levels of the network, innermost first."""
+
+    in_node: InNodeLink = InNodeLink()
+    between_nodes: BetweenNodesLink = BetweenNodesLink()
+    between_islands: BetweenIslandsLink = BetweenIslandsLink()
+    regions: RegionsSpec | None = None
+
+
+class Place(NamedTuple):
+    """Where a rank is: machine (0-based over all nodes), position in it, and its kind."""
+
+    rank: int
+    machine: int
+    local: int
+    node: NodeSpec
+
+    @property
+    def accelerator(self) -> AcceleratorSpec:
+        return self.node.device
+
+    @property
+    def island(self) -> str:
+        return self.node.device.vendor
+
+
+class ClusterSpec(Spec):
+    """Nodes in order; ranks are numbered through them, so node order is rank order."""
+
+    name: str
+    emulated: bool = False
+    network: str | None = None
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    links: LinksSpec = LinksSpec()
+
+    @model_validator(mode="after")
+    def _names_once(self) -> "ClusterSpec":
+        names = [node.name for node in self.nodes]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"two nodes are named '{twice[0]}'; equal machines are one entry with a count, others need their own name."
+            )
+        if self.links.regions and (missing := [n for n in names if n not in self.links.regions.of_node]):
+            raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node.")
+        return self
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """One entry per rank, in rank order."""
+        machines = [node for node in self.nodes for _ in range(node.count)]
+        slots = [(machine, local, node) for machine, node in enumerate(machines) for local in range(node.accelerators)]
+        return tuple(Place(rank, *slot) for rank, slot in enumerate(slots))
+
+    @property
+    def size(self) -> int:
+        """Number of accelerators, which is the number of ranks."""
+        return sum(node.count * node.accelerators for node in self.nodes)
+
+    @cached_property
+    def islands(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each island by its vendor, in order of first appearance."""
+        islands: dict[str, list[int]] = {}
+        for place in self.places:
+            islands.setdefault(place.island, []).append(place.rank)
+        return {vendor: tuple(ranks) for vendor, ranks in islands.items()}
+
+
+def load_cluster(path: str | Path) -> ClusterSpec:
+    """The cluster described in a YAML file. Raises BadInput."""
+    return load(ClusterSpec, path, "cluster file")

@@ -1,0 +1,29 @@
+"""The two ways a command ends badly, and nothing between them."""
+
+
+class BadInput(ValueError):
+    """The user's input breaks a rule: one paragraph says what was given, which rule it broke and what to change.
+
+    The command line prints the message and exits with 2; nothing has been written.
+    """
+
+
+class RunFailed(RuntimeError):
+    """Something outside the input failed (a peer, a link, a device): the message names rank, operation and peer.
+
+    The command line prints the message and exits with 1.
+    """
+
+
+def nearest(word: str, candidates: list[str] | tuple[str, ...]) -> str | None:
+    """The candidate that looks most like `word`, or None when none is close."""
+    import difflib
+
+    matches = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
+    """A clause for an error about an unknown `word`: the nearest candidate, else all of them."""
+    close = nearest(word, candidates)
+    return f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(candidates))}"

@@ -1,0 +1,163 @@
+"""Jobs: what to train, on what, how; and the loading of everything a job file names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from hethub.spec.accelerator import Positive, Precision
+from hethub.spec.base import Source, Spec, build, read_yaml
+from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
+from hethub.spec.errors import BadInput
+from hethub.spec.model import Count, ModelSpec, load_model
+
+STRATEGIES = ("auto", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
+
+
+class DataSpec(Spec):
+    """Where tokens come from. `path` is relative to the job file; `python-stdlib` needs none."""
+
+    source: Literal["python-stdlib", "text", "jsonl", "tokens"] = "python-stdlib"
+    path: str | None = None
+    tokenizer: str = "bytes"  # bytes, or a tokenizer.json
+    document_mask: bool = False
+
+    @model_validator(mode="after")
+    def _path_where_needed(self) -> "DataSpec":
+        if (self.path is None) != (self.source == "python-stdlib"):
+            raise ValueError(
+                f"source {self.source} needs data.path, the file or folder to read."
+                if self.path is None
+                else "source python-stdlib reads the interpreter's own files; remove data.path or choose another source."
+            )
+        return self
+
+
+class TrainSpec(Spec):
+    """The mathematics of training; none of it depends on the plan."""
+
+    steps: Count = 60
+    global_batch: Count = 16  # sequences
+    seq_len: Count = 128
+    precision: Precision = "fp32"
+    lr: NonNegative = 3.0e-4
+    min_lr: NonNegative = 3.0e-5
+    warmup_steps: int = Field(default=10, ge=0)
+    weight_decay: NonNegative = 0.1
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Positive = 1.0e-8
+    grad_clip: Positive | None = 1.0
+    seed: int = 1
+
+    @model_validator(mode="after")
+    def _lr_falls(self) -> "TrainSpec":
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} exceeds lr {self.lr}; the schedule falls from lr to min_lr.")
+        return self
+
+
+class ConstraintsSpec(Spec):
+    """What the planner must keep to; an empty value leaves it free."""
+
+    tp: Count | None = None
+    pp: Count | None = None
+    dp: Count | None = None
+    micro_batch: Count | None = None
+    max_micro_batch: Count | None = None
+    schedule: str | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
+    zero: Annotated[int, Field(ge=0, le=3)] | None = None
+    reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory, kept free
+    time_limit_seconds: Positive | None = None
+    seed: int = 0
+
+
+class CommunicatorSpec(Spec):
+    """How islands are bridged."""
+
+    relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
+    wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"
+    timeout_seconds: Positive = 120.0
+
+
+class CheckpointSpec(Spec):
+    """When a checkpoint is written (every_steps: null, only at the end) and how many are kept."""
+
+    every_steps: Count | None = 20
+    keep: Count = 2
+
+
+class JobSpec(Spec):
+    """A job file, one to one."""
+
+    model: str
+    cluster: str
+    data: DataSpec = DataSpec()
+    train: TrainSpec = TrainSpec()
+    plan: str = "auto"
+    constraints: ConstraintsSpec = ConstraintsSpec()
+    communicator: CommunicatorSpec = CommunicatorSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job file with everything it names loaded. `cluster` is None for `detect`: only the ranks know it."""
+
+    spec: JobSpec
+    model: ModelSpec
+    cluster: ClusterSpec | None
+    path: Path
+
+    @property
+    def base(self) -> Path:
+        """The folder that the job's relative paths start from."""
+        return self.path.parent
+
+    @property
+    def plan_path(self) -> Path | None:
+        """The plan file the job names, or None where it names a strategy."""
+        return None if self.spec.plan in STRATEGIES else self.base / self.spec.plan
+
+    @property
+    def hugging_face_folder(self) -> Path | None:
+        """The folder to take initial weights from, for a model given as `hf:`."""
+        return self.base / self.spec.model[3:] if self.spec.model.startswith("hf:") else None
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """The job in a YAML file, `overrides` ("train.steps=5") applied first. Raises BadInput."""
+    path = Path(path)
+    data, source = read_yaml(path, "job file")
+    for override in overrides:
+        _apply(override, data, source)
+    spec = build(JobSpec, data, source, "job file")
+    model = load_model(spec.model, path.parent)
+    if spec.train.seq_len > model.max_seq_len:
+        raise BadInput(
+            f"{source.at(('train', 'seq_len'))} is {spec.train.seq_len}, but model '{model.name}' takes at most "
+            f"{model.max_seq_len} tokens; shorten train.seq_len or choose a model with a larger max_seq_len."
+        )
+    cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
+    return Job(spec=spec, model=model, cluster=cluster, path=path)
+
+
+def _apply(override: str, data: Any, source: Source) -> None:
+    """Sets one `key.path=value` in the raw data, the value read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise BadInput(f"--set {override}: the value is not valid YAML: {getattr(error, 'problem', error)}.") from None
+    *parents, last = key.split(".")
+    here = data
+    for parent in parents:
+        here = here.setdefault(parent, {}) if isinstance(here, dict) else None
+    if not isinstance(here, dict):
+        raise BadInput(f"--set {override}: {source.name} has no mapping at '{'.'.join(parents)}' to put '{last}' into.")
+    here[last] = value

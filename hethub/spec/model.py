@@ -1,0 +1,176 @@
+"""Models: the shape of a transformer, read from our YAML or from a Hugging Face folder."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from hethub.spec.accelerator import Positive
+from hethub.spec.base import Source, Spec, build, load
+from hethub.spec.errors import BadInput
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Llama3Rope(Spec):
+    """Llama 3.1's stretching of RoPE wavelengths (Hugging Face's rope_type `llama3`)."""
+
+    type: Literal["llama3"] = "llama3"
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_seq_len: Count
+
+    @model_validator(mode="after")
+    def _bands_apart(self) -> "Llama3Rope":
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor must exceed low_freq_factor.")
+        return self
+
+
+class ModelSpec(Spec):
+    """The shape of a decoder (or encoder) stack. The runtime trains `llama`; the predictor knows all families."""
+
+    name: str
+    family: Literal["llama", "gpt", "bert", "opt", "mpt"] = "llama"
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count | None = None  # None: as many as heads
+    head_dim: Count | None = None  # None: hidden / heads
+    ffn: Count
+    gated: bool | None = None  # None: SwiGLU for llama, plain MLP for the others
+    vocab: Count
+    max_seq_len: Count
+    tied_head: bool = False
+    norm_eps: Positive = 1.0e-5
+    rope_theta: Positive = 10000.0
+    rope_scaling: Llama3Rope | None = None
+    init_std: Positive = 0.02
+
+    @model_validator(mode="after")
+    def _shape_fits(self) -> "ModelSpec":
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}; change one or give head_dim."
+            )
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"heads {self.heads} is not a multiple of kv_heads {self.num_kv_heads}; every KV head serves equally many heads."
+            )
+        if self.family == "llama" and self.head_size % 2:
+            raise ValueError(f"head_dim {self.head_size} is odd; RoPE turns pairs.")
+        return self
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def is_gated(self) -> bool:
+        return self.family == "llama" if self.gated is None else self.gated
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer: attention, MLP and norms (biases counted for the families that have them)."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.num_kv_heads)
+        mlp = (3 if self.is_gated else 2) * self.hidden * self.ffn
+        if self.family == "llama":
+            return attention + mlp + 2 * self.hidden
+        biases = (
+            0
+            if self.family == "mpt"
+            else self.head_size * (self.heads + 2 * self.num_kv_heads) + self.ffn + 2 * self.hidden
+        )
+        norms = (2 if self.family == "mpt" else 4) * self.hidden
+        return attention + mlp + biases + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Token embedding, and learned positions where the family has them."""
+        positions = self.max_seq_len * self.hidden if self.family in ("gpt", "bert", "opt") else 0
+        return self.vocab * self.hidden + positions
+
+    @property
+    def head_parameters(self) -> int:
+        """Final norm and, unless it is tied to the embedding, the output matrix."""
+        norm = self.hidden if self.family in ("llama", "mpt") else 2 * self.hidden
+        return norm + (0 if self.tied_head else self.vocab * self.hidden)
+
+    @property
+    def parameters(self) -> int:
+        """All trained parameters; a tied head counts once."""
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
+
+
+def load_model(reference: str, base: Path) -> ModelSpec:
+    """The model that a job names: a YAML file or `hf:folder`, relative to `base`. Raises BadInput."""
+    if reference.startswith("hf:"):
+        return from_hugging_face(base / reference[3:])
+    return load(ModelSpec, base / reference, "model file")
+
+
+def from_hugging_face(folder: Path) -> ModelSpec:
+    """The shape in a Hugging Face Llama folder's config.json, of transformers 4.x or 5.x.
+
+    Raises BadInput where the folder is none, or the model uses what hethub does not implement.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(
+            f"{path}: cannot be read ({error.strerror}). `hf:` wants a folder as `save_pretrained` writes it."
+        ) from None
+    except ValueError as error:
+        raise BadInput(f"{path}: is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")
+    _refuse_unimplemented(config, path)
+    return build(ModelSpec, _from_hf_keys(config, folder, path), Source(str(path)), "Hugging Face config")
+
+
+def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
+    wanted = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise BadInput(
+                f"{path}: {key} is {config[key]!r}; hethub implements {value!r} only. Choose a model with that value."
+            )
+    if config.get("attention_dropout", 0.0):
+        raise BadInput(
+            f"{path}: attention_dropout is {config['attention_dropout']}; only 0 gives every plan the same loss. Set it to 0."
+        )
+
+
+def _from_hf_keys(config: dict[str, Any], folder: Path, path: Path) -> dict[str, Any]:
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    names = {
+        "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim", "ffn": "intermediate_size", "vocab": "vocab_size", "max_seq_len": "max_position_embeddings",
+        "tied_head": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+    }  # fmt: skip
+    shape = {ours: config[theirs] for ours, theirs in names.items() if config.get(theirs) is not None}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    return {
+        "name": folder.resolve().name,
+        **shape,
+        **({"rope_theta": theta} if theta is not None else {}),
+        "rope_scaling": _rope_scaling(rope, path),
+    }
+
+
+def _rope_scaling(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise BadInput(f"{path}: rope_type '{kind}' is not implemented; known: default, llama3.")
+    keys = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+            "original_max_seq_len": "original_max_position_embeddings"}  # fmt: skip
+    return {ours: rope[theirs] for ours, theirs in keys.items() if theirs in rope}

@@ -1,0 +1,159 @@
+"""Plans: stages, replicas, tiles and shares. What a plan can know of itself is checked here, the rest in layout.py."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hethub.spec.accelerator import Precision
+from hethub.spec.base import Spec, load, write_yaml
+from hethub.spec.cluster import NonNegative
+from hethub.spec.model import Count
+from hethub.spec.ranges import Range
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["activations", "parameters", "optimizer"]
+Index = Annotated[int, Field(ge=0)]
+
+
+class ReplicaSpec(Spec):
+    """The ranks that process one tile together (a tensor-parallel group) and the samples they get per step."""
+
+    ranks: tuple[Index, ...] = Field(min_length=1)
+    micro_batch: Count
+    samples: Count
+    in_flight: Count | None = None  # None: computed from the tiles' overlaps
+    tensor_shares: tuple[NonNegative, ...] | None = None  # None: equal
+
+    @model_validator(mode="after")
+    def _one_share_each(self) -> "ReplicaSpec":
+        if self.tensor_shares is not None and len(self.tensor_shares) != len(self.ranks):
+            raise ValueError(
+                f"{len(self.tensor_shares)} tensor_shares for {len(self.ranks)} ranks; give one share per rank."
+            )
+        return self
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+
+class StageSpec(Spec):
+    """Consecutive layers (one or several chunks `[start, stop)`) and the replicas that hold them."""
+
+    layers: tuple[tuple[Index, Index], ...] = Field(min_length=1)
+    replicas: tuple[ReplicaSpec, ...] = Field(min_length=1)
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    state_shares: dict[int, Annotated[float, Field(ge=0, le=1)]] = {}  # noqa: RUF012 (pydantic copies it)
+    recompute: Recompute = "none"
+    offload: tuple[Offload, ...] = ()
+
+    @model_validator(mode="after")
+    def _chunks_and_shares(self) -> "StageSpec":
+        for start, stop in self.layers:
+            if stop <= start:
+                raise ValueError(f"the chunk of layers [{start}, {stop}) holds none; stop must exceed start.")
+        if strangers := sorted(set(self.state_shares) - set(self.ranks)):
+            raise ValueError(
+                f"state_shares name rank {strangers[0]}, which is not in this stage (ranks {list(self.ranks)})."
+            )
+        if sum(self.state_shares.values()) > 1 + 1e-9:
+            raise ValueError(
+                f"state_shares sum to {sum(self.state_shares.values()):g}; they are fractions of one stage's state."
+            )
+        if self.state_shares and self.zero == 0:
+            raise ValueError("state_shares need zero: 1 or more; with zero: 0 every replica holds the whole state.")
+        return self
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+    @property
+    def chunks(self) -> tuple[Range, ...]:
+        return tuple(Range(*chunk) for chunk in self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(chunk.size for chunk in self.chunks)
+
+
+class PlanSpec(Spec):
+    """A plan file, one to one: all a run needs to know beside the job."""
+
+    version: Literal[1] = 1
+    model: str
+    cluster: str
+    global_batch: Count
+    seq_len: Count
+    precision: Precision
+    schedule: ScheduleName = "1f1b"
+    stages: tuple[StageSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _every_layer_sample_and_rank_once(self) -> "PlanSpec":
+        self._check_layers()
+        self._check_samples()
+        ranks = sorted(self.ranks)
+        if twice := [rank for rank, following in pairwise(ranks) if rank == following]:
+            raise ValueError(f"rank {twice[0]} is in two replicas; every rank belongs to exactly one.")
+        if ranks != list(range(len(ranks))):
+            missing = min(set(range(ranks[-1])) - set(ranks))
+            raise ValueError(
+                f"rank {missing} has no place in the plan, though rank {ranks[-1]} does; ranks count from 0 without gaps."
+            )
+        return self
+
+    def _check_layers(self) -> None:
+        counts = {len(stage.layers) for stage in self.stages}
+        if len(counts) > 1:
+            raise ValueError(f"stages have {sorted(counts)} chunks of layers; all have equally many.")
+        if self.num_chunks > 1 and self.schedule not in ("interleaved", "ministages"):
+            raise ValueError(
+                f"schedule {self.schedule} takes one chunk of layers per stage; got {self.num_chunks}. Several go with "
+                "interleaved or ministages."
+            )
+        position = 0
+        for chunk in range(self.num_chunks):
+            for index, stage in enumerate(self.stages):
+                start, stop = stage.layers[chunk]
+                if start != position:
+                    fault = "are in no stage" if start > position else "are in two stages"
+                    raise ValueError(
+                        f"layers [{min(start, position)}, {max(start, position)}) {fault}: stage {index} starts at layer {start}, "
+                        f"the one before stops at {position}."
+                    )
+                position = stop
+
+    def _check_samples(self) -> None:
+        for index, stage in enumerate(self.stages):
+            total = sum(replica.samples for replica in stage.replicas)
+            if total != self.global_batch:
+                raise ValueError(
+                    f"stage {index}: its replicas take {total} samples, but global_batch is {self.global_batch}; "
+                    f"change a replica's samples by {self.global_batch - total:+d}."
+                )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.stages[0].layers)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(stage.num_layers for stage in self.stages)
+
+
+def load_plan(path: str | Path) -> PlanSpec:
+    """The plan in a YAML file. Raises BadInput."""
+    return load(PlanSpec, path, "plan file")
+
+
+def save_plan(plan: PlanSpec, path: Path) -> None:
+    """Writes the plan so that `load_plan` gives it back and a person can edit it."""
+    write_yaml(plan.model_dump(mode="json", exclude_defaults=True) | {"version": plan.version}, path)

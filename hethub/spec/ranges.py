@@ -1,0 +1,97 @@
+"""Half-open ranges of integers: the one arithmetic behind samples, layers, heads, columns and training state."""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """The integers start, start + 1, … stop - 1."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def shift(self, offset: int) -> "Range":
+        return Range(self.start + offset, self.stop + offset)
+
+    def contains(self, other: "Range") -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def overlap(a: Range, b: Range) -> Range:
+    """What both hold; empty (and false) where they are apart."""
+    start = max(a.start, b.start)
+    return Range(start, max(start, min(a.stop, b.stop)))
+
+
+def split(total: int, parts: int) -> list[Range]:
+    """`parts` ranges that tile [0, total), sizes equal but for the first `total % parts`, which are larger by one."""
+    return split_by_shares(total, [1] * parts)
+
+
+def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 1) -> list[Range]:
+    """Ranges that tile [0, total) with sizes in proportion to `shares`, each a multiple of `unit`.
+
+    Largest remainders get the units left over, ties the one listed first, so sizes differ from exact proportion by
+    less than one unit. Raises ValueError if `unit` does not divide `total` or the shares have no positive sum.
+    """
+    exact = [Fraction(share) for share in shares]
+    whole = sum(exact)
+    if whole <= 0 or any(share < 0 for share in exact):
+        raise ValueError(f"shares {list(shares)} must be non-negative with a positive sum")
+    if total % unit:
+        raise ValueError(f"{total} is not a multiple of the unit {unit}")
+    units = total // unit
+    ideal = [units * share / whole for share in exact]
+    counts = [int(value) for value in ideal]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - ideal[i], i))
+    for index in by_remainder[: units - sum(counts)]:
+        counts[index] += 1
+    return from_sizes([count * unit for count in counts])
+
+
+def from_sizes(sizes: Iterable[int], start: int = 0) -> list[Range]:
+    """Consecutive ranges of the given sizes."""
+    ranges = []
+    for size in sizes:
+        ranges.append(Range(start, start + size))
+        start += size
+    return ranges
+
+
+def refine(partitions: Iterable[Iterable[Range]]) -> list[Range]:
+    """The coarsest consecutive ranges of which every given range is a union (gaps between all of them left out)."""
+    given = [r for partition in partitions for r in partition if r]
+    cuts = sorted({edge for r in given for edge in r})
+    pieces = [Range(a, b) for a, b in pairwise(cuts)]
+    covered = merge(given)
+    return [piece for piece in pieces if any(whole.contains(piece) for whole in covered)]
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """The same integers as sorted ranges that neither touch nor overlap."""
+    merged: list[Range] = []
+    for r in sorted(r for r in ranges if r):
+        if merged and r.start <= merged[-1].stop:
+            merged[-1] = Range(merged[-1].start, max(merged[-1].stop, r.stop))
+        else:
+            merged.append(r)
+    return merged
+
+
+def tiles_exactly(ranges: Iterable[Range], whole: Range) -> bool:
+    """Whether the ranges hold every integer of `whole` once and nothing else, in any order."""
+    position = whole.start
+    for r in sorted(r for r in ranges if r):
+        if r.start != position:
+            return False
+        position = r.stop
+    return position == whole.stop

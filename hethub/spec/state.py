@@ -1,0 +1,214 @@
+"""Training state on one axis: who holds, who contributes to and who steps every element of the parameters.
+
+All parameters lie on one flat axis: stage after stage, each stage's matrices in forward order, then its norms, every
+tensor with its cut dimension first. Shards, reductions, owners and checkpoints are ranges of this axis.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hethub.spec.layout import Layout, Seat
+from hethub.spec.ranges import Range, overlap, refine, split_by_shares
+from hethub.spec.shares import owner_fractions
+from hethub.spec.tensors import EMBEDDING, RankShares, TensorInfo, stage_tensors
+
+BUCKET_ELEMENTS = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A parameter, its run on the flat axis and the stage whose state counts it."""
+
+    info: TensorInfo
+    span: Range
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Elements that the same ranks contribute gradients to.
+
+    `contributors` hold partial sums that add up to the gradient, ordered by rank; `owners` are those among them that
+    may step (a tied head contributes from another stage and never steps). Without sharding every contributor steps.
+    """
+
+    stage: int
+    contributors: tuple[int, ...]
+    owners: tuple[int, ...]
+    sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a bucket that one group reduces together: `runs` on the flat axis, cut over the contributors.
+
+    `cuts[i]` is what contributor i owns, a range of the concatenated runs; without sharding each owns everything.
+    """
+
+    group: Group
+    runs: tuple[Range, ...]
+    cuts: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(run.size for run in self.runs)
+
+    def owned_runs(self, rank: int) -> list[Range]:
+        """The runs of the flat axis that `rank` steps."""
+        cut = self.cuts[self.group.contributors.index(rank)]
+        return list(slice_runs(self.runs, cut))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Neighbouring tensors reduced together; all matrices or all norms of a stage."""
+
+    stage: int
+    span: Range
+    decays: bool
+    pieces: tuple[Piece, ...]
+
+
+def slice_runs(runs: Sequence[Range], cut: Range) -> list[Range]:
+    """The part `cut` of the concatenation of `runs`, as runs again."""
+    result, position = [], 0
+    for run in runs:
+        part = overlap(cut, Range(position, position + run.size))
+        if part:
+            result.append(part.shift(run.start - position))
+        position += run.size
+    return result
+
+
+@dataclass(frozen=True)
+class StateMap:
+    """Every parameter element's holders, contributors and owners under a layout."""
+
+    layout: Layout
+
+    @cached_property
+    def tensors(self) -> tuple[PlacedTensor, ...]:
+        """All parameters in order of the flat axis."""
+        placed, position = [], 0
+        for stage, spec in enumerate(self.layout.stages):
+            for info in stage_tensors(self.layout.model, spec.chunks):
+                placed.append(PlacedTensor(info, Range(position, position + info.numel), stage))
+                position += info.numel
+        return tuple(placed)
+
+    @cached_property
+    def by_name(self) -> dict[str, PlacedTensor]:
+        return {placed.info.name: placed for placed in self.tensors}
+
+    def held_by(self, seat: Seat) -> list[tuple[PlacedTensor, Range]]:
+        """The tensors that a rank holds and its run of each on the flat axis, in axis order.
+
+        A tied head on another stage is a second holding of the embedding, under the embedding's name and span.
+        """
+        shares = self._shares[seat.stage, seat.replica][seat.position]
+        held = [placed for placed in self.tensors if placed.stage == seat.stage]
+        if self._holds_tied_head(seat.stage):
+            held.insert(0, self.by_name[EMBEDDING])
+        return [(placed, placed.info.held(shares).shift(placed.span.start)) for placed in held]
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], list[RankShares]]:
+        layout = self.layout
+        return {
+            (s, r): layout.shares(s, r) for s, stage in enumerate(layout.stages) for r in range(len(stage.replicas))
+        }
+
+    def _holds_tied_head(self, stage: int) -> bool:
+        return self.layout.head_is_apart and stage == self.layout.num_stages - 1
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets in order of the flat axis; backward fills a stage's in the reverse order, norms last."""
+        runs = {id(tensor): self._runs(tensor) for tensor in self.tensors}
+        grouped = [(tensors, self._collect(runs[id(t)] for t in tensors)) for tensors in self._bucketed()]
+        fractions = self._fractions(grouped)
+        return tuple(self._bucket(tensors, by_group, fractions) for tensors, by_group in grouped)
+
+    def _bucketed(self) -> list[list[PlacedTensor]]:
+        """The tensors cut into buckets of about BUCKET_ELEMENTS, never across a stage or from matrices into norms.
+
+        A tied embedding on two stages is a bucket of its own: its reduction waits for both.
+        """
+        buckets: list[list[PlacedTensor]] = []
+        for tensor in self.tensors:
+            last = buckets[-1] if buckets else []
+            full = sum(t.span.size for t in last) >= BUCKET_ELEMENTS
+            apart = bool(last) and (last[0].stage, last[0].info.decays) != (tensor.stage, tensor.info.decays)
+            tied = bool(last) and self.layout.head_is_apart and last[0] is self.tensors[0]
+            if not last or full or apart or tied:
+                buckets.append([tensor])
+            else:
+                last.append(tensor)
+        return buckets
+
+    def _runs(self, tensor: PlacedTensor) -> list[tuple[Range, Group]]:
+        """The tensor cut where its contributors change."""
+        replicas = [(tensor.stage, r) for r in range(len(self.layout.stages[tensor.stage].replicas))]
+        apart = self.layout.head_is_apart and tensor is self.tensors[0]
+        if apart:
+            last = self.layout.num_stages - 1
+            replicas += [(last, r) for r in range(len(self.layout.stages[last].replicas))]
+        holdings = [held for s, r in replicas for held in self._contributions(tensor, s, r)]
+        stage = self.layout.stages[tensor.stage]
+        runs = []
+        for run in refine([[held] for _, held in holdings]):
+            contributors = tuple(sorted(rank for rank, held in holdings if held.contains(run)))
+            owners = tuple(rank for rank in contributors if rank in set(stage.ranks))
+            runs.append((run, Group(tensor.stage, contributors, owners, sharded=stage.zero > 0 or apart)))
+        return runs
+
+    def _contributions(self, tensor: PlacedTensor, stage: int, replica: int) -> list[tuple[int, Range]]:
+        """Which rank of a replica contributes which run: a replicated tensor is complete on each, so the first stands for all."""
+        shares, ranks = self._shares[stage, replica], self.layout.replica(stage, replica).ranks
+        if tensor.info.axis is None:
+            return [(ranks[0], tensor.span)]
+        return [(rank, tensor.info.held(own).shift(tensor.span.start)) for rank, own in zip(ranks, shares, strict=True)]
+
+    @staticmethod
+    def _collect(runs: Iterable[list[tuple[Range, Group]]]) -> dict[Group, list[Range]]:
+        by_group: dict[Group, list[Range]] = {}
+        for tensor_runs in runs:
+            for run, group in tensor_runs:
+                own = by_group.setdefault(group, [])
+                if own and own[-1].stop == run.start:
+                    own[-1] = Range(own[-1].start, run.stop)
+                else:
+                    own.append(run)
+        return by_group
+
+    def _fractions(
+        self, grouped: list[tuple[list[PlacedTensor], dict[Group, list[Range]]]]
+    ) -> dict[Group, list[float]]:
+        """For each sharded group, the fraction of it that each contributor owns: the stage's state shares, spread."""
+        sizes: dict[Group, int] = {}
+        for _, by_group in grouped:
+            for group, runs in by_group.items():
+                sizes[group] = sizes.get(group, 0) + sum(run.size for run in runs)
+        fractions: dict[Group, list[float]] = {}
+        for stage, spec in enumerate(self.layout.stages):
+            groups = [group for group in sizes if group.stage == stage and group.sharded]
+            if groups:
+                total = sum(size for group, size in sizes.items() if group.stage == stage)
+                owners = [(group.owners, sizes[group]) for group in groups]
+                for group, own in zip(groups, owner_fractions(stage, owners, total, spec.state_shares), strict=True):
+                    fractions[group] = [own.get(rank, 0.0) for rank in group.contributors]
+        return fractions
+
+    @staticmethod
+    def _bucket(
+        tensors: list[PlacedTensor], by_group: dict[Group, list[Range]], fractions: dict[Group, list[float]]
+    ) -> Bucket:
+        pieces = []
+        for group, runs in by_group.items():
+            numel = sum(run.size for run in runs)
+            whole = [Range(0, numel)] * len(group.contributors)
+            cuts = split_by_shares(numel, fractions[group]) if group.sharded else whole
+            pieces.append(Piece(group, tuple(runs), tuple(cuts)))
+        span = Range(tensors[0].span.start, tensors[-1].span.stop)
+        return Bucket(tensors[0].stage, span, tensors[0].info.decays, tuple(pieces))
