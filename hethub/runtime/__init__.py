@@ -1,0 +1,1 @@
+"""What runs a plan: data, model, executor, optimizer, checkpoints."""

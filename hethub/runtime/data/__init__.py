@@ -1,0 +1,6 @@
+"""Training data: sources of text, tokenizers, and the packed dataset that every rank draws the same batches from."""
+
+from hethub.runtime.data.dataset import Dataset
+from hethub.runtime.data.opening import open_dataset
+
+__all__ = ["Dataset", "open_dataset"]

@@ -1,0 +1,142 @@
+"""Text from files, piece by piece, so that no file has to fit in memory."""
+
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from hethub.spec.base import describe
+from hethub.spec.errors import BadInput
+
+PIECE_BYTES = 4 * 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
+STDLIB_BYTES = 8 * 2**20  # python-stdlib stops before this much, so that a demo starts at once
+
+_LINE_RULE = "Every line of a jsonl file is one object with a string under the key `text`."
+# Tests, other people's packages, and code tables, which are no text to learn from.
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+)
+
+
+class Piece(NamedTuple):
+    """Some text of one document, in order."""
+
+    text: str
+    ends_document: bool
+    num_bytes: int  # read from the file for it
+
+
+def list_files(path: Path, suffix: str = "") -> list[Path]:
+    """The file, or the files below a folder in the order of their relative paths, hidden ones left out.
+
+    Raises BadInput where there is nothing to read.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise BadInput(
+            f"{path}: there is no such file or folder of text. A job's data.path is relative to the job file."
+        )
+    relative = [file.relative_to(path) for file in path.rglob(f"*{suffix}") if file.is_file()]
+    visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
+    if not visible:
+        raise BadInput(f"{path}: the folder holds no {suffix or 'visible'} files; name a folder with text in it.")
+    return [path / name for name in sorted(visible, key=Path.as_posix)]
+
+
+def pieces(files: Iterable[Path], kind: Literal["text", "jsonl"]) -> Iterator[Piece]:
+    """The text of the files: one document per file, or one per line of JSON Lines. Empty documents are left out."""
+    read = _jsonl_pieces if kind == "jsonl" else _text_pieces
+    for path in files:
+        try:
+            yield from read(path)
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read ({error.strerror}). Check that it is a readable file.") from None
+
+
+def stdlib_pieces(folder: Path | None = None) -> Iterator[Piece]:
+    """The running interpreter's own modules, one document each, the same on every machine with this Python.
+
+    Single modules come first, then packages, each by name, up to 8 MiB; tests, code tables, build settings of this
+    machine (`_sysconfigdata…`) and files that are not UTF-8 are left out.
+    """
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    total = 0
+    for name in sorted(_modules(folder), key=lambda name: (len(name.parts), name.as_posix())):
+        data = (folder / name).read_bytes()
+        total += len(data)
+        if total > STDLIB_BYTES:
+            return
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            continue
+        if text:
+            yield Piece(text, True, len(data))
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """The modules below the folder, relative to it; skipped folders are not entered (site-packages can be huge)."""
+    for here, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        for name in files:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                yield Path(here, name).relative_to(folder)
+
+
+def _text_pieces(path: Path) -> Iterator[Piece]:
+    position = 0
+    with path.open("rb") as file:
+        block = b"".join(file.readlines(PIECE_BYTES))
+        while block:
+            following = b"".join(file.readlines(PIECE_BYTES))
+            yield Piece(_decode(block, path, position), not following, len(block))
+            position += len(block)
+            block = following
+
+
+def _decode(block: bytes, path: Path, position: int) -> str:
+    try:
+        return block.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{path}: byte {position + error.start} is no UTF-8 text ({error.reason}). Convert the file to UTF-8 "
+            "(iconv -f … -t utf-8), or take it out of the folder if it is no text."
+        ) from None
+
+
+def _jsonl_pieces(path: Path) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                text = _text_of(line, f"{path}, line {number}")
+                if text:
+                    yield Piece(text, True, len(line))
+
+
+def _text_of(line: bytes, place: str) -> str:
+    """The value of `text` in a line of JSON Lines; `place` names it in errors."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise BadInput(f"{place}: not valid JSON: {error}. {_LINE_RULE}") from None
+    if not isinstance(record, dict):
+        raise BadInput(f"{place}: got {describe(record)}. {_LINE_RULE}")
+    if "text" not in record:
+        raise BadInput(f"{place}: the object has no key `text`; it has {', '.join(record) or 'none'}. {_LINE_RULE}")
+    text = record["text"]
+    if not isinstance(text, str):
+        raise BadInput(f"{place}: `text` is {describe(text)}; it must be a string.")
+    if not _is_utf8(text):
+        raise BadInput(f"{place}: `text` holds half a surrogate pair, which is no character; repair the line.")
+    return text
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

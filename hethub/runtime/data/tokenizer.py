@@ -1,0 +1,134 @@
+"""Tokenizers, and the stream of tokens that packed text becomes."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hethub.runtime.data.sources import PIECE_BYTES, Piece
+from hethub.spec.errors import BadInput
+
+END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_MAX_BATCH_DOCUMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Turns texts into token ids."""
+
+    name: str
+    identity: str  # equal for tokenizers that give equal tokens
+    vocab: int
+    end_of_document: int | None
+    encode: Callable[[Sequence[str]], list[NDArray[Any]]]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest type that holds every id, little-endian as in token files."""
+        return np.dtype("<u2" if self.vocab <= 2**16 else "<u4")
+
+
+class TokenBatch(NamedTuple):
+    """A part of the token stream, and how many documents end in it."""
+
+    tokens: NDArray[Any]
+    num_documents: int
+
+
+def load_tokenizer(reference: str, base: Path) -> Tokenizer:
+    """`bytes` (ids 0-255, 256 ends a document) or a tokenizer.json, relative to `base`. Raises BadInput."""
+    if reference == "bytes":
+        return Tokenizer(name="bytes", identity="bytes", vocab=257, end_of_document=256, encode=_encode_bytes)
+    return _from_file(base / reference)
+
+
+def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
+    """The token stream of all pieces, each document followed by the end-of-document token.
+
+    Raises BadInput where a second document comes and the tokenizer has no token to mark where the first one ended.
+    """
+    ended = 0
+    for batch in _batches(texts):
+        follows_another = ended > 0 or any(piece.ends_document for piece in batch[:-1])
+        if follows_another and tokenizer.end_of_document is None:
+            raise BadInput(missing_end(tokenizer, "several documents are packed one after the other"))
+        num_documents = sum(piece.ends_document for piece in batch)
+        ended += num_documents
+        yield TokenBatch(_pack(batch, tokenizer), num_documents)
+
+
+def missing_end(tokenizer: Tokenizer, reason: str) -> str:
+    """The paragraph for a tokenizer whose end-of-document token is needed."""
+    return (
+        f"{tokenizer.name}: {reason}, which needs an end-of-document token, and the tokenizer has none of "
+        f"{', '.join(END_OF_DOCUMENT_TOKENS)}. Add one of them to its special tokens, or choose another tokenizer."
+    )
+
+
+def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in groups worth one call of the tokenizer, which works on a group with all cores."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in texts:
+        batch.append(piece)
+        size += piece.num_bytes
+        if size >= PIECE_BYTES or len(batch) >= _MAX_BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pack(batch: list[Piece], tokenizer: Tokenizer) -> NDArray[Any]:
+    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    separator = np.array(end, dtype=tokenizer.dtype)
+    parts: list[NDArray[Any]] = []
+    for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+        parts.append(tokens)
+        if piece.ends_document:
+            parts.append(separator)
+    return np.concatenate(parts, dtype=tokenizer.dtype, casting="unsafe")
+
+
+def _encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
+    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadInput(
+            f"{path}: the tokenizer cannot be read ({error.strerror}). Give `bytes` or the path of a tokenizer.json "
+            "(in a job, relative to the job file)."
+        ) from None
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise BadInput(
+            f"{path}: a tokenizer.json needs the package tokenizers: pip install 'hethub[train]'. `bytes` needs nothing."
+        ) from None
+    try:
+        loaded = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # noqa: BLE001  the Rust binding raises plain Exception for every malformed file
+        raise BadInput(f"{path}: this is no tokenizer.json that the package tokenizers can read: {error}.") from None
+    # What a file says about padding and truncation is meant for single prompts; here it would cut or fill documents.
+    loaded.no_padding()
+    loaded.no_truncation()
+
+    def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
+        encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    ends = (loaded.token_to_id(token) for token in END_OF_DOCUMENT_TOKENS)
+    return Tokenizer(
+        name=str(path),
+        identity=hashlib.sha256(content).hexdigest(),
+        vocab=1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=0),
+        end_of_document=next((end for end in ends if end is not None), None),
+        encode=encode,
+    )

@@ -1,0 +1,120 @@
+"""`hethub tokenise`: text into a token file, streaming, complete or not at all."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from hethub.runtime.data.opening import empty
+from hethub.runtime.data.sources import Piece, list_files, pieces
+from hethub.runtime.data.token_file import token_file_writer
+from hethub.runtime.data.tokenizer import encode_stream, load_tokenizer
+from hethub.spec.errors import BadInput
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokeniseSummary:
+    """What was written."""
+
+    out: Path
+    num_files: int
+    num_documents: int
+    num_tokens: int
+    max_token: int
+    dtype: str
+    text_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.out}: {self.num_tokens:,} tokens ({self.dtype}) of {self.num_documents:,} documents from "
+            f"{self.num_files:,} files, {self.text_bytes:,} bytes of text in {self.seconds:.1f} s; train with "
+            f"data: {{source: tokens, path: …}} and a model of vocab >= {self.max_token + 1}"
+        )
+
+
+def tokenise(paths: Sequence[Path], tokenizer: str, out: Path, progress: bool = True) -> TokeniseSummary:
+    """Writes the token file `out` for `data.source: tokens` and returns what is in it.
+
+    `paths` are text files (one document each), JSON Lines files (*.jsonl: one document per line, key `text`) and
+    folders of both; `tokenizer` is `bytes` or a tokenizer.json. Raises BadInput, RunFailed where the disk fails; in
+    both cases `out` is left as it was.
+    """
+    start = time.perf_counter()
+    files = [file for path in paths for file in list_files(path)]
+    _check_out(out, files)
+    loaded = load_tokenizer(tokenizer, Path())
+    text_bytes = sum(file.stat().st_size for file in files)
+    with token_file_writer(out, loaded) as writer, _shown(text_bytes, progress) as advance:
+        for batch in encode_stream(_counted(_mixed(files), advance), loaded):
+            writer.append(batch)
+        if writer.num_tokens == 0:
+            raise BadInput(empty(", ".join(map(str, paths))))
+    return TokeniseSummary(
+        out=out,
+        num_files=len(files),
+        num_documents=writer.num_documents,
+        num_tokens=writer.num_tokens,
+        max_token=writer.max_token,
+        dtype=loaded.dtype.name,
+        text_bytes=text_bytes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _check_out(out: Path, files: list[Path]) -> None:
+    if out.is_dir():
+        raise BadInput(f"--out {out} is a folder; name the file to write.")
+    if not out.parent.is_dir():
+        raise BadInput(f"--out {out}: there is no folder {out.parent}; make it first.")
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise BadInput(f"--out {out} is one of the texts to read and would be overwritten. Choose another name.")
+
+
+def _mixed(files: list[Path]) -> Iterator[Piece]:
+    for file in files:
+        yield from pieces([file], "jsonl" if file.suffix == ".jsonl" else "text")
+
+
+def _counted(texts: Iterator[Piece], advance: Advance) -> Iterator[Piece]:
+    for piece in texts:
+        yield piece
+        advance(piece.num_bytes)
+
+
+@contextmanager
+def _shown(total_bytes: int, progress: bool) -> Iterator[Advance]:
+    """A function to call with bytes done: a bar on a terminal, else a line every tenth of the way, both on stderr."""
+    console = Console(stderr=True)
+    if not progress:
+        yield lambda num_bytes: None
+    elif not console.is_terminal:
+        yield _Lines(console, total_bytes)
+    else:
+        columns = TextColumn("tokenise"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("tokenise", total=total_bytes)
+            yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+class _Lines:
+    """Progress where the output is no terminal."""
+
+    def __init__(self, console: Console, total_bytes: int) -> None:
+        self._console = console
+        self._total = max(1, total_bytes)
+        self._done = self._tenths = 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        tenths = 10 * self._done // self._total
+        if tenths > self._tenths:
+            self._tenths = tenths
+            percent = 100 * self._done // self._total
+            self._console.print(f"tokenise: {self._done:,} of {self._total:,} bytes ({percent} %)")

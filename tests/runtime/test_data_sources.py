@@ -1,0 +1,171 @@
+"""Sources and tokenizers: what becomes a document, and every way in which a file can be wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data import sources as sources_module
+from hethub.runtime.data.sources import stdlib_pieces
+from hethub.spec.errors import BadInput
+from hethub.spec.job import DataSpec
+
+END = 256
+WORDS = {"[UNK]": 0, "a": 1, "b": 2, "c": 3}
+
+
+def opened(base: Path, **spec: Any) -> Dataset:
+    cache_dir = spec.pop("cache_dir", None)
+    vocab = spec.pop("vocab", 257)
+    return open_dataset(DataSpec(**spec), base, seq_len=2, seed=1, vocab=vocab, cache_dir=cache_dir)
+
+
+def save_tokenizer(path: Path, end: str | None = "</s>", **changes: Any) -> Path:
+    words = WORDS if end is None else {**WORDS, end: 7}  # ids with a gap: the size of the vocabulary is no bound
+    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("héé\r\n".encode())
+    data = opened(tmp_path, source="text", path="a.txt")
+    assert data.tokens.tolist() == [*"héé\r\n".encode(), END]
+
+
+def test_a_folder_is_its_visible_files_in_order_of_path(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, text in {"b/a.md": "2", "a.txt": "1", "c": "3", "empty": "", ".hidden": "x", ".git/x": "y"}.items():
+        (tmp_path / name).write_text(text)
+    data = opened(tmp_path, source="text", path=".")
+    assert data.tokens.tolist() == [ord("1"), END, ord("2"), END, ord("3"), END]
+
+
+def test_large_files_are_read_in_pieces_of_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "PIECE_BYTES", 64)
+    text = "".join(f"line {i} é\n" for i in range(200)) + "no newline at the end"
+    (tmp_path / "a.txt").write_text(text)
+    assert len(list(sources_module.pieces([tmp_path / "a.txt"], "text"))) > 10
+    assert opened(tmp_path, source="text", path="a.txt").tokens.tolist() == [*text.encode(), END]
+
+
+def test_every_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n\n{"text": "", "x": 1}\n{"meta": {}, "text": "\\u00e9"}')
+    data = opened(tmp_path, source="jsonl", path="a.jsonl")
+    assert data.tokens.tolist() == [*b"ab", END, *"é".encode(), END]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "not valid JSON"),
+        ('["a"]', r"got \['a'\]"),
+        ('{"txt": "a", "id": 3}', "no key `text`; it has txt, id"),
+        ('{"text": 5}', "`text` is 5"),
+        ('{"text": "\\ud800"}', "half a surrogate pair"),
+        ("\x00\x01", "not valid JSON"),
+    ],
+)
+def test_a_broken_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' + line + '\n{"text": "b"}\n')
+    with pytest.raises(BadInput, match=f"a.jsonl, line 3: .*{message}"):
+        opened(tmp_path, source="jsonl", path="a.jsonl")
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "tokens"])
+def test_a_missing_file_is_named(tmp_path: Path, source: str) -> None:
+    with pytest.raises(BadInput, match=r"nowhere.* data\.path"):
+        opened(tmp_path, source=source, path="nowhere")
+
+
+def test_empty_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(BadInput, match=r"a\.txt: there is no text in it"):
+        opened(tmp_path, source="text", path="a.txt")
+    (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n')
+    with pytest.raises(BadInput, match=r"b\.jsonl: there is no text in it"):
+        opened(tmp_path, source="jsonl", path="b.jsonl")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BadInput, match=r"folder: the folder holds no \.jsonl files"):
+        opened(tmp_path, source="jsonl", path="folder")
+
+
+def test_text_that_is_no_utf8_is_named_with_its_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "PIECE_BYTES", 8)
+    (tmp_path / "a.txt").write_bytes(b"first line\n" * 3 + b"ab\xff")
+    with pytest.raises(BadInput, match=r"a\.txt: byte 35 is no UTF-8"):
+        opened(tmp_path, source="text", path="a.txt")
+
+
+def test_the_stdlib_is_capped_and_skips_what_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("json", "test", "site-packages"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "bad.py").write_bytes(b"# \xff")
+    for name in ("b.py", "a.py", "json/a.py", "test/t.py", "site-packages/s.py", "_sysconfigdata_x.py", "note.txt"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    assert [piece.text for piece in stdlib_pieces(tmp_path)] == ["# a.py\n", "# b.py\n", "# json/a.py\n"]
+    monkeypatch.setattr(sources_module, "STDLIB_BYTES", 15)
+    assert [piece.text for piece in stdlib_pieces(tmp_path)] == ["# a.py\n", "# b.py\n"]
+
+
+def test_a_tokenizer_file_gives_whole_documents_and_their_ends(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c a"}\n{"text": "c"}\n')
+    data = opened(tmp_path, source="jsonl", path="a.jsonl", tokenizer="tokenizer.json", vocab=8, document_mask=True)
+    assert data.tokens.tolist() == [1, 2, 3, 1, 7, 3, 7], "neither truncated nor padded"
+    assert data.end_of_document == 7
+
+
+def test_an_end_of_document_is_asked_for_only_where_it_is_needed(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json", end=None)
+    (tmp_path / "one.txt").write_text("a b c a")
+    (tmp_path / "two.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    one = {"source": "text", "path": "one.txt", "tokenizer": "tokenizer.json"}
+    assert opened(tmp_path, **one).tokens.tolist() == [1, 2, 3, 1]
+    with pytest.raises(BadInput, match=r"document_mask keeps documents apart.*</s>"):
+        opened(tmp_path, **one, document_mask=True)
+    with pytest.raises(BadInput, match="several documents are packed"):
+        opened(tmp_path, source="jsonl", path="two.jsonl", tokenizer="tokenizer.json")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "one.txt").write_text("a b c a")
+    with pytest.raises(BadInput, match=r"token id 7 .* vocabulary of 4\..* vocab >= 8"):
+        opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json", vocab=4)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a b c a")
+    with pytest.raises(BadInput, match=r"tokenizer\.json: the tokenizer cannot be read"):
+        opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json")
+    for content in (b"{}", b"\xff", b"not JSON"):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(BadInput, match=r"tokenizer\.json: this is no tokenizer\.json"):
+            opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json")
+
+
+def test_cached_tokens_are_found_again_until_the_text_changes(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json")
+    text = tmp_path / "a.jsonl"
+    text.write_text(json.dumps({"text": "a b c a"}))
+    spec = {"source": "jsonl", "path": "a.jsonl", "tokenizer": "tokenizer.json"}
+    cache = tmp_path / "cache"
+    fresh, first = opened(tmp_path, **spec), opened(tmp_path, **spec, cache_dir=cache)
+    assert first.fingerprint() == fresh.fingerprint()
+    (written,) = cache.iterdir()
+    before = written.stat().st_mtime_ns
+    assert isinstance(opened(tmp_path, **spec, cache_dir=cache).tokens, np.memmap)
+    assert written.stat().st_mtime_ns == before
+    text.write_text(json.dumps({"text": "b b b b b"}))
+    assert opened(tmp_path, **spec, cache_dir=cache).tokens.tolist() == [2, 2, 2, 2, 2, 7]

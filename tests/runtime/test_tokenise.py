@@ -1,0 +1,190 @@
+"""`hethub tokenise` and the token file it writes."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hethub.runtime import tokenise as tokenise_module
+from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data.sources import Piece
+from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC
+from hethub.runtime.tokenise import tokenise
+from hethub.spec.errors import BadInput
+from hethub.spec.job import DataSpec
+
+END = 256
+
+
+def opened(path: Path, vocab: int = 257, document_mask: bool = False) -> Dataset:
+    spec = DataSpec(source="tokens", path=path.name, document_mask=document_mask)
+    return open_dataset(spec, path.parent, seq_len=4, seed=1, vocab=vocab)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("first")
+    (folder / "b.jsonl").write_text('{"text": "second"}\n{"text": "third"}\n')
+    return folder
+
+
+@pytest.fixture
+def token_file(texts: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "tokens.bin"
+    tokenise([texts], "bytes", out, progress=False)
+    return out
+
+
+def rewrite_header(path: Path, **changes: object) -> None:
+    data = path.read_bytes()
+    header = json.loads(data[len(MAGIC) : HEADER_BYTES]) | changes
+    path.write_bytes((MAGIC + json.dumps(header).encode()).ljust(HEADER_BYTES) + data[HEADER_BYTES:])
+
+
+def test_texts_and_jsonl_become_one_mapped_stream(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tokens.bin"
+    summary = tokenise([texts], "bytes", out, progress=False)
+    expected = [*b"first", END, *b"second", END, *b"third", END]
+    data = opened(out, document_mask=True)
+    assert isinstance(data.tokens, np.memmap)
+    assert data.tokens.tolist() == expected
+    assert (summary.num_files, summary.num_documents, summary.num_tokens) == (2, 3, len(expected))
+    assert (summary.dtype, summary.max_token, data.vocab_needed) == ("uint16", END, END + 1)
+    assert out.stat().st_size == HEADER_BYTES + 2 * len(expected)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["texts", "tokens.bin"], "no temporary file stays"
+
+
+def test_a_token_file_draws_the_batches_of_its_text(texts: Path, token_file: Path) -> None:
+    text = DataSpec(source="text", path="a.txt")
+    tokenise([texts / "a.txt"], "bytes", token_file, progress=False)
+    in_memory = open_dataset(text, texts, seq_len=4, seed=1, vocab=257)
+    mapped = opened(token_file)
+    assert mapped.fingerprint() == in_memory.fingerprint()
+    assert np.array_equal(mapped.samples(3, 2, 0, 2), in_memory.samples(3, 2, 0, 2))
+
+
+def test_an_input_is_never_overwritten(texts: Path, tmp_path: Path) -> None:
+    before = (texts / "a.txt").read_text()
+    link = tmp_path / "link"
+    link.symlink_to(texts / "a.txt")
+    for paths, out in (([texts / "a.txt"], texts / "a.txt"), ([texts], texts / "b.jsonl"), ([texts], link)):
+        with pytest.raises(BadInput, match="one of the texts to read"):
+            tokenise(paths, "bytes", out, progress=False)
+    assert (texts / "a.txt").read_text() == before
+
+
+def test_a_failure_leaves_the_old_file_and_no_half_one(
+    texts: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = token_file.read_bytes()
+
+    def interrupted(files: list[Path]) -> Iterator[Piece]:
+        yield Piece("some text", True, 9)
+        raise KeyboardInterrupt
+
+    (texts / "c.jsonl").write_text("broken\n")
+    with pytest.raises(BadInput, match="line 1"):
+        tokenise([texts], "bytes", token_file, progress=False)
+    monkeypatch.setattr(tokenise_module, "_mixed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokenise([texts], "bytes", token_file, progress=False)
+    assert token_file.read_bytes() == before
+    assert sorted(p.name for p in token_file.parent.iterdir()) == ["texts", "tokens.bin"]
+
+
+def test_out_must_be_a_file_in_a_folder_that_is_there(texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="is a folder"):
+        tokenise([texts], "bytes", tmp_path, progress=False)
+    with pytest.raises(BadInput, match="there is no folder"):
+        tokenise([texts], "bytes", tmp_path / "new" / "tokens.bin", progress=False)
+
+
+def test_text_without_a_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(BadInput, match="no text in it"):
+        tokenise([tmp_path / "a.txt"], "bytes", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    tokenise([texts], "bytes", tmp_path / "out")
+    assert stream.getvalue().splitlines()[-1].endswith("of 42 bytes (100 %)")
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "dtype is 'float32', but input should be 'uint16' or 'uint32'"),
+        ({"dtype": "uint32"}, "the header promises 19 tokens of uint32"),
+        ({"num_tokens": -1}, "num_tokens is -1"),
+        ({"num_tokens": 18}, "the header promises 18 tokens"),
+        ({"colour": "red"}, "colour is not a known key"),
+    ],
+)
+def test_a_damaged_header_is_refused(token_file: Path, changes: dict[str, object], message: str) -> None:
+    rewrite_header(token_file, **changes)
+    with pytest.raises(BadInput, match=rf"tokens\.bin.*{message}.*`hethub tokenise`"):
+        opened(token_file)
+
+
+def test_damaged_files_are_refused(token_file: Path) -> None:
+    data = token_file.read_bytes()
+    cases = {
+        "this is no token file of hethub": [data[HEADER_BYTES:], b"", np.arange(9000, dtype=np.uint16).tobytes()],
+        "the header of the token file is damaged": [data.replace(b"{", b"[", 1)],
+        "cut short or altered": [data[:-1], data + b"\0\0"],
+    }
+    for message, contents in cases.items():
+        for content in contents:
+            token_file.write_bytes(content)
+            with pytest.raises(BadInput, match=message):
+                opened(token_file)
+
+
+def test_tokens_of_another_tokenizer_are_refused(token_file: Path) -> None:
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(token_file.parent / "tokenizer.json"))
+    spec = DataSpec(source="tokens", path="tokens.bin", tokenizer="tokenizer.json")
+    with pytest.raises(BadInput, match="made with another tokenizer"):
+        open_dataset(spec, token_file.parent, seq_len=4, seed=1, vocab=257)
+
+
+def test_document_mask_needs_tokens_with_ends(token_file: Path) -> None:
+    rewrite_header(token_file, end_of_document=None)
+    assert opened(token_file).end_of_document is None
+    with pytest.raises(BadInput, match="document_mask needs an end-of-document token"):
+        opened(token_file, document_mask=True)
+
+
+def test_tokens_outside_the_vocabulary_are_refused_at_open_and_at_use(token_file: Path) -> None:
+    with pytest.raises(BadInput, match=r"token id 256 .* vocabulary of 256"):
+        opened(token_file, vocab=256)
+    rewrite_header(token_file, max_token=255)
+    data = opened(token_file, vocab=256)
+    with pytest.raises(BadInput, match=r"token id 256 .* vocabulary of 256"):
+        data.samples(0, 16, 0, 16)
+
+
+def test_large_vocabularies_take_uint32(tmp_path: Path) -> None:
+    import tokenizers
+
+    words = {"[UNK]": 0, "a": 70_000, "</s>": 70_001}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a a a a")
+    summary = tokenise([tmp_path / "a.txt"], str(tmp_path / "tokenizer.json"), tmp_path / "out", progress=False)
+    assert summary.dtype == "uint32"
+    assert opened(tmp_path / "out", vocab=70_002).tokens.tolist() == [70_000] * 4 + [70_001]
