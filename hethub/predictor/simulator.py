@@ -1,0 +1,166 @@
+"""The schedule replayed against costs: when every replica works, waits and ends its last backward.
+
+Two ways to the same figures. `replay` runs any schedule action by action over the real tiles. `pipeline` is for plans
+whose stages all tile the samples alike: each replica then talks to one replica per neighbour only, and once its
+steady state repeats, the rest of the micro-batches is a multiplication.
+"""
+
+from typing import NamedTuple
+
+
+class Ends(NamedTuple):
+    """One replica's compute as replayed: its last backward, and why it waited before."""
+
+    last_backward_start: float
+    last_backward_end: float
+    transfer_wait_seconds: float  # waiting while data it needs was under way
+    bubble_seconds: float  # waiting for others to compute
+
+
+class Chain(NamedTuple):
+    """A pipeline of equal tiles: per stage seconds of forward and backward, per boundary seconds each way."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    down: tuple[float, ...]  # activations from stage s to s + 1
+    up: tuple[float, ...]  # gradients from stage s + 1 to s
+    in_flight: tuple[int, ...]
+
+
+def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
+    """Per stage, the ends of 1F1B over `num_tiles` equal tiles.
+
+    A critical circuit through k stages repeats every k tiles at most, so 60 tiles are a whole number of repeats for up
+    to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are approximated.
+    """
+    stages = len(chain.forward)
+    period = 60
+    warm = 3 * stages + 2 * max(chain.in_flight)
+    if num_tiles <= warm + 2 * period:
+        return _run_chain(chain, num_tiles)
+    rest = num_tiles - warm
+    base = warm + rest % period
+    first, second = _run_chain(chain, base), _run_chain(chain, base + period)
+    repeats = (num_tiles - base) // period
+    return [Ends(*(a + repeats * (b - a) for a, b in zip(one, two, strict=True))) for one, two in zip(first, second, strict=True)]
+
+
+def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
+    """Every action of a chain, replica by replica as far as its inputs allow."""
+    stages = len(chain.forward)
+    forward_end = [[0.0] * num_tiles for _ in range(stages)]
+    backward_end = [[0.0] * num_tiles for _ in range(stages)]
+    ended_f, ended_b = [0] * stages, [0] * stages
+    clock = [0.0] * stages
+    starts = [0.0] * stages
+    waits, bubbles = [0.0] * stages, [0.0] * stages
+    last = stages - 1
+    pending = list(range(stages))
+    while pending:
+        for s in pending:
+            limit, now = min(chain.in_flight[s], num_tiles), clock[s]
+            f, b = ended_f[s], ended_b[s]
+            seconds_f, seconds_b = chain.forward[s], chain.backward[s]
+            while b < num_tiles:
+                if f < num_tiles and f - b < limit:
+                    if s == 0:
+                        ready, delay = 0.0, 0.0
+                    elif f < ended_f[s - 1]:
+                        delay = chain.down[s - 1]
+                        ready = forward_end[s - 1][f] + delay
+                    else:
+                        break
+                    if ready > now:
+                        waits[s] += min(delay, ready - now)
+                        bubbles[s] += max(0.0, ready - now - delay)
+                        now = ready
+                    now += seconds_f
+                    forward_end[s][f] = now
+                    f += 1
+                else:
+                    if s == last:
+                        ready, delay = 0.0, 0.0
+                    elif b < ended_b[s + 1]:
+                        delay = chain.up[s]
+                        ready = backward_end[s + 1][b] + delay
+                    else:
+                        break
+                    if ready > now:
+                        waits[s] += min(delay, ready - now)
+                        bubbles[s] += max(0.0, ready - now - delay)
+                        now = ready
+                    starts[s] = now
+                    now += seconds_b
+                    backward_end[s][b] = now
+                    b += 1
+            clock[s], ended_f[s], ended_b[s] = now, f, b
+        pending = [s for s in pending if ended_b[s] < num_tiles]
+    return [Ends(starts[s], clock[s], waits[s], bubbles[s]) for s in range(stages)]
+
+
+@dataclass
+class Programme:
+    """A general schedule: tiles numbered over all stages, per replica the order of its passes.
+
+    `orders[p]` lists tile g's forward as g and its backward as ~g. `needs_forward[g]` and `needs_backward[g]` are the
+    (tile, seconds under way) that the pass waits for.
+    """
+
+    orders: list[list[int]]
+    forward: list[float]
+    backward: list[float]
+    needs_forward: list[list[tuple[int, float]]]
+    needs_backward: list[list[tuple[int, float]]]
+    forward_end: list[float] = field(default_factory=list)
+    backward_end: list[float] = field(default_factory=list)
+
+
+def replay(programme: Programme) -> list[Ends]:
+    """Per replica, the ends of its passes; also fills the programme's end times per tile.
+
+    Each replica runs its list in order; one that waits for a tile not yet computed is woken by it. Raises
+    AssertionError where passes wait for each other, which a bound layout's schedule never does.
+    """
+    count = len(programme.forward)
+    ends = [-1.0] * (2 * count)  # ends[g] of a forward, ends[~g] of a backward
+    seconds = programme.forward + programme.backward[::-1]
+    needs = programme.needs_forward + programme.needs_backward[::-1]
+    position = [0] * len(programme.orders)
+    clock = [0.0] * len(programme.orders)
+    starts = [0.0] * len(programme.orders)
+    waits, bubbles = [0.0] * len(programme.orders), [0.0] * len(programme.orders)
+    waiting: dict[int, list[int]] = {}
+    runnable = list(range(len(programme.orders)))
+    while runnable:
+        p = runnable.pop()
+        order, now = programme.orders[p], clock[p]
+        index = position[p]
+        while index < len(order):
+            g = order[index]
+            ready, delay, blocked = 0.0, 0.0, None
+            for tile, under_way in needs[g]:
+                source = tile if g >= 0 else ~tile
+                end = ends[source]
+                if end < 0.0:
+                    blocked = source
+                    break
+                if end + under_way > ready:
+                    ready, delay = end + under_way, under_way
+            if blocked is not None:
+                waiting.setdefault(blocked, []).append(p)
+                break
+            if ready > now:
+                waits[p] += min(delay, ready - now)
+                bubbles[p] += max(0.0, ready - now - delay)
+                now = ready
+            if g < 0:
+                starts[p] = now
+            now += seconds[g]
+            ends[g] = now
+            if g in waiting:
+                runnable.extend(waiting.pop(g))
+            index += 1
+        clock[p], position[p] = now, index
+    assert not waiting, f"{len(waiting)} passes wait for each other"
+    programme.forward_end, programme.backward_end = ends[:count], ends[count:][::-1]
+    return [Ends(starts[p], clock[p], waits[p], bubbles[p]) for p in range(len(programme.orders))]

@@ -1,0 +1,34 @@
+"""How a step is executed beside its plan: what published measurements vary and hethub's own runtime fixes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hethub.spec.accelerator import Precision
+
+# What matrix units compute in; fp8 and tf32 appear in published tables, hethub's runtime has the spec's precisions.
+MathPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """The execution of a plan by one software stack. The defaults are hethub's runtime."""
+
+    stack: str = "hethub"
+    math: MathPrecision | None = None  # None: the plan's precision
+    fused_attention: bool = True  # FlashAttention-like: scores never reach memory
+    sequence_parallel: bool = False  # Megatron's: norms and residuals cut over the tensor-parallel ranks
+    context_parallel: int = 1  # ranks of a replica that share the sequence; the rest of it is tensor-parallel
+    optimizer_included: bool = True
+    recompute_selective: Literal["attention", "alternate"] = "attention"
+
+    def math_precision(self, precision: Precision) -> MathPrecision:
+        """What matrix products run in for a plan of this precision."""
+        return self.math or precision
+
+
+HETHUB = Software()
+
+
+def element_bytes(precision: MathPrecision) -> int:
+    """Bytes of one activation; fp8 and tf32 keep activations in bf16 and fp32."""
+    return {"fp64": 8, "fp32": 4, "tf32": 4}.get(precision, 2)

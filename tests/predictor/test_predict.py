@@ -1,0 +1,141 @@
+"""A prediction adds up, agrees with the schedule however it is replayed, and never beats its ceiling."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hethub.predictor import check_memory, memory, predict
+from hethub.predictor.constants import packaged
+from hethub.predictor.costs import PlanCosts
+from hethub.predictor.simulator import Chain, Programme, pipeline, replay
+from hethub.predictor.software import HETHUB
+from hethub.predictor.step import replay_plan
+from hethub.spec.errors import BadInput
+from hethub.spec.layout import bind
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule import schedule
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
+
+TWO_MAKERS = cluster(("A100-SXM4-80GB", 1, 8), ("MI250X-GCD", 1, 8))
+LAPTOP = cluster(("CPU-core", 1, 4))
+
+uneven = PlanSpec.model_validate(
+    {
+        "model": "tiny", "cluster": "test", "global_batch": 14, "seq_len": 128, "precision": "fp32",
+        "stages": [
+            {"layers": [[0, 3]], "zero": 1, "replicas": [
+                {"ranks": [0], "micro_batch": 3, "samples": 10}, {"ranks": [1], "micro_batch": 2, "samples": 4}]},
+            {"layers": [[3, 4]], "replicas": [{"ranks": [2, 3], "micro_batch": 4, "samples": 14}]},
+        ],
+    }
+)  # fmt: skip
+
+LAYOUTS = {
+    "tp4 pp2 dp2": uniform(LLAMA_8B, TWO_MAKERS, tp=4, pp=2, micro_batch=1, batch=32, seq=4096, zero=1),
+    "tp1 pp4 dp4, recompute": uniform(LLAMA_8B, TWO_MAKERS, tp=1, pp=4, micro_batch=2, batch=32, seq=4096, zero=1, recompute="full"),
+    "cpu pp2 dp2": uniform(TINY, LAPTOP, tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32"),
+    "cpu, unlike tiles": bind(uneven, TINY, LAPTOP),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    return LAYOUTS[request.param]
+
+
+def test_breakdown_sums_to_the_step(layout):
+    prediction = predict(layout)
+    assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds, rel=1e-12)
+    assert min(prediction.breakdown.values()) >= 0
+
+
+def test_no_plan_beats_the_ceiling(layout):
+    prediction = predict(layout)
+    assert 0 < prediction.percent_of_ceiling <= 100
+
+
+def test_timeline_has_the_schedule_of_every_rank(layout):
+    prediction = predict(layout, with_timeline=True)
+    for (stage, replica), acts in schedule(layout).items():
+        for rank in layout.replica(stage, replica).ranks:
+            spans = [span for span in prediction.timeline if span.rank == rank]
+            assert [span.name for span in spans] == [act.name for act in acts]
+            assert all(a.stop_seconds <= b.start_seconds + 1e-12 for a, b in pairwise(spans))
+    assert max(span.stop_seconds for span in prediction.timeline) == pytest.approx(prediction.step_seconds)
+
+
+def test_a_chain_of_equal_tiles_equals_the_full_replay():
+    layout = uniform(TINY, LAPTOP, tp=1, pp=4, micro_batch=1, batch=96, seq=128, precision="fp32")
+    short, full = (replay_plan(layout, PlanCosts(layout, HETHUB, packaged()), full=full).ends for full in (False, True))
+    for seat, ends in short.items():
+        assert ends == pytest.approx(full[seat], rel=1e-9)
+
+
+seconds = st.integers(0, 40).map(lambda n: n / 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 300))
+def test_steady_state_is_found_exactly(data, stages, num_tiles):
+    """Any 1F1B pipeline: extrapolated from its steady state, and replayed action by action."""
+    draw = lambda n: tuple(data.draw(st.lists(seconds, min_size=n, max_size=n)))  # noqa: E731
+    chain = Chain(draw(stages), draw(stages), draw(stages - 1), draw(stages - 1), tuple(range(stages, 0, -1)))
+    expected = replay(_programme(chain, num_tiles))
+    assert [e.last_backward_end for e in pipeline(chain, num_tiles)] == pytest.approx([e.last_backward_end for e in expected])
+
+
+def _programme(chain: Chain, m: int) -> Programme:
+    stages = range(len(chain.forward))
+    number = lambda s, i: s * m + i  # noqa: E731
+    orders = []
+    for s in stages:
+        limit, order = min(chain.in_flight[s], m), []
+        for i in range(m + limit):
+            order += [~number(s, i - limit)] if i >= limit else []
+            order += [number(s, i)] if i < m else []
+        orders.append(order)
+    last = len(chain.forward) - 1
+    return Programme(
+        orders=orders,
+        forward=[chain.forward[s] for s in stages for _ in range(m)],
+        backward=[chain.backward[s] for s in stages for _ in range(m)],
+        needs_forward=[[(number(s - 1, i), chain.down[s - 1])] if s else [] for s in stages for i in range(m)],
+        needs_backward=[[(number(s + 1, i), chain.up[s])] if s < last else [] for s in stages for i in range(m)],
+    )
+
+
+def test_json_has_every_promised_key_and_no_nan(layout):
+    data = json.loads(json.dumps(predict(layout, upper_bound_tokens_per_second=1e6).to_dict(), allow_nan=False))
+    promised = {"fits", "step_seconds", "step_seconds_interval", "tokens_per_second", "mfu", "percent_of_upper_bound",
+                "upper_bound_tokens_per_second", "percent_of_ceiling", "breakdown", "memory"}  # fmt: skip
+    assert promised <= set(data)
+    assert [entry["rank"] for entry in data["memory"]] == list(range(layout.cluster.size))
+
+
+def test_memory_over_the_limit_is_refused_by_name():
+    layout = uniform(LLAMA_8B, cluster(("A100-SXM4-40GB", 1, 8)), tp=1, pp=2, micro_batch=1, batch=32, seq=4096)
+    with pytest.raises(BadInput, match=r"rank \d+ \(A100-SXM4-40GB\) would need .* GiB"):
+        check_memory(layout)
+    assert not predict(layout).fits
+
+
+def test_zero_1_keeps_a_share_of_the_optimizer_state_per_rank():
+    whole, cut = (memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z)) for z in (0, 1))
+    assert cut[0].parts["optimizer"] * 4 == pytest.approx(whole[0].parts["optimizer"], rel=0.01)
+    assert cut[0].parts["gradients"] == whole[0].parts["gradients"] == 4 * TINY.parameters
+
+
+def test_a_missing_link_speed_is_asked_for_by_name():
+    layout = uniform(TINY, cluster(("A100-SXM4-80GB", 2, 2), gbps=None), tp=1, pp=4, micro_batch=1, batch=8, seq=64, precision="fp32")
+    with pytest.raises(BadInput, match=r"node 'n0' gives no gbps_per_nic"):
+        predict(layout)
+
+
+def test_importing_the_predictor_brings_neither_torch_nor_scipy():
+    code = "import sys, hethub.predictor; print([m for m in ('torch', 'scipy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
