@@ -5,6 +5,7 @@ whose stages all tile the samples alike: each replica then talks to one replica 
 steady state repeats, the rest of the micro-batches is a multiplication.
 """
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
