@@ -1,1 +1,17 @@
-"""One process group over accelerators of several makers."""
+"""One process group over accelerators of several makers.
+
+`connect(rendezvous)` gives a `World`: groups (native inside an island, bridged between islands), tagged messages
+between any two ranks, barriers and small objects on the control lane, and failures that name the rank. Importing this
+package makes torch know the c10d backend "hethub", so that `init_process_group("hethub")` works in any program.
+`reduce_scatter_by_ranges` and `all_gather_by_ranges` are the uneven collectives.
+"""
+
+from hethub.communicator.backend import register
+from hethub.communicator.by_ranges import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator.liveness import Failure
+from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.world import World, connect
+
+__all__ = ["Failure", "Rendezvous", "World", "all_gather_by_ranges", "connect", "reduce_scatter_by_ranges"]
+
+register()

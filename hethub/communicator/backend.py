@@ -1,0 +1,102 @@
+"""The c10d backend "hethub": what `init_process_group("hethub")` and `new_group` create."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hethub.communicator import torch_private
+from hethub.communicator.context import Context
+from hethub.communicator.group import HethubGroup
+from hethub.communicator.islands import parse_islands, restrict
+from hethub.communicator.rendezvous import Rendezvous, share_token
+from hethub.communicator.setup import make_context
+from hethub.kernels.device import choose_device
+
+BACKEND = "hethub"
+
+
+def register() -> None:
+    """Makes torch know the backend; importing `hethub.communicator` does it."""
+    torch_private.register_backend(BACKEND, create_group)
+
+
+def create_group(options: Any, given: Any) -> dist.ProcessGroup:
+    """The group torch asks for: the native library's own inside one island, a bridged one otherwise.
+
+    The default group is always a HethubGroup: it holds the world's context, which later groups find there.
+    """
+    default = torch_private.default_group()
+    members = torch_private.global_ranks(options)
+    if isinstance(default, HethubGroup):
+        context = default.context
+        if len(restrict(context.islands, members)) == 1:
+            return native_group(context, options)
+        return HethubGroup(context, members, options.group_id, context.gloo_group(options.group_id, members))
+    context = given if isinstance(given, Context) else context_from_environment(options)
+    return HethubGroup(context, members, options.group_id, context.gloo)
+
+
+def native_group(context: Context, options: Any) -> dist.ProcessGroup:
+    """A plain c10d group of the island's native library, with nothing of ours in between."""
+    group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    gloo = torch_private.create_gloo_group(
+        dist.PrefixStore("cpu", options.store),
+        options.group_rank,
+        options.group_size,
+        options.timeout.total_seconds(),
+        context.rendezvous.address,
+    )
+    context.watch_gloo(gloo, options.group_rank, options.group_size)
+    torch_private.attach_native(group, gloo, context.device, options)
+    return group
+
+
+def context_from_environment(options: Any) -> Context:
+    """A world for a program that only calls `init_process_group("hethub")`; HETHUB_ISLANDS may emulate islands."""
+    rank, size = options.group_rank, options.group_size
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    address = os.environ.get("HETHUB_ADDRESS", "127.0.0.1")
+    rendezvous = Rendezvous(
+        store=options.store,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        address=address,
+        interface="lo" if address == "127.0.0.1" else None,
+        token=share_token(options.store, rank),
+        launcher="init_process_group",
+    )
+    emulated = os.environ.get("HETHUB_ISLANDS")
+    return make_context(
+        rendezvous,
+        device=choose_device(local_rank, local_size),
+        islands=parse_islands(emulated, size) if emulated else None,
+        relay=os.environ.get("HETHUB_RELAY", "auto"),
+        timeout_seconds=options.timeout.total_seconds(),
+    )
+
+
+def init_default_group(context: Context) -> HethubGroup:
+    """Makes `context`'s world torch's default process group."""
+    dist.init_process_group(
+        BACKEND,
+        store=dist.PrefixStore("c10d", context.rendezvous.store),
+        rank=context.rank,
+        world_size=context.size,
+        timeout=timedelta(seconds=context.timeout_seconds),
+        pg_options=context,
+    )
+    group = dist.group.WORLD
+    assert isinstance(group, HethubGroup)
+    return group
+
+
+def new_group(context: Context, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group of `ranks` (None on others): every rank of the world calls it, in the same order."""
+    group = dist.new_group(list(ranks), backend=BACKEND, timeout=timedelta(seconds=context.timeout_seconds))
+    return group if context.rank in ranks else None
+

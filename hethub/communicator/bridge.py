@@ -1,0 +1,222 @@
+"""Bridged collectives on host tensors: island reduce-scatter, exchange between islands, island all-gather.
+
+Every rank relays its own part of the data, whatever the order of ranks and the sizes of islands. Two islands exchange
+partials directly (one hop); three and more give each island a part of the data to own, so that an all-reduce of n
+elements sends 2n(k-1) over all bridges, the least possible. Chunks overlap: while one is on the wire, the next is
+reduced inside the island.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hethub.communicator.islands import Islands, carried_pieces, chunked, intersect, island_index, owner_ranges
+from hethub.communicator.links import Links, Stage
+from hethub.communicator.pipeline import run_pipelined
+from hethub.communicator.reduction import Reduction
+from hethub.communicator.relay import Incoming, Transfer
+from hethub.spec.ranges import Range, overlap, split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Sizes that change speed only, never a result."""
+
+    chunk_bytes: int = 4 << 20
+    unchunked_bytes: int = 2 << 20
+    depth: int = 4
+
+    def num_chunks(self, num_bytes: int) -> int:
+        return 1 if num_bytes <= self.unchunked_bytes else -(-num_bytes // self.chunk_bytes)
+
+
+class Bridge:
+    """The collectives of one group for its member `rank`; one call at a time, in the same order on all members."""
+
+    def __init__(self, *, links: Links, islands: Islands, rank: int, size: int, tuning: Tuning) -> None:
+        self._links = links
+        self._islands = islands
+        self._rank = rank
+        self._size = size
+        self._tuning = tuning
+        self._home = island_index(islands, rank)
+        self._neighbours = [other for other in islands[self._home] if other != rank]
+
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        """`flat` becomes the reduction over all members, the same bits everywhere."""
+        stages = self._exchange_stages if len(self._islands) == 2 else self._owner_stages
+        pieces = split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
+        run_pipelined((stages(flat, piece, reduction) for piece in pieces), self._tuning.depth)
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        """`out` becomes the reduction over all members of `flat[ranges[rank]]`; it may be that very memory."""
+        first = ranges[self._rank].start
+        num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
+        chunks = (
+            self._scatter_stages(flat, part, _sub(out, part[self._rank].shift(-first)), reduction)
+            for part in chunked(ranges, num_chunks)
+        )
+        run_pipelined(chunks, self._tuning.depth)
+
+    def all_gather(self, flat: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """Every member's `flat[ranges[member]]` is written to the same place of all members' `flat`."""
+        num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
+        run_pipelined(
+            (self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.depth
+        )
+
+    def _owner_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
+        ranges = owner_ranges(self._islands, whole, self._size)
+        yield from self._scatter_stages(flat, ranges, _sub(flat, ranges[self._rank]), reduction)
+        yield from self._gather_stages(flat, ranges)
+
+    def _exchange_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
+        """All-reduce over two islands: both sides add the two partials in the same order."""
+        parts = self._island_parts(whole)
+        mine = parts[self._rank]
+        sends = [self._links.send(_sub(flat, parts[p]), p, Stage.SCATTER) for p in self._neighbours if parts[p]]
+        incoming = self._expect_pieces([mine], flat.dtype)
+        gathered = [
+            self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]
+        ]
+        foreign, arrivals = self._receive_carried(mine, [[part] for part in parts], reduction.wire_dtype)
+        yield
+        partial = self._island_partial(flat, mine, incoming[0] if incoming else {}, reduction)
+        exchanged = [
+            self._links.send(_sub(partial, common.shift(-mine.start)), peer, Stage.EXCHANGE)
+            for island in self._others()
+            for peer in island
+            if (common := overlap(mine, parts[peer]))
+        ]
+        yield
+        _wait(arrivals)
+        _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
+        reduction.total(self._in_island_order(partial, foreign), _sub(flat, mine))
+        if mine:
+            sends += [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours]
+        yield
+        _wait(gathered)
+        _wait(sends)
+
+    def _scatter_stages(
+        self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
+    ) -> Iterator[None]:
+        """Reduce-scatter: island partials of foreign ranges travel to their owner through the ranks that carry them."""
+        carried = carried_pieces(self._islands, ranges)
+        mine = ranges[self._rank]
+        sends = [
+            self._links.send(_sub(flat, piece), peer, Stage.SCATTER)
+            for peer in self._neighbours
+            for piece in _kept([ranges[peer], *carried[peer]])
+        ]
+        incoming = self._expect_pieces(_kept([mine, *carried[self._rank]]), flat.dtype)
+        foreign, arrivals = self._receive_carried(mine, carried, reduction.wire_dtype)
+        yield
+        partials = {
+            piece: self._island_partial(flat, piece, sources, reduction)
+            for piece, sources in zip(_kept([mine, *carried[self._rank]]), incoming, strict=True)
+        }
+        for island in self._others():
+            for owner in island:
+                for piece in carried[self._rank]:
+                    common = overlap(piece, ranges[owner])
+                    if common:
+                        part = _sub(partials[piece], common.shift(-piece.start))
+                        sends.append(self._links.send(part, owner, Stage.EXCHANGE))
+        yield
+        _wait(arrivals)
+        if mine:
+            reduction.total(self._in_island_order(partials[mine], foreign), out)
+        yield
+        _wait(sends)
+
+    def _gather_stages(self, flat: torch.Tensor, ranges: Sequence[Range]) -> Iterator[None]:
+        """All-gather: every range crosses to each other island once, in parts, and is spread there."""
+        carried = carried_pieces(self._islands, ranges)
+        mine = ranges[self._rank]
+        sends = [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours if mine]
+        arrivals, spread = [], []
+        for island in self._others():
+            for peer in island:
+                for piece in intersect(carried[peer], mine):
+                    sends.append(self._links.send(_sub(flat, piece), peer, Stage.EXCHANGE))
+                for piece in intersect(carried[self._rank], ranges[peer]):
+                    arrivals.append(self._links.receive(_sub(flat, piece), peer, Stage.EXCHANGE))
+        for peer in self._neighbours:
+            if ranges[peer]:
+                spread.append(self._links.receive(_sub(flat, ranges[peer]), peer, Stage.GATHER))
+            spread += [self._links.receive(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried[peer]]
+        yield
+        _wait(arrivals)
+        for peer in self._neighbours:
+            sends += [self._links.send(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried[self._rank]]
+        yield
+        _wait(spread)
+        _wait(sends)
+
+    def _island_parts(self, whole: Range) -> list[Range]:
+        """Per rank, its equal part of `whole` inside its island: every island covers all of it."""
+        parts = [whole] * self._size
+        for island in self._islands:
+            for rank, part in zip(island, split(whole.size, len(island)), strict=True):
+                parts[rank] = part.shift(whole.start)
+        return parts
+
+    def _others(self) -> list[tuple[int, ...]]:
+        return [island for index, island in enumerate(self._islands) if index != self._home]
+
+    def _expect_pieces(self, pieces: Sequence[Range], dtype: torch.dtype) -> list[dict[int, Incoming]]:
+        """For each piece, the neighbours' contributions to it. Posted in the order the neighbours send."""
+        expected: list[dict[int, Incoming]] = [{} for _ in pieces]
+        for peer in self._neighbours:
+            for place, piece in zip(expected, pieces, strict=True):
+                if piece:
+                    place[peer] = self._links.expect(piece.size, dtype, peer, Stage.SCATTER)
+        return expected
+
+    def _receive_carried(
+        self, mine: Range, carried: Sequence[Sequence[Range]], dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], list[Transfer]]:
+        """Per other island, a tensor that will hold its partial of `mine`, and the transfers that fill them."""
+        tensors, transfers = [], []
+        for island in self._others():
+            tensor = torch.empty(mine.size, dtype=dtype)
+            tensors.append(tensor)
+            for peer in island:
+                for piece in intersect(carried[peer], mine):
+                    part = _sub(tensor, piece.shift(-mine.start))
+                    transfers.append(self._links.receive(part, peer, Stage.EXCHANGE))
+        return tensors, transfers
+
+    def _island_partial(
+        self, flat: torch.Tensor, piece: Range, incoming: dict[int, Incoming], reduction: Reduction
+    ) -> torch.Tensor:
+        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the wire type."""
+        own = _sub(flat, piece)
+        if not incoming and flat.dtype == reduction.wire_dtype:
+            return own
+        partial = torch.empty(piece.size, dtype=reduction.wire_dtype)
+        order = self._islands[self._home]
+        reduction.partial([own if rank == self._rank else incoming[rank].wait() for rank in order], partial)
+        for message in incoming.values():
+            message.release()
+        return partial
+
+    def _in_island_order(self, partial: torch.Tensor, foreign: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [*foreign[: self._home], partial, *foreign[self._home :]]
+
+
+def _sub(flat: torch.Tensor, piece: Range) -> torch.Tensor:
+    return flat[piece.start : piece.stop]
+
+
+def _kept(pieces: Sequence[Range]) -> list[Range]:
+    return [piece for piece in pieces if piece]
+
+
+def _wait(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()

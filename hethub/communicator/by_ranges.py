@@ -1,0 +1,72 @@
+"""Uneven reduce-scatter and all-gather: who gets which range of a flat tensor is the caller's choice.
+
+Both work on any group of the world. Inside a CPU island they exchange directly between ranks, which is faster than
+Gloo's own reduce-scatter and all-gather, and add in ascending rank order: the same bits on all ranks and in every run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import torch_private
+from hethub.communicator.group import HethubGroup
+from hethub.communicator.work import HethubWork
+from hethub.spec.ranges import Range, tiles_exactly
+
+
+def reduce_scatter_by_ranges(
+    group: dist.ProcessGroup,
+    flat_input: torch.Tensor,
+    ranges: Sequence[Range],
+    output: torch.Tensor | None = None,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    async_op: bool = True,
+) -> HethubWork:
+    """A Work after which `output` holds the sum over members of `flat_input[ranges[i]]`, i this rank's place.
+
+    The ranges tile the one-dimensional input, may be empty and of any sizes, and are the same on all members.
+    `output` may be that very slice of `flat_input`, which is also the default: the sum is then made in place.
+    """
+    spanning = _spanning(group)
+    _check(flat_input, ranges, spanning.size())
+    mine = ranges[spanning.rank()]
+    result = flat_input[mine.start : mine.stop] if output is None else output
+    work = spanning.reduce_scatter_ranges(result, [flat_input], ranges, op, "reduce_scatter_by_ranges")
+    return _waited(work, async_op=async_op)
+
+
+def all_gather_by_ranges(
+    group: dist.ProcessGroup, flat_output: torch.Tensor, ranges: Sequence[Range], *, async_op: bool = True
+) -> HethubWork:
+    """A Work after which every member's `flat_output` holds member i's `flat_output[ranges[i]]`, for all i."""
+    spanning = _spanning(group)
+    _check(flat_output, ranges, spanning.size())
+    return _waited(spanning.all_gather_ranges(flat_output, ranges, "all_gather_by_ranges"), async_op=async_op)
+
+
+def _spanning(group: dist.ProcessGroup) -> HethubGroup:
+    """Our own operations over the members of `group`, made at the first call for a native group."""
+    if isinstance(group, HethubGroup):
+        return group
+    default = torch_private.default_group()
+    assert isinstance(default, HethubGroup), "the default process group is not hethub's: call connect() first"
+    return default.over(group)
+
+
+def _check(flat: torch.Tensor, ranges: Sequence[Range], size: int) -> None:
+    if flat.dim() != 1:
+        raise ValueError(f"the tensor has the shape {tuple(flat.shape)}; pass a flat one (view(-1))")
+    if len(ranges) != size or not tiles_exactly(ranges, Range(0, flat.numel())):
+        raise ValueError(
+            f"{len(ranges)} ranges {[tuple(r) for r in ranges]} must hold each of the {flat.numel()} elements once,"
+            f" one range per member of the group of {size}"
+        )
+
+
+def _waited(work: HethubWork, *, async_op: bool) -> HethubWork:
+    if not async_op:
+        work.wait()
+    return work

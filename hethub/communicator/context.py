@@ -1,0 +1,114 @@
+"""What the groups of one world share in a process: ranks, islands, relays, liveness, counters."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from hethub.communicator import torch_private
+from hethub.communicator.bridge import Bridge, Tuning
+from hethub.communicator.counters import Counters
+from hethub.communicator.islands import Islands, island_index, restrict
+from hethub.communicator.links import Links
+from hethub.communicator.liveness import Failure, Hub, Liveness
+from hethub.communicator.relay import Relay
+from hethub.communicator.rendezvous import Rendezvous
+from hethub.kernels.device import Device
+
+_log = logging.getLogger(__name__)
+
+_NEWS_SECONDS = 2.0
+
+
+@dataclass(kw_only=True)
+class Context:
+    """One process's part in a world. Groups are made from it and hold it; nothing in the module is global."""
+
+    rendezvous: Rendezvous
+    device: Device
+    islands: Islands
+    gloo: torch_private.GlooGroup
+    relays: Mapping[int, Relay]
+    liveness: Liveness
+    hub: Hub | None
+    timeout_seconds: float
+    tuning: Tuning
+    counters: Counters = field(default_factory=Counters)
+    _bridges: dict[str, Bridge] = field(default_factory=dict)
+    _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def rank(self) -> int:
+        return self.rendezvous.rank
+
+    @property
+    def size(self) -> int:
+        return self.rendezvous.size
+
+    def explain(self, peer: int | None) -> str | None:
+        """The world's failure, given a moment to arrive: a closed connection is often felt before its cause is told."""
+        failure = self.liveness.wait_for_failure(_NEWS_SECONDS)
+        return str(failure) if failure is not None else None
+
+    def gloo_group(self, name: str, members: Sequence[int]) -> torch_private.GlooGroup:
+        """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
+        store = dist.PrefixStore(f"gloo/{name}", self.rendezvous.store)
+        rank = members.index(self.rank)
+        gloo = torch_private.create_gloo_group(
+            store, rank, len(members), self.timeout_seconds, self.rendezvous.address
+        )
+        self.watch_gloo(gloo, rank, len(members))
+        return gloo
+
+    def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int) -> None:
+        """`abort` will reach this group too."""
+        with self._lock:
+            self._gloo_groups.append((gloo, rank, size))
+
+    def bridge(self, name: str, members: Sequence[int]) -> Bridge:
+        """The bridged collectives of the group `name`; made at its first call, which all members make."""
+        if name not in self._bridges:
+            self._bridges[name] = self._make_bridge(name, members)
+        return self._bridges[name]
+
+    def _make_bridge(self, name: str, members: Sequence[int]) -> Bridge:
+        islands = restrict(self.islands, members)
+        rank = members.index(self.rank)
+        near = frozenset(islands[island_index(islands, rank)])
+        links = Links(
+            relays=self.relays,
+            members=members,
+            number=self._agree_on_number(name, is_first=rank == 0),
+            near=near,
+            counters=self.counters,
+        )
+        return Bridge(links=links, islands=islands, rank=rank, size=len(members), tuning=self.tuning)
+
+    def _agree_on_number(self, name: str, *, is_first: bool) -> int:
+        """A number no other group of the world has, drawn by the group's first member."""
+        store = self.rendezvous.store
+        if is_first:
+            store.set(f"group-number/{name}", str(store.add("group-numbers", 1)))
+        return int(store.get(f"group-number/{name}"))
+
+    def abort(self, failure: Failure | None = None) -> None:
+        """Makes everything under way in this process fail, in every group; the world cannot be used any more."""
+        _log.debug("giving up communication on rank %d: %s", self.rank, failure)
+        for relay in {id(relay): relay for relay in self.relays.values()}.values():
+            relay.abort()
+        with self._lock:
+            groups = [(self.gloo, self.rank, self.size), *self._gloo_groups]
+        for gloo, rank, size in groups:
+            torch_private.break_gloo_group(gloo, rank, size)
+
+    def close(self) -> None:
+        """Frees connections and threads; every rank is done."""
+        self.liveness.goodbye()
+        for relay in {id(relay): relay for relay in self.relays.values()}.values():
+            relay.close()
+        self.liveness.close()
+        if self.hub is not None:
+            self.hub.close()

@@ -1,0 +1,308 @@
+"""The process group that spans islands: c10d's operations on top of the bridge.
+
+Operations of one group run in submission order in a thread of their own, so a caller is never blocked before `wait`.
+Whatever moves data without arithmetic among host tensors of unequal shapes goes over the group's own Gloo group.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import torch_private
+from hethub.communicator.context import Context
+from hethub.communicator.point_to_point import PointToPoint
+from hethub.communicator.reduction import make_reduction
+from hethub.communicator.staging import Staged, join
+from hethub.communicator.work import HethubWork, Operation, Worker
+from hethub.spec.ranges import Range, from_sizes
+
+Tensors = list[torch.Tensor]
+Job = Callable[[], None]
+
+
+class HethubGroup(dist.ProcessGroup):
+    """A c10d group over two islands or more (or the default group of a world)."""
+
+    def __init__(self, context: Context, members: Sequence[int], name: str, gloo: torch_private.GlooGroup) -> None:
+        rank = members.index(context.rank)
+        super().__init__(rank, len(members))
+        self.context = context
+        self.members = list(members)
+        self._rank, self._size = rank, len(members)
+        self._label = f"group {name!r} (ranks {_brief(members)})"
+        self._gloo = gloo
+        self._bridge = context.bridge(name, members)
+        self._worker = Worker(f"hethub-{name}")
+        self.point_to_point = PointToPoint(gloo, context.device)
+        self._over_native: dict[str, HethubGroup] = {}
+        torch_private.attach_backend(self, gloo)
+
+    def getBackendName(self) -> str:  # noqa: N802  c10d's name
+        return "hethub"
+
+    # ---- reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> HethubWork:
+        return self._all_reduce(tensors, _op(opts), "all_reduce")
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> HethubWork:
+        return self._all_reduce(tensors, _op(opts), "all_reduce_coalesced")
+
+    def _all_reduce(self, tensors: Tensors, op: Any, name: str) -> HethubWork:
+        staged = [self._stage(tensor) for tensor in tensors]
+        reductions = [make_reduction(op, tensor.dtype, self._size) for tensor in tensors]
+
+        def job() -> None:
+            for place, reduction in zip(staged, reductions, strict=True):
+                place.flat = reduction.prepared(place.load())
+                self._bridge.all_reduce(place.flat, reduction)
+                place.store()
+
+        return self._submit(name, job, tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
+        ranges = self._all_at(opts.rootRank, tensors[0].numel())
+        staged = self._stage(tensors[0])
+        reduction = make_reduction(opts.reduceOp, tensors[0].dtype, self._size)
+
+        def job() -> None:
+            flat = reduction.prepared(staged.load())
+            mine = ranges[self._rank]
+            self._bridge.reduce_scatter(flat, ranges, staged.flat[mine.start : mine.stop], reduction)
+            if mine:
+                staged.store()
+
+        return self._submit("reduce", job, tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> HethubWork:
+        ranges = from_sizes([part.numel() for part in inputs[0]])
+        return self.reduce_scatter_ranges(outputs[0], inputs[0], ranges, _op(opts), "reduce_scatter")
+
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> HethubWork:
+        return self._scatter_equally([output], [source], opts, "reduce_scatter_tensor")
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
+        return self._scatter_equally(outputs, inputs, opts, "reduce_scatter_tensor_coalesced")
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _scatter_equally(self, outputs: Tensors, inputs: Tensors, opts: Any, name: str) -> HethubWork:
+        jobs = [
+            self._scatter_job(out, [source], from_sizes([out.numel()] * self._size), _op(opts))
+            for out, source in zip(outputs, inputs, strict=True)
+        ]
+        return self._submit(name, _in_turn(jobs), outputs)
+
+    def reduce_scatter_ranges(
+        self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any, name: str
+    ) -> HethubWork:
+        """`output` becomes this rank's range of the reduction over the joined, flat `sources`."""
+        return self._submit(name, self._scatter_job(output, sources, ranges, op), [output])
+
+    def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Job:
+        staged = [self._stage(source) for source in sources]
+        out = self._stage(output)
+        reduction = make_reduction(op, output.dtype, self._size)
+
+        def job() -> None:
+            flat = reduction.prepared(join([place.load() for place in staged]))
+            self._bridge.reduce_scatter(flat, ranges, out.empty(), reduction)
+            out.store()
+
+        return job
+
+    # ---- copies
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> HethubWork:
+        tensor = tensors[opts.rootTensor]
+        ranges = self._all_at(opts.rootRank, tensor.numel())
+        staged = self._stage(tensor)
+
+        def job() -> None:
+            flat = staged.load()
+            self._bridge.all_gather(flat, ranges)
+            staged.store()
+
+        return self._submit("broadcast", job, tensors)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
+        return self._submit("all_gather", self._gather_job(outputs[0], inputs[0]), outputs[0])
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
+        """`outputs[rank][i]` becomes rank's `inputs[i]`."""
+        jobs = [self._gather_job([row[index] for row in outputs], source) for index, source in enumerate(inputs)]
+        return self._submit("all_gather_coalesced", _in_turn(jobs), [tensor for row in outputs for tensor in row])
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> HethubWork:
+        return self._submit("all_gather_into_tensor", self._gather_job([output], source), [output])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
+        jobs = [self._gather_job([out], source) for out, source in zip(outputs, inputs, strict=True)]
+        return self._submit("all_gather_into_tensor_coalesced", _in_turn(jobs), outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _gather_job(self, outputs: Tensors, source: torch.Tensor) -> Job:
+        """The outputs, one per rank or one for all, become every rank's source in rank order."""
+        sizes = [out.numel() for out in outputs] if len(outputs) == self._size else [source.numel()] * self._size
+        ranges = from_sizes(sizes)
+        places = [self._stage(out) for out in outputs]
+        own = self._stage(source)
+
+        def job() -> None:
+            flats = [place.empty() for place in places]
+            whole = flats[0] if len(flats) == 1 else torch.empty(sum(sizes), dtype=source.dtype)
+            mine = ranges[self._rank]
+            whole[mine.start : mine.stop].copy_(own.load())
+            self._bridge.all_gather(whole, ranges)
+            if len(flats) > 1:
+                for flat, piece in zip(flats, ranges, strict=True):
+                    flat.copy_(whole[piece.start : piece.stop])
+            for place in places:
+                place.store()
+
+        return job
+
+    def all_gather_ranges(self, flat_output: torch.Tensor, ranges: Sequence[Range], name: str) -> HethubWork:
+        """Every rank's range of the flat tensor is written to all ranks' tensors in place."""
+        staged = self._stage(flat_output)
+
+        def job() -> None:
+            self._bridge.all_gather(staged.load(), ranges)
+            staged.store()
+
+        return self._submit(name, job, [flat_output])
+
+    # ---- data that only changes place
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HethubWork:
+        places = [self._stage(out) for out in outputs[0]] if outputs else []
+        source = self._stage(inputs[0])
+
+        def job() -> None:
+            hosts = [[place.empty() for place in places]] if places else []
+            options = torch_private.op_options(dist.GatherOptions, rootRank=opts.rootRank)
+            self._gloo.gather(hosts, [source.load()], options).wait()
+            for place in places:
+                place.store()
+
+        return self._submit("gather", job, outputs[0] if outputs else inputs)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HethubWork:
+        place = self._stage(outputs[0])
+        sources = [self._stage(tensor) for tensor in inputs[0]] if inputs else []
+
+        def job() -> None:
+            hosts = [[source.load() for source in sources]] if sources else []
+            options = torch_private.op_options(dist.ScatterOptions, rootRank=opts.rootRank)
+            self._gloo.scatter([place.empty()], hosts, options).wait()
+            place.store()
+
+        return self._submit("scatter", job, outputs)
+
+    def alltoall_base(
+        self, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> HethubWork:
+        place, own = self._stage(output), self._stage(source)
+
+        def job() -> None:
+            out = place.empty().view(output.shape)
+            self._gloo.alltoall_base(out, own.load().view(source.shape), output_sizes, input_sizes).wait()
+            place.store()
+
+        return self._submit("all_to_all_single", job, [output])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
+        places = [self._stage(out) for out in outputs]
+        sources = [self._stage(source) for source in inputs]
+
+        def job() -> None:
+            received = torch.empty(sum(out.numel() for out in outputs), dtype=inputs[0].dtype)
+            sent = torch.cat([source.load() for source in sources])
+            sizes_out, sizes_in = [out.numel() for out in outputs], [source.numel() for source in inputs]
+            self._gloo.alltoall_base(received, sent, sizes_out, sizes_in).wait()
+            for place, piece in zip(places, from_sizes(sizes_out), strict=True):
+                place.empty().copy_(received[piece.start : piece.stop])
+                place.store()
+
+        return self._submit("all_to_all", job, outputs)
+
+    def barrier(self, opts: Any = None) -> HethubWork:
+        return self._submit("barrier", lambda: _completed(self._gloo.barrier()), [])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self._gloo.monitored_barrier(timeout, wait_all_ranks)
+
+    # ---- point to point
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> torch_private.WorkBase:
+        return self.point_to_point.send(tensors[0], peer, tag, self._operation("send", tensors))
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> torch_private.WorkBase:
+        return self.point_to_point.receive(tensors[0], peer, tag, self._operation("recv", tensors))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> torch_private.WorkBase:
+        return self.point_to_point.receive_any(tensors[0], tag, self._operation("recv from any rank", tensors))
+
+    # ---- the rest
+
+    def over(self, native: dist.ProcessGroup) -> "HethubGroup":
+        """Our operations over the members of a native group of this world (its own stay untouched)."""
+        name = native.group_name
+        if name not in self._over_native:
+            members = dist.get_process_group_ranks(native)
+            gloo = self.context.gloo_group(f"over/{name}", members)
+            self._over_native[name] = HethubGroup(self.context, members, f"over/{name}", gloo)
+        return self._over_native[name]
+
+    def abort(self) -> None:
+        torch_private.break_gloo_group(self._gloo, self._rank, self._size)
+
+    def shutdown(self) -> None:
+        self._worker.stop()
+        self.point_to_point.close()
+
+    def _stage(self, tensor: torch.Tensor) -> Staged:
+        return Staged(tensor, self.context.device)
+
+    def _all_at(self, root: int, num_elements: int) -> list[Range]:
+        return from_sizes([num_elements if rank == root else 0 for rank in range(self._size)])
+
+    def _operation(self, name: str, tensors: Tensors) -> Operation:
+        return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
+
+    def _submit(self, name: str, job: Job, tensors: Tensors) -> HethubWork:
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        work = HethubWork(self._operation(name, tensors), tensors)
+        count = self.context.counters.count_operation
+        return self._worker.submit(job, work, lambda seconds: count(self._label, name, num_bytes, seconds))
+
+
+def _op(opts: Any) -> Any:
+    return opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+
+
+def _completed(work: Any) -> None:
+    work.wait()
+
+
+def _in_turn(jobs: Sequence[Job]) -> Job:
+    def job() -> None:
+        for each in jobs:
+            each()
+
+    return job
+
+
+def _brief(ranks: Sequence[int]) -> str:
+    """Ranks as `0-3` where they are consecutive, else listed."""
+    consecutive = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))

@@ -1,0 +1,54 @@
+"""A group's way to its members: messages by group rank and stage, each over the relay chosen for that pair."""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+import torch
+
+from hethub.communicator.counters import Counters
+from hethub.communicator.relay import Incoming, Relay, Transfer
+
+
+class Stage(IntEnum):
+    """The steps of a bridged collective. Each has a tag of its own, so chunks may overlap freely."""
+
+    SCATTER = 0
+    EXCHANGE = 1
+    GATHER = 2
+    SPREAD = 3
+
+
+_NUM_STAGES = 4
+
+
+class Links:
+    """Sends and receives among `members` (the world's ranks, in group order); `number` sets this group's tags apart."""
+
+    def __init__(
+        self,
+        *,
+        relays: Mapping[int, Relay],
+        members: Sequence[int],
+        number: int,
+        near: frozenset[int],
+        counters: Counters,
+    ) -> None:
+        self._relays = relays
+        self._members = members
+        self._first_tag = number * _NUM_STAGES
+        self._near = near
+        self._counters = counters
+
+    def send(self, tensor: torch.Tensor, to: int, stage: Stage) -> Transfer:
+        peer = self._members[to]
+        relay = self._relays[peer]
+        self._counters.count_sent(relay.name, is_bridge=to not in self._near, num_bytes=tensor.nbytes)
+        return relay.send(tensor, peer, self._first_tag + stage)
+
+    def receive(self, tensor: torch.Tensor, source: int, stage: Stage) -> Transfer:
+        peer = self._members[source]
+        return self._relays[peer].receive(tensor, peer, self._first_tag + stage)
+
+    def expect(self, num_elements: int, dtype: torch.dtype, source: int, stage: Stage) -> Incoming:
+        peer = self._members[source]
+        return self._relays[peer].expect(num_elements, dtype, peer, self._first_tag + stage)

@@ -1,0 +1,113 @@
+"""The arithmetic of a bridged reduction: which type adds, in which order, and when it is rounded.
+
+Sums are taken in ascending rank order inside an island and ascending island order between islands. Types narrower
+than fp32 are added in fp32; an island's partial is rounded to the wire type once, also at its own side, and the total
+is rounded once. So all ranks hold the same bits, whatever the chunks, lanes or relay.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hethub.communicator import torch_private
+from hethub.communicator.torch_private import CReduceOp
+from hethub.spec.errors import BadInput
+
+Combine = Callable[..., torch.Tensor]
+
+_KIND = CReduceOp.RedOpType
+
+_COMBINE: dict[CReduceOp.RedOpType, Combine] = {
+    _KIND.SUM: torch.add,
+    _KIND.AVG: torch.add,
+    _KIND.PREMUL_SUM: torch.add,
+    _KIND.PRODUCT: torch.mul,
+    _KIND.MIN: torch.minimum,
+    _KIND.MAX: torch.maximum,
+    _KIND.BAND: torch.bitwise_and,
+    _KIND.BOR: torch.bitwise_or,
+    _KIND.BXOR: torch.bitwise_xor,
+}
+_BITWISE = {_KIND.BAND, _KIND.BOR, _KIND.BXOR}
+_ORDERED = {_KIND.MIN, _KIND.MAX}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """One operation over `num_ranks` tensors of `dtype`."""
+
+    kind: CReduceOp.RedOpType
+    combine: Combine
+    dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    num_ranks: int
+    factor: Any = None
+
+    def prepared(self, flat: torch.Tensor) -> torch.Tensor:
+        """What this rank contributes: `flat` itself, or a scaled copy for PREMUL_SUM."""
+        return flat * self.factor if self.kind == _KIND.PREMUL_SUM else flat
+
+    def partial(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """`out` (of the wire type) becomes the island's partial of `sources`, given in ascending rank order."""
+        self._fold(sources, out)
+
+    def total(self, partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """`out` (of the tensor's type) becomes the total of the islands' partials, given in ascending island order."""
+        divide = self.kind == _KIND.AVG
+        if divide and out.dtype != self.accumulate_dtype:
+            wide = torch.empty(out.shape, dtype=self.accumulate_dtype)
+            self._fold(partials, wide)
+            out.copy_(self._divided(wide))
+            return
+        self._fold(partials, out)
+        if divide:
+            self._divided(out)
+
+    def _divided(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.div_(self.num_ranks)
+        return tensor.div_(self.num_ranks, rounding_mode="trunc")
+
+    def _fold(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combines left to right in the accumulation type; `out` may be the memory of any source."""
+        first, *rest = sources
+        if not rest:
+            if out.data_ptr() != first.data_ptr() or out.dtype != first.dtype:
+                out.copy_(first)
+            return
+        direct = out.dtype == self.accumulate_dtype and all(source.dtype == out.dtype for source in sources)
+        if direct and all(out.data_ptr() != source.data_ptr() for source in rest[1:]):
+            self.combine(first, rest[0], out=out)
+            for source in rest[1:]:
+                self.combine(out, source, out=out)
+            return
+        wide = first.to(self.accumulate_dtype, copy=True)
+        for source in rest:
+            self.combine(wide, source.to(self.accumulate_dtype), out=wide)
+        out.copy_(wide)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that adds: fp32 for narrower floats, else the tensor's own."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def make_reduction(op: object, dtype: torch.dtype, num_ranks: int, wire_dtype: torch.dtype | None = None) -> Reduction:
+    """The reduction for a torch ReduceOp. Raises BadInput where the operation has no meaning for the type."""
+    kind = torch_private.reduce_op_kind(op)
+    if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (kind in _ORDERED and dtype.is_complex):
+        raise BadInput(f"ReduceOp.{kind.name} has no meaning for {dtype}; choose an operation the type has.")
+    if kind not in _COMBINE:
+        raise BadInput(f"ReduceOp.{kind.name} is not one of {', '.join(sorted(k.name for k in _COMBINE))}.")
+    return Reduction(
+        kind=kind,
+        combine=_COMBINE[kind],
+        dtype=dtype,
+        accumulate_dtype=accumulate_dtype(dtype),
+        wire_dtype=wire_dtype or dtype,
+        num_ranks=num_ranks,
+        factor=torch_private.premul_factor(op) if kind == _KIND.PREMUL_SUM else None,
+    )

@@ -1,0 +1,75 @@
+"""What carries bytes between two ranks: one small interface over Gloo, MPI and shared memory.
+
+Messages between an ordered pair of ranks with the same tag arrive in the order sent; different tags are independent.
+Both sides know sizes beforehand; empty messages are not sent. Tensors are contiguous and in host memory.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+
+class PeerError(Exception):
+    """A transfer with `peer` failed; becomes RunFailed where operation and group are known."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(f"rank {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class Transfer(Protocol):
+    """A message under way. The tensor must stay unchanged until `wait` returns."""
+
+    def wait(self) -> None:
+        """Returns when the tensor may be used again. Raises PeerError on failure or timeout."""
+
+
+class Incoming(Protocol):
+    """A message expected, in memory the relay lends."""
+
+    def wait(self) -> torch.Tensor:
+        """The message; valid until `release`. Raises PeerError."""
+
+    def release(self) -> None:
+        """Gives the memory back; the tensor must not be used any more."""
+
+
+class Relay(ABC):
+    """Carries messages between this rank and any other rank of the world (ranks are the world's)."""
+
+    name: str
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer: ...
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer: ...
+
+    def expect(self, num_elements: int, dtype: torch.dtype, peer: int, tag: int) -> Incoming:
+        """As `receive`, where the receiver only reads the message: a relay that can lends its own memory."""
+        tensor = torch.empty(num_elements, dtype=dtype)
+        return ReceivedInto(tensor, self.receive(tensor, peer, tag))
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Makes every pending and later transfer of this process fail soon; may be called from any thread."""
+
+    def close(self) -> None:  # noqa: B027  most relays hold nothing that outlives the process group
+        """Frees what the relay holds, when all ranks are done with it."""
+
+
+class ReceivedInto:
+    """An expected message in a tensor of its own."""
+
+    def __init__(self, tensor: torch.Tensor, transfer: Transfer) -> None:
+        self._tensor = tensor
+        self._transfer = transfer
+
+    def wait(self) -> torch.Tensor:
+        self._transfer.wait()
+        return self._tensor
+
+    def release(self) -> None:
+        return None

@@ -1,0 +1,153 @@
+"""Makes a world's context: agree on who is who, find the islands, connect relays and the liveness watch."""
+
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+import hethub
+from hethub.communicator import torch_private
+from hethub.communicator.bridge import Tuning
+from hethub.communicator.context import Context
+from hethub.communicator.gloo_relay import GlooRelay
+from hethub.communicator.islands import Islands, check_islands, islands_by_label
+from hethub.communicator.liveness import Hub, Liveness
+from hethub.communicator.relay import Relay
+from hethub.communicator.rendezvous import Rendezvous
+from hethub.kernels.device import Device
+from hethub.spec.errors import BadInput
+
+RELAYS = ("auto", "gloo", "mpi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What a rank tells the others before anything else is built."""
+
+    host: str
+    process: int
+    vendor: str
+    torch: str
+    python: str
+    hethub: str
+    byte_order: str
+
+    @classmethod
+    def here(cls, device: Device) -> "RankFacts":
+        return cls(
+            host=socket.gethostname(),
+            process=os.getpid(),
+            vendor=device.vendor,
+            torch=torch.__version__,
+            python=platform.python_version(),
+            hethub=hethub.__version__,
+            byte_order=sys.byteorder,
+        )
+
+
+def make_context(
+    rendezvous: Rendezvous,
+    *,
+    device: Device,
+    islands: Sequence[Sequence[int]] | None,
+    relay: str,
+    timeout_seconds: float,
+) -> Context:
+    """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
+    facts = exchange_facts(rendezvous, RankFacts.here(device))
+    check_versions(facts)
+    known = check_islands(islands, rendezvous.size) if islands is not None else islands_by_label([f.vendor for f in facts])
+    _use_interface(rendezvous)
+    silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
+    hub, liveness = _watch_over(rendezvous, silence_seconds)
+    store = dist.PrefixStore("gloo/world", rendezvous.store)
+    gloo = torch_private.create_gloo_group(
+        store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
+    )
+    context = Context(
+        rendezvous=rendezvous,
+        device=device,
+        islands=known,
+        gloo=gloo,
+        relays=make_relays(rendezvous, known, relay, timeout_seconds),
+        liveness=liveness,
+        hub=hub,
+        timeout_seconds=timeout_seconds,
+        tuning=Tuning(),
+    )
+    liveness.when_failed(context.abort)
+    return context
+
+
+def make_relays(rendezvous: Rendezvous, islands: Islands, relay: str, timeout_seconds: float) -> Mapping[int, Relay]:
+    """The relay to each other rank. `auto` takes gloo between any two ranks."""
+    if relay not in RELAYS:
+        raise BadInput(f"communicator.relay is {relay!r}; choose one of {', '.join(RELAYS)}.")
+    chosen: Relay
+    if relay == "mpi":
+        from hethub.communicator.mpi_relay import MpiRelay
+
+        chosen = MpiRelay.create(rendezvous, timeout_seconds)
+    else:
+        store = dist.PrefixStore("gloo/relay", rendezvous.store)
+        lane = torch_private.create_gloo_group(
+            store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
+        )
+        chosen = GlooRelay([lane], rendezvous.rank, rendezvous.size)
+    return {peer: chosen for peer in range(rendezvous.size)}
+
+
+def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:
+    """What every rank says of itself, in rank order."""
+    store = dist.PrefixStore("facts", rendezvous.store)
+    store.set(str(rendezvous.rank), json.dumps(asdict(own)))
+    return [RankFacts(**json.loads(store.get(str(rank)))) for rank in range(rendezvous.size)]
+
+
+def check_versions(facts: Sequence[RankFacts]) -> None:
+    """Raises BadInput naming two ranks whose software cannot work together."""
+    for rank, other in enumerate(facts):
+        for what in ("torch", "python", "hethub", "byte_order"):
+            ours, theirs = getattr(facts[0], what), getattr(other, what)
+            if _comparable(what, ours) != _comparable(what, theirs):
+                raise BadInput(
+                    f"rank 0 ({facts[0].host}) has {what} {ours}, rank {rank} ({other.host}) has {theirs}: all ranks"
+                    f" need the same {what.replace('_', ' ')} (major.minor; the vendor's build suffix does not matter)."
+                    " Install the same version in both environments."
+                )
+
+
+def _comparable(what: str, version: str) -> str:
+    """Major.minor without `+cu130`, `+rocm7.0` or container suffixes."""
+    return version if what in ("byte_order", "hethub") else ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _use_interface(rendezvous: Rendezvous) -> None:
+    """Points the native libraries' own sockets at the interface of the job; what the user has set stays."""
+    if rendezvous.interface is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, rendezvous.interface)
+
+
+def _watch_over(rendezvous: Rendezvous, silence_seconds: float) -> tuple[Hub | None, Liveness]:
+    hub = None
+    store = rendezvous.store
+    if rendezvous.rank == 0:
+        hub = Hub(
+            address=rendezvous.address,
+            size=rendezvous.size,
+            token=rendezvous.token,
+            silence_seconds=silence_seconds,
+        )
+        store.set("liveness", json.dumps([rendezvous.address, hub.port]))
+    host, port = json.loads(store.get("liveness"))
+    liveness = Liveness(
+        hub_address=(host, port), rank=rendezvous.rank, token=rendezvous.token, silence_seconds=silence_seconds
+    )
+    return hub, liveness

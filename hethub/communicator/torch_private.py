@@ -1,0 +1,108 @@
+"""Every use of torch's unpublished interfaces, in one place; tests/communicator/test_torch_private.py guards them."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceOp as CReduceOp
+from torch.distributed import distributed_c10d as c10d
+
+from hethub.kernels.device import Device
+
+GlooGroup = dist.ProcessGroupGloo
+WorkBase = dist.Work
+
+_UNUSED_TAG = 2**31 - 1
+
+
+def create_gloo_group(
+    store: dist.Store, rank: int, size: int, timeout_seconds: float, hostname: str | None = None
+) -> GlooGroup:
+    """A Gloo group that torch's registry does not know, over the interface that has the address `hostname`."""
+    options = dist.ProcessGroupGloo._Options()
+    device = {"hostname": hostname} if hostname else {}
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(**device) if device else dist.ProcessGroupGloo.create_default_device()
+    ]
+    options._timeout = timedelta(seconds=timeout_seconds)
+    return GlooGroup(store, rank, size, options)
+
+
+def break_gloo_group(group: GlooGroup, rank: int, size: int) -> None:
+    """Makes every pending wait on `group` in this process raise, and closes its connections.
+
+    ProcessGroupGloo.abort does nothing in torch 2.13. A receive that times out, though, closes all pairs of its
+    context ("Application timeout caused pair closure"), which wakes every waiter here and at the peers.
+    """
+    if size == 1:
+        return
+    try:
+        group.recv([torch.empty(1)], (rank + 1) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return
+
+
+def register_backend(name: str, creator: Callable[..., Any]) -> None:
+    """Makes `init_process_group(name)` call `creator(options, backend_options)`."""
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, creator, extended_api=True, devices=["cpu", "cuda"])
+
+
+def attach_backend(group: dist.ProcessGroup, inner: Any, device_type: str = "cpu") -> None:
+    """Registers a C++ backend on a Python group: FSDP2, DTensor and functional collectives look it up."""
+    group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, inner)
+
+
+def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, options: Any) -> None:
+    """Gives a plain group the island's native backends: Gloo for host tensors, NCCL or RCCL for the device's."""
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo._set_sequence_number_for_group()
+    if device.is_gpu:
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = options.timeout
+        store = dist.PrefixStore("cuda", options.store)
+        nccl = dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, nccl_options)
+        nccl._set_sequence_number_for_group()
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    return c10d._get_default_group() if dist.is_initialized() else None
+
+
+def reduce_op_kind(op: Any) -> CReduceOp.RedOpType:
+    """SUM, AVG, …: the operation without its factor, from whichever form torch passes."""
+    return op if isinstance(op, CReduceOp.RedOpType) else op.op
+
+
+def premul_factor(op: Any) -> Any:
+    """The factor of a PREMUL_SUM: a number or a one-element tensor."""
+    _, state = op.__getstate__()
+    return state
+
+
+def op_options(options_type: type, timeout: Any = None, **fields: Any) -> Any:
+    """A c10d options object with `fields` set."""
+    options = options_type()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def gloo_send(group: GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    return group.send([tensor], peer, tag)
+
+
+def gloo_receive(group: GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    return group.recv([tensor], peer, tag)
+
+
+def global_ranks(options: Any) -> Sequence[int]:
+    """The members of a group about to be created; torch leaves the list empty for the default group."""
+    return list(options.global_ranks_in_group) or list(range(options.group_size))

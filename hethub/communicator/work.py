@@ -1,0 +1,183 @@
+"""Operations under way: what c10d calls Work, with errors that name operation, group, rank and peer."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from hethub.communicator import torch_private
+from hethub.communicator.relay import PeerError
+from hethub.spec.errors import BadInput, RunFailed
+
+
+class Explainer(Protocol):
+    """Knows which rank failed first, if one did."""
+
+    def explain(self, peer: int | None) -> str | None:
+        """A sentence naming the rank that failed and how; None when no failure is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What is under way, for error messages: `all_reduce in group 'default' (ranks 0-3) on rank 1`."""
+
+    name: str
+    group: str
+    rank: int
+    explainer: Explainer
+    num_bytes: int = 0
+
+    def failed(self, error: BaseException, peer: int | None = None) -> Exception:
+        """The error to raise for `error`: RunFailed naming the rank behind it, or bad input as it is."""
+        if isinstance(error, BadInput | RunFailed):
+            return error
+        where = f"{self.name} in {self.group} failed on rank {self.rank}"
+        if isinstance(error, PeerError):
+            peer = error.peer
+        cause = self.explainer.explain(peer)
+        reason = error.reason if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+        with_peer = f" with rank {peer}" if peer is not None else ""
+        return RunFailed(f"{where}{with_peer}: {cause or reason}")
+
+
+class HethubWork(torch_private.WorkBase):
+    """The result of an operation that another thread completes."""
+
+    def __init__(self, operation: Operation, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+        self._result = result
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._source: int | None = None
+
+    def finish(self, source: int | None = None) -> None:
+        self._source = source
+        self._done.set()
+        self._future.set_result(self._result)
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._done.set()
+        self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""
+        seconds = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+        if not self._done.wait(seconds):
+            raise self.operation.failed(TimeoutError(f"not done after {seconds:g} s"))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+    def source_rank(self) -> int:
+        assert self._source is not None
+        return self._source
+
+    _source_rank = source_rank
+
+
+class NativeWork(torch_private.WorkBase):
+    """A native library's Work whose failure is told in our words."""
+
+    def __init__(self, operation: Operation, inner: Any, result: list[torch.Tensor], peer: int | None = None) -> None:
+        super().__init__()
+        self.operation = operation
+        self._inner = inner
+        self._result = result
+        self._peer = peer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            if timeout is not None and timeout.total_seconds() > 0:
+                self._inner.wait(timeout)
+            else:
+                self._inner.wait()
+        except RuntimeError as error:
+            raise self.operation.failed(error, self._peer) from error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._inner.get_future()  # type: ignore[no-any-return]
+
+    def source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    _source_rank = source_rank
+
+
+class Worker:
+    """One thread that runs a group's operations in the order they were submitted."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], HethubWork, Callable[[float], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, job: Callable[[], None], work: HethubWork, count: Callable[[float], None]) -> HethubWork:
+        """Queues `job`; `work` ends when it has run, and `count` is told how many seconds it took."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._jobs.put((job, work, count))
+        return work
+
+    def stop(self) -> None:
+        """Ends the thread after the jobs already submitted."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, work, count = item
+            start = time.perf_counter()
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  every failure reaches the caller through its Work
+                work.fail(work.operation.failed(error))
+            else:
+                count(time.perf_counter() - start)
+                work.finish()
+            del item, job, work, count

@@ -1,0 +1,184 @@
+"""One world over all ranks of a job: groups, messages, barriers, and the certainty that every process ends."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import backend, torch_private
+from hethub.communicator.context import Context
+from hethub.communicator.group import HethubGroup
+from hethub.communicator.islands import Islands, island_index
+from hethub.communicator.liveness import Failure
+from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.setup import make_context
+from hethub.communicator.work import Operation
+from hethub.kernels.device import Device, choose_device
+from hethub.spec.errors import RunFailed
+
+_GRACE_SECONDS = 5.0
+
+
+def connect(
+    rendezvous: Rendezvous,
+    *,
+    device: Device | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
+    relay: str = "auto",
+    wire: str = "exact",
+    timeout_seconds: float = 120.0,
+) -> "World":
+    """The connected world, once every rank of `rendezvous` has called it with the same arguments.
+
+    `islands` emulates islands; without it, ranks of one vendor form one. Raises BadInput where ranks do not fit
+    together (versions, islands, relay) and RunFailed where one does not come within the timeout.
+    """
+    context = make_context(
+        rendezvous,
+        device=device or choose_device(rendezvous.local_rank, rendezvous.local_size),
+        islands=islands,
+        relay=relay,
+        timeout_seconds=timeout_seconds,
+    )
+    return World(context, backend.init_default_group(context))
+
+
+class World:
+    """All ranks of a job. Its default group is torch's, so torch.distributed works as usual beside it."""
+
+    def __init__(self, context: Context, group: HethubGroup) -> None:
+        self._context = context
+        self._group = group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
+        self._closed = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        return self._context.rank
+
+    @property
+    def size(self) -> int:
+        return self._context.size
+
+    @property
+    def device(self) -> Device:
+        return self._context.device
+
+    @property
+    def islands(self) -> Islands:
+        return self._context.islands
+
+    @property
+    def default_group(self) -> HethubGroup:
+        return self._group
+
+    def island_of(self, rank: int) -> int:
+        """The index in `islands` of the island that holds `rank`."""
+        return island_index(self.islands, rank)
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of these ranks, None on ranks outside it; made once, then remembered.
+
+        Every rank of the world calls it, member or not, for the same sets in the same order. Inside one island it is
+        the native library's group; across islands it is bridged.
+        """
+        members = tuple(sorted(ranks))
+        if members not in self._groups:
+            self._groups[members] = backend.new_group(self._context, members)
+        return self._groups[members]
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
+        """A Work that is done when `tensor` may be changed; the receiver must have asked for it by then."""
+        operation = self._operation(f"send to rank {dst} (tag {tag})")
+        return self._group.point_to_point.send(tensor, dst, tag, operation)
+
+    def receive(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch_private.WorkBase:
+        """A Work that is done when `tensor` holds rank `src`'s message with `tag`; may be posted long before."""
+        operation = self._operation(f"receive from rank {src} (tag {tag})")
+        return self._group.point_to_point.receive(tensor, src, tag, operation)
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able `value`, in rank order, over the control lane."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with self.guard("all_gather_objects"):
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+            self._context.gloo.allgather([lengths], [torch.tensor([data.numel()])]).wait()
+            padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+            padded[: data.numel()] = data
+            rows = [torch.empty_like(padded) for _ in range(self.size)]
+            self._context.gloo.allgather([rows], [padded]).wait()
+        return [
+            json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Returns when every rank of the world has called it."""
+        with self.guard("barrier"):
+            self._context.gloo.barrier().wait()
+
+    @contextlib.contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Native errors of the block (a closed connection, a timeout) become RunFailed naming the rank behind them."""
+        try:
+            yield
+        except RunFailed:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            raise self._operation(what).failed(error) from error
+
+    def counters(self) -> dict[str, Any]:
+        """What has been communicated since `connect`, as JSON-able data: operations per group, and links."""
+        return self._context.counters.to_dict()
+
+    @property
+    def failure(self) -> Failure | None:
+        """What has failed first in the world, None while all is well."""
+        return self._context.liveness.failure
+
+    def watch(
+        self, on_failure: Callable[[Failure], None] | None = None, grace_seconds: float = _GRACE_SECONDS
+    ) -> None:
+        """From here on this process ends when any rank fails, even if its main thread is stuck in a native call.
+
+        All pending work fails at once, `on_failure` is called in a thread of its own, and after `grace_seconds` a
+        process that has not ended by itself prints the reason and exits with 1.
+        """
+
+        def end(failure: Failure) -> None:
+            # The C-level timer needs no interpreter lock: it ends the process even if this thread cannot run.
+            faulthandler.dump_traceback_later(grace_seconds + 10, exit=True)
+            if on_failure is not None:
+                on_failure(failure)
+            if not self._closed.wait(grace_seconds):
+                print(f"hethub: rank {self.rank} ends because {failure}.", file=sys.stderr, flush=True)
+                os._exit(1)
+            faulthandler.cancel_dump_traceback_later()
+
+        self._context.liveness.when_failed(end)
+
+    def abort(self, reason: str) -> None:
+        """Tells every rank that this one has failed and why, and makes all its pending work fail."""
+        self._context.liveness.report(f"failed: {reason}")
+        self._context.abort()
+
+    def close(self) -> None:
+        """Leaves the world: with all other ranks when all is well, at once when one has failed."""
+        if self._closed.is_set():
+            return
+        if self.failure is None:
+            self.barrier()
+        self._closed.set()
+        self._context.close()
+        dist.destroy_process_group()
+
+    def _operation(self, name: str) -> Operation:
+        return Operation(
+            name=name, group=f"the world of {self.size} ranks", rank=self.rank, explainer=self._context
+        )

@@ -1,0 +1,110 @@
+"""A world over emulated islands: groups, messages and collectives of the runtime."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.spec.ranges import from_sizes
+from tests.support.ranks import run_ranks
+
+LAYOUTS = {
+    "2+2": [[0, 1], [2, 3]],
+    "2+2 interleaved": [[0, 2], [1, 3]],
+    "1+3": [[0], [1, 2, 3]],
+    "three islands": [[0], [1, 3], [2]],
+    "one island": [[0, 1, 2, 3]],
+}
+
+
+def values_of(rank, size, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def all_reduce_everywhere(world, sizes):
+    """(result bits on this rank, worst error) for each size and type."""
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for size in sizes:
+            tensor = (values_of(world.rank, size) * 10).to(dtype)
+            exact = sum((values_of(r, size) * 10).to(dtype).double() for r in range(world.size))
+            dist.all_reduce(tensor)
+            error = (tensor.double() - exact).abs().max().item() if size else 0.0
+            found.append((str(dtype), size, tensor.view(torch.uint8).tolist() if size < 100 else hash(tensor.double().sum().item()), error))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_reduce_is_right_and_the_same_everywhere(layout):
+    results = run_ranks(4, all_reduce_everywhere, [0, 1, 7, 1009, 300_000], islands=LAYOUTS[layout])
+    for result in results[1:]:
+        assert [row[:3] for row in result] == [row[:3] for row in results[0]]
+    for dtype, size, _, error in results[0]:
+        assert error <= {"torch.bfloat16": 0.5}.get(dtype, 1e-4), (dtype, size)
+
+
+def by_ranges(world, groups):
+    found = {}
+    for ranks in groups:
+        group = world.group(ranks)
+        if group is None:
+            continue
+        place = ranks.index(world.rank)
+        ranges = from_sizes([0, 5, 1000, 300_001][: len(ranks)])
+        size = ranges[-1].stop
+        flat = values_of(world.rank, size)
+        out = torch.empty(ranges[place].size)
+        exact = sum(values_of(r, size).double() for r in ranks)
+        reduce_scatter_by_ranges(group, flat, ranges, out).wait()
+        assert torch.equal(flat, values_of(world.rank, size))
+        torch.testing.assert_close(out.double(), exact[ranges[place].start : ranges[place].stop], rtol=1e-5, atol=1e-5)
+        whole = torch.zeros(size)
+        whole[ranges[place].start : ranges[place].stop] = out
+        work = all_gather_by_ranges(group, whole, ranges)
+        work.wait()
+        torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-5)
+        found[tuple(ranks)] = whole.sum().item()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_by_ranges_on_all_kinds_of_groups(layout):
+    groups = [[0, 1, 2, 3], [0, 1], [1, 3], [0, 2, 3]]
+    results = run_ranks(4, by_ranges, groups, islands=LAYOUTS[layout])
+    for ranks in groups:
+        assert len({results[rank][tuple(ranks)] for rank in ranks}) == 1
+
+
+def exchange_messages(world):
+    """Everyone sends to everyone under several tags; receives are posted first and in another order."""
+    posted = {}
+    for tag in (3, 1, 2):
+        for peer in range(world.size):
+            if peer != world.rank:
+                tensor = torch.empty(50_000 * tag)
+                posted[peer, tag] = tensor, world.receive(tensor, peer, tag)
+    sends = []
+    for tag in (1, 2, 3):
+        for peer in range(world.size):
+            if peer != world.rank:
+                sends.append(world.send(torch.full((50_000 * tag,), 100.0 * world.rank + tag), peer, tag))
+    for (peer, tag), (tensor, work) in sorted(posted.items()):
+        work.wait()
+        assert (tensor == 100.0 * peer + tag).all()
+    for work in sends:
+        work.wait()
+
+
+def test_messages_by_tag():
+    run_ranks(3, exchange_messages, islands=[[0, 2], [1]])
+
+
+def objects(world):
+    world.barrier()
+    return world.all_gather_objects({"rank": world.rank, "text": "x" * world.rank})
+
+
+def test_objects_on_the_control_lane():
+    results = run_ranks(3, objects)
+    assert results[2] == [{"rank": r, "text": "x" * r} for r in range(3)]
