@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from hethub.spec.base import describe
 from hethub.spec.errors import BadInput
 
-PIECE_BYTES = 4 * 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
+PIECE_BYTES = 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
 STDLIB_BYTES = 8 * 2**20  # python-stdlib stops before this much, so that a demo starts at once
 
 _LINE_RULE = "Every line of a jsonl file is one object with a string under the key `text`."

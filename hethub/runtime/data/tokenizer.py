@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hethub.runtime.data.sources import PIECE_BYTES, Piece
+from hethub.runtime.data.sources import Piece
 from hethub.spec.errors import BadInput
 
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-_MAX_BATCH_DOCUMENTS = 4096
+_BATCH_BYTES = 8 * 2**20  # a tokenizer needs some thirty times as much memory while it works
+_BATCH_PIECES = 4096
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
     for piece in texts:
         batch.append(piece)
         size += piece.num_bytes
-        if size >= PIECE_BYTES or len(batch) >= _MAX_BATCH_DOCUMENTS:
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
             yield batch
             batch, size = [], 0
     if batch:

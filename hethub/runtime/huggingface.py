@@ -1,0 +1,291 @@
+"""Hugging Face Llama folders: reading just the slices a rank holds, and writing folders that transformers loads."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.model import ModelSpec
+from hethub.spec.ranges import Range
+from hethub.spec.tensors import HEAD, TensorInfo, model_tensors
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+
+_FLOAT_TYPES = ("F64", "F32", "BF16", "F16")  # as safetensors spells them
+_COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class Weights:
+    """Weights on disk, every tensor checked against the model; a context manager that closes the files."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        self._files = dict(files)  # by tensor name, the open file that holds it
+
+    def read(self, tensor: TensorInfo, part: Range) -> Tensor:
+        """The run `part` of the flattened stored tensor, (part.size,), on the CPU, in the file's dtype.
+
+        Stored means cut dimension first (see TensorInfo). Only the rows or columns that `part` touches are read.
+        """
+        stored = self._files[tensor.name].get_slice(tensor.name)
+        if len(tensor.shape) == 1:
+            return stored[part.start : part.stop].clone()
+        width = tensor.stored_shape[1]
+        first, last = part.start // width, -(-part.stop // width)
+        rows = stored[:, first:last].t() if tensor.split_dim == 1 else stored[first:last]
+        # Slices are views of the mapped file: the copy keeps neither the file nor the rest of the tensor alive.
+        return rows.flatten()[part.start - first * width : part.stop - first * width].clone()
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_weights(folder: Path, model: ModelSpec) -> Weights:
+    """The weights of `model` in the folder's safetensors, one file or indexed shards; reads headers only.
+
+    Raises BadInput naming file and tensor where a file is missing or damaged, or a tensor is missing, of another shape,
+    of no floating-point type, or unknown to the model, which would then compute something else than the folder means.
+    """
+    listing, paths = _weight_files(folder)
+    opened = {path: _open(path) for path in paths}
+    files = {name: file for file in opened.values() for name in file.keys()}  # noqa: SIM118  safe_open is no mapping
+    path_of = {name: path for path, file in opened.items() for name in file.keys()}  # noqa: SIM118
+    tensors = model_tensors(model)
+    for tensor in tensors:
+        if tensor.name not in files:
+            raise BadInput(_missing(tensor.name, listing))
+        _check(tensor, files[tensor.name], path_of[tensor.name])
+    for name in sorted(files.keys() - {tensor.name for tensor in tensors}):
+        if not _is_redundant(name, model):
+            raise BadInput(
+                f"{path_of[name]}: the tensor {name} has no place in the model that config.json describes, so training "
+                "would start from another model. Choose a plain Llama folder whose config.json fits its weights."
+            )
+    return Weights(files)
+
+
+def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
+    """The file that says where tensors are, and the files that hold them."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return single, [single]
+    if not index.is_file():
+        raise BadInput(
+            f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}. hethub reads safetensors as `save_pretrained` writes "
+            "them; load an older pytorch_model.bin in transformers once and save it again."
+        )
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return index, [folder / name for name in sorted(set(names))]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"{index}: is no index of safetensors shards (JSON with a weight_map). Copy it again.") from None
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise BadInput(f"{path}: the weights cannot be read ({error}). Copy the file again.") from None
+    except SafetensorError as error:
+        raise BadInput(f"{path}: the safetensors file is damaged or cut short ({error}). Copy it again.") from None
+
+
+def _missing(name: str, listing: Path) -> str:
+    remedy = "Copy the folder again, or correct config.json"
+    if name == HEAD:
+        remedy += " (tie_word_embeddings: true where the head is the embedding)"
+    return f"{listing}: the tensor {name} is missing. {remedy}."
+
+
+def _check(tensor: TensorInfo, file: Any, path: Path) -> None:
+    stored = file.get_slice(tensor.name)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if shape != tensor.shape:
+        raise BadInput(
+            f"{path}: the tensor {tensor.name} has the shape {list(shape)}, but config.json makes it {list(tensor.shape)}. "
+            "Take weights and config.json from the same model."
+        )
+    if dtype not in _FLOAT_TYPES:
+        raise BadInput(
+            f"{path}: the tensor {tensor.name} is stored as {dtype}; hethub trains from {', '.join(_FLOAT_TYPES)}. "
+            "Choose weights that are not quantised."
+        )
+
+
+def _is_redundant(name: str, model: ModelSpec) -> bool:
+    """Whether a tensor repeats what the model knows anyway: RoPE tables of old versions, the copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (name == HEAD and model.tied_head)
+
+
+def write_folder(
+    folder: Path,
+    model: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    tokenizer_source: Path | None = None,
+    *,
+    end_of_document: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers loads: config.json, safetensors shards, the tokenizer's files.
+
+    `tensors` yields every tensor of the model once, in any order, in Hugging Face's shape; at most one shard of them
+    is held. `tokenizer_source` is a tokenizer.json or a Hugging Face folder, whose special token ids are kept too; else
+    `end_of_document` becomes eos_token_id. `folder` appears complete or not at all. Raises BadInput where it already
+    holds something or the tokenizer is missing, RunFailed where the disk fails.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{folder}: is there already; name a new or an empty folder to write to.")
+    if tokenizer_source is not None and not tokenizer_source.exists():
+        raise BadInput(f"{tokenizer_source}: there is no such tokenizer.json or Hugging Face folder to take it from.")
+    with _appearing(folder) as temporary:
+        config = config_of(model, dtype) | _token_ids(tokenizer_source, end_of_document)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _copy_tokenizer(tokenizer_source, temporary)
+        _write_weights(temporary, model, tensors, dtype, max_shard_bytes)
+
+
+def config_of(model: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of the model, in the keys of transformers 5.x and, beside them, those of 4.x."""
+    assert model.family == "llama", model.family
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if (scaling := model.rope_scaling) is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_seq_len,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied_head,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_scaling is None else rope,
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+        "use_cache": True,
+    }
+
+
+def _token_ids(source: Path | None, end_of_document: int | None) -> dict[str, Any]:
+    """bos, eos and pad; named even where there are none, since transformers would take 1 and 2."""
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
+    if source is not None and (source / "config.json").is_file():
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        ids = {key: config.get(key) for key in ids}
+    return ids
+
+
+def _copy_tokenizer(source: Path | None, folder: Path) -> None:
+    if source is None:
+        return
+    if source.is_file():
+        shutil.copyfile(source, folder / "tokenizer.json")
+        return
+    for name in _COPIED_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_weights(
+    folder: Path, model: ModelSpec, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    shards: list[list[str]] = []
+    total_bytes = 0
+    for shard in _shards(_checked(tensors, model), dtype, max_shard_bytes):
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        shards.append(list(shard))
+        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _checked(tensors: Iterable[tuple[str, Tensor]], model: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(model)}
+    for name, tensor in tensors:
+        assert shapes.pop(name, None) == tensor.shape, f"{name} {list(tensor.shape)} is unknown, doubled or misshaped"
+        yield name, tensor
+    assert not shapes, f"never given: {', '.join(shapes)}"
+
+
+def _shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_shard_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors, converted, in groups of at most `max_shard_bytes` (a larger tensor has a group of its own)."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        # A copy in any case: safetensors refuses tensors that share memory, as views of one flat buffer do.
+        converted = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if shard and size + converted.nbytes > max_shard_bytes:
+            yield shard
+            shard.clear()  # frees it even while the caller's name for it lives
+            size = 0
+        shard[name] = converted
+        size += converted.nbytes
+    yield shard
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when the block ends well and vanishes otherwise."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(
+            f"{folder}: writing the Hugging Face folder failed ({error}); nothing is left behind."
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
