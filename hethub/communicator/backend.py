@@ -99,4 +99,3 @@ def new_group(context: Context, ranks: Sequence[int]) -> dist.ProcessGroup | Non
     """The group of `ranks` (None on others): every rank of the world calls it, in the same order."""
     group = dist.new_group(list(ranks), backend=BACKEND, timeout=timedelta(seconds=context.timeout_seconds))
     return group if context.rank in ranks else None
-

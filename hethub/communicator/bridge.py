@@ -64,9 +64,7 @@ class Bridge:
     def all_gather(self, flat: torch.Tensor, ranges: Sequence[Range]) -> None:
         """Every member's `flat[ranges[member]]` is written to the same place of all members' `flat`."""
         num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
-        run_pipelined(
-            (self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.depth
-        )
+        run_pipelined((self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.depth)
 
     def _owner_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
         ranges = owner_ranges(self._islands, whole, self._size)
@@ -79,9 +77,7 @@ class Bridge:
         mine = parts[self._rank]
         sends = [self._links.send(_sub(flat, parts[p]), p, Stage.SCATTER) for p in self._neighbours if parts[p]]
         incoming = self._expect_pieces([mine], flat.dtype)
-        gathered = [
-            self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]
-        ]
+        gathered = [self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]]
         foreign, arrivals = self._receive_carried(mine, [[part] for part in parts], reduction.wire_dtype)
         yield
         partial = self._island_partial(flat, mine, incoming[0] if incoming else {}, reduction)

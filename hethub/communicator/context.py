@@ -57,9 +57,7 @@ class Context:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
         store = dist.PrefixStore(f"gloo/{name}", self.rendezvous.store)
         rank = members.index(self.rank)
-        gloo = torch_private.create_gloo_group(
-            store, rank, len(members), self.timeout_seconds, self.rendezvous.address
-        )
+        gloo = torch_private.create_gloo_group(store, rank, len(members), self.timeout_seconds, self.rendezvous.address)
         self.watch_gloo(gloo, rank, len(members))
         return gloo
 

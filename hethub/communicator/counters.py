@@ -57,7 +57,6 @@ class Counters:
                 for (group, operation), count in sorted(self._operations.items())
             ]
             links = [
-                {"relay": relay, "level": level, **vars(count)}
-                for (relay, level), count in sorted(self._links.items())
+                {"relay": relay, "level": level, **vars(count)} for (relay, level), count in sorted(self._links.items())
             ]
         return {"operations": operations, "links": links}

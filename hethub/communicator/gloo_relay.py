@@ -54,7 +54,9 @@ class GlooRelay(Relay):
         if len(self._lanes) == 1 or tensor.nbytes < _STRIPE_BYTES:
             return self._one(start, self._lanes[0], tensor, peer, tag)
         stripes = tensor.tensor_split(len(self._lanes))
-        return Striped([self._one(start, lane, part, peer, tag) for lane, part in zip(self._lanes, stripes, strict=True)])
+        return Striped(
+            [self._one(start, lane, part, peer, tag) for lane, part in zip(self._lanes, stripes, strict=True)]
+        )
 
     @staticmethod
     def _one(start: object, lane: torch_private.GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:

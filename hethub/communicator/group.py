@@ -207,7 +207,12 @@ class HethubGroup(dist.ProcessGroup):
         return self._submit("scatter", job, outputs)
 
     def alltoall_base(
-        self, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> HethubWork:
         place, own = self._stage(output), self._stage(source)
 

@@ -45,9 +45,7 @@ class PointToPoint:
     def receive_any(self, tensor: torch.Tensor, tag: int, operation: Operation) -> torch_private.WorkBase:
         """As `receive`, from whoever sends first; host tensors only."""
         staged = Staged(tensor, self._device)
-        return StagedReceive(
-            NativeWork(operation, self._gloo.recv_anysource([staged.empty()], tag), [tensor]), staged
-        )
+        return StagedReceive(NativeWork(operation, self._gloo.recv_anysource([staged.empty()], tag), [tensor]), staged)
 
     def close(self) -> None:
         for lane in self._lanes.values():

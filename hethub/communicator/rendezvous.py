@@ -1,6 +1,7 @@
 """Where the ranks of a job first meet: a store, who they are, and the address each may listen on."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -23,6 +24,8 @@ class Rendezvous:
     interface: str | None
     token: str
     launcher: str = "alone"
+    finalize: Callable[[], None] | None = None
+    """Ends the launcher's own library, when the world has closed cleanly."""
 
     @classmethod
     def on_one_host(cls, store: dist.Store, rank: int, size: int) -> "Rendezvous":

@@ -62,14 +62,14 @@ def make_context(
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
     facts = exchange_facts(rendezvous, RankFacts.here(device))
     check_versions(facts)
-    known = check_islands(islands, rendezvous.size) if islands is not None else islands_by_label([f.vendor for f in facts])
+    known = (
+        check_islands(islands, rendezvous.size) if islands is not None else islands_by_label([f.vendor for f in facts])
+    )
     _use_interface(rendezvous)
     silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
     hub, liveness = _watch_over(rendezvous, silence_seconds)
     store = dist.PrefixStore("gloo/world", rendezvous.store)
-    gloo = torch_private.create_gloo_group(
-        store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
-    )
+    gloo = torch_private.create_gloo_group(store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address)
     context = Context(
         rendezvous=rendezvous,
         device=device,

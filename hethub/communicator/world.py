@@ -114,9 +114,7 @@ class World:
             padded[: data.numel()] = data
             rows = [torch.empty_like(padded) for _ in range(self.size)]
             self._context.gloo.allgather([rows], [padded]).wait()
-        return [
-            json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)
-        ]
+        return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Returns when every rank of the world has called it."""
@@ -142,9 +140,7 @@ class World:
         """What has failed first in the world, None while all is well."""
         return self._context.liveness.failure
 
-    def watch(
-        self, on_failure: Callable[[Failure], None] | None = None, grace_seconds: float = _GRACE_SECONDS
-    ) -> None:
+    def watch(self, on_failure: Callable[[Failure], None] | None = None, grace_seconds: float = _GRACE_SECONDS) -> None:
         """From here on this process ends when any rank fails, even if its main thread is stuck in a native call.
 
         All pending work fails at once, `on_failure` is called in a thread of its own, and after `grace_seconds` a
@@ -172,13 +168,14 @@ class World:
         """Leaves the world: with all other ranks when all is well, at once when one has failed."""
         if self._closed.is_set():
             return
-        if self.failure is None:
+        clean = self.failure is None
+        if clean:
             self.barrier()
         self._closed.set()
         self._context.close()
         dist.destroy_process_group()
+        if clean and self._context.rendezvous.finalize is not None:
+            self._context.rendezvous.finalize()
 
     def _operation(self, name: str) -> Operation:
-        return Operation(
-            name=name, group=f"the world of {self.size} ranks", rank=self.rank, explainer=self._context
-        )
+        return Operation(name=name, group=f"the world of {self.size} ranks", rank=self.rank, explainer=self._context)

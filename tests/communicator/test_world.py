@@ -31,7 +31,14 @@ def all_reduce_everywhere(world, sizes):
             exact = sum((values_of(r, size) * 10).to(dtype).double() for r in range(world.size))
             dist.all_reduce(tensor)
             error = (tensor.double() - exact).abs().max().item() if size else 0.0
-            found.append((str(dtype), size, tensor.view(torch.uint8).tolist() if size < 100 else hash(tensor.double().sum().item()), error))
+            found.append(
+                (
+                    str(dtype),
+                    size,
+                    tensor.view(torch.uint8).tolist() if size < 100 else hash(tensor.double().sum().item()),
+                    error,
+                )
+            )
     return found
 
 

@@ -28,7 +28,7 @@ def test_values_come_back_in_rank_order():
 
 def test_failures_and_timeouts_are_told_apart():
     first, second = start_ranks(2, fail_or_sleep, timeout_seconds=2)
-    assert first.error == ("KeyError", "\"rank 0's own mistake\"")
+    assert first.error == ("KeyError", '"rank 0\'s own mistake"')
     assert second.timed_out
     assert second.exit_code == -9
 

@@ -1,0 +1,84 @@
+"""This node's network interfaces, and the one a job uses."""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hethub.spec.errors import BadInput
+
+_SIOCGIFADDR = 0x8915
+_LOOPBACK_NAME = "lo" if sys.platform == "linux" else "lo0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface and its IPv4 address."""
+
+    name: str | None
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """All interfaces of this node that have an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name[:15].encode())
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            found.append(Interface(name=name, address=socket.inet_ntoa(answer[20:24])))
+    return found
+
+
+def choose_interface(
+    network: str | None,
+    *,
+    is_multi_node: bool,
+    available: Sequence[Interface] | None = None,
+    resolve: Callable[[str], str] = socket.gethostbyname,
+) -> Interface:
+    """The interface to listen on.
+
+    With `network`, a CIDR, the one that has an address in it; else loopback when all ranks are on this node; else the
+    one the host name resolves to. Raises BadInput where there is none, or where that is loopback and nodes are many.
+    """
+    here = list(available) if available is not None else interfaces()
+    host = socket.gethostname()
+    known = ", ".join(f"{i.name} {i.address}" for i in here)
+    if network is not None:
+        return _in_network(network, here, host, known)
+    if not is_multi_node:
+        return Interface(name=_LOOPBACK_NAME, address="127.0.0.1")
+    try:
+        address = resolve(host)
+    except OSError as error:
+        raise BadInput(
+            f"the host name {host} does not resolve ({error}), so other nodes cannot reach it. Name the job's network"
+            f" as a CIDR in the cluster file (network: 10.0.0.0/16); this node has {known}."
+        ) from None
+    if ipaddress.ip_address(address).is_loopback:
+        raise BadInput(
+            f"the host name {host} resolves to {address}, which is loopback: other nodes cannot reach it. Name the"
+            f" job's network as a CIDR in the cluster file (network: 10.0.0.0/16); this node has {known}."
+        )
+    name = next((interface.name for interface in here if interface.address == address), None)
+    return Interface(name=name, address=address)
+
+
+def _in_network(network: str, here: Sequence[Interface], host: str, known: str) -> Interface:
+    try:
+        wanted = ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        raise BadInput(f"network: {network!r} is not a CIDR; write e.g. 10.0.0.0/16.") from None
+    inside = [interface for interface in here if ipaddress.ip_address(interface.address) in wanted]
+    if not inside:
+        raise BadInput(
+            f"node {host} has no address in the network {network}; it has {known}. Name a network that every node is in."
+        )
+    return inside[0]
