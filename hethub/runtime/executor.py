@@ -50,7 +50,7 @@ class Executor:
 
     def __init__(self, layout: Layout, seat: Seat, world: World, stage: Stage, reducer: Reducer) -> None:
         self.layout, self.seat, self.world, self.stage, self.reducer = layout, seat, world, stage, reducer
-        self.replica = layout.replica(seat.stage, seat.replica)
+        self._group_ranks = sorted(layout.replica(seat.stage, seat.replica).ranks)
         self.actions = actions(layout, seat.stage, seat.replica)
         self.tiles = layout.tiles_of(seat.stage, seat.replica)
         self._before = self._by_tile(seat.stage - 1, "target")
@@ -146,7 +146,7 @@ class Executor:
         for work in arrival.works:
             work.wait()
         if self.stage.group.group is not None:
-            dist.broadcast(arrival.buffer, group=self.stage.group.group, group_src=tile.index % self.replica.tp)
+            dist.broadcast(arrival.buffer, group=self.stage.group.group, group_src=self._group_ranks.index(self.layout.leader(tile)))
         return arrival.buffer
 
     # -- computing and sending -------------------------------------------------------------------------------------

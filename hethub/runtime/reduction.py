@@ -42,6 +42,7 @@ class Reducer:
 
     def __init__(self, state: StateMap, storage: FlatStorage, group_of: GroupOf, replica: tuple[int, ...]) -> None:
         self.storage, self.rank = storage, storage.seat.rank
+        self.replica = replica
         self._replica_group = group_of(replica) if len(replica) > 1 else None
         self.buckets = [self._localise(bucket, group_of) for bucket in _launch_order(state, self.rank)]
         self._bucket_of: dict[str, int] = {}
@@ -49,7 +50,7 @@ class Reducer:
             for placed, run in storage.held:
                 if bucket.span.contains(run):
                     self._bucket_of[placed.info.name] = index
-        self._norms = self._copied_norms()
+        self.norms = self._copied_norms()
         self._missing: list[int] = []
         self._launched = 0
         self._works: list[tuple[dist.Work, LocalPiece, Tensor]] = []
@@ -123,9 +124,9 @@ class Reducer:
         for work, piece, flat in works:
             work.wait()
             put(self.storage.weights, piece.ranges, flat)
-        if self._norms is not None:
-            norms = self.storage.weights[self._norms.start : self._norms.stop]
-            dist.broadcast(norms, group=self._replica_group, group_src=0)
+        if self.norms is not None:
+            norms = self.storage.weights[self.norms.start : self.norms.stop]
+            dist.broadcast(norms, group=self._replica_group, group_src=sorted(self.replica).index(self.replica[0]))
 
 
 def _launch_order(state: StateMap, rank: int) -> list[Bucket]:

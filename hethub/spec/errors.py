@@ -4,8 +4,11 @@
 class BadInput(ValueError):
     """The user's input breaks a rule: one paragraph says what was given, which rule it broke and what to change.
 
-    The command line prints the message and exits with 2; nothing has been written.
+    The command line prints the message and exits with 2; nothing has been written. `quiet` is set on ranks of a job
+    for which another rank prints it.
     """
+
+    quiet = False
 
 
 class RunFailed(RuntimeError):

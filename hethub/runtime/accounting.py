@@ -1,0 +1,61 @@
+"""Memory of a rank by our own count of tensors: weights, gradients, optimizer state, and what backward keeps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class _Kept:
+    """A tensor that autograd keeps; its bytes are given back when autograd lets go of it."""
+
+    __slots__ = ("_meter", "tensor")
+
+    def __init__(self, tensor: Tensor, meter: "MemoryMeter") -> None:
+        self.tensor, self._meter = tensor, meter
+        meter.take(tensor)
+
+    def __del__(self) -> None:
+        self._meter.release(self.tensor)
+
+
+class MemoryMeter:
+    """Counts the bytes of tensors kept for backward, each storage once, and remembers the peak.
+
+    `fixed` are storages counted elsewhere (weights, tables): what refers to them is free.
+    """
+
+    def __init__(self, fixed: list[Tensor]) -> None:
+        self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}
+        self._uses: dict[int, int] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts what the graphs built in this block keep, until they are freed."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor):
+            yield
+
+    def take(self, tensor: Tensor) -> None:
+        """Counts a tensor that stays alive; storages already counted add nothing."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key in self._fixed:
+            return
+        self._uses[key] = self._uses.get(key, 0) + 1
+        if self._uses[key] == 1:
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def release(self, tensor: Tensor) -> None:
+        """Ends one use of a counted tensor."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self._uses:
+            return
+        self._uses[key] -= 1
+        if self._uses[key] == 0:
+            del self._uses[key]
+            self.live_bytes -= storage.nbytes()

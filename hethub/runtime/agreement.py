@@ -1,0 +1,177 @@
+"""What all ranks must agree on before a run: told by every rank through the store, judged the same by all."""
+
+import hashlib
+import json
+import platform
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import hethub
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one rank says of itself."""
+
+    rank: int
+    host: str
+    local_rank: int
+    vendor: str
+    device: str
+    memory_bytes: int | None
+    hethub: str
+    python: str
+    torch: str
+    byte_order: str
+    job: str
+    tokens: str
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def own_facts(*, rank: int, local_rank: int, vendor: str, device: str, memory_bytes: int | None, job: str, tokens: str) -> Facts:
+    """This process's facts; `job` and `tokens` are the fingerprints of what it read."""
+    return Facts(
+        rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
+        hethub=hethub.__version__, python=platform.python_version(), torch=torch.__version__,
+        byte_order=sys.byteorder, job=job, tokens=tokens,
+    )  # fmt: skip
+
+
+def fingerprint(data: Any) -> str:
+    """A hash of JSON-able data, equal for equal data."""
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def exchange(store: dist.Store, rank: int, size: int, key: str, value: Any) -> list[Any]:
+    """Every rank's JSON-able value, by rank; all ranks call it with the same key."""
+    store.set(f"agree/{key}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"agree/{key}/{other}")) for other in range(size)]
+
+
+def together(store: dist.Store, rank: int, size: int, key: str, prepare: Callable[[], T]) -> T:
+    """`prepare()` on every rank; if it refuses bad input on any, BadInput on all, spoken by the lowest such rank."""
+    fault, result = None, None
+    try:
+        result = prepare()
+    except BadInput as error:
+        fault = str(error)
+    faults = exchange(store, rank, size, key, fault)
+    refuse_together(faults, rank)
+    return result  # type: ignore[return-value]
+
+
+def refuse_together(faults: Sequence[str | None], rank: int) -> None:
+    """Raises BadInput if any rank found a fault; it is `quiet` on ranks for which another one speaks."""
+    first = next((index for index, fault in enumerate(faults) if fault is not None), None)
+    if first is None:
+        return
+    everywhere = all(fault == faults[first] for fault in faults)
+    error = BadInput(faults[first] if everywhere else f"rank {first}: {faults[first]}")
+    error.quiet = rank != first
+    raise error
+
+
+def check_versions(facts: Sequence[Facts]) -> list[str]:
+    """Warnings about small differences between ranks.
+
+    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, job or tokens. torch builds
+    for other vendors are the same version: what follows `+`, and container suffixes, do not count.
+    """
+    first, warnings = facts[0], []
+    for other in facts[1:]:
+        for what, remedy in _MUST_AGREE.items():
+            mine, theirs = _comparable(what, first), _comparable(what, other)
+            if mine != theirs:
+                raise BadInput(f"{what} differs: {first.where} has {mine}, {other.where} has {theirs}. {remedy}")
+        if _release(first.torch) != _release(other.torch):
+            warnings.append(f"torch differs in its patch version: {first.where} {first.torch}, {other.where} {other.torch}.")
+    return list(dict.fromkeys(warnings))
+
+
+_SAME_EVERYWHERE = "Install the same version on every node."
+_MUST_AGREE = {
+    "hethub": _SAME_EVERYWHERE,
+    "python": _SAME_EVERYWHERE,
+    "torch": f"{_SAME_EVERYWHERE} Builds for other vendors (+cu, +rocm, +cpu) may be mixed.",
+    "byte_order": "Machines of unlike byte order cannot share tensors.",
+    "job": "Every rank must read the same job, model, cluster and plan; copy the files to every node.",
+    "tokens": "Every rank must read the same data (python-stdlib differs between Python versions); copy one token file "
+    "made by `hethub tokenise` to every node.",
+}
+
+
+def _comparable(what: str, facts: Facts) -> str:
+    value = str(getattr(facts, what))
+    return ".".join(value.split(".")[:2]) if what in ("python", "torch") else value
+
+
+def _release(version: str) -> str:
+    """2.13.0a0+cu130 as 2.13.0a0: the build's suffix left out."""
+    return version.split("+")[0]
+
+
+def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
+    """Raises BadInput naming the first rank whose accelerator is not of the vendor the cluster file gives it."""
+    for place, own in zip(cluster.places, facts, strict=True):
+        named = place.node.vendor is not None and own.vendor == "cpu"
+        if own.vendor != place.island and not named:
+            raise BadInput(
+                f"{own.where} runs on {own.device} ({own.vendor}), but cluster '{cluster.name}' places {place.accelerator.name} "
+                f"({place.island}) there, in node '{place.node.name}'. List the nodes in the order in which the launcher numbers "
+                "the ranks; to emulate an island on CPUs, describe the node with a CPU accelerator and give it a vendor."
+            )
+
+
+def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | None = None) -> ClusterSpec:
+    """The cluster that the ranks found, for `cluster: detect`: one node per host, accelerators by their names.
+
+    `islands` (ranks of each) emulates vendors on CPUs, named a, b, c… Raises BadInput for a device that is not in the
+    catalogue.
+    """
+    from hethub.spec.accelerator import catalogue
+    from hethub.spec.base import Source, build
+
+    island_of = {rank: index for index, ranks in enumerate(islands or []) for rank in ranks}
+    nodes: list[dict[str, Any]] = []
+    for own in facts:
+        name = "CPU-core" if own.vendor == "cpu" else _catalogue_name(own.device, catalogue())
+        vendor = chr(ord("a") + island_of[own.rank]) if island_of else None
+        key = (own.host, name, vendor)
+        if not nodes or nodes[-1]["key"] != key:
+            nodes.append({"key": key, "name": f"{own.host}-{len(nodes)}", "accelerator": name, "accelerators": 0, "vendor": vendor})
+        nodes[-1]["accelerators"] += 1
+    listed = [{key: value for key, value in node.items() if key != "key"} for node in nodes]
+    return build(ClusterSpec, {"name": "detected", "nodes": listed}, Source("cluster: detect"), "cluster")
+
+
+def _catalogue_name(device: str, names: Any) -> str:
+    """The catalogue's accelerator whose words all occur in the device's own name, the longest of them."""
+    spoken = device.lower().replace("-", " ")
+    fitting = [name for name in names if all(word in spoken for word in name.lower().replace("-", " ").split())]
+    if not fitting:
+        raise BadInput(
+            f"device '{device}' is not in the accelerator catalogue, so `cluster: detect` cannot describe it; write a cluster file "
+            "with the accelerator's data in place."
+        )
+    return max(fitting, key=len)
+
+
+def facts_from(rows: Sequence[dict[str, Any]]) -> list[Facts]:
+    return [Facts(**row) for row in rows]
+
+
+def to_row(facts: Facts) -> dict[str, Any]:
+    return asdict(facts)

@@ -1,0 +1,98 @@
+"""The run folder: every file of a run lies in it, written by rank 0."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hethub.spec.base import write_yaml
+from hethub.spec.errors import BadInput
+from hethub.spec.job import Job
+from hethub.spec.plan import PlanSpec, save_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl."""
+
+    step: int
+    loss: float
+    tokens: int
+    step_seconds: float
+    predicted_step_seconds: float | None
+    tokens_per_second: float
+    grad_norm: float | None  # None where the step was skipped for an overflow of fp16
+    lr: float
+    memory_bytes: int  # of the rank with the most
+    loss_scale: float = 1.0
+
+
+class RunFolder:
+    """Paths of a run and the writing of its small files. Only rank 0 makes one that writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    def check_new(self) -> None:
+        """Raises BadInput if a run lies here already: nothing is overwritten."""
+        if self.metrics.exists():
+            raise BadInput(
+                f"{self.path}: this folder holds a run already; give another --run-dir, or continue it with --resume {self.path}."
+            )
+
+    def check_resumable(self) -> None:
+        """Raises BadInput if there is no run to continue here."""
+        if not self.plan.exists() or not self.checkpoints.is_dir():
+            raise BadInput(f"{self.path}: there is no run to resume here (plan.yaml and checkpoints/ are missing); check --resume.")
+
+    def start(self, job: Job, plan: PlanSpec, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
+        """Writes what the run was given and what was predicted and chosen for it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_yaml(job.spec.to_dict(), self.path / "job.yaml")
+        save_plan(plan, self.plan)
+        self._write_json("prediction.json", prediction)
+        self._write_json("communicator.json", communication)
+
+    def _write_json(self, name: str, data: Any) -> None:
+        (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def write_counters(self, rows: list[dict[str, Any]]) -> None:
+        """What every rank's communicator counted, by rank."""
+        self._write_json("communicator_counters.json", rows)
+
+    def cut_metrics(self, last_step: int) -> None:
+        """Drops the lines behind `last_step`: a resumed run trains those steps again."""
+        if self.metrics.exists():
+            lines = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= last_step]
+            self.metrics.write_text("".join(f"{line}\n" for line in lines))
+
+    def append(self, metrics: StepMetrics) -> None:
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(metrics), allow_nan=False) + "\n")
+
+    def log(self, text: str) -> None:
+        """Adds a line with the time to log.txt."""
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def default_run_folder(job_path: Path) -> Path:
+    """runs/NAME-TIME in the current folder."""
+    return Path("runs") / f"{job_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,187 @@
+"""The training loop of one rank: steps of the executor, the global norm, the optimizer, and what is reported of them."""
+
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from time import monotonic
+from types import FrameType
+
+import torch
+
+from hethub.communicator import World
+from hethub.runtime.accounting import MemoryMeter
+from hethub.runtime.data import Dataset
+from hethub.runtime.executor import Executor, Span
+from hethub.runtime.initial import initialise
+from hethub.runtime.optimizer import LossScale, Optimizer, clip_scale, learning_rate, ordered_sum
+from hethub.runtime.reduction import Reducer, build_groups
+from hethub.runtime.run_folder import StepMetrics
+from hethub.runtime.stage import Stage, TileInput
+from hethub.runtime.storage import FlatStorage
+from hethub.runtime.tensor_parallel import TensorGroup
+from hethub.runtime.verify import verify_copies
+from hethub.spec.errors import RunFailed
+from hethub.spec.job import TrainSpec
+from hethub.spec.layout import Layout
+from hethub.spec.ranges import Range
+from hethub.spec.schedule import Action, Kind
+from hethub.spec.state import StateMap
+from hethub.spec.tiling import Tile
+
+VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
+COUNTED_STEPS = 2  # steps whose memory is counted tensor by tensor; the following ones are alike
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What all ranks know after a step."""
+
+    loss: float
+    grad_norm: float | None
+    memory_bytes: int
+    stop_requested: bool
+
+
+class Trainer:
+    """One rank of a run: its part of the model, its optimizer, and one method that trains a step with all the others."""
+
+    def __init__(
+        self, layout: Layout, world: World, dataset: Dataset, train: TrainSpec, *, document_mask: bool = False
+    ) -> None:
+        self.layout, self.world, self.dataset, self.train = layout, world, dataset, train
+        self._document_mask = document_mask
+        self.seat = layout.seats[world.rank]
+        self.state = StateMap(layout)
+        self.device = world.device
+        replica = layout.replica(self.seat.stage, self.seat.replica)
+        group_of = build_groups(world, self.state)
+        self.storage = FlatStorage(self.state, self.seat, layout.plan.precision, self.device.torch_device)
+        self.stage = Stage(layout, self.seat, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None))
+        self.reducer = Reducer(self.state, self.storage, group_of, replica.ranks)
+        self.optimizer = Optimizer(self.storage, self.reducer, train)
+        self.executor = Executor(layout, self.seat, world, self.stage, self.reducer)
+        self.loss_scale = LossScale(layout.plan.precision)
+        self.updates = 0
+        self.spans: list[Span] = []
+        self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
+        self._steps_counted = 0
+        self._speaks_for_loss = self.stage.is_last and self.seat.position == 0
+
+    def initialise(self) -> None:
+        """Fills the weights from the job's seed."""
+        initialise(self.storage, self.layout.model, self.train.seed)
+        self.optimizer.reload_masters()
+
+    def run_step(self, step: int, *, stop_requested: bool = False) -> StepOutcome:
+        """Trains step `step` (counted from 1) and returns what all ranks agree on.
+
+        Raises RunFailed where the loss is not finite, or copies of a parameter differ.
+        """
+        valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
+        with self._counting_memory():
+            loss = self.executor.run_step(self._loader(step), self.loss_scale.value / valid_tokens)
+        self.spans = list(self.executor.spans)
+        with self._timed(Kind.STEP):
+            outcome = self._agree(loss, stop_requested)
+            self._update(step, outcome)
+        if outcome.grad_norm is not None:
+            with self._timed(Kind.GATHER):
+                self.reducer.gather()
+        if step % VERIFY_EVERY == 0:
+            verify_copies(self.world, self.reducer, step)
+        return outcome
+
+    @contextmanager
+    def _timed(self, kind: Kind) -> Iterator[None]:
+        start = monotonic()
+        yield
+        self.spans.append(Span(Action(kind, self.seat.stage).name, start, monotonic()))
+
+    def _counting_memory(self):  # type: ignore[no-untyped-def]
+        if self.device.is_gpu or self._steps_counted == COUNTED_STEPS:
+            return nullcontext()
+        self._steps_counted += 1
+        return self._meter.counting()
+
+    @property
+    def memory_bytes(self) -> int:
+        """This rank's peak: the allocator's on a device, our own count of tensors on a CPU."""
+        reserved = self.device.peak_memory_bytes()
+        if reserved is not None:
+            return reserved
+        fixed = sum(tensor.nbytes for tensor in (self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin))
+        return fixed + self.optimizer.state_bytes + self._meter.peak_bytes
+
+    def _agree(self, loss: float, stop_requested: bool) -> StepOutcome:
+        """Loss, norm, memory and the wish to stop, over all ranks, added in rank order so that all have the same bits."""
+        own = [loss if self._speaks_for_loss else 0.0, float(self.optimizer.square_sum()), self.memory_bytes, stop_requested]
+        losses, squares, memory, stops = zip(*self.world.all_gather_objects(own), strict=True)
+        square_sum = ordered_sum(squares)
+        norm = math.sqrt(square_sum) / self.loss_scale.value if math.isfinite(square_sum) else None
+        return StepOutcome(ordered_sum(losses) / self.loss_scale.value, norm, max(memory), any(stops))
+
+    def _update(self, step: int, outcome: StepOutcome) -> None:
+        """Clips and steps; an fp16 overflow skips the update on all ranks together."""
+        overflow = outcome.grad_norm is None
+        if overflow and not self.loss_scale.dynamic:
+            raise RunFailed(
+                f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check the data; "
+                "the last checkpoint is not affected."
+            )
+        if outcome.grad_norm is not None:
+            scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
+            self.optimizer.step(step, scale)
+            self.updates += 1
+        self.loss_scale.update(overflow=overflow)
+
+    def _loader(self, step: int) -> Callable[[Tile], TileInput]:
+        batch = self.layout.plan.global_batch
+
+        def load(tile: Tile) -> TileInput:
+            if not (self.stage.is_first or self.stage.is_last or self._document_mask):
+                return TileInput(batch=tile.samples.size)
+            return self._tile_input(step, batch, tile.samples)
+
+        return load
+
+    def _tile_input(self, step: int, global_batch: int, samples: Range) -> TileInput:
+        rows = self.dataset.samples(step - 1, global_batch, samples.start, samples.stop)  # (batch, seq + 1)
+        tokens = torch.from_numpy(rows).to(self.device.torch_device)
+        segments = None
+        if self._document_mask:
+            segments = torch.from_numpy(self.dataset.documents(rows)).to(self.device.torch_device)
+        return TileInput(batch=samples.size, tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments)
+
+    def metrics(self, step: int, outcome: StepOutcome, step_seconds: float, predicted: float | None) -> StepMetrics:
+        """The line of metrics.jsonl for a step."""
+        tokens = self.layout.plan.global_batch * self.layout.plan.seq_len
+        return StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            tokens=tokens,
+            step_seconds=step_seconds,
+            predicted_step_seconds=predicted,
+            tokens_per_second=tokens / step_seconds,
+            grad_norm=outcome.grad_norm,
+            lr=learning_rate(self.train, step),
+            memory_bytes=outcome.memory_bytes,
+            loss_scale=self.loss_scale.value,
+        )
+
+
+class StopSignal:
+    """Remembers that a signal asked this rank to save and exit; the ranks agree on it at the end of a step."""
+
+    def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGTERM)) -> None:
+        self.requested = False
+        self._before = {number: signal.signal(number, self._note) for number in signals}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def restore(self) -> None:
+        """Gives the signals back to whom they belonged."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,56 @@
+"""A check that copies of parameters have not drifted apart: hashes of what several ranks hold, compared."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hethub.communicator import World
+from hethub.runtime.reduction import Reducer
+from hethub.runtime.storage import take
+from hethub.spec.errors import RunFailed
+
+_CHUNK = 2**22
+
+
+def bit_hash(flat: Tensor) -> int:
+    """A 64-bit hash of a flat tensor's bits and their order, computed on its device.
+
+    Each 16-bit or 32-bit word times a weight that depends on its position, added modulo 2**64. It finds drift, not an
+    adversary.
+    """
+    words = flat.contiguous().view(torch.int16 if flat.element_size() == 2 else torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        position = torch.arange(start, start + part.numel(), device=flat.device)
+        weight = (position * 0x9E3779B1 + 0x7F4A7C15).bitwise_xor_(position << 17) | 1
+        total += (part * weight).sum()
+    return int(total)
+
+
+def shared_hashes(reducer: Reducer) -> dict[str, int]:
+    """The hash of everything this rank shares with others, by what is shared."""
+    hashes: dict[str, int] = {}
+    for piece in reducer.pieces:
+        if piece.group is not None:
+            key = f"{piece.piece.group.stage}:{piece.piece.runs[0].start}:{piece.piece.group.contributors}"
+            hashes[key] = bit_hash(take(reducer.storage.weights, piece.ranges))
+    if reducer.norms is not None:
+        norms = reducer.storage.weights[reducer.norms.start : reducer.norms.stop]
+        hashes[f"norms of ranks {reducer.replica}"] = bit_hash(norms)
+    return hashes
+
+
+def verify_copies(world: World, reducer: Reducer, step: int) -> None:
+    """Raises RunFailed on every rank, naming the ranks, if two copies of a parameter differ."""
+    rows: list[dict[str, Any]] = world.all_gather_objects(shared_hashes(reducer))
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for key, value in row.items():
+            first, expected = seen.setdefault(key, (rank, value))
+            if value != expected:
+                raise RunFailed(
+                    f"step {step}: ranks {first} and {rank} hold different bits of the same parameters ({key}). Copies must be "
+                    "equal; the last checkpoint is not affected. Resume from it, and report this with the plan file."
+                )

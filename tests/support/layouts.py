@@ -1,0 +1,131 @@
+"""Named layouts and their training in rank processes, for tests that compare any plan with one process."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hethub.runtime.data import Dataset
+from hethub.runtime.trainer import Trainer
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import TrainSpec
+from hethub.spec.layout import Layout, bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
+
+SEQ_LEN, STEPS = 16, 5
+MODEL = ModelSpec(
+    name="tiny", layers=4, hidden=32, heads=8, kv_heads=4, ffn=48, vocab=101, max_seq_len=64, init_std=0.05
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout by name: its stages as in a plan file and the vendor of each rank."""
+
+    name: str
+    stages: list[dict[str, Any]]
+    vendors: str = ""  # one letter per rank; empty: all of one vendor
+    schedule: str = "1f1b"
+    global_batch: int = 8
+    precision: str = "fp64"
+    model: ModelSpec = MODEL
+    seq_len: int = SEQ_LEN
+    steps: int = STEPS
+    document_mask: bool = False
+    relay: str = "auto"
+    train: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(len(replica["ranks"]) for stage in self.stages for replica in stage["replicas"])
+
+    @property
+    def islands(self) -> list[list[int]]:
+        vendors = self.vendors or "n" * self.size
+        return [[rank for rank, own in enumerate(vendors) if own == vendor] for vendor in dict.fromkeys(vendors)]
+
+    def layout(self) -> Layout:
+        vendors = self.vendors or "n" * self.size
+        nodes = [
+            {"name": f"node{rank}", "accelerator": "CPU-core", "accelerators": 1, "vendor": f"vendor-{vendor}"}
+            for rank, vendor in enumerate(vendors)
+        ]
+        cluster = ClusterSpec.model_validate({"name": "test", "nodes": nodes})
+        plan = PlanSpec.model_validate(
+            {
+                "model": self.model.name, "cluster": "test", "global_batch": self.global_batch, "seq_len": self.seq_len,
+                "precision": self.precision, "schedule": self.schedule, "stages": self.stages,
+            }
+        )  # fmt: skip
+        return bind(plan, self.model, cluster)
+
+    def alone(self) -> "Case":
+        """The same training in one process."""
+        stages = [stage((0, self.model.layers), replica([0], self.global_batch, self.global_batch))]
+        return Case(
+            name="alone", stages=stages, global_batch=self.global_batch, precision=self.precision, model=self.model,
+            seq_len=self.seq_len, steps=self.steps, document_mask=self.document_mask, train=self.train,
+        )  # fmt: skip
+
+
+def replica(ranks: list[int], samples: int, micro_batch: int = 1, **more: Any) -> dict[str, Any]:
+    return {"ranks": ranks, "samples": samples, "micro_batch": micro_batch, **more}
+
+
+def stage(layers: tuple[int, int], *replicas: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"layers": [list(layers)], "replicas": list(replicas), **more}
+
+
+def random_tokens(case: Case) -> Dataset:
+    """Random tokens of the model's vocabulary, its last id ending documents."""
+    tokens = np.random.default_rng(0).integers(0, case.model.vocab, 5000)
+    return Dataset(
+        name="random", tokens=tokens, seq_len=case.seq_len, seed=1, vocab=case.model.vocab,
+        max_token=case.model.vocab - 1, end_of_document=case.model.vocab - 1, tokenizer="none",
+    )  # fmt: skip
+
+
+def build_trainer(world: Any, case: Case) -> Trainer:
+    """A trainer of this rank with initial weights."""
+    torch.set_num_threads(1)
+    train = TrainSpec.model_validate({"steps": 20, "warmup_steps": 2, "lr": 0.01, "min_lr": 0.001, **case.train})
+    trainer = Trainer(case.layout(), world, random_tokens(case), train, document_mask=case.document_mask)
+    trainer.initialise()
+    return trainer
+
+
+Shards = list[tuple[str, int, int, np.ndarray]]  # tensor name, start, stop, values
+
+
+def shards(trainer: Trainer) -> Shards:
+    """Every held run of every tensor, wide enough for numpy."""
+    result = []
+    for placed, run in trainer.storage.held:
+        here = trainer.storage.local(run)
+        values = trainer.storage.weights[here.start : here.stop]
+        values = values.float() if values.dtype == torch.bfloat16 else values
+        result.append(
+            (placed.info.name, run.start - placed.span.start, run.stop - placed.span.start, values.numpy().copy())
+        )
+    return result
+
+
+def train(world: Any, case: Case) -> tuple[list[float], list[float], Shards]:
+    """Losses and gradient norms of the case's steps on this rank, and its weights at the end."""
+    trainer = build_trainer(world, case)
+    outcomes = [trainer.run_step(step) for step in range(1, case.steps + 1)]
+    norms = [outcome.grad_norm or float("nan") for outcome in outcomes]
+    return [outcome.loss for outcome in outcomes], norms, shards(trainer)
+
+
+def worst_difference(result: list[Shards], reference: Shards) -> float:
+    """The largest max|Δ| / max|ref| of any tensor, over every rank's shards."""
+    whole = {name: values for name, _, _, values in reference}
+    worst = 0.0
+    for held in result:
+        for name, start, stop, values in held:
+            difference = np.abs(values - whole[name][start:stop]).max() / np.abs(whole[name]).max()
+            worst = max(worst, float(difference))
+    return worst
