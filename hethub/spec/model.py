@@ -159,6 +159,7 @@ def _from_hf_keys(config: dict[str, Any], folder: Path, path: Path) -> dict[str,
     theta = rope.get("rope_theta", config.get("rope_theta"))
     return {
         "name": folder.resolve().name,
+        "norm_eps": 1e-6,  # what transformers takes where the config says nothing
         **shape,
         **({"rope_theta": theta} if theta is not None else {}),
         "rope_scaling": _rope_scaling(rope, path),

@@ -132,6 +132,13 @@ def test_a_config_of_either_generation_means_the_same(tmp_path: Path) -> None:
         assert LlamaConfig.from_pretrained(tmp_path / "ours").rope_parameters == LLAMA_31
 
 
+def test_an_epsilon_left_out_is_the_one_of_transformers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert from_hugging_face(folder).norm_eps == LlamaConfig.from_pretrained(folder).rms_norm_eps
+
+
 def test_shards_keep_to_their_size(tmp_path: Path, folder: Path) -> None:
     model = from_hugging_face(folder)
     write_folder(tmp_path / "ours", model, all_tensors(folder, model), torch.float32, max_shard_bytes=12_000)

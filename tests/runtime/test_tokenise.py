@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,11 @@ def test_tokens_outside_the_vocabulary_are_refused_at_open_and_at_use(token_file
     data = opened(token_file, vocab=256)
     with pytest.raises(BadInput, match=r"token id 256 .* vocabulary of 256"):
         data.samples(0, 16, 0, 16)
+
+
+def test_tokenising_needs_no_torch() -> None:
+    program = "import sys, hethub.runtime.tokenise; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_large_vocabularies_take_uint32(tmp_path: Path) -> None:
