@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
-from hethub.communicator.group import HethubGroup
+from hethub.communicator.group import HethubGroup, NativeGroup
 from hethub.communicator.islands import parse_islands, restrict
 from hethub.communicator.rendezvous import Rendezvous, share_token
 from hethub.communicator.setup import make_context
 from hethub.kernels.device import choose_device
+from hethub.spec.errors import BadInput
 
 BACKEND = "hethub"
 
@@ -26,22 +27,24 @@ def register() -> None:
 def create_group(options: Any, given: Any) -> dist.ProcessGroup:
     """The group torch asks for: the native library's own inside one island, a bridged one otherwise.
 
-    The default group is always a HethubGroup: it holds the world's context, which later groups find there.
+    The default group holds the world's context, which later groups find there.
     """
     default = torch_private.default_group()
     members = torch_private.global_ranks(options)
-    if isinstance(default, HethubGroup):
-        context = default.context
-        if len(restrict(context.islands, members)) == 1:
-            return native_group(context, options)
-        return HethubGroup(context, members, options.group_id, context.gloo_group(options.group_id, members))
-    context = given if isinstance(given, Context) else context_from_environment(options)
-    return HethubGroup(context, members, options.group_id, context.gloo)
+    if default is None:
+        context = given if isinstance(given, Context) else context_from_environment(options)
+        group: dist.ProcessGroup = NativeGroup(context)
+    else:
+        context = context_of(default)
+        group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    if len(restrict(context.islands, members)) == 1:
+        return with_native_backends(group, context, options)
+    gloo = context.gloo if default is None else context.gloo_group(options.group_id, members)
+    return HethubGroup(context, members, options.group_id, gloo)
 
 
-def native_group(context: Context, options: Any) -> dist.ProcessGroup:
-    """A plain c10d group of the island's native library, with nothing of ours in between."""
-    group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+def with_native_backends(group: dist.ProcessGroup, context: Context, options: Any) -> dist.ProcessGroup:
+    """The group, run by the island's native library with nothing of ours in between."""
     gloo = torch_private.create_gloo_group(
         dist.PrefixStore("cpu", options.store),
         options.group_rank,
@@ -52,6 +55,16 @@ def native_group(context: Context, options: Any) -> dist.ProcessGroup:
     context.watch_gloo(gloo, options.group_rank, options.group_size)
     torch_private.attach_native(group, gloo, context.device, options)
     return group
+
+
+def context_of(default: dist.ProcessGroup) -> Context:
+    """The world behind torch's default group. Raises BadInput where that is not hethub's."""
+    if not isinstance(default, HethubGroup | NativeGroup):
+        raise BadInput(
+            "a group of the backend 'hethub' needs a default group of that backend: call init_process_group('hethub')"
+            " or hethub.communicator.connect() first."
+        )
+    return default.context
 
 
 def context_from_environment(options: Any) -> Context:
@@ -80,7 +93,7 @@ def context_from_environment(options: Any) -> Context:
     )
 
 
-def init_default_group(context: Context) -> HethubGroup:
+def init_default_group(context: Context) -> dist.ProcessGroup:
     """Makes `context`'s world torch's default process group."""
     dist.init_process_group(
         BACKEND,
@@ -91,7 +104,7 @@ def init_default_group(context: Context) -> HethubGroup:
         pg_options=context,
     )
     group = dist.group.WORLD
-    assert isinstance(group, HethubGroup)
+    assert group is not None
     return group
 
 

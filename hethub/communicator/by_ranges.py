@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
+from hethub.communicator.backend import context_of
 from hethub.communicator.group import HethubGroup
 from hethub.communicator.work import HethubWork
 from hethub.spec.ranges import Range, tiles_exactly
@@ -52,8 +53,14 @@ def _spanning(group: dist.ProcessGroup) -> HethubGroup:
     if isinstance(group, HethubGroup):
         return group
     default = torch_private.default_group()
-    assert isinstance(default, HethubGroup), "the default process group is not hethub's: call connect() first"
-    return default.over(group)
+    assert default is not None, "there is no default process group: call connect() first"
+    context = context_of(default)
+    name = f"over/{group.group_name}"
+    if name not in context.spanning:
+        members = dist.get_process_group_ranks(group)
+        context.spanning[name] = HethubGroup(context, members, name, context.gloo_group(name, members))
+    spanning: HethubGroup = context.spanning[name]
+    return spanning
 
 
 def _check(flat: torch.Tensor, ranges: Sequence[Range], size: int) -> None:

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -36,6 +37,8 @@ class Context:
     timeout_seconds: float
     tuning: Tuning
     counters: Counters = field(default_factory=Counters)
+    spanning: dict[str, Any] = field(default_factory=dict)
+    """Our operations over native groups, by name, where a caller has asked for them."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -22,7 +22,15 @@ Tensors = list[torch.Tensor]
 Job = Callable[[], None]
 
 
-class HethubGroup(dist.ProcessGroup):
+class NativeGroup(torch_private.GroupBase):
+    """The default group of a world of one island: the native library's, but for knowing its world."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.rank, context.size)
+        self.context = context
+
+
+class HethubGroup(torch_private.GroupBase):
     """A c10d group over two islands or more (or the default group of a world)."""
 
     def __init__(self, context: Context, members: Sequence[int], name: str, gloo: torch_private.GlooGroup) -> None:
@@ -36,10 +44,9 @@ class HethubGroup(dist.ProcessGroup):
         self._bridge = context.bridge(name, members)
         self._worker = Worker(f"hethub-{name}")
         self.point_to_point = PointToPoint(gloo, context.device)
-        self._over_native: dict[str, HethubGroup] = {}
         torch_private.attach_backend(self, gloo)
 
-    def getBackendName(self) -> str:  # noqa: N802  c10d's name
+    def getBackendName(self) -> str:
         return "hethub"
 
     # ---- reductions
@@ -258,15 +265,6 @@ class HethubGroup(dist.ProcessGroup):
         return self.point_to_point.receive_any(tensors[0], tag, self._operation("recv from any rank", tensors))
 
     # ---- the rest
-
-    def over(self, native: dist.ProcessGroup) -> "HethubGroup":
-        """Our operations over the members of a native group of this world (its own stay untouched)."""
-        name = native.group_name
-        if name not in self._over_native:
-            members = dist.get_process_group_ranks(native)
-            gloo = self.context.gloo_group(f"over/{name}", members)
-            self._over_native[name] = HethubGroup(self.context, members, f"over/{name}", gloo)
-        return self._over_native[name]
 
     def abort(self) -> None:
         torch_private.break_gloo_group(self._gloo, self._rank, self._size)

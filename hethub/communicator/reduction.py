@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from hethub.communicator import torch_private
-from hethub.communicator.torch_private import CReduceOp
+from hethub.communicator.torch_private import ReduceKind as _KIND
 from hethub.spec.errors import BadInput
 
 Combine = Callable[..., torch.Tensor]
 
-_KIND = CReduceOp.RedOpType
-
-_COMBINE: dict[CReduceOp.RedOpType, Combine] = {
+_COMBINE: dict[Any, Combine] = {
     _KIND.SUM: torch.add,
     _KIND.AVG: torch.add,
     _KIND.PREMUL_SUM: torch.add,
@@ -38,7 +36,7 @@ _ORDERED = {_KIND.MIN, _KIND.MAX}
 class Reduction:
     """One operation over `num_ranks` tensors of `dtype`."""
 
-    kind: CReduceOp.RedOpType
+    kind: Any
     combine: Combine
     dtype: torch.dtype
     accumulate_dtype: torch.dtype

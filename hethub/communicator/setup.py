@@ -100,7 +100,7 @@ def make_relays(rendezvous: Rendezvous, islands: Islands, relay: str, timeout_se
             store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
         )
         chosen = GlooRelay([lane], rendezvous.rank, rendezvous.size)
-    return {peer: chosen for peer in range(rendezvous.size)}
+    return dict.fromkeys(range(rendezvous.size), chosen)
 
 
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:

@@ -11,8 +11,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from hethub.kernels.device import Device
 
-GlooGroup = dist.ProcessGroupGloo
-WorkBase = dist.Work
+# torch's type stubs lack what these classes have in Python, so they are untyped for the checker.
+GlooGroup: Any = dist.ProcessGroupGloo
+GroupBase: Any = dist.ProcessGroup
+WorkBase: Any = dist.Work
+ReduceKind: Any = CReduceOp.RedOpType
 
 _UNUSED_TAG = 2**31 - 1
 
@@ -21,11 +24,9 @@ def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout_seconds: float, hostname: str | None = None
 ) -> GlooGroup:
     """A Gloo group that torch's registry does not know, over the interface that has the address `hostname`."""
-    options = dist.ProcessGroupGloo._Options()
+    options = GlooGroup._Options()
     device = {"hostname": hostname} if hostname else {}
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(**device) if device else dist.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [GlooGroup.create_device(**device) if device else GlooGroup.create_default_device()]
     options._timeout = timedelta(seconds=timeout_seconds)
     return GlooGroup(store, rank, size, options)
 
@@ -74,9 +75,9 @@ def default_group() -> dist.ProcessGroup | None:
     return c10d._get_default_group() if dist.is_initialized() else None
 
 
-def reduce_op_kind(op: Any) -> CReduceOp.RedOpType:
+def reduce_op_kind(op: Any) -> Any:
     """SUM, AVG, …: the operation without its factor, from whichever form torch passes."""
-    return op if isinstance(op, CReduceOp.RedOpType) else op.op
+    return op if isinstance(op, ReduceKind) else op.op
 
 
 def premul_factor(op: Any) -> Any:

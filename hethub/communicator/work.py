@@ -65,7 +65,7 @@ class HethubWork(torch_private.WorkBase):
     def fail(self, error: Exception) -> None:
         self._error = error
         self._done.set()
-        self._future.set_exception(error)
+        self._future.set_exception(error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""
@@ -137,7 +137,7 @@ class NativeWork(torch_private.WorkBase):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._inner.get_future()  # type: ignore[no-any-return]
+        return self._inner.get_future()
 
     def source_rank(self) -> int:
         return int(self._inner._source_rank())

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from hethub.communicator import backend, torch_private
 from hethub.communicator.context import Context
-from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import Islands, island_index
 from hethub.communicator.liveness import Failure
+from hethub.communicator.point_to_point import PointToPoint
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.setup import make_context
 from hethub.communicator.work import Operation
@@ -40,23 +40,29 @@ def connect(
     `islands` emulates islands; without it, ranks of one vendor form one. Raises BadInput where ranks do not fit
     together (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
-    context = make_context(
-        rendezvous,
-        device=device or choose_device(rendezvous.local_rank, rendezvous.local_size),
-        islands=islands,
-        relay=relay,
-        timeout_seconds=timeout_seconds,
-    )
-    return World(context, backend.init_default_group(context))
+    try:
+        context = make_context(
+            rendezvous,
+            device=device or choose_device(rendezvous.local_rank, rendezvous.local_size),
+            islands=islands,
+            relay=relay,
+            timeout_seconds=timeout_seconds,
+        )
+        return World(context, backend.init_default_group(context))
+    except (dist.DistError, OSError) as error:
+        raise RunFailed(
+            f"rank {rendezvous.rank} could not connect to the other {rendezvous.size - 1} ranks: {error}"
+        ) from error
 
 
 class World:
     """All ranks of a job. Its default group is torch's, so torch.distributed works as usual beside it."""
 
-    def __init__(self, context: Context, group: HethubGroup) -> None:
+    def __init__(self, context: Context, group: dist.ProcessGroup) -> None:
         self._context = context
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
+        self._messages = PointToPoint(context.gloo, context.device)
         self._closed = threading.Event()
 
     @property
@@ -76,7 +82,7 @@ class World:
         return self._context.islands
 
     @property
-    def default_group(self) -> HethubGroup:
+    def default_group(self) -> dist.ProcessGroup:
         return self._group
 
     def island_of(self, rank: int) -> int:
@@ -97,12 +103,12 @@ class World:
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed; the receiver must have asked for it by then."""
         operation = self._operation(f"send to rank {dst} (tag {tag})")
-        return self._group.point_to_point.send(tensor, dst, tag, operation)
+        return self._messages.send(tensor, dst, tag, operation)
 
     def receive(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch_private.WorkBase:
         """A Work that is done when `tensor` holds rank `src`'s message with `tag`; may be posted long before."""
         operation = self._operation(f"receive from rank {src} (tag {tag})")
-        return self._group.point_to_point.receive(tensor, src, tag, operation)
+        return self._messages.receive(tensor, src, tag, operation)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order, over the control lane."""
@@ -172,6 +178,7 @@ class World:
         if clean:
             self.barrier()
         self._closed.set()
+        self._messages.close()
         self._context.close()
         dist.destroy_process_group()
         if clean and self._context.rendezvous.finalize is not None:

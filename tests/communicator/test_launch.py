@@ -1,0 +1,99 @@
+"""Every launcher's environment, and the interface a job listens on."""
+
+import pytest
+
+from hethub.runtime.launch import expand_tasks_per_node, first_host, launch_info
+from hethub.runtime.network import Interface, choose_interface, interfaces
+from hethub.spec.errors import BadInput
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nv1"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ("alone", 0, 1, 0, 1)),
+        (TORCHRUN, ("torchrun", 3, 8, 1, 2)),
+        (OPENMPI, ("openmpi", 2, 4, 0, 2)),
+        (MPICH, ("mpich", 1, 2, 1, 2)),
+        (SLURM, ("slurm", 5, 9, 1, 4)),
+        ({**SLURM, **OPENMPI}, ("openmpi", 2, 4, 0, 2)),
+        ({**OPENMPI, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, ("torchrun", 3, 8, 1, 2)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ("alone", 0, 1, 0, 1)),
+    ],
+    ids=["alone", "torchrun", "openmpi", "mpich", "slurm", "mpirun in slurm", "torchrun in mpirun", "batch script"],
+)
+def test_place_in_the_job(environment, expected):
+    info = launch_info(environment)
+    assert (info.launcher, info.rank, info.size, info.local_rank, info.local_size) == expected
+
+
+def test_half_a_launcher_is_refused():
+    environment = {key: value for key, value in OPENMPI.items() if key != "OMPI_COMM_WORLD_SIZE"}
+    with pytest.raises(BadInput, match="OMPI_COMM_WORLD_SIZE is not set"):
+        launch_info(environment)
+
+
+def test_contradicting_numbers_are_refused():
+    with pytest.raises(BadInput, match="contradict"):
+        launch_info({**TORCHRUN, "RANK": "8"})
+
+
+def test_slurm_notations():
+    assert expand_tasks_per_node("4(x2),1") == [4, 4, 1]
+    assert first_host("nv[01-04,07],amd1") == "nv01"
+    assert first_host("single") == "single"
+
+
+HERE = [
+    Interface(name="lo", address="127.0.0.1"),
+    Interface(name="eth0", address="192.168.1.5"),
+    Interface(name="bond0", address="10.0.3.7"),
+]
+
+
+def test_the_network_picks_the_interface():
+    assert choose_interface("10.0.0.0/16", is_multi_node=True, available=HERE).name == "bond0"
+
+
+def test_a_network_no_interface_is_in_is_refused_with_what_there_is():
+    with pytest.raises(BadInput, match=r"no address in the network 172.16.0.0/12; it has .*bond0 10.0.3.7"):
+        choose_interface("172.16.0.0/12", is_multi_node=True, available=HERE)
+
+
+def test_a_network_that_is_none_is_refused():
+    with pytest.raises(BadInput, match="not a CIDR"):
+        choose_interface("eth0", is_multi_node=True, available=HERE)
+
+
+def test_one_node_uses_loopback():
+    assert choose_interface(None, is_multi_node=False, available=HERE).address == "127.0.0.1"
+
+
+def test_a_loopback_host_name_is_refused_for_several_nodes():
+    with pytest.raises(BadInput, match=r"resolves to 127.0.1.1, which is loopback"):
+        choose_interface(None, is_multi_node=True, available=HERE, resolve=lambda host: "127.0.1.1")
+
+
+def test_the_host_names_interface_is_found():
+    found = choose_interface(None, is_multi_node=True, available=HERE, resolve=lambda host: "192.168.1.5")
+    assert found.name == "eth0"
+
+
+def test_this_machine_has_a_loopback_interface():
+    assert "127.0.0.1" in {interface.address for interface in interfaces()}

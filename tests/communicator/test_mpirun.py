@@ -1,0 +1,66 @@
+"""Real mpirun: rendezvous over MPI, the mpi relay, and what happens without mpi4py."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+pytestmark = pytest.mark.skipif(
+    MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpirun and mpi4py: pip install 'hethub[train]'",
+)
+
+REDUCE = """
+import sys, torch, torch.distributed as dist
+from hethub.runtime.launch import launch_info, rendezvous
+from hethub.communicator import connect
+world = connect(rendezvous(launch_info()), islands=[[0, 2], [1]], relay=sys.argv[1])
+tensor = torch.arange(200_000, dtype=torch.float64) * (world.rank + 1)
+dist.all_reduce(tensor)
+assert torch.equal(tensor, torch.arange(200_000, dtype=torch.float64) * 6)
+links = world.counters()["links"]
+world.close()
+if world.rank == 0:
+    print(sorted({link["relay"] for link in links}))
+"""
+
+HIDE_MPI4PY = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "mpi4py" else find_spec(name, package)
+from hethub.runtime.launch import launch_info, rendezvous
+rendezvous(launch_info())
+"""
+
+
+def mpirun(program, *arguments, size=3):
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", str(size), sys.executable, "-c", program]
+    return subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("relay", ["gloo", "mpi"])
+def test_bridged_all_reduce_under_mpirun(relay):
+    ended = mpirun(REDUCE, relay)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == f"['{relay}']"
+
+
+def test_mpirun_without_mpi4py_names_what_to_install():
+    ended = mpirun(HIDE_MPI4PY, size=2)
+    assert ended.returncode != 0
+    assert "mpi4py is not installed" in ended.stderr
+    assert "hethub[train]" in ended.stderr

@@ -1,0 +1,56 @@
+"""`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import start_ranks, values
+
+
+def model_and_data(size):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).double()
+    return model, torch.randn(4 * size, 8, dtype=torch.float64), torch.randn(4 * size, 4, dtype=torch.float64)
+
+
+def train(model, x, y, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_ddp(rank, store, size):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=size)
+    model, x, y = model_and_data(size)
+    part = slice(4 * rank, 4 * rank + 4)
+    parameters = train(DistributedDataParallel(model), x[part], y[part])
+    dist.barrier()
+    dist.destroy_process_group()
+    return parameters
+
+
+@pytest.mark.parametrize("islands", ["0,1|2,3", "0,2|1,3", "0|1,2,3", "0,1,2,3"])
+def test_ddp_over_islands_equals_one_process(islands):
+    results = values(start_ranks(4, train_ddp, 4, environment={"HETHUB_ISLANDS": islands}))
+    expected = train(*model_and_data(4))
+    for parameters in results:
+        for ours, theirs in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for parameters in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True))
+
+
+def refuse_islands(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+
+
+def test_wrong_islands_are_refused():
+    outcomes = start_ranks(2, refuse_islands, environment={"HETHUB_ISLANDS": "0,1|2"})
+    for outcome in outcomes:
+        assert outcome.error[0] == "BadInput"
+        assert "ranks 0 to 1 exactly once" in outcome.error[1]
