@@ -41,7 +41,9 @@ class Facts:
         return f"rank {self.rank} ({self.host})"
 
 
-def own_facts(*, rank: int, local_rank: int, vendor: str, device: str, memory_bytes: int | None, job: str, tokens: str) -> Facts:
+def own_facts(
+    *, rank: int, local_rank: int, vendor: str, device: str, memory_bytes: int | None, job: str, tokens: str
+) -> Facts:
     """This process's facts; `job` and `tokens` are the fingerprints of what it read."""
     return Facts(
         rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
@@ -97,7 +99,9 @@ def check_versions(facts: Sequence[Facts]) -> list[str]:
             if mine != theirs:
                 raise BadInput(f"{what} differs: {first.where} has {mine}, {other.where} has {theirs}. {remedy}")
         if _release(first.torch) != _release(other.torch):
-            warnings.append(f"torch differs in its patch version: {first.where} {first.torch}, {other.where} {other.torch}.")
+            warnings.append(
+                f"torch differs in its patch version: {first.where} {first.torch}, {other.where} {other.torch}."
+            )
     return list(dict.fromkeys(warnings))
 
 
@@ -151,7 +155,15 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
         vendor = chr(ord("a") + island_of[own.rank]) if island_of else None
         key = (own.host, name, vendor)
         if not nodes or nodes[-1]["key"] != key:
-            nodes.append({"key": key, "name": f"{own.host}-{len(nodes)}", "accelerator": name, "accelerators": 0, "vendor": vendor})
+            nodes.append(
+                {
+                    "key": key,
+                    "name": f"{own.host}-{len(nodes)}",
+                    "accelerator": name,
+                    "accelerators": 0,
+                    "vendor": vendor,
+                }
+            )
         nodes[-1]["accelerators"] += 1
     listed = [{key: value for key, value in node.items() if key != "key"} for node in nodes]
     return build(ClusterSpec, {"name": "detected", "nodes": listed}, Source("cluster: detect"), "cluster")

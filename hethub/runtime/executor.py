@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
+from hethub.predictor.timeline import Span, stream_of
 from hethub.runtime.reduction import Reducer
 from hethub.runtime.stage import Stage, TileInput
 from hethub.spec.layout import Layout, Seat
@@ -18,15 +19,6 @@ from hethub.spec.schedule import Action, Kind, actions
 from hethub.spec.tiling import Tile, Transfer
 
 LOOKAHEAD = 2  # tiles whose receives are posted before they are needed
-
-
-@dataclass
-class Span:
-    """When an action of this rank ran, in seconds of the monotonic clock."""
-
-    name: str
-    start_seconds: float
-    stop_seconds: float
 
 
 @dataclass
@@ -96,7 +88,7 @@ class Executor:
     def _timed(self, action: Action, run: Callable[[Tile], None]) -> None:
         start = monotonic()
         run(action.tile)  # type: ignore[arg-type]
-        self.spans.append(Span(action.name, start, monotonic()))
+        self.spans.append(Span(self.seat.rank, stream_of(action.kind), action.name, start, monotonic()))
 
     # -- receiving -------------------------------------------------------------------------------------------------
 

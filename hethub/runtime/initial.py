@@ -1,10 +1,12 @@
 """Initial values that depend on nothing but seed and tensor name, so that every plan starts from the same model."""
 
 import hashlib
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hethub.runtime.huggingface import open_weights
 from hethub.runtime.storage import FlatStorage
 from hethub.spec.model import ModelSpec
 from hethub.spec.tensors import TensorInfo
@@ -26,4 +28,13 @@ def initialise(storage: FlatStorage, model: ModelSpec, seed: int) -> None:
         part = run.shift(-placed.span.start)
         value = initial_value(placed.info, model, seed).reshape(-1)[part.start : part.stop]
         here = storage.local(run)
+        storage.weights[here.start : here.stop].copy_(value)
+
+
+def load_hugging_face(storage: FlatStorage, model: ModelSpec, folder: Path) -> None:
+    """Fills this rank's weights from a Hugging Face folder, reading only its own slices. Raises BadInput."""
+    weights = open_weights(folder, model)
+    for placed, run in storage.held:
+        here = storage.local(run)
+        value = weights.read(placed.info, run.shift(-placed.span.start))
         storage.weights[here.start : here.stop].copy_(value)

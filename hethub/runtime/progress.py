@@ -1,5 +1,7 @@
 """What rank 0 shows of a run while it goes on: a progress bar on a terminal, plain lines elsewhere."""
 
+import os
+import sys
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -9,6 +11,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hethub.runtime.run_folder import StepMetrics
 
 PLAIN_LINES = 20  # about so many lines over a whole run
+
+
+def shows_on_terminal() -> bool:
+    """Whether what this process prints ends on a terminal.
+
+    mpirun gives its ranks a pseudo-terminal whatever its own output is, so there its own decides; a rank that cannot
+    see it (another node's daemon started it) takes it for none.
+    """
+    if not sys.stdout.isatty():
+        return False
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return True
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
 
 
 class Reporter(Protocol):
@@ -32,7 +50,7 @@ class TerminalReporter:
     """Rank 0's view; a context manager around the steps."""
 
     def __init__(self, first_step: int, last_step: int, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or Console(highlight=False, force_terminal=shows_on_terminal())
         self._first, self._last = first_step, last_step
         self._every = max(1, (last_step - first_step + 1) // PLAIN_LINES)
         self._progress = Progress(
@@ -50,7 +68,9 @@ class TerminalReporter:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def step(self, metrics: StepMetrics) -> None:

@@ -60,7 +60,9 @@ class RunFolder:
     def check_resumable(self) -> None:
         """Raises BadInput if there is no run to continue here."""
         if not self.plan.exists() or not self.checkpoints.is_dir():
-            raise BadInput(f"{self.path}: there is no run to resume here (plan.yaml and checkpoints/ are missing); check --resume.")
+            raise BadInput(
+                f"{self.path}: there is no run to resume here (plan.yaml and checkpoints/ are missing); check --resume."
+            )
 
     def start(self, job: Job, plan: PlanSpec, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
         """Writes what the run was given and what was predicted and chosen for it."""

@@ -5,15 +5,18 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 
 import torch
 
 from hethub.communicator import World
+from hethub.predictor.timeline import Span, stream_of
 from hethub.runtime.accounting import MemoryMeter
+from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.data import Dataset
-from hethub.runtime.executor import Executor, Span
+from hethub.runtime.executor import Executor
 from hethub.runtime.initial import initialise
 from hethub.runtime.optimizer import LossScale, Optimizer, clip_scale, learning_rate, ordered_sum
 from hethub.runtime.reduction import Reducer, build_groups
@@ -22,7 +25,7 @@ from hethub.runtime.stage import Stage, TileInput
 from hethub.runtime.storage import FlatStorage
 from hethub.runtime.tensor_parallel import TensorGroup
 from hethub.runtime.verify import verify_copies
-from hethub.spec.errors import RunFailed
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout import Layout
 from hethub.spec.ranges import Range
@@ -58,12 +61,13 @@ class Trainer:
         replica = layout.replica(self.seat.stage, self.seat.replica)
         group_of = build_groups(world, self.state)
         self.storage = FlatStorage(self.state, self.seat, layout.plan.precision, self.device.torch_device)
-        self.stage = Stage(layout, self.seat, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None))
+        self.stage = Stage(
+            layout, self.seat, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None)
+        )
         self.reducer = Reducer(self.state, self.storage, group_of, replica.ranks)
         self.optimizer = Optimizer(self.storage, self.reducer, train)
         self.executor = Executor(layout, self.seat, world, self.stage, self.reducer)
         self.loss_scale = LossScale(layout.plan.precision)
-        self.updates = 0
         self.spans: list[Span] = []
         self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
         self._steps_counted = 0
@@ -97,7 +101,8 @@ class Trainer:
     def _timed(self, kind: Kind) -> Iterator[None]:
         start = monotonic()
         yield
-        self.spans.append(Span(Action(kind, self.seat.stage).name, start, monotonic()))
+        name = Action(kind, self.seat.stage).name
+        self.spans.append(Span(self.seat.rank, stream_of(kind), name, start, monotonic()))
 
     def _counting_memory(self):  # type: ignore[no-untyped-def]
         if self.device.is_gpu or self._steps_counted == COUNTED_STEPS:
@@ -111,12 +116,19 @@ class Trainer:
         reserved = self.device.peak_memory_bytes()
         if reserved is not None:
             return reserved
-        fixed = sum(tensor.nbytes for tensor in (self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin))
+        fixed = sum(
+            tensor.nbytes for tensor in (self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin)
+        )
         return fixed + self.optimizer.state_bytes + self._meter.peak_bytes
 
     def _agree(self, loss: float, stop_requested: bool) -> StepOutcome:
         """Loss, norm, memory and the wish to stop, over all ranks, added in rank order so that all have the same bits."""
-        own = [loss if self._speaks_for_loss else 0.0, float(self.optimizer.square_sum()), self.memory_bytes, stop_requested]
+        own = [
+            loss if self._speaks_for_loss else 0.0,
+            float(self.optimizer.square_sum()),
+            self.memory_bytes,
+            stop_requested,
+        ]
         losses, squares, memory, stops = zip(*self.world.all_gather_objects(own), strict=True)
         square_sum = ordered_sum(squares)
         norm = math.sqrt(square_sum) / self.loss_scale.value if math.isfinite(square_sum) else None
@@ -133,7 +145,6 @@ class Trainer:
         if outcome.grad_norm is not None:
             scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
             self.optimizer.step(step, scale)
-            self.updates += 1
         self.loss_scale.update(overflow=overflow)
 
     def _loader(self, step: int) -> Callable[[Tile], TileInput]:
@@ -153,6 +164,32 @@ class Trainer:
         if self._document_mask:
             segments = torch.from_numpy(self.dataset.documents(rows)).to(self.device.torch_device)
         return TileInput(batch=samples.size, tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments)
+
+    def save(self, store: CheckpointStore, step: int, *, blocking: bool) -> None:
+        """Saves the state behind `step`; training may go on as soon as this returns."""
+        extra = {
+            "step": step,
+            "seed": self.train.seed,
+            "tokens": self.dataset.fingerprint(),
+            "loss_scale": self.loss_scale.value,
+            "good_steps": self.loss_scale.good_steps,
+        }
+        store.save(step, self.optimizer, extra, blocking=blocking)
+
+    def restore(self, store: CheckpointStore, path: Path) -> int:
+        """Takes up the state saved at `path`; returns the step it was saved behind.
+
+        Raises BadInput where the data or the seed are not those of the checkpoint.
+        """
+        extra = store.load(path, self.optimizer)
+        for key, own in (("tokens", self.dataset.fingerprint()), ("seed", self.train.seed)):
+            if extra[key] != own:
+                raise BadInput(
+                    f"{path}: the checkpoint was trained with {key} {extra[key]}, the job has {own}; the batches would not go on "
+                    "where they stopped. Give the same data, train.seq_len and train.seed, or start a new run from exported weights."
+                )
+        self.loss_scale.value, self.loss_scale.good_steps = extra["loss_scale"], extra["good_steps"]
+        return int(extra["step"])
 
     def metrics(self, step: int, outcome: StepOutcome, step_seconds: float, predicted: float | None) -> StepMetrics:
         """The line of metrics.jsonl for a step."""

@@ -58,6 +58,11 @@ class TrainSpec(Spec):
             raise ValueError(f"min_lr {self.min_lr} exceeds lr {self.lr}; the schedule falls from lr to min_lr.")
         return self
 
+    @property
+    def batch(self) -> tuple[int, int, Precision]:
+        """What a plan depends on: sequences per step, their length, and the precision."""
+        return self.global_batch, self.seq_len, self.precision
+
 
 class ConstraintsSpec(Spec):
     """What the planner must keep to; an empty value leaves it free."""

@@ -1,0 +1,34 @@
+# Two commands set everything up on a fresh machine with Python ≥ 3.11, a compiler and make: `make demo`, `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Four ranks on however many cores there are; as root, Open MPI asks to be told that it is meant.
+MPIRUN := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	$(BIN)/mpirun --oversubscribe --bind-to none --continuous
+
+.PHONY: demo test test-all test-communicator check clean
+
+demo: $(INSTALLED)
+	$(MPIRUN) -n 4 $(BIN)/hethub train configs/jobs/laptop-mixed.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

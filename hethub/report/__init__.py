@@ -1,0 +1,1 @@
+"""What people see of plans and runs: tables, traces, pages."""

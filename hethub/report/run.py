@@ -1,0 +1,32 @@
+"""The end of a run: its trace in the run folder and its summary on the terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from hethub.report.trace import chrome_trace, write_trace
+from hethub.runtime.progress import shows_on_terminal
+from hethub.runtime.run_folder import RunFolder
+from hethub.runtime.train import RunSummary
+
+
+def finish_run(summary: RunSummary) -> None:
+    """Writes trace.json and prints predicted and measured side by side."""
+    folder = RunFolder(summary.folder)
+    names = [place.accelerator.name for place in summary.layout.cluster.places]
+    write_trace(chrome_trace(summary.spans, names, "measured"), folder.trace)
+    console = Console(highlight=False, soft_wrap=True, force_terminal=shows_on_terminal())
+    console.print(summary_table(summary))
+    if summary.stopped_early:
+        console.print(f"stopped on request at step {summary.last_step}; continue with --resume {summary.folder}")
+    console.print(f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}; run folder {summary.folder}")
+
+
+def summary_table(summary: RunSummary) -> Table:
+    """Step time and tokens per second, predicted beside measured."""
+    plan = summary.layout.plan
+    tokens = plan.global_batch * plan.seq_len
+    table = Table("", "predicted", "measured (median)", "measured / predicted")
+    predicted, measured = summary.predicted_step_seconds, summary.measured_step_seconds
+    table.add_row("step time", f"{predicted:.4f} s", f"{measured:.4f} s", f"{measured / predicted:.2f}")
+    table.add_row("tokens/s", f"{tokens / predicted:,.0f}", f"{tokens / measured:,.0f}", f"{predicted / measured:.2f}")
+    return table

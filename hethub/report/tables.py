@@ -1,0 +1,84 @@
+"""Plans and predictions as tables on the terminal."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hethub.predictor import Prediction
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
+
+GIB = 2**30
+
+
+def print_plan(result: Any, model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
+    """The planner's result: its stages, then what is predicted of them."""
+    console = Console(highlight=False)
+    console.print(
+        f"{model.name} ({model.parameters / 1e9:.3g} B parameters) on {cluster.name} ({cluster.size} accelerators)"
+    )
+    console.print(stage_table(result.plan, cluster))
+    print_prediction(result.strategy, result.prediction, console)
+    console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
+    if out is not None:
+        console.print(f"written to {out}")
+
+
+def stage_table(plan: PlanSpec, cluster: ClusterSpec) -> Table:
+    """One row per replica."""
+    table = Table("stage", "layers", "ranks", "accelerator", "micro-batch", "samples", "ZeRO", "recompute")
+    for index, stage in enumerate(plan.stages):
+        layers = ", ".join(f"[{start}, {stop})" for start, stop in stage.layers)
+        for position, replica in enumerate(stage.replicas):
+            first = position == 0
+            table.add_row(
+                str(index) if first else "",
+                layers if first else "",
+                compact(replica.ranks),
+                cluster.places[replica.ranks[0]].accelerator.name,
+                str(replica.micro_batch),
+                str(replica.samples),
+                str(stage.zero) if first else "",
+                stage.recompute if first else "",
+            )
+    return table
+
+
+def compact(ranks: tuple[int, ...]) -> str:
+    """0, 1, 2, 3 as 0-3."""
+    consecutive = all(b == a + 1 for a, b in zip(ranks, ranks[1:], strict=False))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
+
+
+def print_prediction(strategy: str, prediction: Prediction, console: Console | None = None) -> None:
+    """Step time with its parts and bounds, and the memory of every rank."""
+    console = console or Console(highlight=False)
+    low, high = prediction.step_seconds_interval
+    console.print(
+        f"{strategy}: predicted {prediction.step_seconds:.4g} s a step (80 %: {low:.4g} to {high:.4g}), "
+        f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1f} %"
+    )
+    bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
+    if prediction.percent_of_upper_bound is not None:
+        bounds.insert(0, f"{prediction.percent_of_upper_bound:.1f} % of the upper bound")
+    console.print(", ".join(bounds))
+    parts = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in prediction.breakdown.items())
+    console.print(f"of which {parts}")
+    console.print(prediction.bottleneck, soft_wrap=True)
+    console.print(memory_table(prediction))
+    console.print("fits" if prediction.fits else "does not fit: a rank needs more than its accelerator has")
+
+
+def memory_table(prediction: Prediction) -> Table:
+    """Peak memory by rank; ranks that need the same are one row."""
+    table = Table("ranks", "accelerator", "needs GiB", "of GiB", "largest part")
+    rows: dict[tuple[str, int, int, str], list[int]] = {}
+    for entry in prediction.memory:
+        largest = max(entry.parts, key=lambda part: entry.parts[part])
+        rows.setdefault((entry.accelerator, entry.bytes, entry.limit, largest), []).append(entry.rank)
+    for (accelerator, needed, limit, largest), ranks in rows.items():
+        table.add_row(compact(tuple(ranks)), accelerator, f"{needed / GIB:.2f}", f"{limit / GIB:.2f}", largest)
+    return table

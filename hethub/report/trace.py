@@ -1,0 +1,41 @@
+"""Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hethub.predictor.timeline import Span
+
+
+def chrome_trace(spans: Iterable[Span], accelerators: list[str], label: str) -> dict[str, Any]:
+    """The trace with one process per rank and one row per stream; times in microseconds from the first span.
+
+    `label` says where the times come from (predicted, measured).
+    """
+    spans = list(spans)
+    origin = min((span.start_seconds for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank in sorted({span.rank for span in spans}):
+        name = f"rank {rank} ({accelerators[rank]}), {label}"
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+    streams = {key: row for row, key in enumerate(sorted({(span.rank, span.stream) for span in spans}))}
+    for (rank, stream), row in streams.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": stream}})
+    for span in spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": label,
+                "pid": span.rank,
+                "tid": streams[span.rank, span.stream],
+                "ts": (span.start_seconds - origin) * 1e6,
+                "dur": (span.stop_seconds - span.start_seconds) * 1e6,
+            }
+        )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def write_trace(trace: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(trace, allow_nan=False) + "\n", encoding="utf-8")
