@@ -1,0 +1,31 @@
+"""The one table of what the runtime executes today: the planner returns nothing beyond it."""
+
+from dataclasses import dataclass
+
+from hethub.spec.plan import Offload, Recompute, ScheduleName
+from hethub.spec.schedule import EXECUTABLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The part of the plan space that can be executed, and the words for what is left out."""
+
+    schedules: tuple[str, ...]
+    zero: tuple[int, ...]
+    recompute: tuple[Recompute, ...]
+    offload: tuple[Offload, ...]
+    max_chunks: int
+
+    def left_out(self) -> list[str]:
+        """What the plan format knows and this table does not allow, one entry each, for `not_searched`."""
+        names: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
+        missing = [f"schedule {name}: not executable yet" for name in names if name not in self.schedules]
+        missing += [f"zero {level}: not executable yet" for level in range(4) if level not in self.zero]
+        if self.max_chunks == 1:
+            missing.append("several chunks of layers per stage: not executable yet")
+        kinds: tuple[Offload, ...] = ("activations", "parameters", "optimizer")
+        return missing + [f"offload of {kind}: not executable yet" for kind in kinds if kind not in self.offload]
+
+
+# Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
+RUNTIME = Capabilities(schedules=EXECUTABLE, zero=(0, 1), recompute=("none", "full"), offload=(), max_chunks=1)

@@ -1,0 +1,77 @@
+"""Seconds of tiles on units of each kind, from the predictor's own layer and link costs: what guides the search.
+
+The judge of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
+"""
+
+from typing import NamedTuple
+
+from hethub.planner.problem import Problem, Unit
+from hethub.predictor.constants import packaged
+from hethub.predictor.layer_cost import LayerCost, PassSeconds
+from hethub.predictor.links import Network
+from hethub.predictor.software import HETHUB, element_bytes
+from hethub.spec.plan import Recompute
+
+
+class Rate(NamedTuple):
+    """Seconds of one micro-batch on a unit: per layer, and what embedding and head add."""
+
+    layer: PassSeconds
+    embedding: PassSeconds
+    head: PassSeconds
+
+    def tile(self, layers: int, first: bool, last: bool) -> PassSeconds:
+        """Forward and backward of one tile of a stage."""
+        forward, backward = layers * self.layer.forward, layers * self.layer.backward
+        for there, part in ((first, self.embedding), (last, self.head)):
+            if there:
+                forward, backward = forward + part.forward, backward + part.backward
+        return PassSeconds(forward, backward)
+
+
+class UnitCosts:
+    """Rates by kind, TP degree, micro-batch and recompute, each computed once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.network = Network(problem.cluster, packaged())
+        self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
+        args = (problem.batch.seq_len, problem.batch.precision)
+        self.layer_costs = [LayerCost(problem.model, kind.accelerator, *args) for kind in problem.kinds]
+        self._rates: dict[tuple[int, int, int, str], Rate] = {}
+        self._reduce: dict[tuple[int, int, int], float] = {}
+
+    def rate(self, unit: Unit, samples: int, recompute: Recompute) -> Rate:
+        """The unit's seconds per micro-batch of `samples`."""
+        key = (unit.kind, unit.tp, samples, recompute)
+        found = self._rates.get(key)
+        if found is None:
+            found = self._rates[key] = self._rate(unit, samples, recompute)
+        return found
+
+    def _rate(self, unit: Unit, samples: int, recompute: Recompute) -> Rate:
+        cost, tp = self.layer_costs[unit.kind], unit.tp
+        once = self.all_reduce(unit, samples)
+        layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
+        again = 2 * once if recompute == "full" else 0.0
+        return Rate(
+            PassSeconds(layer.forward + 2 * once, layer.backward + 2 * once + again),
+            PassSeconds(embedding.forward + once, embedding.backward + once),
+            PassSeconds(head.forward + once, head.backward + once),
+        )
+
+    def all_reduce(self, unit: Unit, samples: int) -> float:
+        """Seconds to sum a micro-batch's hidden states over the unit."""
+        key = (unit.kind, unit.tp, samples)
+        found = self._reduce.get(key)
+        if found is None:
+            group = self.network.group(unit.ranks)
+            accelerators = self.network.machines[group.machines[0][0]].accelerators
+            num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
+            sharing = max(1, accelerators // group.most_per_machine)
+            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, sharing) if unit.tp > 1 else 0.0
+        return found
+
+    def layer_rate(self, kind: int) -> float:
+        """The kind's best layer-samples per second, which weights its part of the batch in the upper bound."""
+        return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)

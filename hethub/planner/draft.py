@@ -1,0 +1,126 @@
+"""Drafts: plans as the search moves them about, and their completion into plans that can be bound and judged."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.problem import Problem, Unit
+from hethub.planner.samples import Worker, divide
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A unit as a replica of a stage, with its micro-batch; `samples` None: divided by speed."""
+
+    unit: Unit
+    micro_batch: int
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class DraftStage:
+    """A stage without positions: how many layers, which seats."""
+
+    layers: int
+    seats: tuple[Seat, ...]
+    recompute: Recompute = "none"
+    zero: int = 1
+    state_shares: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Stages in order. `alike`: replica i of every stage gets the same samples, so that chains of replicas stay apart.
+    `slack` adds to every replica's tiles in flight, which hides slow links between stages at the price of memory."""
+
+    stages: tuple[DraftStage, ...]
+    alike: bool = True
+    slack: int = 0
+
+    def with_stage(self, index: int, stage: DraftStage) -> "Draft":
+        return replace(self, stages=(*self.stages[:index], stage, *self.stages[index + 1 :]))
+
+    @cached_property
+    def replica_counts(self) -> tuple[int, ...]:
+        return tuple(len(stage.seats) for stage in self.stages)
+
+
+def complete(draft: Draft, problem: Problem, costs: UnitCosts) -> PlanSpec | None:
+    """The plan of a draft with samples divided by speed; None where some stage has more replicas than samples."""
+    counts = draft.replica_counts
+    if max(counts) > problem.batch.global_batch:
+        return None
+    workers = [_workers(draft, index, costs) for index in range(len(draft.stages))]
+    if draft.alike and len(set(counts)) == 1 and len(draft.stages) > 1:
+        chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
+        if any(chain is None for chain in chains):
+            divided = [divide(problem.batch.global_batch, stage) for stage in workers]
+        else:
+            divided = [divide(problem.batch.global_batch, [c for c in chains if c])] * len(workers)
+    else:
+        divided = [divide(problem.batch.global_batch, stage) for stage in workers]
+    stages, start = [], 0
+    for index, (stage, samples) in enumerate(zip(draft.stages, divided, strict=True)):
+        if samples is None:
+            return None
+        stages.append(_stage(draft, index, stage, samples, start, problem))
+        start += stage.layers
+    return PlanSpec(
+        model=problem.model.name,
+        cluster=problem.cluster.name,
+        global_batch=problem.batch.global_batch,
+        seq_len=problem.batch.seq_len,
+        precision=problem.batch.precision,
+        schedule=problem.schedule,  # type: ignore[arg-type]
+        stages=tuple(stages),
+    )
+
+
+def _workers(draft: Draft, index: int, costs: UnitCosts) -> list[Worker]:
+    stage = draft.stages[index]
+    first, last = index == 0, index == len(draft.stages) - 1
+    known: dict[tuple[int, int, int], Worker] = {}
+    workers = []
+    for seat in stage.seats:
+        key = (seat.unit.kind, seat.unit.tp, seat.micro_batch)
+        if key not in known:
+            rates = [costs.rate(seat.unit, b, stage.recompute) for b in range(1, seat.micro_batch + 1)]
+            # More samples never count as less work, whatever a measured profile says.
+            tiles = accumulate((rate.tile(stage.layers, first, last).total for rate in rates), max)
+            known[key] = Worker(seat.micro_batch, tuple(tiles))
+        workers.append(known[key])
+    return workers
+
+
+def _slowest(chain: Sequence[Worker]) -> Worker | None:
+    """The chain as one worker: its slowest stage; None where its stages' micro-batches differ."""
+    if len({worker.micro_batch for worker in chain}) > 1:
+        return None
+    return max(chain, key=lambda worker: worker.tile_seconds[-1])
+
+
+def _stage(
+    draft: Draft, index: int, stage: DraftStage, samples: Sequence[int], start: int, problem: Problem
+) -> StageSpec:
+    behind = len(draft.stages) - index
+    replicas = tuple(
+        ReplicaSpec(
+            ranks=seat.unit.ranks,
+            micro_batch=min(seat.micro_batch, count),
+            samples=count,
+            in_flight=behind + draft.slack if draft.slack and behind > 1 else None,
+        )
+        for seat, count in zip(stage.seats, samples, strict=True)
+    )
+    islands = {problem.kinds[seat.unit.kind].island for seat in stage.seats}
+    zero = 0 if len(replicas) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
+    return StageSpec(
+        layers=((start, start + stage.layers),),
+        replicas=replicas,
+        zero=zero,
+        recompute=stage.recompute,
+        state_shares=dict(stage.state_shares) if zero else {},
+    )

@@ -1,0 +1,109 @@
+"""Small changes of a draft: the neighbours that local search looks at."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.problem import Problem
+
+
+def neighbours(draft: Draft, problem: Problem) -> Iterator[Draft]:
+    """Every draft one change away, cheap and likely ones first."""
+    yield from _layers(draft, problem)
+    yield from _micro_batches(draft, problem)
+    yield from _modes(draft, problem)
+    yield from _seats(draft, problem)
+
+
+def _layers(draft: Draft, problem: Problem) -> Iterator[Draft]:
+    """One layer from any stage to any other."""
+    for a, b in combinations(range(len(draft.stages)), 2):
+        for giver, taker in ((a, b), (b, a)):
+            if draft.stages[giver].layers > 1:
+                fewer = replace(draft.stages[giver], layers=draft.stages[giver].layers - 1)
+                more = replace(draft.stages[taker], layers=draft.stages[taker].layers + 1)
+                yield draft.with_stage(giver, fewer).with_stage(taker, more)
+
+
+def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
+    """The next smaller or larger micro-batch for all, for one stage, or for one kind in a stage."""
+    sizes = problem.micro_batches
+    everywhere: list[tuple[int, int | None]] = [(index, None) for index in range(len(draft.stages))]
+    for step in (-1, 1):
+        yield _stepped(draft, everywhere, sizes, step)
+        if len(draft.stages) > 1:
+            for index in range(len(draft.stages)):
+                yield _stepped(draft, [(index, None)], sizes, step)
+        kinds = {seat.unit.kind for stage in draft.stages for seat in stage.seats}
+        for kind in kinds if len(kinds) > 1 else ():
+            yield _stepped(draft, [(index, kind) for index, _ in everywhere], sizes, step)
+
+
+def _stepped(draft: Draft, where: list[tuple[int, int | None]], sizes: tuple[int, ...], step: int) -> Draft:
+    for index, kind in where:
+        seats = tuple(
+            replace(seat, micro_batch=_next(seat.micro_batch, sizes, step)) if kind in (None, seat.unit.kind) else seat
+            for seat in draft.stages[index].seats
+        )
+        draft = draft.with_stage(index, replace(draft.stages[index], seats=seats))
+    return draft
+
+
+def _next(value: int, sizes: tuple[int, ...], step: int) -> int:
+    position = sizes.index(value) + step if value in sizes else 0
+    return sizes[min(max(position, 0), len(sizes) - 1)]
+
+
+def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
+    """Another recompute or ZeRO level in a stage, more tiles in flight, samples divided per stage or per chain."""
+    for index, stage in enumerate(draft.stages):
+        for recompute in problem.recomputes:
+            if recompute != stage.recompute:
+                yield draft.with_stage(index, replace(stage, recompute=recompute))  # type: ignore[arg-type]
+        for zero in problem.zeros:
+            if zero != stage.zero and len(stage.seats) > 1:
+                yield draft.with_stage(index, replace(stage, zero=zero))
+    if problem.schedule == "1f1b" and len(draft.stages) > 1:
+        for slack in (draft.slack + 1, draft.slack - 1, draft.slack + 4):
+            if slack >= 0:
+                yield replace(draft, slack=slack)
+    yield replace(draft, alike=not draft.alike)
+
+
+def _seats(draft: Draft, problem: Problem) -> Iterator[Draft]:
+    """One replica to a neighbouring stage; replicas of unlike kinds exchanged between stages."""
+    if problem.constraints.dp is None:
+        for index, stage in enumerate(draft.stages):
+            for other in (index - 1, index + 1):
+                if 0 <= other < len(draft.stages) and len(stage.seats) > 1:
+                    for position in _one_of_each_kind(stage):
+                        yield _moved(draft, index, position, other)
+    for a, b in combinations(range(len(draft.stages)), 2):
+        for i in _one_of_each_kind(draft.stages[a]):
+            for j in _one_of_each_kind(draft.stages[b]):
+                if _sort(draft.stages[a].seats[i]) != _sort(draft.stages[b].seats[j]):
+                    yield _exchanged(draft, a, i, b, j)
+
+
+def _sort(seat: Seat) -> tuple[int, int]:
+    return seat.unit.kind, seat.unit.tp
+
+
+def _one_of_each_kind(stage: DraftStage) -> list[int]:
+    """The last seat of every sort of unit: equal ones are interchangeable."""
+    return list({_sort(seat): position for position, seat in enumerate(stage.seats)}.values())
+
+
+def _moved(draft: Draft, index: int, position: int, other: int) -> Draft:
+    stage, target = draft.stages[index], draft.stages[other]
+    seat = stage.seats[position]
+    left = stage.seats[:position] + stage.seats[position + 1 :]
+    return draft.with_stage(index, replace(stage, seats=left)).with_stage(other, replace(target, seats=(*target.seats, seat)))
+
+
+def _exchanged(draft: Draft, a: int, i: int, b: int, j: int) -> Draft:
+    one, two = list(draft.stages[a].seats), list(draft.stages[b].seats)
+    one[i], two[j] = replace(two[j], micro_batch=one[i].micro_batch), replace(one[i], micro_batch=two[j].micro_batch)
+    first, second = replace(draft.stages[a], seats=tuple(one)), replace(draft.stages[b], seats=tuple(two))
+    return draft.with_stage(a, first).with_stage(b, second)

@@ -1,0 +1,235 @@
+"""What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from hethub.planner.capabilities import RUNTIME, Capabilities
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.cluster import ClusterSpec, Place
+from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.model import ModelSpec
+from hethub.spec.tensors import tp_degrees
+
+
+class Batch(NamedTuple):
+    """What of a job's training the plan depends on."""
+
+    global_batch: int
+    seq_len: int
+    precision: Precision
+
+
+class Unit(NamedTuple):
+    """Ranks of one machine that form a replica: the smallest thing the planner moves. `kind` indexes the kinds."""
+
+    kind: int
+    ranks: tuple[int, ...]
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Accelerators that are interchangeable for the planner: same device, same island, equally placed nodes."""
+
+    accelerator: AcceleratorSpec
+    island: str
+    machines: tuple[tuple[int, ...], ...]  # the ranks of each
+    memory_bytes: int  # per accelerator, what others reserve taken off
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.machines))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for machine in self.machines for rank in machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything a search needs. Build it with `pose`, which refuses what no plan can answer."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    batch: Batch
+    constraints: ConstraintsSpec = field(default_factory=ConstraintsSpec)
+    capabilities: Capabilities = RUNTIME
+    kinds: tuple[Kind, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.cluster.size
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that some machine can hold and the model's heads allow, ascending."""
+        widest = max(len(machine) for kind in self.kinds for machine in kind.machines)
+        return tuple(d for d in tp_degrees(self.model) if d <= widest)
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Micro-batch sizes the search tries: powers of two up to what the job allows."""
+        if self.constraints.micro_batch:
+            return (self.constraints.micro_batch,)
+        top = min(self.batch.global_batch, self.constraints.max_micro_batch or 64)
+        return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
+
+    @property
+    def schedule(self) -> str:
+        return self.constraints.schedule or "1f1b"
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        chosen = self.constraints.recompute
+        return (chosen,) if chosen else self.capabilities.recompute
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        chosen = self.constraints.zero
+        return self.capabilities.zero if chosen is None else (chosen,)
+
+    def units(self, kind: int, tp: int) -> tuple[Unit, ...]:
+        """The kind's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
+        the largest groups that the heads allow."""
+        found = []
+        for machine in self.kinds[kind].machines:
+            start = 0
+            while start < len(machine):
+                size = max(d for d in self.degrees if d <= min(tp, len(machine) - start))
+                found.append(Unit(kind, machine[start : start + size]))
+                start += size
+        return tuple(found)
+
+    def part(self, kind: int) -> "Problem":
+        """The same problem on one kind's accelerators alone, for the upper bound."""
+        return self.on(_only(self.cluster, self.kinds[kind]))
+
+    def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
+        """The same question on another cluster, or for another batch."""
+        return Problem(
+            model=self.model,
+            cluster=cluster,
+            batch=batch or self.batch,
+            constraints=self.constraints,
+            capabilities=self.capabilities,
+            kinds=collapse(cluster),
+        )
+
+
+def pose(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batch: Batch,
+    constraints: ConstraintsSpec | None = None,
+    capabilities: Capabilities = RUNTIME,
+) -> Problem:
+    """The problem, checked. Raises BadInput where precision, batch or constraints leave no plan at all."""
+    problem = Problem(
+        model=model,
+        cluster=cluster,
+        batch=batch,
+        constraints=constraints or ConstraintsSpec(),
+        capabilities=capabilities,
+        kinds=collapse(cluster),
+    )
+    _check_precision(problem)
+    _check_constraints(problem)
+    if batch.seq_len > model.max_seq_len:
+        raise BadInput(
+            f"seq_len is {batch.seq_len}, but model '{model.name}' takes at most {model.max_seq_len} tokens; shorten seq_len."
+        )
+    return problem
+
+
+def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
+    """The cluster's accelerators by kind, in order of first appearance."""
+    regions = cluster.links.regions
+    found: dict[object, dict[int, list[Place]]] = {}
+    for place in cluster.places:
+        node = place.node
+        region = regions.of_node[node.name] if regions else None
+        key = (node.device.name, place.island, node.accelerators, node.gbps, node.reserved_memory_gb, region)
+        found.setdefault(key, {}).setdefault(place.machine, []).append(place)
+    return tuple(_kind(machines) for machines in found.values())
+
+
+def _kind(machines: dict[int, list[Place]]) -> Kind:
+    first = next(iter(machines.values()))[0]
+    return Kind(
+        accelerator=first.accelerator,
+        island=first.island,
+        machines=tuple(tuple(place.rank for place in places) for places in machines.values()),
+        memory_bytes=first.accelerator.memory_bytes - int(first.node.reserved_memory_gb * 2**30),
+    )
+
+
+def _only(cluster: ClusterSpec, kind: Kind) -> ClusterSpec:
+    """The nodes of one kind as a cluster of their own."""
+    wanted = {cluster.places[rank].node.name for rank in kind.ranks}
+    nodes = tuple(node for node in cluster.nodes if node.name in wanted)
+    return cluster.replace(name=f"{cluster.name}, {kind.accelerator.name} ({kind.island}) alone", nodes=nodes)
+
+
+def _check_precision(problem: Problem) -> None:
+    precision = problem.batch.precision
+    for kind in problem.kinds:
+        if not kind.accelerator.peak_flops(precision):
+            node = problem.cluster.places[kind.ranks[0]].node.name
+            able = [
+                p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.kinds)
+            ]
+            raise BadInput(
+                f"precision {precision}: accelerator {kind.accelerator.name} (node '{node}') does not compute in it. All of cluster "
+                f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
+            )
+
+
+def _check_constraints(problem: Problem) -> None:
+    """Refuses constraints that contradict the job or each other, naming the pair."""
+    given, size, model = problem.constraints, problem.size, problem.model
+    capable = problem.capabilities
+    _refuse_unlisted("schedule", given.schedule, capable.schedules)
+    _refuse_unlisted("zero", given.zero, capable.zero)
+    _refuse_unlisted("recompute", given.recompute, ("none", "selective", "full"))
+    pairs = [
+        (given.tp and given.tp not in problem.degrees, f"tp: {given.tp}", _degrees(problem)),
+        (given.pp and given.pp > model.layers, f"pp: {given.pp}", f"the {model.layers} layers of model '{model.name}'"),
+        (given.pp and given.pp > size, f"pp: {given.pp}", f"the {size} accelerators of cluster '{problem.cluster.name}'"),
+        (given.dp and given.dp > problem.batch.global_batch, f"dp: {given.dp}", f"global_batch {problem.batch.global_batch}"),
+        (
+            given.micro_batch and given.max_micro_batch and given.micro_batch > given.max_micro_batch,
+            f"micro_batch: {given.micro_batch}",
+            f"max_micro_batch: {given.max_micro_batch}",
+        ),
+        (
+            given.micro_batch and given.micro_batch > problem.batch.global_batch,
+            f"micro_batch: {given.micro_batch}",
+            f"global_batch {problem.batch.global_batch}",
+        ),
+        (
+            given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size,
+            f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}",
+            f"the {size} accelerators of cluster '{problem.cluster.name}', all of which a plan uses",
+        ),
+    ]
+    for broken, one, other in pairs:
+        if broken:
+            raise BadInput(f"constraints: {one} contradicts {other}; change one of them.")
+
+
+def _degrees(problem: Problem) -> str:
+    listed = ", ".join(map(str, problem.degrees))
+    return f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})"
+
+
+def _refuse_unlisted(key: str, value: object, known: Sequence[object]) -> None:
+    if value is not None and value not in known:
+        raise BadInput(
+            f"constraints: {key}: {value} cannot be executed by this version; use one of {', '.join(map(str, known))}."
+        )

@@ -1,0 +1,87 @@
+"""The planner's answer: the plan, what it was compared with, and what was left out."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hethub.predictor import Prediction
+from hethub.spec.plan import PlanSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerUp:
+    """A plan that fits but is slower; `within_interval`: no slower than the winner's 80 % interval reaches."""
+
+    plan: PlanSpec
+    step_seconds: float
+    slower_percent: float
+    within_interval: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step_seconds": self.step_seconds,
+            "slower_percent": self.slower_percent,
+            "within_interval": self.within_interval,
+            "plan": plan_dict(self.plan),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindAlone:
+    """One kind's part of the upper bound: its best plan with its part of the batch and nobody else."""
+
+    accelerator: str
+    island: str
+    count: int
+    global_batch: int
+    tokens_per_second: float
+    memory_lifted: bool  # the kind alone cannot hold the model, so its memory limit was ignored
+    plan: PlanSpec
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "accelerator": self.accelerator,
+            "island": self.island,
+            "count": self.count,
+            "global_batch": self.global_batch,
+            "tokens_per_second": self.tokens_per_second,
+            "memory_lifted": self.memory_lifted,
+            "plan": plan_dict(self.plan),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """What `plan` returns. `prediction` carries the upper bound and the ceiling."""
+
+    plan: PlanSpec
+    prediction: Prediction
+    strategy: str
+    search_seconds: float
+    candidates: int
+    runners_up: tuple[RunnerUp, ...]
+    not_searched: tuple[str, ...]
+    kinds_alone: tuple[KindAlone, ...]
+    out_of_time: bool
+    lower_bound_seconds: float  # no plan of the space is faster: the ceiling
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON object: the prediction's keys beside the planner's."""
+        return {
+            "strategy": self.strategy,
+            **self.prediction.to_dict(),
+            "plan": plan_dict(self.plan),
+            "search_seconds": self.search_seconds,
+            "out_of_time": self.out_of_time,
+            "candidates": self.candidates,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "runners_up": [runner.to_dict() for runner in self.runners_up],
+            "kinds_alone": [kind.to_dict() for kind in self.kinds_alone],
+            "not_searched": list(self.not_searched),
+            **self.notes,
+        }
+
+
+def plan_dict(plan: PlanSpec) -> dict[str, Any]:
+    """The plan as its file holds it."""
+    return plan.model_dump(mode="json", exclude_defaults=True) | {"version": plan.version}

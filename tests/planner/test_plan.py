@@ -1,0 +1,107 @@
+"""What every answer of the planner keeps to, on small clusters."""
+
+import pytest
+
+from hethub.planner import plan
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout import bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.schedule import execution_order
+
+TINY = ModelSpec(name="tiny", layers=6, hidden=128, heads=8, kv_heads=4, ffn=352, vocab=512, max_seq_len=128)
+
+
+def cpu(name, tflops, memory_gb=4.0, vendor="cpu"):
+    return {
+        "name": name, "vendor": vendor, "memory_gb": memory_gb, "memory_gbytes_per_second": 200 * tflops, "fp32_tflops": tflops,
+        "fp16_tflops": tflops, "bf16_tflops": tflops, "link_gbytes_per_second": 2,
+    }  # fmt: skip
+
+
+def cluster(*nodes):
+    """Nodes of (vendor, count of accelerators, tflops, memory)."""
+    return ClusterSpec.model_validate(
+        {
+            "name": "test",
+            "emulated": True,
+            "nodes": [
+                {"name": f"n{i}", "accelerator": cpu(f"{vendor}-{tflops}", tflops, memory, vendor), "accelerators": count}
+                for i, (vendor, count, tflops, memory) in enumerate(nodes)
+            ],
+        }
+    )
+
+
+MIXED = cluster(("amd", 2, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0))
+
+
+@pytest.mark.parametrize("batch", [4, 7, 16])
+def test_a_plan_fits_uses_every_rank_and_cannot_deadlock(batch):
+    found = plan(TINY, MIXED, (batch, 64, "fp32"))
+    layout = bind(found.plan, TINY, MIXED)
+    execution_order(layout)
+    assert found.prediction.fits
+    assert sorted(found.plan.ranks) == list(range(MIXED.size))
+    assert found.prediction.step_seconds >= found.lower_bound_seconds
+    assert all(runner.step_seconds >= found.prediction.step_seconds for runner in found.runners_up)
+
+
+def test_faster_accelerators_get_more_samples_or_layers():
+    found = plan(TINY, MIXED, (48, 64, "fp32")).plan
+    work = {}
+    for stage in found.stages:
+        for replica in stage.replicas:
+            for rank in replica.ranks:
+                work[rank] = stage.num_layers * replica.samples / replica.tp
+    assert min(work[2], work[3]) > 1.5 * max(work[0], work[1])
+
+
+@pytest.mark.parametrize(
+    ("constraints", "check"),
+    [
+        ({"tp": 2}, lambda p: all(r.tp == 2 for s in p.stages for r in s.replicas)),
+        ({"pp": 2}, lambda p: len(p.stages) == 2),
+        ({"dp": 2}, lambda p: all(len(s.replicas) == 2 for s in p.stages)),
+        ({"micro_batch": 2}, lambda p: all(r.micro_batch == 2 for s in p.stages for r in s.replicas)),
+        ({"max_micro_batch": 1}, lambda p: all(r.micro_batch == 1 for s in p.stages for r in s.replicas)),
+        ({"recompute": "full"}, lambda p: all(s.recompute == "full" for s in p.stages)),
+        ({"schedule": "gpipe"}, lambda p: p.schedule == "gpipe"),
+    ],
+)
+def test_constraints_are_kept(constraints, check):
+    assert check(plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(**constraints), with_bounds=False).plan)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "words"),
+    [
+        ({"tp": 3}, "tp: 3 contradicts"),
+        ({"pp": 7}, "pp: 7 contradicts the 6 layers"),
+        ({"tp": 2, "pp": 2, "dp": 2}, "contradicts the 4 accelerators"),
+        ({"micro_batch": 4, "max_micro_batch": 2}, "contradicts max_micro_batch: 2"),
+        ({"schedule": "interleaved"}, "cannot be executed"),
+    ],
+)
+def test_contradictions_are_named_in_pairs(constraints, words):
+    with pytest.raises(BadInput, match=words):
+        plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(**constraints))
+
+
+def test_no_plan_fits_says_by_how_much_on_what():
+    small = cluster(("amd", 2, 0.05, 0.01), ("nvidia", 2, 0.1, 0.01))
+    with pytest.raises(BadInput, match=r"no plan fits.*2 nvidia-0\.1 by up to [\d,]+ bytes"):
+        plan(TINY, small, (16, 64, "fp32"))
+
+
+def test_a_stage_over_islands_has_one_owner_for_every_byte():
+    for stage in plan(TINY, MIXED, (48, 64, "fp32")).plan.stages:
+        islands = {MIXED.places[rank].island for rank in stage.ranks}
+        assert len(islands) == 1 or stage.zero >= 1
+
+
+def test_the_same_question_has_the_same_answer():
+    one, two = (plan(TINY, MIXED, (16, 64, "fp32")) for _ in range(2))
+    assert one.plan == two.plan
+    assert one.candidates == two.candidates
