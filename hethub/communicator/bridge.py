@@ -25,7 +25,7 @@ class Tuning:
 
     chunk_bytes: int = 4 << 20
     unchunked_bytes: int = 2 << 20
-    depth: int = 4
+    lag: int = 2
 
     def num_chunks(self, num_bytes: int) -> int:
         return 1 if num_bytes <= self.unchunked_bytes else -(-num_bytes // self.chunk_bytes)
@@ -47,7 +47,7 @@ class Bridge:
         """`flat` becomes the reduction over all members, the same bits everywhere."""
         stages = self._exchange_stages if len(self._islands) == 2 else self._owner_stages
         pieces = split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
-        run_pipelined((stages(flat, piece, reduction) for piece in pieces), self._tuning.depth)
+        run_pipelined((stages(flat, piece, reduction) for piece in pieces), self._tuning.lag)
 
     def reduce_scatter(
         self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
@@ -59,12 +59,12 @@ class Bridge:
             self._scatter_stages(flat, part, _sub(out, part[self._rank].shift(-first)), reduction)
             for part in chunked(ranges, num_chunks)
         )
-        run_pipelined(chunks, self._tuning.depth)
+        run_pipelined(chunks, self._tuning.lag)
 
     def all_gather(self, flat: torch.Tensor, ranges: Sequence[Range]) -> None:
         """Every member's `flat[ranges[member]]` is written to the same place of all members' `flat`."""
         num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
-        run_pipelined((self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.depth)
+        run_pipelined((self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.lag)
 
     def _owner_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
         ranges = owner_ranges(self._islands, whole, self._size)
@@ -78,7 +78,7 @@ class Bridge:
         sends = [self._links.send(_sub(flat, parts[p]), p, Stage.SCATTER) for p in self._neighbours if parts[p]]
         incoming = self._expect_pieces([mine], flat.dtype)
         gathered = [self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]]
-        foreign, arrivals = self._receive_carried(mine, [[part] for part in parts], reduction.wire_dtype)
+        foreign = self._expect_carried(mine, [[part] for part in parts], reduction.wire_dtype)
         yield
         partial = self._island_partial(flat, mine, incoming[0] if incoming else {}, reduction)
         exchanged = [
@@ -88,9 +88,10 @@ class Bridge:
             if (common := overlap(mine, parts[peer]))
         ]
         yield
-        _wait(arrivals)
+        partials = self._in_island_order(partial, [part.wait() for part in foreign])
         _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
-        reduction.total(self._in_island_order(partial, foreign), _sub(flat, mine))
+        reduction.total(partials, _sub(flat, mine))
+        _release(foreign)
         if mine:
             sends += [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours]
         yield
@@ -109,7 +110,7 @@ class Bridge:
             for piece in _kept([ranges[peer], *carried[peer]])
         ]
         incoming = self._expect_pieces(_kept([mine, *carried[self._rank]]), flat.dtype)
-        foreign, arrivals = self._receive_carried(mine, carried, reduction.wire_dtype)
+        foreign = self._expect_carried(mine, carried, reduction.wire_dtype)
         yield
         partials = {
             piece: self._island_partial(flat, piece, sources, reduction)
@@ -123,9 +124,10 @@ class Bridge:
                         part = _sub(partials[piece], common.shift(-piece.start))
                         sends.append(self._links.send(part, owner, Stage.EXCHANGE))
         yield
-        _wait(arrivals)
         if mine:
-            reduction.total(self._in_island_order(partials[mine], foreign), out)
+            arrived = [part.wait() for part in foreign]
+            reduction.total(self._in_island_order(partials[mine], arrived), out)
+            _release(foreign)
         yield
         _wait(sends)
 
@@ -173,19 +175,23 @@ class Bridge:
                     place[peer] = self._links.expect(piece.size, dtype, peer, Stage.SCATTER)
         return expected
 
-    def _receive_carried(
+    def _expect_carried(
         self, mine: Range, carried: Sequence[Sequence[Range]], dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], list[Transfer]]:
-        """Per other island, a tensor that will hold its partial of `mine`, and the transfers that fill them."""
-        tensors, transfers = [], []
+    ) -> list[Incoming]:
+        """Per other island, its partial of `mine`: lent by the relay, or put together where several ranks carry it."""
+        expected: list[Incoming] = []
         for island in self._others():
-            tensor = torch.empty(mine.size, dtype=dtype)
-            tensors.append(tensor)
-            for peer in island:
-                for piece in intersect(carried[peer], mine):
-                    part = _sub(tensor, piece.shift(-mine.start))
-                    transfers.append(self._links.receive(part, peer, Stage.EXCHANGE))
-        return tensors, transfers
+            pieces = [(peer, piece) for peer in island for piece in intersect(carried[peer], mine)]
+            if len(pieces) == 1:
+                expected.append(self._links.expect(mine.size, dtype, pieces[0][0], Stage.EXCHANGE))
+                continue
+            whole = torch.empty(mine.size, dtype=dtype)
+            transfers = [
+                self._links.receive(_sub(whole, piece.shift(-mine.start)), peer, Stage.EXCHANGE)
+                for peer, piece in pieces
+            ]
+            expected.append(Assembled(whole, transfers))
+        return expected
 
     def _island_partial(
         self, flat: torch.Tensor, piece: Range, incoming: dict[int, Incoming], reduction: Reduction
@@ -205,6 +211,21 @@ class Bridge:
         return [*foreign[: self._home], partial, *foreign[self._home :]]
 
 
+class Assembled:
+    """A message that several ranks send parts of."""
+
+    def __init__(self, whole: torch.Tensor, transfers: Sequence[Transfer]) -> None:
+        self._whole = whole
+        self._transfers = transfers
+
+    def wait(self) -> torch.Tensor:
+        _wait(self._transfers)
+        return self._whole
+
+    def release(self) -> None:
+        return None
+
+
 def _sub(flat: torch.Tensor, piece: Range) -> torch.Tensor:
     return flat[piece.start : piece.stop]
 
@@ -216,3 +237,8 @@ def _kept(pieces: Sequence[Range]) -> list[Range]:
 def _wait(transfers: Sequence[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
+
+
+def _release(messages: Sequence[Incoming]) -> None:
+    for message in messages:
+        message.release()

@@ -20,10 +20,11 @@ from hethub.communicator.islands import Islands, check_islands, islands_by_label
 from hethub.communicator.liveness import Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.shm_connect import connect_same_host, host_identity
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
-RELAYS = ("auto", "gloo", "mpi")
+RELAYS = ("auto", "gloo", "shm", "mpi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class RankFacts:
     """What a rank tells the others before anything else is built."""
 
     host: str
+    host_identity: str
     process: int
     vendor: str
     torch: str
@@ -42,6 +44,7 @@ class RankFacts:
     def here(cls, device: Device) -> "RankFacts":
         return cls(
             host=socket.gethostname(),
+            host_identity=host_identity(),
             process=os.getpid(),
             vendor=device.vendor,
             torch=torch.__version__,
@@ -75,7 +78,7 @@ def make_context(
         device=device,
         islands=known,
         gloo=gloo,
-        relays=make_relays(rendezvous, known, relay, timeout_seconds),
+        relays=make_relays(rendezvous, facts, relay, timeout_seconds),
         liveness=liveness,
         hub=hub,
         timeout_seconds=timeout_seconds,
@@ -85,22 +88,38 @@ def make_context(
     return context
 
 
-def make_relays(rendezvous: Rendezvous, islands: Islands, relay: str, timeout_seconds: float) -> Mapping[int, Relay]:
-    """The relay to each other rank. `auto` takes gloo between any two ranks."""
+def make_relays(
+    rendezvous: Rendezvous, facts: Sequence[RankFacts], relay: str, timeout_seconds: float
+) -> Mapping[int, Relay]:
+    """The relay to each other rank. `auto` takes shm inside a host and gloo between hosts."""
     if relay not in RELAYS:
         raise BadInput(f"communicator.relay is {relay!r}; choose one of {', '.join(RELAYS)}.")
-    chosen: Relay
+    hosts = [fact.host_identity for fact in facts]
+    near = [rank for rank, host in enumerate(hosts) if host == hosts[rendezvous.rank]]
+    if relay == "shm" and len(set(hosts)) > 1:
+        raise BadInput(
+            f"communicator.relay is shm, but rank 0 is on {facts[0].host} and other ranks are on"
+            f" {sorted({fact.host for fact in facts} - {facts[0].host})}: shared memory joins ranks of one host."
+            " Choose auto (shm inside a host, gloo between hosts)."
+        )
     if relay == "mpi":
         from hethub.communicator.mpi_relay import MpiRelay
 
-        chosen = MpiRelay.create(rendezvous, timeout_seconds)
-    else:
-        store = dist.PrefixStore("gloo/relay", rendezvous.store)
-        lane = torch_private.create_gloo_group(
-            store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
-        )
-        chosen = GlooRelay([lane], rendezvous.rank, rendezvous.size)
-    return dict.fromkeys(range(rendezvous.size), chosen)
+        return dict.fromkeys(range(rendezvous.size), MpiRelay.create(rendezvous, timeout_seconds))
+    chosen: dict[int, Relay] = {}
+    if relay != "shm" and (relay == "gloo" or len(near) < rendezvous.size):
+        chosen = dict.fromkeys(range(rendezvous.size), _gloo_relay(rendezvous, timeout_seconds))
+    if relay in ("auto", "shm"):
+        chosen |= dict.fromkeys(near, connect_same_host(rendezvous, hosts, timeout_seconds))
+    return chosen
+
+
+def _gloo_relay(rendezvous: Rendezvous, timeout_seconds: float) -> GlooRelay:
+    store = dist.PrefixStore("gloo/relay", rendezvous.store)
+    lane = torch_private.create_gloo_group(
+        store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
+    )
+    return GlooRelay([lane], rendezvous.rank, rendezvous.size)
 
 
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:

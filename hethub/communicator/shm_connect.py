@@ -1,0 +1,68 @@
+"""Connects the ranks of one host for the `shm` relay."""
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hethub.communicator.liveness import proof
+from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.shm_relay import ShmLink, ShmRelay
+
+_HELLO = struct.Struct("=i64s")
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly where they can share memory and reach each other's abstract sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seconds: float) -> ShmRelay:
+    """A relay to every other rank whose entry in `hosts` equals this rank's; all of them call it together."""
+    rank = rendezvous.rank
+    peers = [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]
+    store = dist.PrefixStore("shm", rendezvous.store)
+    links = {}
+    # An abstract address has no file that could be left behind; autobind picks a free one.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen(len(hosts))
+        listener.settimeout(timeout_seconds)
+        store.set(str(rank), listener.getsockname())
+        for peer in [p for p in peers if p < rank]:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.connect(store.get(str(peer)))
+            sock.send(_HELLO.pack(rank, proof(rendezvous.token, "shm", rank).encode()))
+            links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer)
+        while len(links) < len(peers):
+            sock, _ = listener.accept()
+            peer = _admitted(sock, rendezvous.token, timeout_seconds)
+            if peer is not None:
+                links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer)
+    return ShmRelay(links)
+
+
+def _admitted(sock: socket.socket, token: str, timeout_seconds: float) -> int | None:
+    """The rank behind a new connection; None, and closed, unless it is this user's and knows the token."""
+    _with_timeout(sock, min(timeout_seconds, 10.0))
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    hello = sock.recv(_HELLO.size)
+    if _PEER_CREDENTIALS.unpack(credentials)[1] == os.getuid() and len(hello) == _HELLO.size:
+        peer, given = _HELLO.unpack(hello)
+        if given.decode() == proof(token, "shm", peer):
+            return int(peer)
+    sock.close()
+    return None
+
+
+def _with_timeout(sock: socket.socket, seconds: float) -> socket.socket:
+    """The socket, blocking, with the kernel's own receive timeout: one system call per message instead of two."""
+    whole, part = divmod(seconds, 1)
+    sock.setblocking(True)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
+    return sock

@@ -1,0 +1,221 @@
+"""The `shm` relay: messages between ranks of one host through shared memory, with a socket as the doorbell.
+
+Payloads lie in blocks of anonymous memory (memfd) whose descriptors are passed over a Unix socket, so nothing has a
+name that could outlive the processes. The sender copies a message into a free block and rings; the receiver reads it
+in place and returns the block. A sender never waits for space: it makes another block. The kernel closes the socket of
+a dead peer, which ends every wait for it.
+"""
+
+import array
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections import defaultdict, deque
+
+import torch
+
+from hethub.communicator.relay import Incoming, PeerError, Relay, Transfer
+
+_BELL = struct.Struct("=BQQQ")
+_DATA, _FREE, _BLOCK = 1, 2, 3
+_SMALLEST_BLOCK_BYTES = 64 << 10
+
+
+class Block:
+    """Shared memory of one message at a time, seen by sender and receiver."""
+
+    def __init__(self, number: int, memory: mmap.mmap) -> None:
+        self.number = number
+        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[:num_bytes].view(dtype)
+
+
+class Sent:
+    """A message already copied: its tensor may be used again at once."""
+
+    def wait(self) -> None:
+        return None
+
+
+class ShmLink:
+    """The connection to one peer: its blocks for our messages, our blocks for its."""
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        self._socket = sock
+        self._peer = peer
+        self._own_blocks: dict[int, Block] = {}
+        self._free: dict[int, list[Block]] = defaultdict(list)
+        self._peer_blocks: dict[int, Block] = {}
+        self._arrived: dict[int, deque[tuple[Block, int]]] = defaultdict(deque)
+        self._news = threading.Condition()
+        self._is_being_read = False
+        self._sending = threading.Lock()
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        source = tensor.view(torch.uint8)
+        block = self._take_block(source.numel())
+        block.memory[: source.numel()].copy_(source)
+        self._ring(_DATA, tag, block.number, source.numel())
+
+    def take(self, tag: int) -> tuple[Block, int]:
+        """The next message with `tag`, as its block and its size in bytes; blocks until it is there.
+
+        Whichever thread finds nobody reading the socket reads it, and hands what it finds to the others: so there is
+        no thread that only reads, and a lone waiter is woken by the kernel itself.
+        """
+        while True:
+            with self._news:
+                if self._arrived[tag]:
+                    return self._arrived[tag].popleft()
+                if self._is_being_read:
+                    self._news.wait()
+                    continue
+                self._is_being_read = True
+            try:
+                self._read_one()
+            finally:
+                with self._news:
+                    self._is_being_read = False
+                    self._news.notify_all()
+
+    def give_back(self, block: Block) -> None:
+        self._ring(_FREE, 0, block.number, 0)
+
+    def close(self) -> None:
+        """Ends every wait on this link."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def _take_block(self, num_bytes: int) -> Block:
+        size = max(_SMALLEST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
+        self._read_returned_blocks()
+        with self._news:
+            if self._free[size]:
+                return self._free[size].pop()
+        return self._make_block(size)
+
+    def _make_block(self, size: int) -> Block:
+        descriptor = os.memfd_create("hethub", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        with self._sending:
+            number = len(self._own_blocks)
+            block = Block(number, mmap.mmap(descriptor, size))
+            self._own_blocks[number] = block
+            self._send_bell(_BELL.pack(_BLOCK, 0, number, size), descriptor)
+        os.close(descriptor)
+        return block
+
+    def _ring(self, kind: int, tag: int, number: int, num_bytes: int) -> None:
+        with self._sending:
+            self._send_bell(_BELL.pack(kind, tag, number, num_bytes))
+
+    def _send_bell(self, bell: bytes, descriptor: int | None = None) -> None:
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        try:
+            self._socket.sendmsg([bell], rights)
+        except OSError as error:
+            raise PeerError(self._peer, "connection closed") from error
+
+    def _read_returned_blocks(self) -> None:
+        """Takes what is already on the socket, unless another thread is reading it."""
+        with self._news:
+            if self._is_being_read:
+                return
+            self._is_being_read = True
+        try:
+            while self._read_one(socket.MSG_DONTWAIT):
+                pass
+        finally:
+            with self._news:
+                self._is_being_read = False
+                self._news.notify_all()
+
+    def _read_one(self, flags: int = 0) -> bool:
+        """Reads one bell and files it; False when none is there and `flags` say not to wait."""
+        try:
+            bell, rights, _, _ = self._socket.recvmsg(_BELL.size, socket.CMSG_SPACE(4), flags)
+        except BlockingIOError:
+            if flags:
+                return False
+            raise PeerError(self._peer, "no answer within the timeout") from None
+        except OSError as error:
+            raise PeerError(self._peer, "connection closed") from error
+        if not bell:
+            raise PeerError(self._peer, "connection closed")
+        kind, tag, number, num_bytes = _BELL.unpack(bell)
+        with self._news:
+            if kind == _DATA:
+                self._arrived[tag].append((self._peer_blocks[number], num_bytes))
+            elif kind == _FREE:
+                block = self._own_blocks[number]
+                self._free[block.memory.numel()].append(block)
+            else:
+                self._peer_blocks[number] = _map_block(number, num_bytes, rights)
+        return True
+
+
+def _map_block(number: int, size: int, rights: list[tuple[int, int, bytes]]) -> Block:
+    (descriptor,) = struct.unpack("i", rights[0][2][:4])
+    block = Block(number, mmap.mmap(descriptor, size))
+    os.close(descriptor)
+    return block
+
+
+class Borrowed:
+    """A message in the sender's block."""
+
+    def __init__(self, link: ShmLink, tag: int, dtype: torch.dtype) -> None:
+        self._link = link
+        self._tag = tag
+        self._dtype = dtype
+
+    def wait(self) -> torch.Tensor:
+        self._block, num_bytes = self._link.take(self._tag)
+        return self._block.view(num_bytes, self._dtype)
+
+    def release(self) -> None:
+        self._link.give_back(self._block)
+
+
+class CopiedOut:
+    """A message that is copied to its tensor when it is waited for."""
+
+    def __init__(self, incoming: Borrowed, tensor: torch.Tensor) -> None:
+        self._incoming = incoming
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        self._tensor.copy_(self._incoming.wait())
+        self._incoming.release()
+
+
+class ShmRelay(Relay):
+    """Any message to a rank of the same host."""
+
+    name = "shm"
+
+    def __init__(self, links: dict[int, ShmLink]) -> None:
+        self._links = links
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        self._links[peer].send(tensor, tag)
+        return Sent()
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        return CopiedOut(Borrowed(self._links[peer], tag, tensor.dtype), tensor)
+
+    def expect(self, num_elements: int, dtype: torch.dtype, peer: int, tag: int) -> Incoming:
+        return Borrowed(self._links[peer], tag, dtype)
+
+    def abort(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def close(self) -> None:
+        self.abort()
