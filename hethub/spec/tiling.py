@@ -82,10 +82,10 @@ def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[li
     """Per stage and replica, how many tiles it may hold before their backward under 1F1B.
 
     A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
-    sample up to which the stage above must have run forward; it grows with the position, so the smallest number that
-    cannot deadlock is the largest distance, in a replica's own tiles, from a backward to the forwards it waits for.
-    The default lets the replica below find one more tile ready. Raises BadInput where the plan gives less than the
-    smallest number.
+    sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
+    replica's own tiles, from a backward to the forwards it waits for cannot deadlock (one less nearly always does).
+    The default lets the replica below find one more tile ready. Raises BadInput where the plan gives less than that
+    distance.
     """
     limits: list[list[int]] = []
     below = _Below(tiles=(), frontier=[], roomy=[])
@@ -131,10 +131,15 @@ class _Below(NamedTuple):
         frontier, roomy, reached, reached_roomy = [], [], 0, 0
         for tile in tiles:
             own, limit = owned[tile.replica], limits[tile.replica]
-            waits = below.frontier[below._last(tile.samples)] if below.tiles else 0
+            waits = _whole_tiles(tiles, below.frontier[below._last(tile.samples)]) if below.tiles else 0
             listed = own[min(tile.index + limit, len(own)) - 1].samples.stop
             reached = max(reached, waits, listed)
             reached_roomy = max(reached_roomy, waits, own[min(tile.index + limit, len(own) - 1)].samples.stop)
             frontier.append(reached)
             roomy.append(reached_roomy)
         return _Below(tiles, frontier, roomy)
+
+
+def _whole_tiles(tiles: Sequence[Tile], reached: int) -> int:
+    """`reached` rounded up to the end of the tile it falls into: a tile runs forward as a whole."""
+    return tiles[bisect_left(tiles, reached, key=lambda tile: tile.samples.start) - 1].samples.stop

@@ -1,0 +1,159 @@
+"""Dealing against a naive statement of design rule 1; transfers; how many tiles must be in flight."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hethub.spec.errors import BadInput
+from hethub.spec.layout import Layout
+from hethub.spec.plan import PlanSpec, ReplicaSpec
+from hethub.spec.ranges import Range, overlap
+from hethub.spec.schedule import execution_order
+from hethub.spec.tiling import deal, in_flight_limits, overlapping
+from tests.spec.random_plans import cases, replica_specs
+from tests.support.layouts import MODEL, Case, replica, stage
+
+
+def naive_deal(replicas: tuple[ReplicaSpec, ...]) -> list[tuple[int, int, int]]:
+    """(replica, start, stop) of every tile, by fractions."""
+    dealt, position, tiles = [0] * len(replicas), 0, []
+    while any(done < r.samples for done, r in zip(dealt, replicas, strict=True)):
+        waiting = [i for i, r in enumerate(replicas) if dealt[i] < r.samples]
+        chosen = min(waiting, key=lambda i: (Fraction(dealt[i] + replicas[i].micro_batch, replicas[i].samples), i))
+        size = min(replicas[chosen].micro_batch, replicas[chosen].samples - dealt[chosen])
+        tiles.append((chosen, position, position + size))
+        dealt[chosen] += size
+        position += size
+    return tiles
+
+
+@given(replica_specs())
+def test_dealing_is_rule_1(replicas: tuple[ReplicaSpec, ...]) -> None:
+    dealt = deal(0, replicas)
+    assert [(tile.replica, *tile.samples) for tile in dealt] == naive_deal(replicas)
+    for position, spec in enumerate(replicas):
+        own = [tile for tile in dealt if tile.replica == position]
+        assert sum(tile.samples.size for tile in own) == spec.samples
+        assert [tile.index for tile in own] == list(range(len(own)))
+        assert all(tile.samples.size == spec.micro_batch for tile in own[:-1])  # only the last may be short
+        assert 1 <= own[-1].samples.size <= spec.micro_batch
+
+
+def test_dealing_by_hand() -> None:
+    two = (
+        ReplicaSpec(ranks=(0,), micro_batch=2, samples=6),
+        ReplicaSpec(ranks=(1,), micro_batch=1, samples=3),
+    )
+    # (0+2)/6 ties with (0+1)/3: the one listed first goes first, every time.
+    assert [tile.replica for tile in deal(0, two)] == [0, 1, 0, 1, 0, 1]
+    short = (ReplicaSpec(ranks=(0,), micro_batch=3, samples=8),)
+    assert [tuple(tile.samples) for tile in deal(0, short)] == [(0, 3), (3, 6), (6, 8)]
+
+
+@given(replica_specs(), st.integers(0, 39), st.integers(1, 40))
+def test_overlapping_finds_what_a_scan_finds(replicas: tuple[ReplicaSpec, ...], start: int, size: int) -> None:
+    tiles = deal(0, replicas)
+    samples = Range(start, start + size)
+    assert list(overlapping(tiles, samples)) == [tile for tile in tiles if overlap(tile.samples, samples)]
+
+
+@given(cases())
+def test_every_sample_crosses_every_boundary_once_under_its_own_tag(case: Case) -> None:
+    layout = case.layout()
+    tags = [transfer.tag for crossing in layout.transfers for transfer in crossing]
+    assert tags == list(range(len(tags)))
+    for crossing in layout.transfers:
+        samples = [sample for transfer in crossing for sample in range(*transfer.samples)]
+        assert samples == list(range(case.global_batch))
+        for transfer in crossing:
+            assert transfer.source.samples.contains(transfer.samples)
+            assert transfer.target.samples.contains(transfer.samples)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_uniform_pipelines_default_to_the_classical_depth(num_stages: int) -> None:
+    stages = [stage((s, s + 1), replica([s], 8)) for s in range(num_stages)]
+    layout = Case(name="pp", stages=stages, model=MODEL.replace(layers=num_stages)).layout()
+    assert layout.in_flight == [[num_stages - s] for s in range(num_stages)]
+
+
+def minimum(plan: PlanSpec, layout: Layout, position: tuple[int, int]) -> int:
+    """The smallest in_flight that is accepted for a replica, the others left to their defaults."""
+    tiles = len(layout.tiles_of(*position))
+    for value in range(1, tiles + 1):
+        try:
+            in_flight_limits(with_in_flight(plan, {position: value}), layout.tiles)
+        except BadInput as refusal:
+            assert f"stages[{position[0]}].replicas[{position[1]}].in_flight is {value}" in str(refusal)  # noqa: PT017
+        else:
+            return value
+    raise AssertionError(f"no in_flight is accepted for {position}")
+
+
+def with_in_flight(plan: PlanSpec, values: dict[tuple[int, int], int]) -> PlanSpec:
+    stages = [
+        spec.replace(
+            replicas=[
+                one.replace(in_flight=values.get((s, r), one.in_flight)) if (s, r) in values else one
+                for r, one in enumerate(spec.replicas)
+            ]
+        )
+        for s, spec in enumerate(plan.stages)
+    ]
+    return plan.replace(stages=stages)
+
+
+def forced(layout: Layout, in_flight: list[list[int]]) -> Layout:
+    """The layout with numbers of tiles in flight that nobody checked."""
+    unchecked = Layout(layout.plan, layout.model, layout.cluster)
+    unchecked.__dict__["in_flight"] = in_flight
+    return unchecked
+
+
+@given(cases(schedule="1f1b"), st.data())
+def test_the_smallest_in_flight_runs_and_one_less_is_refused(case: Case, data: st.DataObject) -> None:
+    layout = case.layout()
+    seats = [(s, r) for s, spec in enumerate(layout.stages) for r in range(len(spec.replicas))]
+    chosen = data.draw(st.sampled_from(seats))
+    least = minimum(layout.plan, layout, chosen)
+    execution_order(Layout(with_in_flight(layout.plan, {chosen: least}), layout.model, layout.cluster))
+    if least > 1:
+        with pytest.raises(BadInput, match=f"give at least {least},"):
+            in_flight_limits(with_in_flight(layout.plan, {chosen: least - 1}), layout.tiles)
+
+
+@given(cases(schedule="1f1b"))
+def test_all_replicas_at_their_smallest_run_too(case: Case) -> None:
+    layout = case.layout()
+    plan = layout.plan
+    for s in range(layout.num_stages - 1, -1, -1):  # what a stage needs depends on those below
+        for r in range(len(layout.stages[s].replicas)):
+            plan = with_in_flight(plan, {(s, r): minimum(plan, layout, (s, r))})
+    execution_order(Layout(plan, layout.model, layout.cluster))
+
+
+def test_fewer_than_the_smallest_would_deadlock() -> None:
+    """Two tiles of one sample above feed one tile of two samples: both must be in flight at once."""
+    stages = [stage((0, 2), replica([0], 4, 1)), stage((2, 4), replica([1], 4, 2))]
+    layout = Case(name="wide below", stages=stages, global_batch=4).layout()
+    assert minimum(layout.plan, layout, (0, 0)) == 2
+    with pytest.raises(AssertionError, match="wait for each other"):
+        execution_order(forced(layout, [[1], [1]]))
+    with pytest.raises(
+        BadInput, match=r"in_flight is 1, but a tile's backward waits for 2 .* remove it for the default of 4"
+    ):
+        in_flight_limits(with_in_flight(layout.plan, {(0, 0): 1}), layout.tiles)
+
+
+def test_a_tile_below_that_starts_early_pulls_its_whole_source_tile_up() -> None:
+    """Regression: stage 2 lists [2, 4) before its first backward, and [2, 4) needs the whole of [3, 5) above it."""
+    stages = [
+        stage((0, 1), replica([0], 5, 2)),
+        stage((1, 2), replica([1], 3, 3), replica([2], 2, 2)),
+        stage((2, 3), replica([3], 5, 2)),
+    ]
+    layout = Case(name="early", stages=stages, global_batch=5, model=MODEL.replace(layers=3)).layout()
+    execution_order(layout)
+    assert minimum(layout.plan, layout, (0, 0)) == 3
