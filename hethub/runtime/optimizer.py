@@ -39,6 +39,7 @@ class Optimizer:
 
     def __init__(self, storage: FlatStorage, reducer: Reducer, train: TrainSpec) -> None:
         self.storage, self.train = storage, train
+        self.updates = 0  # steps taken, on every rank, also one that steps nothing
         self.keeps_masters = storage.weights.dtype != storage.grads.dtype
         self.runs = [
             self._run(local, piece.decays, piece.piece.group.sharded or piece.first_contributor == storage.seat.rank)
@@ -74,6 +75,7 @@ class Optimizer:
 
     def step(self, step: int, scale: float) -> None:
         """One AdamW update with gradients multiplied by `scale` (clipping, loss scale)."""
+        self.updates += 1
         if self._adamw is None:
             return
         for group in self._adamw.param_groups:
@@ -116,6 +118,7 @@ class Optimizer:
 
     def set_updates(self, updates: int) -> None:
         """Continues bias correction as after `updates` updates."""
+        self.updates = updates
         for run in self.runs:
             self.moments(run)
             self._adamw.state[run.master]["step"].fill_(updates)  # type: ignore[union-attr]

@@ -1,0 +1,69 @@
+"""What a checkpoint says of itself: step, updates, model, precision, and what the trainer wants back."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from hethub.spec.accelerator import Precision
+from hethub.spec.base import Source, Spec, build
+from hethub.spec.errors import BadInput
+from hethub.spec.model import ModelSpec
+
+RECORD = "record.json"
+
+# Neither says how weights are laid out or what they compute.
+_FREE = {"name", "max_seq_len", "init_std"}
+
+
+class CheckpointRecord(Spec):
+    """The file record.json, one to one. `updates` is below `step` where fp16 skipped some."""
+
+    version: Literal[1] = 1
+    step: int
+    updates: int
+    precision: Precision
+    model: ModelSpec
+    extra: dict[str, Any]
+
+    def check(self, model: ModelSpec, precision: Precision, path: Path) -> None:
+        """Raises BadInput, naming both sides, unless a run of this model in this precision can go on from here."""
+        if differing := _differing(self.model, model):
+            raise BadInput(
+                f"{path} was saved from model '{self.model.name}', but the job has model '{model.name}': "
+                f"{', '.join(differing)}. Resume with the model that was saved, or start a new run."
+            )
+        if self.precision != precision:
+            raise BadInput(
+                f"{path} was saved in precision {self.precision}, but the job has {precision}: masters and moments would not be "
+                f"the same numbers. Resume with train.precision: {self.precision}, or export the weights and start from them."
+            )
+
+
+def _differing(saved: ModelSpec, given: ModelSpec) -> list[str]:
+    """`layers 4 there, 8 here` for every fact of the two models that must agree."""
+    there, here = _facts(saved), _facts(given)
+    return [f"{key} {there[key]} there, {here[key]} here" for key in there if there[key] != here[key]]
+
+
+def _facts(model: ModelSpec) -> dict[str, Any]:
+    resolved = {"kv_heads": model.num_kv_heads, "head_dim": model.head_size, "gated": model.is_gated}
+    return {key: value for key, value in (model.model_dump() | resolved).items() if key not in _FREE}
+
+
+def write_record(record: CheckpointRecord, folder: Path) -> None:
+    """Writes record.json, synced to disk; `extra` keeps its numbers bit by bit."""
+    with (folder / RECORD).open("w", encoding="utf-8") as stream:
+        json.dump(record.to_dict() | {"extra": record.extra}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_record(path: Path) -> CheckpointRecord:
+    """The record of the checkpoint in `path`. Raises BadInput."""
+    file = path / RECORD
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file}: the record of the checkpoint cannot be read: {error}.") from None
+    return build(CheckpointRecord, data, Source(str(file)), "checkpoint record")

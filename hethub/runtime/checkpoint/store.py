@@ -1,0 +1,179 @@
+"""The checkpoints of a run: written in the background, complete or not there at all, the newest few kept."""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from hethub.communicator import World
+from hethub.runtime.checkpoint import dcp, integrity
+from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, Snapshot, held_chunks, owned_chunks, state_of
+from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
+from hethub.runtime.checkpoint.shared import require_shared
+from hethub.runtime.optimizer import Optimizer
+from hethub.spec.errors import RunFailed
+
+_log = logging.getLogger(__name__)
+
+# Ranks write unequal amounts, so some wait long for others; a dead rank is noticed by the world's own watch.
+_WRITE_TIMEOUT = timedelta(hours=2)
+
+Result = TypeVar("Result")
+
+
+class CheckpointStore:
+    """The checkpoints in `folder`, of which the newest `keep` stay.
+
+    All ranks build it and make the same calls in the same order. Raises BadInput where a rank does not see `folder`.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        require_shared(folder, world)
+        self.folder, self.keep, self._world = folder, keep, world
+        # A group of its own: what the writing thread sends never meets the training's messages.
+        self._group = dist.new_group(list(range(world.size)), backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._snapshot: Snapshot | None = None
+        self._newest_step: int | None = None
+        self._damaged: set[str] = set()
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, optimizer: Optimizer, extra: dict[str, Any], *, blocking: bool = False) -> None:
+        """Saves the state as it is now; training may go on as soon as this returns.
+
+        `extra` is JSON-able and comes back from `load` as rank 0 gave it. A save still under way is waited for first,
+        and its failure raised (RunFailed). A step that is already saved is not saved again. With `blocking`, the
+        checkpoint is complete on return.
+        """
+        self.wait()
+        if step != self._newest_step:
+            if self._snapshot is None or self._snapshot.optimizer is not optimizer:
+                self._snapshot = Snapshot(optimizer, self._world.device)
+            self._snapshot.take()
+            layout = optimizer.storage.state.layout
+            record = CheckpointRecord(
+                step=step,
+                updates=optimizer.updates,
+                precision=layout.plan.precision,
+                model=layout.model,
+                extra=extra,
+            )
+            self._writing = self._thread.submit(self._write, record, self._snapshot)
+        if blocking:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises RunFailed where one failed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, record: CheckpointRecord, snapshot: Snapshot) -> None:
+        """Runs in the writing thread on all ranks. Files first, then the name, then the marker."""
+        partial = integrity.partial_of(integrity.folder_of(self.folder, record.step))
+        what = f"checkpoint of step {record.step}"
+        with self._world.guard(what):
+            self._everywhere(what, lambda: self._prepare(partial))
+            try:
+                dcp.write(partial, snapshot.chunks, self._group)
+            except CheckpointException as error:
+                raise _failed(what, {rank: cause for rank, (cause, _) in error.failures.items()}) from error
+            files = self._everywhere(what, lambda: self._finish_files(partial, record))
+            self._everywhere(what, lambda: self._complete(partial, files))
+            self._newest_step = record.step
+
+    def _prepare(self, partial: Path) -> None:
+        if self._world.rank == 0:
+            integrity.remove(partial)
+            partial.mkdir(parents=True)
+
+    def _finish_files(self, partial: Path, record: CheckpointRecord) -> dict[str, tuple[int, str]]:
+        """The checksums of this rank's files, the record among them on rank 0."""
+        names = dcp.own_files(partial, self._world.rank)
+        if self._world.rank == 0:
+            write_record(record, partial)
+            names.append(RECORD)
+        return integrity.checksums(partial, names)
+
+    def _complete(self, partial: Path, files: list[dict[str, tuple[int, str]]]) -> None:
+        if self._world.rank == 0:
+            newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
+            _log.info("checkpoint %s is complete", newest)
+            self._remove_old(newest)
+
+    def _remove_old(self, newest: Path) -> None:
+        """Keeps the newest and as many whole ones before it as are wanted; damaged and unfinished ones go too."""
+        others = [path for path in integrity.candidates(self.folder) if path != newest]
+        whole = [p for p in others if (p / integrity.MARKER).exists() and p.name not in self._damaged]
+        for path in others:
+            if path not in whole[: self.keep - 1]:
+                integrity.remove(path)
+                _log.info("checkpoint %s was removed", path)
+
+    def _everywhere(self, what: str, action: Callable[[], Result]) -> list[Result]:
+        """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
+        own: tuple[Result | None, str | None]
+        try:
+            own = action(), None
+        except OSError as error:
+            own = None, str(error)
+        answers: list[Any] = [None] * self._world.size
+        dist.all_gather_object(answers, own, group=self._group)
+        if failures := {rank: fault for rank, (_, fault) in enumerate(answers) if fault is not None}:
+            raise _failed(what, failures)
+        return [result for result, _ in answers]
+
+    # -- restoring -------------------------------------------------------------------------------------------------
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, the same on all ranks; None where there is none at all.
+
+        Newer ones that are damaged or unfinished are named in a warning. Raises BadInput where none is whole.
+        """
+        names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
+        warn = _log.warning if self._world.rank == 0 else _log.debug
+        return integrity.first_intact([self.folder / name for name in names], self._faults, warn)
+
+    def _faults(self, path: Path) -> list[str]:
+        """What all ranks together find wrong with a checkpoint, each having read a part of it."""
+        found = self._world.all_gather_objects(integrity.faults(path, self._world.rank, self._world.size))
+        all_found = list(dict.fromkeys(fault for own in found for fault in own))
+        if all_found:
+            self._damaged.add(path.name)
+        return all_found
+
+    def load(self, path: Path, optimizer: Optimizer) -> dict[str, Any]:
+        """Restores masters, moments, update count and every weight this rank holds; returns what `save` got as `extra`.
+
+        The restored numbers are the saved ones, bit by bit, under any plan. Raises BadInput where the checkpoint is
+        of another model or precision.
+        """
+        storage = optimizer.storage
+        layout = storage.state.layout
+        record = read_record(path)
+        record.check(layout.model, layout.plan.precision, path)
+        dcp.Reader(path).read([*held_chunks(storage), *_optimizer_chunks(optimizer)])
+        optimizer.set_updates(record.updates)
+        self._newest_step = record.step
+        return record.extra
+
+
+def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:
+    """What the optimizer keeps beside the weights: moments, and the masters of half precisions."""
+    for run in optimizer.runs:
+        state = state_of(optimizer, run)
+        if not optimizer.keeps_masters:
+            del state[WEIGHTS]
+        yield from owned_chunks(optimizer.storage, run, state)
+
+
+def _failed(what: str, failures: dict[int, Any]) -> RunFailed:
+    causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failures.items())
+    return RunFailed(f"{what} could not be written: {causes}. What was complete before is untouched.")

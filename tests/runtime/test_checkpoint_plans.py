@@ -1,0 +1,130 @@
+"""A checkpoint restores the same bits under every plan, rank count and precision; the same plan trains on bit by bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hethub.runtime.checkpoint import CheckpointStore, iterate_weights, newest_intact, read_record
+from tests.support.checkpoints import assembled, load_and_save, start, state_parts, train_and_save
+from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
+from tests.support.ranks import run_ranks
+
+TIED = MODEL.replace(tied_head=True)
+MILLION = 10**6
+
+
+def plans(precision: str, model: Any) -> list[Case]:
+    """A chain of unlike plans."""
+    stages: dict[str, tuple[list[dict[str, Any]], str]] = {
+        "zero1 with state shares, a rank without state": (
+            [stage((0, 4), replica([0], 4), replica([1], 2), replica([2], 2), zero=1, state_shares={0: 0.7, 2: 0.0})],
+            "ana",
+        ),
+        "tp2, then tp1 twice": ([stage((0, 1), replica([0, 1], 8, 2)), stage((1, 4), replica([2], 5), replica([3], 3))], ""),
+        "unlike replicas in both stages": (
+            [
+                stage((0, 2), replica([0], 5, 2), replica([1], 3), zero=1),
+                stage((2, 4), replica([2, 3], 6, 2, tensor_shares=[3, 1]), replica([4], 2), zero=1),
+            ],
+            "anaan",
+        ),
+        "alone": ([stage((0, 4), replica([0], 8))], ""),
+        "pp3": ([stage((0, 2), replica([0], 8)), stage((2, 3), replica([1], 8)), stage((3, 4), replica([2], 8))], "ana"),
+    }
+    return [
+        Case(name=name, stages=value, vendors=vendors, precision=precision, model=model)
+        for name, (value, vendors) in stages.items()
+    ]
+
+
+@pytest.mark.parametrize(("precision", "model"), [("fp64", TIED), ("fp32", MODEL), ("bf16", TIED), ("fp16", MODEL)])
+def test_state_goes_through_every_plan_unchanged(precision: str, model: Any, tmp_path: Path) -> None:
+    first, *others = plans(precision, model)
+    results = run_ranks(first.size, train_and_save, first, tmp_path / "0", [3], 1, islands=first.islands)
+    state = assembled([owned for owned, _, _ in results])
+    weights = assembled([held for _, held, _ in results])
+    assert all(np.any(values) for values in state.values())
+    for number, (case, chunk_elements) in enumerate(zip(others, [MILLION, 1000, MILLION, 333], strict=True), 1):
+        source, target = tmp_path / str(number - 1), tmp_path / str(number)
+        restored = run_ranks(case.size, load_and_save, case, source, target, chunk_elements, islands=case.islands)
+        assert_equal(assembled([owned for owned, _, _ in restored]), state)
+        assert_equal(assembled([held for _, held, _ in restored]), weights)
+        assert {counters for _, _, counters in restored} == {results[0][2]}
+    assert (results[0][2][0] < 3) == (precision == "fp16")  # the loss scale overflowed and an update was left out
+    check_export(tmp_path / str(number), state, model)
+
+
+def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, values in wanted.items():
+        assert np.array_equal(found[key], values), key
+
+
+def check_export(folder: Path, state: dict[str, np.ndarray], model: Any) -> None:
+    """One process without groups reads every weight once, and the model they belong to."""
+    path = newest_intact(folder)
+    assert path is not None
+    assert read_record(path).model == model
+    weights = {info.name: values.numpy() for info, values in iterate_weights(path, model)}
+    assert_equal(weights, {key.partition("/")[2]: values for key, values in state.items() if key.startswith("weights/")})
+
+
+def train_on(world: Any, case: Case, folder: Path | None, first: int, last: int) -> Any:
+    """Losses of steps `first` to `last` and the state after them; starts from the checkpoint in `folder`, if given."""
+    trainer = start(world, case)
+    if folder is not None:
+        store = CheckpointStore(folder, 1, world)
+        path = store.latest()
+        assert path is not None
+        assert trainer.restore(store, path) == first - 1
+    losses = [trainer.run_step(step).loss for step in range(first, last + 1)]
+    return losses, *state_parts(trainer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_resumed_training_equals_uninterrupted_training(precision: str, tmp_path: Path) -> None:
+    case = plans(precision, TIED)[2]
+    options = {"islands": case.islands}
+    run_ranks(case.size, train_and_save, case, tmp_path, [3], 1, **options)
+    straight = run_ranks(case.size, train_on, case, None, 1, 6, **options)
+    resumed = run_ranks(case.size, train_on, case, tmp_path, 4, 6, **options)
+    assert [losses[3:] for losses, _, _ in straight] == [losses for losses, _, _ in resumed]
+    for index in (1, 2):
+        assert_equal(assembled([r[index] for r in resumed]), assembled([s[index] for s in straight]))
+
+
+def test_resumed_under_another_plan_trains_the_same_model(tmp_path: Path) -> None:
+    before, after = plans("fp64", TIED)[:2]
+    run_ranks(before.size, train_and_save, before, tmp_path, [2], 1, islands=before.islands)
+    straight = run_ranks(before.size, train_on, before, None, 1, 5, islands=before.islands)
+    resumed = run_ranks(after.size, train_on, after, tmp_path, 3, 5, islands=after.islands)
+    assert resumed[0][0] == pytest.approx(straight[0][0][2:], rel=1e-10)
+
+
+def save_while_training(world: Any, case: Case, folder: Path) -> Any:
+    """Rank 1 begins to save only after rank 0 has trained on (alone), so rank 0's data are written after that."""
+    trainer = build_trainer(world, case)
+    store = CheckpointStore(folder, 1, world)
+    trainer.run_step(1)
+    before = state_parts(trainer)
+    if world.rank == 0:
+        trainer.save(store, 1, blocking=False)
+        trainer.storage.grads.fill_(1.0)
+        trainer.optimizer.step(2, 1.0)
+        assert not np.array_equal(state_parts(trainer)[0][0][2], before[0][0][2])
+    world.barrier()
+    if world.rank == 1:
+        trainer.save(store, 1, blocking=False)
+    store.wait()
+    path = store.latest()
+    assert path is not None
+    trainer.restore(store, path)
+    return before[0], state_parts(trainer)[0]
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
+    case = Case(name="pp2", stages=[stage((0, 2), replica([0], 8)), stage((2, 4), replica([1], 8))], precision="fp32")
+    results = run_ranks(2, save_while_training, case, tmp_path)
+    assert_equal(assembled([restored for _, restored in results]), assembled([before for before, _ in results]))
