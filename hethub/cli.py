@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from hethub.spec.errors import BadInput, RunFailed
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 failed, 2 bad input."""
     options = _parser().parse_args(arguments)
+    logging.basicConfig(format="hethub: %(message)s")
     try:
         options.command(options)
     except BadInput as error:
         return _ended(error, 2, quiet=error.quiet, debug=options.debug)
     except RunFailed as error:
-        return _ended(error, 1, quiet=False, debug=options.debug)
+        return _ended(error, 1, quiet=error.quiet, debug=options.debug)
     except KeyboardInterrupt:
         print("hethub: interrupted", file=sys.stderr)
         return 1
@@ -178,22 +180,26 @@ def _predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict
     from hethub.report.tables import print_prediction
     from hethub.report.trace import chrome_trace, write_trace
-    from hethub.spec.job import load_job
+    from hethub.spec.job import load_job, load_plan_of
     from hethub.spec.layout import bind
-    from hethub.spec.plan import load_plan
 
     job = load_job(options.job, options.set)
-    cluster = _known_cluster(job)
+    cluster, constraints = _known_cluster(job), job.spec.constraints
     plan_file = options.plan or job.plan_path
     if plan_file is not None:
-        strategy, plan = "plan file", load_plan(plan_file)
+        strategy, plan, bound = "plan file", load_plan_of(job, plan_file), None
     else:
         from hethub.planner import plan as make_plan
 
         strategy = job.spec.plan
-        plan = make_plan(job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy).plan
-    layout = bind(plan, job.model, cluster)
-    prediction = predict(layout, reserve=job.spec.constraints.reserve, with_timeline=options.trace is not None)
+        result = make_plan(job.model, cluster, job.spec.train.batch, constraints, strategy=strategy)
+        plan, bound = result.plan, result.prediction.upper_bound_tokens_per_second
+    prediction = predict(
+        bind(plan, job.model, cluster),
+        reserve=constraints.reserve,
+        upper_bound_tokens_per_second=bound,
+        with_timeline=options.trace is not None,
+    )
     if options.trace is not None:
         names = [place.accelerator.name for place in cluster.places]
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)

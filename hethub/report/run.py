@@ -1,10 +1,9 @@
 """The end of a run: its trace in the run folder and its summary on the terminal."""
 
-from rich.console import Console
 from rich.table import Table
 
 from hethub.report.trace import chrome_trace, write_trace
-from hethub.runtime.progress import shows_on_terminal
+from hethub.runtime.console import make_console
 from hethub.runtime.run_folder import RunFolder
 from hethub.runtime.train import RunSummary
 
@@ -14,7 +13,7 @@ def finish_run(summary: RunSummary) -> None:
     folder = RunFolder(summary.folder)
     names = [place.accelerator.name for place in summary.layout.cluster.places]
     write_trace(chrome_trace(summary.spans, names, "measured"), folder.trace)
-    console = Console(highlight=False, soft_wrap=True, force_terminal=shows_on_terminal())
+    console = make_console()
     console.print(summary_table(summary))
     if summary.stopped_early:
         console.print(f"stopped on request at step {summary.last_step}; continue with --resume {summary.folder}")

@@ -1,5 +1,6 @@
 """Plans and predictions as tables on the terminal."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hethub.predictor import Prediction
+from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -16,7 +18,7 @@ GIB = 2**30
 
 def print_plan(result: Any, model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
     """The planner's result: its stages, then what is predicted of them."""
-    console = Console(highlight=False)
+    console = make_console()
     console.print(
         f"{model.name} ({model.parameters / 1e9:.3g} B parameters) on {cluster.name} ({cluster.size} accelerators)"
     )
@@ -49,13 +51,13 @@ def stage_table(plan: PlanSpec, cluster: ClusterSpec) -> Table:
 
 def compact(ranks: tuple[int, ...]) -> str:
     """0, 1, 2, 3 as 0-3."""
-    consecutive = all(b == a + 1 for a, b in zip(ranks, ranks[1:], strict=False))
+    consecutive = all(b == a + 1 for a, b in pairwise(ranks))
     return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
 def print_prediction(strategy: str, prediction: Prediction, console: Console | None = None) -> None:
     """Step time with its parts and bounds, and the memory of every rank."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     low, high = prediction.step_seconds_interval
     console.print(
         f"{strategy}: predicted {prediction.step_seconds:.4g} s a step (80 %: {low:.4g} to {high:.4g}), "
@@ -67,7 +69,7 @@ def print_prediction(strategy: str, prediction: Prediction, console: Console | N
     console.print(", ".join(bounds))
     parts = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in prediction.breakdown.items())
     console.print(f"of which {parts}")
-    console.print(prediction.bottleneck, soft_wrap=True)
+    console.print(prediction.bottleneck)
     console.print(memory_table(prediction))
     console.print("fits" if prediction.fits else "does not fit: a rank needs more than its accelerator has")
 

@@ -1,22 +1,21 @@
-"""What all ranks must agree on before a run: told by every rank through the store, judged the same by all."""
+"""What all ranks must agree on before a run: versions, vendors, data; the same judgement on every rank."""
 
 import hashlib
 import json
 import platform
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import hethub
+from hethub.spec.accelerator import catalogue
+from hethub.spec.base import Source, build
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +54,6 @@ def own_facts(
 def fingerprint(data: Any) -> str:
     """A hash of JSON-able data, equal for equal data."""
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def exchange(store: dist.Store, rank: int, size: int, key: str, value: Any) -> list[Any]:
-    """Every rank's JSON-able value, by rank; all ranks call it with the same key."""
-    store.set(f"agree/{key}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"agree/{key}/{other}")) for other in range(size)]
-
-
-def together(store: dist.Store, rank: int, size: int, key: str, prepare: Callable[[], T]) -> T:
-    """`prepare()` on every rank; if it refuses bad input on any, BadInput on all, spoken by the lowest such rank."""
-    fault, result = None, None
-    try:
-        result = prepare()
-    except BadInput as error:
-        fault = str(error)
-    faults = exchange(store, rank, size, key, fault)
-    refuse_together(faults, rank)
-    return result  # type: ignore[return-value]
-
-
-def refuse_together(faults: Sequence[str | None], rank: int) -> None:
-    """Raises BadInput if any rank found a fault; it is `quiet` on ranks for which another one speaks."""
-    first = next((index for index, fault in enumerate(faults) if fault is not None), None)
-    if first is None:
-        return
-    everywhere = all(fault == faults[first] for fault in faults)
-    error = BadInput(faults[first] if everywhere else f"rank {first}: {faults[first]}")
-    error.quiet = rank != first
-    raise error
 
 
 def check_versions(facts: Sequence[Facts]) -> list[str]:
@@ -145,9 +115,6 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
     `islands` (ranks of each) emulates vendors on CPUs, named a, b, c… Raises BadInput for a device that is not in the
     catalogue.
     """
-    from hethub.spec.accelerator import catalogue
-    from hethub.spec.base import Source, build
-
     island_of = {rank: index for index, ranks in enumerate(islands or []) for rank in ranks}
     nodes: list[dict[str, Any]] = []
     for own in facts:

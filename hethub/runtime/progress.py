@@ -1,43 +1,38 @@
 """What rank 0 shows of a run while it goes on: a progress bar on a terminal, plain lines elsewhere."""
 
-import os
-import sys
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hethub.runtime.console import make_console
 from hethub.runtime.run_folder import StepMetrics
 
 PLAIN_LINES = 20  # about so many lines over a whole run
 
 
-def shows_on_terminal() -> bool:
-    """Whether what this process prints ends on a terminal.
-
-    mpirun gives its ranks a pseudo-terminal whatever its own output is, so there its own decides; a rank that cannot
-    see it (another node's daemon started it) takes it for none.
-    """
-    if not sys.stdout.isatty():
-        return False
-    if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return True
-    try:
-        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
-    except OSError:
-        return False
-
-
 class Reporter(Protocol):
-    """Is told of every step, and of anything else worth a line."""
+    """Is told of every step, and of anything else worth a line; a context manager around the steps."""
 
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
     def step(self, metrics: StepMetrics) -> None: ...
     def say(self, text: str) -> None: ...
 
 
 class Silent:
     """Ranks other than 0 show nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
 
     def step(self, metrics: StepMetrics) -> None:
         pass
@@ -47,10 +42,10 @@ class Silent:
 
 
 class TerminalReporter:
-    """Rank 0's view; a context manager around the steps."""
+    """Rank 0's view."""
 
     def __init__(self, first_step: int, last_step: int, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, force_terminal=shows_on_terminal())
+        self._console = console or make_console()
         self._first, self._last = first_step, last_step
         self._every = max(1, (last_step - first_step + 1) // PLAIN_LINES)
         self._progress = Progress(
@@ -82,7 +77,7 @@ class TerminalReporter:
             self.say(describe(metrics, self._last))
 
     def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        self._console.print(text)
 
 
 def describe(metrics: StepMetrics, last_step: int) -> str:

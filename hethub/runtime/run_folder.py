@@ -67,7 +67,7 @@ class RunFolder:
     def start(self, job: Job, plan: PlanSpec, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
         """Writes what the run was given and what was predicted and chosen for it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_yaml(job.spec.to_dict(), self.path / "job.yaml")
+        write_yaml(_with_whole_paths(job), self.path / "job.yaml")
         save_plan(plan, self.plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
@@ -93,6 +93,27 @@ class RunFolder:
         """Adds a line with the time to log.txt."""
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+def _with_whole_paths(job: Job) -> dict[str, Any]:
+    """The job as its file has it, paths made absolute so that they hold in the run folder too."""
+    data = job.spec.to_dict()
+    data["model"] = (
+        f"hf:{_whole(job, data['model'][3:])}" if data["model"].startswith("hf:") else _whole(job, data["model"])
+    )
+    if job.spec.cluster != "detect":
+        data["cluster"] = _whole(job, job.spec.cluster)
+    if job.plan_path is not None:
+        data["plan"] = _whole(job, job.spec.plan)
+    if job.spec.data.path is not None:
+        data["data"]["path"] = _whole(job, job.spec.data.path)
+    if job.spec.data.tokenizer != "bytes":
+        data["data"]["tokenizer"] = _whole(job, job.spec.data.tokenizer)
+    return data
+
+
+def _whole(job: Job, path: str) -> str:
+    return str((job.base / path).resolve())
 
 
 def default_run_folder(job_path: Path) -> Path:

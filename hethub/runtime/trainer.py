@@ -1,13 +1,11 @@
 """The training loop of one rank: steps of the executor, the global norm, the optimizer, and what is reported of them."""
 
 import math
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 
 import torch
 
@@ -138,9 +136,10 @@ class Trainer:
         """Clips and steps; an fp16 overflow skips the update on all ranks together."""
         overflow = outcome.grad_norm is None
         if overflow and not self.loss_scale.dynamic:
-            raise RunFailed(
+            raise RunFailed.everywhere(
+                self.world.rank,
                 f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check the data; "
-                "the last checkpoint is not affected."
+                "the last checkpoint is not affected.",
             )
         if outcome.grad_norm is not None:
             scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
@@ -206,19 +205,3 @@ class Trainer:
             memory_bytes=outcome.memory_bytes,
             loss_scale=self.loss_scale.value,
         )
-
-
-class StopSignal:
-    """Remembers that a signal asked this rank to save and exit; the ranks agree on it at the end of a step."""
-
-    def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGTERM)) -> None:
-        self.requested = False
-        self._before = {number: signal.signal(number, self._note) for number in signals}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-
-    def restore(self) -> None:
-        """Gives the signals back to whom they belonged."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

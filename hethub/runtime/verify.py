@@ -50,7 +50,8 @@ def verify_copies(world: World, reducer: Reducer, step: int) -> None:
         for key, value in row.items():
             first, expected = seen.setdefault(key, (rank, value))
             if value != expected:
-                raise RunFailed(
+                raise RunFailed.everywhere(
+                    world.rank,
                     f"step {step}: ranks {first} and {rank} hold different bits of the same parameters ({key}). Copies must be "
-                    "equal; the last checkpoint is not affected. Resume from it, and report this with the plan file."
+                    "equal; the last checkpoint is not affected. Resume from it, and report this with the plan file.",
                 )

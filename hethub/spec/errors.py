@@ -14,8 +14,17 @@ class BadInput(ValueError):
 class RunFailed(RuntimeError):
     """Something outside the input failed (a peer, a link, a device): the message names rank, operation and peer.
 
-    The command line prints the message and exits with 1.
+    The command line prints the message and exits with 1; it is `quiet` on ranks for which another one prints it.
     """
+
+    quiet = False
+
+    @classmethod
+    def everywhere(cls, rank: int, message: str) -> "RunFailed":
+        """The failure that every rank finds alike at the same point, and rank 0 speaks of."""
+        error = cls(message)
+        error.quiet = rank != 0
+        return error
 
 
 def nearest(word: str, candidates: list[str] | tuple[str, ...]) -> str | None:

@@ -13,6 +13,7 @@ from hethub.spec.base import Source, Spec, build, read_yaml
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.model import Count, ModelSpec, load_model
+from hethub.spec.plan import PlanSpec, load_plan
 
 STRATEGIES = ("auto", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
 
@@ -148,6 +149,19 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
         )
     cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
     return Job(spec=spec, model=model, cluster=cluster, path=path)
+
+
+def load_plan_of(job: Job, path: Path) -> PlanSpec:
+    """The plan in a YAML file, for use with `job`. Raises BadInput where it was made for other training settings."""
+    plan = load_plan(path)
+    for key in ("global_batch", "seq_len", "precision"):
+        planned, wanted = getattr(plan, key), getattr(job.spec.train, key)
+        if planned != wanted:
+            raise BadInput(
+                f"{path}: the plan was made for {key} {planned}, but the job's train.{key} is {wanted}; plan again, or set "
+                "one to the other's value."
+            )
+    return plan
 
 
 def _apply(override: str, data: Any, source: Source) -> None:

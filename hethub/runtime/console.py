@@ -1,0 +1,37 @@
+"""The terminal, or what stands in its place: where a command's output ends and how wide it may be."""
+
+import os
+import sys
+
+from rich.console import Console
+
+_PLAIN_WIDTH = 140  # of tables in a file or a pipe
+
+
+def shows_on_terminal() -> bool:
+    """Whether what this process prints ends on a terminal.
+
+    mpirun gives its ranks a pseudo-terminal whatever its own output is, so there its own decides; a rank that cannot
+    see it (another node's daemon started it) takes it for none.
+    """
+    if not sys.stdout.isatty():
+        return False
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return True
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
+
+
+def make_console() -> Console:
+    """A console that prints text as it is: colours only on a terminal, no markup in the names people choose."""
+    on_terminal = shows_on_terminal()
+    return Console(
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+        force_terminal=on_terminal,
+        width=None if on_terminal else _PLAIN_WIDTH,
+    )

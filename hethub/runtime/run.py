@@ -1,0 +1,138 @@
+"""The steps of a run on one rank, and what is kept and shown of them."""
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+from hethub.communicator import World
+from hethub.predictor.timeline import Span
+from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.clock import clock_offset
+from hethub.runtime.prepare import Agreed
+from hethub.runtime.progress import Reporter, Silent, TerminalReporter
+from hethub.runtime.stop_signal import StopSignal
+from hethub.runtime.trainer import Trainer
+from hethub.spec.job import Job
+from hethub.spec.layout import Layout
+
+TRACED_STEPS = 3  # the last steps of a run, kept for its trace
+SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """How a run ended, on rank 0; `spans` are every rank's actions of the last steps, on rank 0's clock."""
+
+    folder: Path
+    last_step: int
+    stopped_early: bool
+    first_loss: float
+    last_loss: float
+    predicted_step_seconds: float
+    measured_step_seconds: float  # median
+    layout: Layout
+    spans: list[Span] = field(repr=False)
+
+
+class Run:
+    """A trainer with its weights in place, `done` steps behind them; rank 0 writes the run folder and speaks."""
+
+    def __init__(
+        self, job: Job, agreed: Agreed, world: World, trainer: Trainer, store: CheckpointStore, done: int
+    ) -> None:
+        self.agreed, self.world, self.trainer, self.store = agreed, world, trainer, store
+        self.job, self.done, self.last = job, done, job.spec.train.steps
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._spans: list[list[Span]] = []
+
+    @property
+    def _speaks(self) -> bool:
+        return self.world.rank == 0
+
+    def train(self) -> RunSummary | None:
+        """Trains up to the job's last step, or until a signal asks to save and exit."""
+        first, stopped, step = self.done + 1, False, self.done
+        reporter: Reporter = TerminalReporter(first, self.last) if self._speaks else Silent()
+        if self._speaks:
+            self._open()
+        before = clock_offset(self.world)
+        with StopSignal() as signals, reporter:
+            for line in self._opening():
+                self._say(line, reporter)
+            for step in range(first, self.last + 1):
+                stopped = self._step(step, signals, reporter)
+                if stopped:
+                    break
+            self.store.wait()
+        offset = (before + clock_offset(self.world)) / 2
+        return self._finish(step, stopped and step < self.last, offset) if self._losses else None
+
+    def _open(self) -> None:
+        folder = self.agreed.folder
+        chosen = {"islands": self.world.islands, **self.world.counters()}
+        folder.start(self.job, self.agreed.layout.plan, self.agreed.prediction, chosen)
+        folder.cut_metrics(self.done)
+
+    def _opening(self) -> list[str]:
+        plan, prediction, folder = self.agreed.layout.plan, self.agreed.prediction, self.agreed.folder
+        stages = "; ".join(
+            f"layers [{stage.layers[0][0]}, {stage.layers[-1][1]}) on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
+            for stage in plan.stages
+        )
+        lines = [f"warning: {warning}" for warning in self.agreed.warnings]
+        lines.append(f"run folder {folder.path}")
+        lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
+        lines.append(f"predicted {prediction['step_seconds']:.3f} s a step")
+        if self.done:
+            lines.append(f"resumed behind step {self.done}")
+        if self.done >= self.last:
+            lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
+        return lines
+
+    def _say(self, text: str, reporter: Reporter) -> None:
+        """To whoever watches, and to log.txt."""
+        reporter.say(text)
+        if self._speaks:
+            self.agreed.folder.log(text)
+
+    def _step(self, step: int, signals: StopSignal, reporter: Reporter) -> bool:
+        start = monotonic()
+        outcome = self.trainer.run_step(step, stop_requested=signals.requested)
+        seconds = monotonic() - start
+        self._losses.append(outcome.loss)
+        self._seconds.append(seconds)
+        self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
+        if self._speaks:
+            metrics = self.trainer.metrics(step, outcome, seconds, self.agreed.prediction["step_seconds"])
+            self.agreed.folder.append(metrics)
+            reporter.step(metrics)
+        ends = outcome.stop_requested or step == self.last
+        every = self.job.spec.checkpoint.every_steps
+        if ends or (every is not None and step % every == 0):
+            self.trainer.save(self.store, step, blocking=ends)
+            if self._speaks:
+                self.agreed.folder.log(f"checkpoint of step {step}{'' if ends else ' begun'}")
+        return outcome.stop_requested
+
+    def _finish(self, last_step: int, stopped: bool, offset: float) -> RunSummary | None:
+        spans = [
+            (*span[:3], span.start_seconds + offset, span.stop_seconds + offset) for s in self._spans for span in s
+        ]
+        rows = self.world.all_gather_objects(spans)
+        counters = self.world.all_gather_objects(self.world.counters())
+        if not self._speaks:
+            return None
+        self.agreed.folder.write_counters(counters)
+        return RunSummary(
+            folder=self.agreed.folder.path,
+            last_step=last_step,
+            stopped_early=stopped,
+            first_loss=self._losses[0],
+            last_loss=self._losses[-1],
+            predicted_step_seconds=self.agreed.prediction["step_seconds"],
+            measured_step_seconds=statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
+            layout=self.agreed.layout,
+            spans=[Span(*span) for row in rows for span in row],
+        )

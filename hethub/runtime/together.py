@@ -1,0 +1,108 @@
+"""The ranks speak with one voice before they have a world: every rank tells through the store, all judge alike."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hethub.communicator import Rendezvous
+from hethub.spec.errors import BadInput, RunFailed
+
+T = TypeVar("T")
+Answer = dict[str, Any]  # what a rank tells the others: a value, a fault of the input, or its own failure
+
+_LEAVE_SECONDS = 20.0
+
+
+def exchange(meeting: Rendezvous, key: str, value: Any) -> list[Any]:
+    """Every rank's JSON-able value, by rank; all ranks call it with the same key."""
+    _tell(meeting, key, {"value": value})
+    return [_hear(meeting, key, rank)["value"] for rank in range(meeting.size)]
+
+
+def together(meeting: Rendezvous, key: str, prepare: Callable[[], T], *, patience_seconds: float | None = None) -> T:
+    """`prepare()` on every rank; where it refuses bad input on any, BadInput on all, spoken by the lowest such rank.
+
+    A rank on which it fails otherwise raises what failed; all others raise RunFailed naming it, as they do where a
+    rank does not answer within `patience_seconds` (None: the store's own timeout).
+    """
+    result, answer = _attempt(meeting, key, prepare)
+    _tell(meeting, key, answer)
+    _judge(meeting, [_hear(meeting, key, rank, patience_seconds) for rank in range(meeting.size)])
+    return result  # type: ignore[return-value]
+
+
+def decided(meeting: Rendezvous, key: str, decide: Callable[[], T], *, patience_seconds: float) -> T:
+    """What `decide()` gives on rank 0 (JSON-able), on every rank; what it raises there is told as in `together`."""
+    if meeting.rank == 0:
+        result, answer = _attempt(meeting, key, decide)
+        _tell(meeting, key, {**answer, "value": result})
+    answer = _hear(meeting, key, 0, patience_seconds)
+    _judge(meeting, [answer])
+    value: T = answer["value"]
+    return value
+
+
+def _attempt(meeting: Rendezvous, key: str, prepare: Callable[[], T]) -> tuple[T | None, Answer]:
+    """The result, and what to tell the others of it. A failure is told before it is raised."""
+    try:
+        return prepare(), {}
+    except BadInput as error:
+        return None, {"fault": str(error)}
+    except Exception as error:
+        _tell(meeting, key, {"failure": f"{type(error).__name__}: {error}"})
+        _leave(meeting)
+        raise
+
+
+def _tell(meeting: Rendezvous, key: str, answer: Answer) -> None:
+    with _reaching(meeting, key, 0):
+        meeting.store.set(f"agree/{key}/{meeting.rank}", json.dumps(answer))
+
+
+def _hear(meeting: Rendezvous, key: str, rank: int, patience_seconds: float | None = None) -> Answer:
+    place = f"agree/{key}/{rank}"
+    with _reaching(meeting, key, rank):
+        if patience_seconds is not None:
+            meeting.store.wait([place], timedelta(seconds=patience_seconds))
+        answer: Answer = json.loads(meeting.store.get(place))
+        return answer
+
+
+@contextmanager
+def _reaching(meeting: Rendezvous, key: str, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise RunFailed(
+            f"rank {meeting.rank} heard nothing from rank {rank} when the ranks were to agree on the {key}: {reason}"
+        ) from None
+
+
+def _judge(meeting: Rendezvous, answers: Sequence[Answer]) -> None:
+    """Raises what the ranks have told: a failure of one, or bad input; `quiet` where another rank speaks for all."""
+    for what in ("failure", "fault"):
+        told = [answer.get(what) for answer in answers]
+        first = next((rank for rank, text in enumerate(told) if text is not None), None)
+        if first is None:
+            continue
+        _leave(meeting)
+        if what == "failure":
+            raise RunFailed(f"rank {meeting.rank} ends because rank {first} failed: {told[first]}")
+        everywhere = all(text == told[first] for text in told)
+        error = BadInput(told[first] if everywhere else f"rank {first}: {told[first]}")
+        error.quiet = meeting.rank != first
+        raise error
+
+
+def _leave(meeting: Rendezvous) -> None:
+    """Rank 0 may serve the store, so when all ranks are about to end it waits until the others have read it."""
+    with suppress(dist.DistError):
+        meeting.store.set(f"agree/left/{meeting.rank}", "")
+        if meeting.rank == 0:
+            places = [f"agree/left/{rank}" for rank in range(meeting.size)]
+            meeting.store.wait(places, timedelta(seconds=_LEAVE_SECONDS))
