@@ -76,6 +76,8 @@ def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}, line {mark.line + 1}" if mark else name
         raise BadInput(f"{place}: the {what} is not valid YAML: {getattr(error, 'problem', None) or error}.") from None
+    except ValueError as error:  # of Python's datetime, for 2024-13-01
+        raise BadInput(f"{name}: the {what} has a value that is no date: {error}. Quote it, or correct it.") from None
     lines: dict[KeyPath, int] = {}
     if root is not None:
         _note_lines(root, (), lines, name)

@@ -156,4 +156,4 @@ def load_plan(path: str | Path) -> PlanSpec:
 
 def save_plan(plan: PlanSpec, path: Path) -> None:
     """Writes the plan so that `load_plan` gives it back and a person can edit it."""
-    write_yaml(plan.model_dump(mode="json", exclude_defaults=True) | {"version": plan.version}, path)
+    write_yaml({"version": plan.version, **plan.model_dump(exclude_defaults=True)}, path)

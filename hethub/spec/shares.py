@@ -1,5 +1,6 @@
 """State shares: how much of each group of elements every owner steps, so that the totals are the plan's fractions."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -125,7 +126,7 @@ class _Programme:
             others = {other: value for other, value in self.shares.items() if other != rank}
             largest, least = self._extreme(rank, others, -1.0), self._extreme(rank, others, 1.0)
             if largest is not None and least is not None:
-                limit = f"at most {largest:.6g}" if share > largest else f"at least {least:.6g}"
+                limit = f"at most {_down(largest):.6g}" if share > largest else f"at least {_up(least):.6g}"
                 return (
                     f"stages[{stage}].state_shares: rank {rank} is given {share:g} of the stage's state, but with the tensors it holds and "
                     f"the other shares it can own {limit}; give it {limit}, or change the tensor shares."
@@ -140,3 +141,12 @@ class _Programme:
         cost = sign * self._row(self._total_of(rank))
         result = self._minimise(cost, *self._equalities(others), [], [])
         return None if result is None else float(np.dot(result, self._row(self._total_of(rank)))) / max(self.total, 1)
+
+
+def _down(fraction: float) -> float:
+    """The fraction with six decimals, not above it (but for the solver's own error), so that what is offered is accepted."""
+    return max(0.0, math.floor(fraction * 1e6 + 1e-3) / 1e6)
+
+
+def _up(fraction: float) -> float:
+    return math.ceil(fraction * 1e6 - 1e-3) / 1e6

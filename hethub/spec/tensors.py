@@ -124,11 +124,7 @@ def rank_shares(model: ModelSpec, replica: ReplicaSpec, place: str) -> list[Rank
     """
     tp, kv_heads = replica.tp, model.num_kv_heads
     shares = replica.tensor_shares or (1,) * tp
-    if replica.tensor_shares is None and tp not in tp_degrees(model):
-        raise BadInput(
-            f"{place}: TP {tp} does not divide the {kv_heads} key-value heads of model '{model.name}' ({model.heads} heads). "
-            f"Degrees that work: {', '.join(map(str, tp_degrees(model)))}; or give tensor_shares for uneven heads."
-        )
+    _check_heads_divide(model, replica, place)
     ffn, vocab = split_by_shares(model.ffn, shares, _unit(model.ffn, tp)), split_by_shares(model.vocab, shares)
     if tp > kv_heads:
         query = split(model.heads, tp)
@@ -145,6 +141,21 @@ def rank_shares(model: ModelSpec, replica: ReplicaSpec, place: str) -> list[Rank
                 "columns or the vocabulary; raise its share or take the rank out of the replica."
             )
     return result
+
+
+def _check_heads_divide(model: ModelSpec, replica: ReplicaSpec, place: str) -> None:
+    tp, kv_heads, shares = replica.tp, model.num_kv_heads, replica.tensor_shares
+    if tp > kv_heads and shares is not None and len(set(shares)) > 1:
+        raise BadInput(
+            f"{place}: tensor_shares {list(shares)} give {tp} ranks uneven parts of {kv_heads} key-value heads; ranks that share a "
+            f"head take equally many of its queries. Remove tensor_shares, or use at most {kv_heads} ranks."
+        )
+    if tp not in tp_degrees(model) and (shares is None or tp > kv_heads):
+        uneven = "; or give tensor_shares for uneven heads" if tp < kv_heads else ""
+        raise BadInput(
+            f"{place}: TP {tp} does not divide the {kv_heads} key-value heads of model '{model.name}' ({model.heads} heads). "
+            f"Degrees that work: {', '.join(map(str, tp_degrees(model)))}{uneven}."
+        )
 
 
 def _unit(total: int, parts: int) -> int:
