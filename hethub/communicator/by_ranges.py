@@ -48,6 +48,15 @@ def all_gather_by_ranges(
     return _waited(spanning.all_gather_ranges(flat_output, ranges, "all_gather_by_ranges"), async_op=async_op)
 
 
+def prepare_by_ranges(group: dist.ProcessGroup) -> None:
+    """Connects what these operations need; all members call it together.
+
+    Otherwise their first call does, which then blocks until all members make it: inside a backward pass that may be
+    for ever, when another member waits for this rank's result first.
+    """
+    _spanning(group)
+
+
 def _spanning(group: dist.ProcessGroup) -> HethubGroup:
     """Our own operations over the members of `group`, made at the first call for a native group."""
     if isinstance(group, HethubGroup):

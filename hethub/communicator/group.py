@@ -285,6 +285,7 @@ class HethubGroup(torch_private.GroupBase):
     def _submit(self, name: str, job: Job, tensors: Tensors) -> HethubWork:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         work = HethubWork(self._operation(name, tensors), tensors)
+        torch_private.profiled_until(f"hethub:{name}", work.get_future())
         count = self.context.counters.count_operation
         return self._worker.submit(job, work, lambda seconds: count(self._label, name, num_bytes, seconds))
 

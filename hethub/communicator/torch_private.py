@@ -107,3 +107,11 @@ def gloo_receive(group: GlooGroup, tensor: torch.Tensor, peer: int, tag: int) ->
 def global_ranks(options: Any) -> Sequence[int]:
     """The members of a group about to be created; torch leaves the list empty for the default group."""
     return list(options.global_ranks_in_group) or list(range(options.group_size))
+
+
+def profiled_until(name: str, future: torch.futures.Future[Any]) -> None:
+    """Shows an asynchronous operation in a running profiler, from here until `future` is done."""
+    if torch.autograd._profiler_enabled():
+        record = torch.autograd.profiler.record_function(name)
+        record.__enter__()
+        record._call_end_callbacks_on_future(future)
