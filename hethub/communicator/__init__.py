@@ -12,6 +12,14 @@ from hethub.communicator.liveness import Failure
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.world import World, connect
 
-__all__ = ["Failure", "Rendezvous", "World", "all_gather_by_ranges", "connect", "reduce_scatter_by_ranges"]
+__all__ = [
+    "Failure",
+    "Rendezvous",
+    "World",
+    "all_gather_by_ranges",
+    "connect",
+    "prepare_by_ranges",
+    "reduce_scatter_by_ranges",
+]
 
 register()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from hethub.communicator import World, all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator import World, all_gather_by_ranges, prepare_by_ranges, reduce_scatter_by_ranges
 from hethub.runtime.parameter import Parameter
 from hethub.runtime.storage import FlatStorage, put, take
 from hethub.spec.ranges import Range
@@ -156,4 +156,8 @@ def group_ranks(state: StateMap) -> list[tuple[int, ...]]:
 def build_groups(world: World, state: StateMap) -> GroupOf:
     """Builds every process group the layout needs; all ranks call it together."""
     groups = {ranks: world.group(ranks) for ranks in group_ranks(state)}
+    pieces = [piece for bucket in state.buckets for piece in bucket.pieces if piece.group.sharded]
+    for ranks in dict.fromkeys(piece.group.contributors for piece in pieces):
+        if (group := groups.get(ranks)) is not None:
+            prepare_by_ranges(group)
     return lambda ranks: groups[ranks]
