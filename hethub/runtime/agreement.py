@@ -5,14 +5,14 @@ import json
 import platform
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import hethub
-from hethub.spec.accelerator import catalogue
+from hethub.spec.accelerator import AcceleratorSpec, catalogue
 from hethub.spec.base import Source, build
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -118,7 +118,7 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
     island_of = {rank: index for index, ranks in enumerate(islands or []) for rank in ranks}
     nodes: list[dict[str, Any]] = []
     for own in facts:
-        name = "CPU-core" if own.vendor == "cpu" else _catalogue_name(own.device, catalogue())
+        name = "CPU-core" if own.vendor == "cpu" else _catalogue_name(own, catalogue())
         vendor = chr(ord("a") + island_of[own.rank]) if island_of else None
         key = (own.host, name, vendor)
         if not nodes or nodes[-1]["key"] != key:
@@ -136,16 +136,37 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
     return build(ClusterSpec, {"name": "detected", "nodes": listed}, Source("cluster: detect"), "cluster")
 
 
-def _catalogue_name(device: str, names: Any) -> str:
-    """The catalogue's accelerator whose words all occur in the device's own name, the longest of them."""
-    spoken = device.lower().replace("-", " ")
-    fitting = [name for name in names if all(word in spoken for word in name.lower().replace("-", " ").split())]
+def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:
+    """The catalogue's accelerator that a device's own name means, of several variants the one nearest in memory.
+
+    Makers add words ("NVIDIA GeForce RTX 3090") and leave words out ("NVIDIA H200"), but the model's number is there.
+    """
+    spoken = set(_words(own.device))
+    fitting = [name for name in known if _model_number(name) <= spoken]
     if not fitting:
         raise BadInput(
-            f"device '{device}' is not in the accelerator catalogue, so `cluster: detect` cannot describe it; write a cluster file "
-            "with the accelerator's data in place."
+            f"device '{own.device}' ({own.where}) is not in the accelerator catalogue, so `cluster: detect` cannot describe it; "
+            "write a cluster file with the accelerator's data in place."
         )
-    return max(fitting, key=len)
+    memory = own.memory_bytes or 0
+
+    def unlike(name: str) -> tuple[int, bool, int]:
+        words = set(_words(name))
+        # Only PCIe cards say what they are: "NVIDIA H100 80GB HBM3" is the SXM module, the card is "NVIDIA H100 PCIe".
+        return -len(spoken & words), "pcie" in words - spoken, abs(known[name].memory_bytes - memory)
+
+    return min(fitting, key=unlike)
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").split()
+
+
+def _model_number(name: str) -> set[str]:
+    """The first word with a digit (a100, 3090, mi250x); names without one are meant as a whole."""
+    words = _words(name)
+    numbered = [word for word in words if any(character.isdigit() for character in word)]
+    return set(numbered[:1] or words)
 
 
 def facts_from(rows: Sequence[dict[str, Any]]) -> list[Facts]:

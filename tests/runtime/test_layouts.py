@@ -20,7 +20,9 @@ CASES = [
     Case(name="dp2 uneven samples 3:1", stages=[stage((0, 4), replica([0], 6, 2), replica([1], 2))]),
     Case(name="tp2 to tp1", stages=[stage((0, 2), replica([0, 1], 8, 2)), stage((2, 4), replica([2], 8, 2))]),
     Case(name="tp1 to tp2", stages=[stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([2, 1], 8, 2))]),
-    Case(name="dp2 to dp1", stages=[stage((0, 2), replica([0], 4), replica([1], 4)), stage((2, 4), replica([2], 8, 2))]),
+    Case(
+        name="dp2 to dp1", stages=[stage((0, 2), replica([0], 4), replica([1], 4)), stage((2, 4), replica([2], 8, 2))]
+    ),
     Case(
         name="dp1 to dp3 with other tile sizes",
         stages=[stage((0, 2), replica([0], 8, 3)), stage((2, 4), replica([1], 4, 2), replica([2], 3), replica([3], 1))],
@@ -49,7 +51,9 @@ CASES = [
     Case(name="zero1 with uneven samples", stages=[stage((0, 4), replica([0], 5, 2), replica([1], 3), **EVEN)]),
     Case(
         name="zero1 with state shares",
-        stages=[stage((0, 4), replica([0], 4), replica([1], 2), replica([2], 2), zero=1, state_shares={0: 0.9, 2: 0.0})],
+        stages=[
+            stage((0, 4), replica([0], 4), replica([1], 2), replica([2], 2), zero=1, state_shares={0: 0.9, 2: 0.0})
+        ],
     ),
     Case(name="tensor shares 3:1", stages=[stage((0, 4), replica([0, 1], 8, 4, tensor_shares=[3, 1]))]),
     Case(
@@ -98,12 +102,20 @@ CASES = [
     Case(name="recompute selective", stages=[stage((0, 4), replica([0, 1], 8, 2), recompute="selective")]),
     Case(
         name="gpipe",
-        stages=[stage((0, 2), replica([0], 8, 2)), stage((2, 3), replica([1], 8, 1)), stage((3, 4), replica([2], 8, 4))],
+        stages=[
+            stage((0, 2), replica([0], 8, 2)),
+            stage((2, 3), replica([1], 8, 1)),
+            stage((3, 4), replica([2], 8, 4)),
+        ],
         schedule="gpipe",
     ),
     Case(
         name="document mask",
-        stages=[stage((0, 2), replica([0], 8, 2)), stage((2, 3), replica([1], 8, 2)), stage((3, 4), replica([2], 8, 2))],
+        stages=[
+            stage((0, 2), replica([0], 8, 2)),
+            stage((2, 3), replica([1], 8, 2)),
+            stage((3, 4), replica([2], 8, 2)),
+        ],
         document_mask=True,
     ),
     Case(

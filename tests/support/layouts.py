@@ -107,7 +107,7 @@ def shards(trainer: Trainer) -> Shards:
         values = trainer.storage.weights[here.start : here.stop]
         values = values.float() if values.dtype == torch.bfloat16 else values
         result.append(
-            (placed.info.name, run.start - placed.span.start, run.stop - placed.span.start, values.numpy().copy())
+            (placed.info.name, run.start - placed.span.start, run.stop - placed.span.start, values.cpu().numpy().copy())
         )
     return result
 
