@@ -130,7 +130,7 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
     path = (*prefix, *place)
     kind, given = fault["type"], fault.get("input")
     if kind == "extra_forbidden":
-        return f"{source.at(path)} is not a known key; {suggest(str(place[-1]), _known_keys(cls, place[:-1]))}."
+        return f"{source.at(path)} is not a known key; {suggest(str(place[-1]), _known_keys(cls, place[:-1]))}"
     if kind == "missing":
         return f"{source.at(path)} is missing; add it."
     if kind == "value_error":

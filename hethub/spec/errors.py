@@ -28,14 +28,17 @@ class RunFailed(RuntimeError):
 
 
 def nearest(word: str, candidates: list[str] | tuple[str, ...]) -> str | None:
-    """The candidate that looks most like `word`, or None when none is close."""
+    """The shortest candidate that `word` begins, else the one that looks most like it, or None when none is close."""
     import difflib
 
+    begun = [candidate for candidate in candidates if len(word) > 1 and candidate.lower().startswith(word.lower())]
+    if begun:
+        return min(begun, key=len)
     matches = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
-    """A clause for an error about an unknown `word`: the nearest candidate, else all of them."""
+    """The end of an error's sentence about an unknown `word`: the nearest candidate, else all of them."""
     close = nearest(word, candidates)
-    return f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(candidates))}"
+    return f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(candidates))}."

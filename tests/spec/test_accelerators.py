@@ -1,0 +1,61 @@
+"""The packaged catalogue against the gathered facts, and peaks by precision."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.spec.accelerator import AcceleratorSpec, catalogue, find_accelerator
+from hethub.spec.errors import BadInput
+
+FACTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "accelerators.csv"
+COLUMNS = {
+    "memory_gb": "memory_gb", "memory_gbytes_per_second": "hbm_bw_gbps", "bf16_tflops": "bf16_dense_tflops",
+    "fp16_tflops": "fp16_dense_tflops", "fp32_tflops": "fp32_tflops", "tf32_tflops": "tf32_tflops",
+    "fp32_matrix_tflops": "fp32_matrix_tflops", "fp8_tflops": "fp8_dense_tflops",
+    "link_gbytes_per_second": "intra_node_link_gbps_per_dir", "pcie_generation": "pcie_gen", "tdp_watts": "tdp_w",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not FACTS.exists(), reason=f"{FACTS.name} with the gathered facts is not beside the project")
+def test_the_catalogue_has_every_gathered_fact() -> None:
+    rows = list(csv.DictReader(FACTS.open()))
+    differences: list[Any] = []
+    for row in rows:
+        found = catalogue().get(row["name"])
+        if found is None:
+            differences.append((row["name"], "is missing"))
+            continue
+        if (found.vendor, found.source) != (row["vendor"].lower(), row["source"]):
+            differences.append((row["name"], found.vendor, found.source))
+        for ours, theirs in COLUMNS.items():
+            value, held = float(row[theirs]) if row[theirs] else None, getattr(found, ours)
+            assumed = value is None and "assumed" in found.notes
+            if held != (value or None) and not assumed:  # a rate of 0 means: cannot
+                differences.append((row["name"], ours, held, value))
+    assert len(rows) >= 47
+    assert not differences
+
+
+def test_every_entry_says_where_its_figures_are_from() -> None:
+    assert all(entry.source != AcceleratorSpec.model_fields["source"].default for entry in catalogue().values())
+    assert all(entry.memory_bytes == entry.memory_gb * 2**30 for entry in catalogue().values())
+
+
+def test_peaks_by_precision() -> None:
+    a100, mi250, v100 = map(find_accelerator, ("A100-SXM4-80GB", "MI250X-GCD", "V100-SXM2-16GB"))
+    assert a100.peak_flops("bf16") == 312e12
+    assert a100.peak_flops("fp32") == 19.5e12  # TF32 is off unless asked for
+    assert mi250.peak_flops("fp32") == 47.9e12  # its matrix units compute in full fp32
+    assert v100.peak_flops("bf16") == 0.0
+    assert v100.peak_flops("fp16") == 125e12
+    assert v100.peak_flops("fp64") == pytest.approx(15.7e12 / 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("MI250X", "MI250X-GCD"), ("t4", "T4"), ("A100-SXM-80GB", "A100-SXM4-80GB")]
+)
+def test_an_unknown_accelerator_names_the_nearest(given: str, expected: str) -> None:
+    with pytest.raises(BadInput, match=f"'{given}' is not in the catalogue; did you mean '{expected}'.*in place"):
+        find_accelerator(given)

@@ -1,0 +1,203 @@
+"""Jobs and clusters: defaults as documented, paths relative to the file, overrides, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.spec.base import dump_yaml
+from hethub.spec.cluster import ClusterSpec, load_cluster
+from hethub.spec.errors import BadInput
+from hethub.spec.job import JobSpec, load_job
+from hethub.spec.model import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {"name": "m", "layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 300, "max_seq_len": 128}
+NODE = {"name": "nv", "count": 2, "accelerator": "A100-SXM4-80GB", "accelerators": 4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.yaml").write_text(dump_yaml(MODEL))
+    (tmp_path / "cluster.yaml").write_text(dump_yaml({"name": "c", "nodes": [NODE]}))
+    return tmp_path
+
+
+def write_job(folder: Path, **more: Any) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(dump_yaml({"model": "model.yaml", "cluster": "cluster.yaml", **more}))
+    return path
+
+
+def test_the_defaults_are_those_of_the_format(folder: Path) -> None:
+    job = load_job(write_job(folder))
+    assert job.spec.model_dump(exclude={"model", "cluster", "constraints"}) == {
+        "data": {"source": "python-stdlib", "path": None, "tokenizer": "bytes", "document_mask": False},
+        "train": {
+            "steps": 60, "global_batch": 16, "seq_len": 128, "precision": "fp32", "lr": 3.0e-4, "min_lr": 3.0e-5,
+            "warmup_steps": 10, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1.0e-8, "grad_clip": 1.0, "seed": 1,
+        },
+        "plan": "auto",
+        "communicator": {"relay": "auto", "wire": "exact", "timeout_seconds": 120.0},
+        "checkpoint": {"every_steps": 20, "keep": 2},
+    }  # fmt: skip
+    assert job.model.name == "m"
+    assert job.cluster is not None
+    assert job.cluster.size == 8
+    assert job.plan_path is None
+    assert JobSpec.model_validate(job.spec.to_dict()) == job.spec
+
+
+def test_paths_are_relative_to_the_job_and_a_plan_may_be_a_file(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    path = folder / "deep" / "job.yaml"
+    path.write_text("model: ../model.yaml\ncluster: detect\nplan: my-plan.yaml\n")
+    job = load_job(path)
+    assert job.cluster is None
+    assert job.plan_path == folder / "deep" / "my-plan.yaml"
+
+
+def test_overrides_are_applied_before_validation(folder: Path) -> None:
+    job = load_job(write_job(folder), ["train.steps=5", "train.grad_clip=null", "train.betas=[0.8, 0.9]", "plan=hap"])
+    assert (job.spec.train.steps, job.spec.train.grad_clip, job.spec.train.betas) == (5, None, (0.8, 0.9))
+    assert job.spec.plan == "hap"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.step=5", "train.step is not a known key; did you mean 'steps'"),
+        ("train.steps=0", "train.steps is 0, but input should be greater than or equal to 1"),
+        ("train.steps", "--set train.steps: write key.path=value"),
+        ("train..steps=5", "write key.path=value"),
+        ("train.steps=[", "--set train.steps=.*: the value is not valid YAML"),
+        ("model.name=x", "has no mapping at 'model' to put 'name' into"),
+    ],
+)
+def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -> None:
+    with pytest.raises(BadInput, match=expected):
+        load_job(write_job(folder), [override])
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"trian": {}}, r"job.yaml, line 3: trian is not a known key; did you mean 'train'"),
+        ({"train": {"global_batchs": 4}}, "train.global_batchs is not a known key; did you mean 'global_batch'"),
+        ({"train": {"lr": 1.0e-5}}, "min_lr 3e-05 exceeds lr 1e-05"),
+        ({"train": {"seq_len": 129}}, "line 3: train.seq_len is 129, but model 'm' takes at most 128 tokens"),
+        ({"train": {"precision": "fp8"}}, "train.precision is 'fp8', but input should be 'fp64'"),
+        ({"train": {"betas": [0.9, 1.0]}}, r"train.betas\[1\] is 1.0, but input should be less than 1"),
+        ({"data": {"source": "text"}}, "source text needs data.path"),
+        ({"data": {"path": "x"}}, "source python-stdlib reads the interpreter's own files; remove data.path"),
+        ({"data": {"source": "csv"}}, "data.source is 'csv'"),
+        ({"communicator": {"wire": "fp4"}}, "communicator.wire is 'fp4'"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep is 0"),
+        ({"constraints": {"reserve": 1.5}}, "constraints.reserve is 1.5"),
+        ({"model": "nowhere.yaml"}, r"nowhere\.yaml: there is no such model file"),
+        ({"cluster": "nowhere.yaml"}, r"nowhere\.yaml: there is no such cluster file"),
+    ],
+)
+def test_a_wrong_job_is_refused(folder: Path, more: dict[str, Any], expected: str) -> None:
+    with pytest.raises(BadInput, match=expected):
+        load_job(write_job(folder, **more))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden": 33}, "hidden 33 is not a multiple of heads 4; change one or give head_dim"),
+        ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 is odd; RoPE turns pairs"),
+        ({"layer": 2}, "layer is not a known key; did you mean 'layers'"),
+        ({"layers": 0}, "layers is 0"),
+        ({"rope_scaling": {"factor": 8, "low_freq_factor": 4, "high_freq_factor": 1, "original_max_seq_len": 64}},
+         "rope_scaling: high_freq_factor must exceed low_freq_factor"),
+    ],
+)  # fmt: skip
+def test_a_wrong_model_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    (tmp_path / "model.yaml").write_text(dump_yaml(MODEL | changes))
+    with pytest.raises(BadInput, match=expected):
+        load_model("model.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("tinyllama-1.1b", 1.100), ("llama2-7b", 6.738), ("llama2-13b", 13.016), ("llama2-70b", 68.977),
+        ("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3-405b", 405.853), ("gpt3-175b", 174.6),
+    ],
+)  # fmt: skip
+def test_packaged_models_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    model = load_model(f"{name}.yaml", ROOT / "configs" / "models")
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_packaged_clusters_load(path: Path) -> None:
+    cluster = load_cluster(path)
+    assert cluster.size == len(cluster.places) > 1
+    assert sorted(rank for ranks in cluster.islands.values() for rank in ranks) == list(range(cluster.size))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_packaged_jobs_load(path: Path) -> None:
+    job = load_job(path)
+    assert JobSpec.model_validate(job.spec.to_dict()) == job.spec
+
+
+def test_ranks_are_numbered_through_the_nodes() -> None:
+    nodes = [NODE, {"name": "amd", "accelerator": "MI250X-GCD", "accelerators": 2}, {**NODE, "name": "nv2", "count": 1}]
+    cluster = ClusterSpec.model_validate({"name": "c", "nodes": nodes})
+    assert [(place.machine, place.local) for place in cluster.places[3:6]] == [(0, 3), (1, 0), (1, 1)]
+    assert cluster.islands == {"nvidia": (*range(8), *range(10, 14)), "amd": (8, 9)}
+    assert cluster.places[8].node.name == "amd"
+
+
+def test_a_node_may_name_its_own_vendor_and_describe_its_accelerator() -> None:
+    own = {"name": "X1", "vendor": "xmaker", "memory_gb": 16, "memory_gbytes_per_second": 100, "fp32_tflops": 1,
+           "link_gbytes_per_second": 10}  # fmt: skip
+    nodes = [
+        {"name": "x", "accelerator": own, "accelerators": 1, "nics": 2, "gbps_per_nic": 100},
+        {"name": "y", "accelerator": "CPU-core", "accelerators": 1, "vendor": "amd"},
+    ]
+    cluster = ClusterSpec.model_validate({"name": "c", "nodes": nodes})
+    assert list(cluster.islands) == ["xmaker", "amd"]
+    assert cluster.nodes[0].gbps == 200
+    assert cluster.nodes[1].gbps is None
+    assert cluster.places[0].accelerator.peak_flops("bf16") == 0.0
+    assert ClusterSpec.model_validate(cluster.to_dict()) == cluster
+
+
+REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"nodes": [NODE, NODE]}, "two nodes are named 'nv'; equal machines are one entry with a count"),
+        ({"nodes": []}, "nodes is .*at least 1 item"),
+        (
+            {"nodes": [{**NODE, "accelerator": "A100-SXM4-80G"}]},
+            "'A100-SXM4-80G' is not in the catalogue; did you mean 'A100-",
+        ),
+        (
+            {"nodes": [{**NODE, "acelerators": 8}]},
+            r"nodes\[0\].acelerators is not a known key; did you mean 'accelerators'",
+        ),
+        (
+            {"nodes": [{**NODE, "vendor": "NVIDIA Corp"}]},
+            r"nodes\[0\].vendor is 'NVIDIA Corp', but string should match",
+        ),
+        ({"links": {"in_node": {"gbps": 1}}}, "links.in_node.gbps is not a known key"),
+        ({"links": {"regions": {**REGIONS, "gbps": [[10, 1]]}}}, "a matrix between 1 regions has 1 rows of 1 figures"),
+        ({"links": {"regions": {**REGIONS, "of_node": {"nv": "west"}}}}, "region 'west' is not among the names"),
+        ({"links": {"regions": {**REGIONS, "of_node": {}}}}, "node 'nv' has no region in links.regions.of_node"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_yaml({"name": "c", "nodes": [NODE], **changes}))
+    with pytest.raises(BadInput, match=expected) as caught:
+        load_cluster(path)
+    assert str(path) in str(caught.value)

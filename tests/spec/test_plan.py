@@ -1,0 +1,138 @@
+"""Plans: what a plan file is refused for by itself, and bound to a model and a cluster."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from hethub.spec.base import dump_yaml
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.layout import Layout, bind
+from hethub.spec.plan import PlanSpec, load_plan, save_plan
+from tests.spec.random_plans import cases
+from tests.support.layouts import MODEL, Case, replica, stage
+
+TWO = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]
+ONE = [stage((0, 4), replica([0], 4), replica([1], 4), zero=1)]
+
+
+def plan(stages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    head = {"model": "tiny", "cluster": "test", "global_batch": 8, "seq_len": 16, "precision": "fp32"}
+    return {**head, "stages": stages, **more}
+
+
+@given(case=cases())
+def test_a_saved_plan_is_the_plan(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    given_plan = case.layout().plan
+    save_plan(given_plan, path)
+    assert load_plan(path) == given_plan
+
+
+def test_a_saved_plan_reads_as_a_person_would_write_it(tmp_path: Path) -> None:
+    stages = [stage((0, 4), replica([0, 1], 6, 2, tensor_shares=[3, 1], in_flight=1), replica([2], 2), zero=1)]
+    stages[0] |= {"state_shares": {2: 0.25}, "recompute": "full"}
+    save_plan(PlanSpec.model_validate(plan(stages)), tmp_path / "plan.yaml")
+    assert (tmp_path / "plan.yaml").read_text() == (
+        "version: 1\nmodel: tiny\ncluster: test\nglobal_batch: 8\nseq_len: 16\nprecision: fp32\nstages:\n"
+        "- layers:\n  - [0, 4]\n  replicas:\n"
+        "  - ranks: [0, 1]\n    micro_batch: 2\n    samples: 6\n    in_flight: 1\n    tensor_shares: [3.0, 1.0]\n"
+        "  - ranks: [2]\n    micro_batch: 1\n    samples: 2\n"
+        "  zero: 1\n  state_shares: {2: 0.25}\n  recompute: full\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "more", "expected"),
+    [
+        ([TWO[0], stage((3, 4), replica([1], 8))], {}, r"layers \[2, 3\) are in no stage: stage 1 starts at layer 3"),
+        ([TWO[0], stage((1, 4), replica([1], 8))], {}, r"layers \[1, 2\) are in two stages: stage 1 starts at layer 1"),
+        ([stage((1, 4), replica([0], 8))], {}, r"layers \[0, 1\) are in no stage"),
+        ([stage((2, 2), replica([0], 8))], {}, r"the chunk of layers \[2, 2\) holds none; stop must exceed start"),
+        ([TWO[0], stage((2, 4), replica([1], 7))], {}, "stage 1: its replicas take 7 samples, but global_batch is 8; .* by \\+1"),
+        ([TWO[0], stage((2, 4), replica([0], 8))], {}, "rank 0 is in two replicas; every rank belongs to exactly one"),
+        ([TWO[0], stage((2, 4), replica([2], 8))], {}, "rank 1 has no place in the plan, though rank 2 does"),
+        ([stage((0, 4), replica([0, 1], 8, tensor_shares=[1]))], {}, "1 tensor_shares for 2 ranks; give one share per rank"),
+        ([stage((0, 4), replica([0], 8), zero=1, state_shares={7: 0.5})], {}, "state_shares name rank 7, which is not in this"),
+        ([{**ONE[0], "state_shares": {0: 0.7, 1: 0.7}}], {}, "state_shares sum to 1.4"),
+        ([{**ONE[0], "zero": 0, "state_shares": {0: 0.7}}], {}, "state_shares need zero: 1 or more"),
+        ([{**ONE[0], "zero": 4}], {}, "zero is 4, but input should be less than or equal to 3"),
+        ([{**TWO[0], "layers": [[0, 1], [2, 3]]}, {**TWO[1], "layers": [[1, 2], [3, 4]]}], {},
+         "schedule 1f1b takes one chunk of layers per stage; got 2. Several go with interleaved or ministages"),
+        ([{**TWO[0], "layers": [[0, 1], [2, 3]]}, TWO[1]], {"schedule": "interleaved"}, "all have equally many"),
+        (TWO, {"schedule": "2f2b"}, "schedule is '2f2b', but input should be 'gpipe'"),
+        (TWO, {"precision": "int8"}, "precision is 'int8', but input should be 'fp64', 'fp32', 'bf16' or 'fp16'"),
+        ([stage((0, 4), replica([0], 8, microbatch=1))], {}, "microbatch is not a known key; did you mean 'micro_batch'"),
+        ([stage((0, 4), replica([-1], 8))], {}, r"ranks\[0\] is -1, but input should be greater than or equal to 0"),
+        ([], {}, "stages is \\[\\], but tuple should have at least 1 item"),
+        (TWO, {"version": 2}, "version is 2, but input should be 1"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_contradicts_itself_is_refused(
+    tmp_path: Path, stages: list[dict[str, Any]], more: dict[str, Any], expected: str
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(dump_yaml(plan(stages, **more)))
+    with pytest.raises(BadInput, match=expected) as caught:
+        load_plan(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_chunks_interleave_over_the_stages() -> None:
+    stages = [{**TWO[0], "layers": [[0, 1], [2, 3]]}, {**TWO[1], "layers": [[1, 2], [3, 4]]}]
+    given_plan = PlanSpec.model_validate(plan(stages, schedule="interleaved"))
+    assert (given_plan.num_chunks, given_plan.num_layers) == (2, 4)
+
+
+def cluster(*accelerators: tuple[str, str], name: str = "test") -> ClusterSpec:
+    """One node of one accelerator per (accelerator, vendor)."""
+    nodes = [
+        {"name": f"node{i}", "accelerator": accelerator, "accelerators": 1, "vendor": vendor}
+        for i, (accelerator, vendor) in enumerate(accelerators)
+    ]
+    return ClusterSpec.model_validate({"name": name, "nodes": nodes})
+
+
+ALIKE = cluster(("CPU-core", "a"), ("CPU-core", "a"))
+MIXED = cluster(("CPU-core", "a"), ("CPU-core", "b"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "more", "on", "expected"),
+    [
+        (TWO, {"cluster": "other"}, ALIKE, "made for cluster 'other', but the job has cluster 'test'; plan again"),
+        (TWO, {"model": "other"}, ALIKE, "made for model 'other', but the job has model 'tiny'"),
+        ([stage((0, 2), replica([0], 8)), stage((2, 3), replica([1], 8))], {}, ALIKE,
+         r"stages hold layers \[0, 3\), but model 'tiny' has 4; let the last stage stop at layer 4"),
+        ([stage((0, 4), replica([0], 8))], {}, ALIKE, "places 1 ranks, but cluster 'test' has 2 accelerators"),
+        (TWO, {"seq_len": 65}, ALIKE, "seq_len 65 exceeds the 64 tokens that model 'tiny' takes"),
+        ([stage((0, 4), replica([0, 1, 2], 8))], {}, cluster(*[("CPU-core", "a")] * 3),
+         r"stages\[0\].replicas\[0\]: TP 3 does not divide .* Degrees that work: 1, 2, 4, 8"),
+        (TWO, {"precision": "bf16"}, cluster(("A100-SXM4-80GB", "nvidia"), ("T4", "nvidia")),
+         r"precision bf16: accelerator T4 \(rank 1, node 'node1'\) does not compute in it"),
+        ([stage((0, 4), replica([0, 1], 8))], {}, MIXED,
+         r"replicas\[0\]: ranks \[0, 1\] are a tensor-parallel group over islands a and b; a replica lies inside one island"),
+        ([{**ONE[0], "zero": 0}], {}, MIXED, r"stages\[0\]: zero: 0 with replicas on islands a and b .* set zero: 1"),
+        ([stage((0, 2), replica([0], 8, 1, in_flight=1)), TWO[1]], {}, ALIKE, "in_flight is 1.*give at least 2"),
+    ],
+)  # fmt: skip
+def test_a_plan_for_something_else_is_refused(
+    stages: list[dict[str, Any]], more: dict[str, Any], on: ClusterSpec, expected: str
+) -> None:
+    with pytest.raises(BadInput, match=expected):
+        bind(PlanSpec.model_validate(plan(stages, **more)), MODEL, on)
+
+
+@given(cases())
+def test_seats_leaders_and_shares_of_a_bound_plan_are_consistent(case: Case) -> None:
+    layout: Layout = case.layout()
+    assert [seat.rank for seat in layout.seats] == list(range(case.size))
+    for rank, seat in enumerate(layout.seats):
+        assert layout.replica(seat.stage, seat.replica).ranks[seat.position] == rank
+    for tiles in layout.tiles:
+        for tile in tiles:
+            assert layout.leader(tile) in layout.replica(tile.stage, tile.replica).ranks
+    for seat in layout.seats:
+        assert len(layout.shares(seat.stage, seat.replica)) == layout.replica(seat.stage, seat.replica).tp

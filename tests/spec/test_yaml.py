@@ -1,0 +1,95 @@
+"""The loader: YAML maps one to one, and every mistake is a sentence with file, line and key path."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from hethub.spec.base import Spec, build, dump_yaml, load, parse_yaml, read_yaml
+from hethub.spec.errors import BadInput
+
+
+class Inner(Spec):
+    depth: Annotated[int, Field(ge=1)]
+    kind: Literal["oak", "elm"] = "oak"
+
+
+class Outer(Spec):
+    name: str
+    rate: float = 0.5
+    main: Inner = Inner(depth=1)
+    others: tuple[Inner, ...] = ()
+    owner: str | Inner = "nobody"
+
+
+def outer(text: str) -> Outer:
+    data, source = parse_yaml(text, "tree.yaml", "tree file")
+    return build(Outer, data, source, "tree file")
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        outer(text)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    spec = outer("name: a\nothers: [{depth: 2}, {depth: 3, kind: elm}]\n")
+    assert spec.others == (Inner(depth=2), Inner(depth=3, kind="elm"))
+    assert outer(dump_yaml(spec.to_dict())) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: a\nrats: 1\n", "tree.yaml, line 2: rats is not a known key; did you mean 'rate'?"),
+        ("name: a\nothers:\n- depth: 1\n- {depth: 2, kinds: elm}\n",
+         "tree.yaml, line 4: others[1].kinds is not a known key; did you mean 'kind'?"),
+        ("name: a\nmain: {depth: 1, xyzzy: 1}\n", "main.xyzzy is not a known key; known: depth, kind"),
+        ("rate: 1\n", "tree.yaml, line 1: name is missing; add it."),
+        ("name: a\nmain:\n  kind: elm\n", "tree.yaml, line 2: main.depth is missing"),
+        ("name: a\nmain: {depth: zero}\n", "main.depth is 'zero', but input should be a valid integer"),
+        ("name: a\n\nmain: {depth: 0}\n", "tree.yaml, line 3: main.depth is 0, but input should be greater than or equal to 1"),
+        ("name: a\nmain: {depth: 1, kind: ash}\n", "main.kind is 'ash', but input should be 'oak' or 'elm'"),
+        ("name: a\nrate: .nan\n", "rate is nan, but input should be a finite number"),
+        ("name: [1]\n", "name is [1], but input should be a valid string"),
+        ("name: a\nowner: {depth: 0}\n", "owner.depth is 0"),
+        ("name: a\nname: b\n", "tree.yaml, line 2: name is given twice; keep one."),
+        ("name: a\nothers:\n- {depth: 1, depth: 2}\n", "tree.yaml, line 3: others[0].depth is given twice"),
+        ("name: 'a\n", "tree.yaml, line 2: the tree file is not valid YAML"),
+        ("name: a: b\n", "tree.yaml, line 1: the tree file is not valid YAML"),
+        ("name: 2024-13-01\n", "tree.yaml: the tree file has a value that is no date: month must be in 1..12"),
+        ("- a\n", "tree.yaml, line 1: a tree file is a mapping of keys to values; got ['a']"),
+        ("", "tree.yaml: a tree file is a mapping of keys to values; got nothing"),
+        ("just words", "got 'just words'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_place(text: str, expected: str) -> None:
+    assert expected in refusal(text)
+
+
+def test_all_mistakes_come_at_once() -> None:
+    message = refusal("name: a\nmain: {depth: 0}\nrats: 1\n")
+    assert "main.depth is 0" in message
+    assert "rats is not a known key" in message
+
+
+def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nowhere\.yaml: there is no such tree file"):
+        load(Outer, tmp_path / "nowhere.yaml", "tree file")
+    with pytest.raises(BadInput, match=r"the tree file cannot be read: .*directory"):
+        read_yaml(tmp_path, "tree file")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match=r"binary\.yaml: the tree file cannot be read: .*utf-8"):
+        read_yaml(tmp_path / "binary.yaml", "tree file")
+
+
+def test_specs_are_frozen_and_replace_validates() -> None:
+    spec = Inner(depth=2)
+    with pytest.raises(ValueError, match="frozen"):
+        spec.depth = 3  # type: ignore[misc]
+    assert spec.replace(depth=3) == Inner(depth=3)
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        spec.replace(depth=0)
