@@ -39,8 +39,9 @@ def create_group(options: Any, given: Any) -> dist.ProcessGroup:
         group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     if len(restrict(context.islands, members)) == 1:
         return with_native_backends(group, context, options)
-    gloo = context.gloo if default is None else context.gloo_group(options.group_id, members)
-    return HethubGroup(context, members, options.group_id, gloo)
+    timeout_seconds = options.timeout.total_seconds()
+    gloo = context.gloo if default is None else context.gloo_group(options.group_id, members, timeout_seconds)
+    return HethubGroup(context, members, options.group_id, gloo, timeout_seconds)
 
 
 def with_native_backends(group: dist.ProcessGroup, context: Context, options: Any) -> dist.ProcessGroup:

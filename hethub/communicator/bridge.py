@@ -175,9 +175,7 @@ class Bridge:
                     place[peer] = self._links.expect(piece.size, dtype, peer, Stage.SCATTER)
         return expected
 
-    def _expect_carried(
-        self, mine: Range, carried: Sequence[Sequence[Range]], dtype: torch.dtype
-    ) -> list[Incoming]:
+    def _expect_carried(self, mine: Range, carried: Sequence[Sequence[Range]], dtype: torch.dtype) -> list[Incoming]:
         """Per other island, its partial of `mine`: lent by the relay, or put together where several ranks carry it."""
         expected: list[Incoming] = []
         for island in self._others():

@@ -67,7 +67,9 @@ def _spanning(group: dist.ProcessGroup) -> HethubGroup:
     name = f"over/{group.group_name}"
     if name not in context.spanning:
         members = dist.get_process_group_ranks(group)
-        context.spanning[name] = HethubGroup(context, members, name, context.gloo_group(name, members))
+        context.spanning[name] = HethubGroup(
+            context, members, name, context.gloo_group(name, members), context.timeout_seconds
+        )
     spanning: HethubGroup = context.spanning[name]
     return spanning
 

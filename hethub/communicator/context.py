@@ -56,11 +56,15 @@ class Context:
         failure = self.liveness.wait_for_failure(_NEWS_SECONDS)
         return str(failure) if failure is not None else None
 
-    def gloo_group(self, name: str, members: Sequence[int]) -> torch_private.GlooGroup:
+    def gloo_group(
+        self, name: str, members: Sequence[int], timeout_seconds: float | None = None
+    ) -> torch_private.GlooGroup:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
         store = dist.PrefixStore(f"gloo/{name}", self.rendezvous.store)
         rank = members.index(self.rank)
-        gloo = torch_private.create_gloo_group(store, rank, len(members), self.timeout_seconds, self.rendezvous.address)
+        gloo = torch_private.create_gloo_group(
+            store, rank, len(members), timeout_seconds or self.timeout_seconds, self.rendezvous.address
+        )
         self.watch_gloo(gloo, rank, len(members))
         return gloo
 

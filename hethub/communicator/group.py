@@ -33,7 +33,14 @@ class NativeGroup(torch_private.GroupBase):
 class HethubGroup(torch_private.GroupBase):
     """A c10d group over two islands or more (or the default group of a world)."""
 
-    def __init__(self, context: Context, members: Sequence[int], name: str, gloo: torch_private.GlooGroup) -> None:
+    def __init__(
+        self,
+        context: Context,
+        members: Sequence[int],
+        name: str,
+        gloo: torch_private.GlooGroup,
+        timeout_seconds: float,
+    ) -> None:
         rank = members.index(context.rank)
         super().__init__(rank, len(members))
         self.context = context
@@ -41,6 +48,8 @@ class HethubGroup(torch_private.GroupBase):
         self._rank, self._size = rank, len(members)
         self._label = f"group {name!r} (ranks {_brief(members)})"
         self._gloo = gloo
+        # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
+        self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
         self._bridge = context.bridge(name, members)
         self._worker = Worker(f"hethub-{name}")
         self.point_to_point = PointToPoint(gloo, context.device)
@@ -52,6 +61,8 @@ class HethubGroup(torch_private.GroupBase):
     # ---- reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> HethubWork:
+        if tensors[0].is_sparse:
+            return self._submit("all_reduce", lambda: _completed(self._gloo.allreduce(tensors, opts)), tensors)
         return self._all_reduce(tensors, _op(opts), "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> HethubWork:
@@ -283,9 +294,9 @@ class HethubGroup(torch_private.GroupBase):
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
     def _submit(self, name: str, job: Job, tensors: Tensors) -> HethubWork:
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        work = HethubWork(self._operation(name, tensors), tensors)
-        torch_private.profiled_until(f"hethub:{name}", work.get_future())
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        work = HethubWork(self._operation(name, tensors), tensors, self._timeout_seconds)
+        work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
         count = self.context.counters.count_operation
         return self._worker.submit(job, work, lambda seconds: count(self._label, name, num_bytes, seconds))
 

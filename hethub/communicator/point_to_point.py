@@ -16,6 +16,7 @@ from hethub.communicator.gloo_relay import GlooTransfer
 from hethub.communicator.staging import Staged
 from hethub.communicator.work import HethubWork, NativeWork, Operation, Worker
 from hethub.kernels.device import Device
+from hethub.spec.errors import BadInput
 
 
 class PointToPoint:
@@ -44,6 +45,12 @@ class PointToPoint:
 
     def receive_any(self, tensor: torch.Tensor, tag: int, operation: Operation) -> torch_private.WorkBase:
         """As `receive`, from whoever sends first; host tensors only."""
+        if tensor.is_cuda:
+            raise BadInput(
+                "a receive from any rank needs a host tensor, as with NCCL; receive on the CPU, or name a rank."
+            )
+        if tensor.is_contiguous():
+            return NativeWork(operation, self._gloo.recv_anysource([tensor], tag), [tensor])
         staged = Staged(tensor, self._device)
         return StagedReceive(NativeWork(operation, self._gloo.recv_anysource([staged.empty()], tag), [tensor]), staged)
 

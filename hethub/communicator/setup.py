@@ -16,7 +16,7 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge import Tuning
 from hethub.communicator.context import Context
 from hethub.communicator.gloo_relay import GlooRelay
-from hethub.communicator.islands import Islands, check_islands, islands_by_label
+from hethub.communicator.islands import check_islands, islands_by_label
 from hethub.communicator.liveness import Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
@@ -116,9 +116,7 @@ def make_relays(
 
 def _gloo_relay(rendezvous: Rendezvous, timeout_seconds: float) -> GlooRelay:
     store = dist.PrefixStore("gloo/relay", rendezvous.store)
-    lane = torch_private.create_gloo_group(
-        store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
-    )
+    lane = torch_private.create_gloo_group(store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address)
     return GlooRelay([lane], rendezvous.rank, rendezvous.size)
 
 

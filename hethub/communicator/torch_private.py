@@ -109,9 +109,38 @@ def global_ranks(options: Any) -> Sequence[int]:
     return list(options.global_ranks_in_group) or list(range(options.group_size))
 
 
-def profiled_until(name: str, future: torch.futures.Future[Any]) -> None:
-    """Shows an asynchronous operation in a running profiler, from here until `future` is done."""
-    if torch.autograd._profiler_enabled():
-        record = torch.autograd.profiler.record_function(name)
-        record.__enter__()
-        record._call_end_callbacks_on_future(future)
+def profiled_range(name: str) -> Callable[[], None] | None:
+    """Begins an asynchronous range in a running profiler; the function returned ends it, in any thread.
+
+    None where no profiler runs. The range must end before the operation is reported as done, as native backends do:
+    whoever stops the profiler has waited for the operation, and an end after that would reach a profiler that is gone.
+    """
+    if not torch.autograd._profiler_enabled():
+        return None
+    record = torch.autograd.profiler.record_function(name)
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    record.__enter__()
+    record._call_end_callbacks_on_future(ended)
+    return lambda: ended.set_result(None)
+
+
+def future_of(result: Any) -> tuple[torch.futures.Future[Any], Callable[[Exception | None], None]]:
+    """A future and the function that ends it, with `result` or with an error that C++ sees as one.
+
+    Future.set_exception only stores the exception as a value, which DDP's reducer takes for gradients and crashes on;
+    an exception raised in a callback becomes a real error.
+    """
+    trigger: torch.futures.Future[None] = torch.futures.Future()
+    error: list[Exception] = []
+
+    def outcome(_: torch.futures.Future[None]) -> Any:
+        if error:
+            raise error[0]
+        return result
+
+    def end(failure: Exception | None) -> None:
+        if failure is not None:
+            error.append(failure)
+        trigger.set_result(None)
+
+    return trigger.then(outcome), end

@@ -48,30 +48,37 @@ class Operation:
 class HethubWork(torch_private.WorkBase):
     """The result of an operation that another thread completes."""
 
-    def __init__(self, operation: Operation, result: list[torch.Tensor]) -> None:
+    def __init__(self, operation: Operation, result: list[torch.Tensor], timeout_seconds: float | None = None) -> None:
         super().__init__()
         self.operation = operation
         self._result = result
+        self._timeout_seconds = timeout_seconds
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future, self._end_future = torch_private.future_of(result)
         self._source: int | None = None
+        self.end_profiled: Callable[[], None] | None = None
 
     def finish(self, source: int | None = None) -> None:
         self._source = source
-        self._done.set()
-        self._future.set_result(self._result)
+        self._end(None)
 
     def fail(self, error: Exception) -> None:
         self._error = error
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if self.end_profiled is not None:
+            self.end_profiled()
+        self._end_future(error)
         self._done.set()
-        self._future.set_exception(error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""
         seconds = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+        seconds = seconds or self._timeout_seconds
         if not self._done.wait(seconds):
-            raise self.operation.failed(TimeoutError(f"not done after {seconds:g} s"))
+            raise self.operation.failed(TimeoutError(f"Timed out after {seconds:g} s"))
         if self._error is not None:
             raise self._error
         return True
@@ -174,7 +181,9 @@ class Worker:
             job, work, count = item
             start = time.perf_counter()
             try:
-                job()
+                # Grad mode is per thread and on by default: a gradient made with create_graph requires grad itself.
+                with torch.no_grad():
+                    job()
             except Exception as error:  # noqa: BLE001  every failure reaches the caller through its Work
                 work.fail(work.operation.failed(error))
             else:
