@@ -106,6 +106,7 @@ class CheckpointStore:
         if self._world.rank == 0:
             newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
             _log.info("checkpoint %s is complete", newest)
+            self._damaged.discard(newest.name)
             self._remove_old(newest)
 
     def _remove_old(self, newest: Path) -> None:
