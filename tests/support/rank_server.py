@@ -24,11 +24,17 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
+# What ranks import sooner or later; torch's optimizers pull in torch._dynamo, state shares scipy.optimize (seconds each).
+IMPORTS = (
+    "pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint",
+    "scipy.optimize", "hethub.communicator", "hethub.cli", "hethub.runtime.train", "hethub.report.run",
+)  # fmt: skip
+
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     load_package("tests", Path(__file__).resolve().parents[1])
-    for name in ("pytest", "hypothesis", "torch", "torch.distributed", "hethub.communicator"):
+    for name in IMPORTS:
         importlib.import_module(name)
     warm_up()
     stream = channel.makefile("rwb")
