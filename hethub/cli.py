@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hethub", description=hethub.__doc__)
     parser.add_argument("--version", action="version", version=hethub.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_plan, _add_predict, _add_tokenise, _add_export):
+    for add in (_add_train, _add_plan, _add_predict, _add_launch, _add_doctor, _add_tokenise, _add_export):
         add(commands)
     return parser
 
@@ -207,6 +207,60 @@ def _predict(options: argparse.Namespace) -> None:
         _print_json({"strategy": strategy, **prediction.to_dict()})
     else:
         print_prediction(strategy, prediction)
+
+
+# -- starting ----------------------------------------------------------------------------------------------------------
+
+
+def _add_launch(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "launch",
+        _launch,
+        "Starts a job on its cluster, every node in its own environment.",
+        "hethub launch configs/jobs/laptop-mixed.yaml --dry-run",
+    )
+    parser.add_argument("job", type=Path, metavar="JOB.yaml")
+    parser.add_argument("--with", dest="launcher", choices=("mpirun", "torchrun", "srun"), default="mpirun")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="key.path=value", help="override a key of the job"
+    )
+
+
+def _launch(options: argparse.Namespace) -> None:
+    from hethub.runtime.launcher import launch_commands, run_here
+    from hethub.spec.job import load_job
+
+    job = load_job(options.job, options.set)
+    extra = [word for override in options.set for word in ("--set", override)]
+    commands = launch_commands(options.job, _known_cluster(job), options.launcher, extra)
+    if options.dry_run:
+        print("\n".join(map(str, commands)))
+    elif code := run_here(commands):
+        raise RunFailed(f"the job ended with exit code {code}; what failed is said above.")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = _command(
+        commands, "doctor", _doctor, "Says what this machine has, what is missing and what to do.", "hethub doctor"
+    )
+    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="also check this job's files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from hethub.report.tables import print_findings
+    from hethub.runtime.doctor import examine
+    from hethub.spec.job import load_job
+
+    findings = examine()
+    if options.job is not None:
+        load_job(options.job)
+    if options.json:
+        _print_json({"findings": [finding.to_dict() for finding in findings]})
+    else:
+        print_findings(findings)
 
 
 # -- data and weights --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Plans and predictions as tables on the terminal."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,12 @@ def memory_table(prediction: Prediction) -> Table:
     for (accelerator, needed, limit, largest), ranks in rows.items():
         table.add_row(compact(tuple(ranks)), accelerator, f"{needed / GIB:.2f}", f"{limit / GIB:.2f}", largest)
     return table
+
+
+def print_findings(findings: Sequence[Any]) -> None:
+    """What `hethub doctor` found, a line each, remedies below what is missing."""
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        console.print(f"{finding.state:8}{finding.what:16}{finding.found}", markup=False)
+        if finding.remedy:
+            console.print(f"{'':24}{finding.remedy}", markup=False)

