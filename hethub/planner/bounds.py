@@ -4,16 +4,16 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem
 from hethub.planner.result import KindAlone
-from hethub.planner.search import Effort, search
+from hethub.planner.search import effort_for, search
 
 
-def kinds_alone(problem: Problem, costs: UnitCosts, effort: Effort) -> tuple[KindAlone, ...] | None:
+def kinds_alone(problem: Problem, costs: UnitCosts) -> tuple[KindAlone, ...] | None:
     """Every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no sample."""
     weights = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
     alone = []
     for index, weight in enumerate(weights):
         samples = round(problem.batch.global_batch * weight / sum(weights))
-        found = _alone(problem, index, samples, effort) if samples else None
+        found = _alone(problem, index, samples) if samples else None
         if found is None:
             return None
         alone.append(found)
@@ -25,14 +25,14 @@ def upper_bound_tokens_per_second(alone: tuple[KindAlone, ...] | None) -> float 
     return sum(kind.tokens_per_second for kind in alone) if alone else None
 
 
-def _alone(problem: Problem, index: int, samples: int, effort: Effort) -> KindAlone | None:
+def _alone(problem: Problem, index: int, samples: int) -> KindAlone | None:
     """The kind's best plan; where nothing fits, its best plan without a memory limit, marked so."""
     kind = problem.kinds[index]
     part = problem.part(index)
     part = part.on(part.cluster, Batch(samples, problem.batch.seq_len, problem.batch.precision))
     for lifted in (False, True):
         judge = Judge(part, UnitCosts(part), ignore_memory=lifted)
-        best = search(part, judge, effort)
+        best = search(part, judge, effort_for(part, bound=True))
         if best is not None:
             return KindAlone(
                 accelerator=kind.accelerator.name,

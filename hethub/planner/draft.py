@@ -1,5 +1,6 @@
 """Drafts: plans as the search moves them about, and their completion into plans that can be bound and judged."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,11 +14,15 @@ from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
 
 @dataclass(frozen=True)
 class Seat:
-    """A unit as a replica of a stage, with its micro-batch; `samples` None: divided by speed."""
+    """A unit as a replica of a stage, with its micro-batch; its samples follow from its speed."""
 
     unit: Unit
     micro_batch: int
-    samples: int | None = None
+
+    @property
+    def sort(self) -> tuple[int, int, int]:
+        """Seats of one sort are interchangeable: kind, TP degree, micro-batch."""
+        return (self.unit.kind, self.unit.tp, self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,11 @@ class DraftStage:
     recompute: Recompute = "none"
     zero: int = 1
     state_shares: tuple[tuple[int, float], ...] = ()
+
+    @cached_property
+    def sorts(self) -> tuple[tuple[tuple[int, int, int], int], ...]:
+        """How many seats of each sort, in order of sort."""
+        return tuple(sorted(Counter(seat.sort for seat in self.seats).items()))
 
 
 @dataclass(frozen=True)
@@ -63,10 +73,11 @@ def complete(draft: Draft, problem: Problem, costs: UnitCosts) -> PlanSpec | Non
     else:
         divided = [divide(problem.batch.global_batch, stage) for stage in workers]
     stages, start = [], 0
+    near = _nearly_even(divided)
     for index, (stage, samples) in enumerate(zip(draft.stages, divided, strict=True)):
         if samples is None:
             return None
-        stages.append(_stage(draft, index, stage, samples, start, problem))
+        stages.append(_stage(draft, index, stage, samples, start, problem, explicit=near or draft.slack > 0))
         start += stage.layers
     return PlanSpec(
         model=problem.model.name,
@@ -74,9 +85,16 @@ def complete(draft: Draft, problem: Problem, costs: UnitCosts) -> PlanSpec | Non
         global_batch=problem.batch.global_batch,
         seq_len=problem.batch.seq_len,
         precision=problem.batch.precision,
-        schedule=problem.schedule,  # type: ignore[arg-type]
+        schedule=problem.schedule,
         stages=tuple(stages),
     )
+
+
+def _nearly_even(divided: Sequence[list[int] | None]) -> bool:
+    """Whether all stages divide the samples alike, into counts that differ by one: as many tiles in flight as there are
+    stages behind are then enough, and said in the plan, since the default for unlike replicas is more."""
+    first = divided[0]
+    return first is not None and len(divided) > 1 and max(first) - min(first) == 1 and all(d == first for d in divided)
 
 
 def _workers(draft: Draft, index: int, costs: UnitCosts) -> list[Worker]:
@@ -103,7 +121,7 @@ def _slowest(chain: Sequence[Worker]) -> Worker | None:
 
 
 def _stage(
-    draft: Draft, index: int, stage: DraftStage, samples: Sequence[int], start: int, problem: Problem
+    draft: Draft, index: int, stage: DraftStage, samples: Sequence[int], start: int, problem: Problem, explicit: bool
 ) -> StageSpec:
     behind = len(draft.stages) - index
     replicas = tuple(
@@ -111,7 +129,7 @@ def _stage(
             ranks=seat.unit.ranks,
             micro_batch=min(seat.micro_batch, count),
             samples=count,
-            in_flight=behind + draft.slack if draft.slack and behind > 1 else None,
+            in_flight=behind + (draft.slack if behind > 1 else 0) if explicit and problem.schedule == "1f1b" else None,
         )
         for seat, count in zip(stage.seats, samples, strict=True)
     )

@@ -42,21 +42,28 @@ def footprint(
     wide = max(4, width)
     layers = np.arange(model.layers + 1)
     parameters = layers * layer_parameters(problem, unit.tp) + end_parameters(problem, unit.tp, first, last)
-    tokens = micro_batch * problem.batch.seq_len
-    heads = (2 * model.heads + 2 * model.num_kv_heads) * model.head_size * share
-    columns = model.ffn * share * (4 if model.is_gated else 2)
-    layer_bytes = tokens * width * (4 * model.hidden + heads + columns)
-    if recompute == "full":
-        tile = layers * tokens * model.hidden * width + layer_bytes / max(1, in_flight)
-    else:
-        tile = layers * layer_bytes
+    held, once = tile_bytes(problem, unit.tp, micro_batch, recompute)
     vendor = problem.kinds[unit.kind].accelerator.vendor
-    rest = 4 * tokens * model.hidden * width + FRAMEWORK_BYTES.get(vendor, FRAMEWORK_BYTES_ELSE)
+    rest = once + FRAMEWORK_BYTES.get(vendor, FRAMEWORK_BYTES_ELSE)
     if last:
+        tokens = micro_batch * problem.batch.seq_len
         rest += min(LOSS_CHUNK_TOKENS, tokens) * model.vocab * share * wide * 3
-    fixed = parameters * (width + wide) + in_flight * tile + rest
+    fixed = parameters * (width + wide) + in_flight * layers * held + rest
     master = wide if width < 4 else 0
     return Footprint(fixed, parameters * (master + 2 * wide))
+
+
+def tile_bytes(problem: Problem, tp: int, micro_batch: int, recompute: Recompute) -> tuple[float, float]:
+    """What a held tile keeps per layer on one of `tp` ranks; and bytes besides, whatever is held: buffers between stages
+    and, where the forward runs again, one layer in full."""
+    model = problem.model
+    width = element_bytes(HETHUB.math_precision(problem.batch.precision))
+    tokens = micro_batch * problem.batch.seq_len
+    heads = (2 * model.heads + 2 * model.num_kv_heads) * model.head_size / tp
+    columns = model.ffn / tp * (4 if model.is_gated else 2)
+    layer = tokens * width * (4.0 * model.hidden + heads + columns)
+    hidden = float(tokens * model.hidden * width)
+    return (hidden, 4 * hidden + layer) if recompute == "full" else (layer, 4 * hidden)
 
 
 def layer_parameters(problem: Problem, tp: int) -> float:

@@ -1,14 +1,16 @@
 """The judge: every plan the search considers is bound and predicted here, each once, with full cost."""
 
 import time
+from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, complete
 from hethub.planner.problem import Problem
+from hethub.planner.surrogate import Surrogate
 from hethub.predictor import Prediction, predict
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import bind
+from hethub.spec.layout import Layout, bind
 from hethub.spec.plan import PlanSpec
 
 
@@ -29,13 +31,44 @@ class Verdict(NamedTuple):
         return sum(max(0, entry.bytes - entry.limit) for entry in self.prediction.memory)
 
 
+def is_alike(plan: PlanSpec) -> bool:
+    """Whether nothing needs dealing: all stages have the same replicas, of equal tiles or with tiles in flight given."""
+    first = [(replica.micro_batch, replica.samples) for replica in plan.stages[0].replicas]
+    if any([(r.micro_batch, r.samples) for r in stage.replicas] != first for stage in plan.stages[1:]):
+        return False
+    return len(set(first)) == 1 or all(r.in_flight for stage in plan.stages for r in stage.replicas)
+
+
+class AlikeLayout(Layout):
+    """The layout of a plan that `is_alike`, its tiles in flight known without dealing thousands of tiles.
+
+    With equal tiles everywhere a replica holds as many as there are stages from its own to the last. `bind` checks the
+    answer in full before it is given.
+    """
+
+    @cached_property
+    def in_flight(self) -> list[list[int]]:
+        stages = self.plan.stages
+        if self.plan.schedule == "gpipe":
+            return [[-(-r.samples // r.micro_batch) for r in stage.replicas] for stage in stages]
+        return [
+            [min(r.in_flight or len(stages) - index, -(-r.samples // r.micro_batch)) for r in stage.replicas]
+            for index, stage in enumerate(stages)
+        ]
+
+
+SMALL_REPLAY = 1_000  # tiles: always replayed
+
+
 class Judge:
     """Binds and predicts drafts. Counts what it judged, keeps the best that fit, and watches the time limit."""
 
     def __init__(self, problem: Problem, costs: UnitCosts, *, ignore_memory: bool = False) -> None:
         self.problem, self.costs, self.ignore_memory = problem, costs, ignore_memory
+        self.surrogate = Surrogate(problem, costs)
         self.started = time.perf_counter()
         self.limit_seconds = problem.constraints.time_limit_seconds
+        self.tiles_left = 0  # to be replayed one by one
         self._known: dict[Draft, Verdict | None] = {}
         self.fitting: dict[Draft, Verdict] = {}
         self.closest: Verdict | None = None  # the least over memory, where none fits
@@ -61,11 +94,23 @@ class Judge:
         plan = complete(draft, self.problem, self.costs)
         if plan is None:
             return None
+        model, cluster = self.problem.model, self.problem.cluster
+        alike = is_alike(plan)
+        if not alike and not self._spend(plan):
+            return None
         try:
-            layout = bind(plan, self.problem.model, self.problem.cluster)
+            layout = AlikeLayout(plan, model, cluster) if alike else bind(plan, model, cluster)
         except BadInput:  # too few tiles in flight, or heads that do not divide: no plan
             return None
         return Verdict(draft, plan, predict(layout, reserve=self.problem.constraints.reserve))
+
+    def _spend(self, plan: PlanSpec) -> bool:
+        """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend."""
+        tiles = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
+        if self.fitting and tiles > max(self.tiles_left, SMALL_REPLAY):
+            return False
+        self.tiles_left -= tiles
+        return True
 
     def _note(self, verdict: Verdict) -> None:
         if verdict.prediction.fits or self.ignore_memory:

@@ -8,17 +8,25 @@ from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.problem import Problem
 
 
-def neighbours(draft: Draft, problem: Problem) -> Iterator[Draft]:
-    """Every draft one change away, cheap and likely ones first."""
-    yield from _layers(draft, problem)
+MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
+
+
+def neighbours(draft: Draft, problem: Problem, slowest: int) -> Iterator[Draft]:
+    """Every draft one change away; with many stages, those that change the `slowest` or all."""
+    count = len(draft.stages)
+    if count <= MOST_PAIRED:
+        pairs = list(combinations(range(count), 2))
+    else:
+        pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
+    yield from _layers(draft, pairs)
     yield from _micro_batches(draft, problem)
     yield from _modes(draft, problem)
-    yield from _seats(draft, problem)
+    yield from _seats(draft, problem, pairs)
 
 
-def _layers(draft: Draft, problem: Problem) -> Iterator[Draft]:
-    """One layer from any stage to any other."""
-    for a, b in combinations(range(len(draft.stages)), 2):
+def _layers(draft: Draft, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
+    """One layer from one stage of a pair to the other."""
+    for a, b in pairs:
         for giver, taker in ((a, b), (b, a)):
             if draft.stages[giver].layers > 1:
                 fewer = replace(draft.stages[giver], layers=draft.stages[giver].layers - 1)
@@ -71,15 +79,13 @@ def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
     yield replace(draft, alike=not draft.alike)
 
 
-def _seats(draft: Draft, problem: Problem) -> Iterator[Draft]:
-    """One replica to a neighbouring stage; replicas of unlike kinds exchanged between stages."""
-    if problem.constraints.dp is None:
-        for index, stage in enumerate(draft.stages):
-            for other in (index - 1, index + 1):
-                if 0 <= other < len(draft.stages) and len(stage.seats) > 1:
-                    for position in _one_of_each_kind(stage):
-                        yield _moved(draft, index, position, other)
-    for a, b in combinations(range(len(draft.stages)), 2):
+def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
+    """One replica from one stage of a pair to the other; replicas of unlike kinds exchanged."""
+    for a, b in pairs:
+        for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
+            if len(draft.stages[giver].seats) > 1:
+                for position in _one_of_each_kind(draft.stages[giver]):
+                    yield _moved(draft, giver, position, taker)
         for i in _one_of_each_kind(draft.stages[a]):
             for j in _one_of_each_kind(draft.stages[b]):
                 if _sort(draft.stages[a].seats[i]) != _sort(draft.stages[b].seats[j]):

@@ -18,11 +18,9 @@ from hethub.spec.plan import Recompute
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration to partition: units from first to last stage, replicas per stage (None: free), micro-batch of
-    each kind, recompute."""
+    """One configuration to partition: units from first to last stage, micro-batch of each kind, recompute."""
 
     line: tuple[Unit, ...]
-    replicas: int | None
     micro_batches: tuple[int, ...]
     recompute: Recompute
 
@@ -61,16 +59,15 @@ class Partitioner:
         """No partition of this setting has a smaller bottleneck: all layers at all units' rates."""
         return float(self.samples * self.num_layers / (1.0 / self.layer)[self.class_of].sum())
 
-    def partitions(self, depths: Sequence[int]) -> list[Partition]:
-        """The best found partition for each number of stages in `depths`, fewest first."""
-        wanted = sorted(depth for depth in depths if depth <= min(self.num_layers, len(self.line)))
-        if not wanted:
-            return []
+    def partitions(self, depths: Sequence[int], below: float) -> list[Partition]:
+        """The best found partition for each number of stages in `depths`, fewest first; none whose busiest unit would
+        need `below` seconds or more."""
+        wanted = [depth for depth in depths if depth <= min(self.num_layers, len(self.line))]
         found: dict[int, Partition] = {}
         for step in _DEADLINES:
             deadline = self.bound_seconds * step
             missing = [depth for depth in wanted if depth not in found]
-            if not missing or (found and step > _GIVE_UP * min(p.deadline_seconds for p in found.values()) / self.bound_seconds):
+            if not missing or deadline >= below or (found and step > _GIVE_UP * found[min(found)].deadline_seconds / self.bound_seconds):
                 break
             for depth, partition in self._under(deadline, max(missing)).items():
                 if depth in missing:
@@ -98,7 +95,7 @@ class Partitioner:
             choice = end.argmin(axis=1)
             used = end[np.arange(num_layers + 1), choice]
             choices.append(choice + 1)
-            if used[num_layers] <= count and (self.setting.replicas is None or used[num_layers] == count):
+            if used[num_layers] <= count:
                 feasible[depth] = self._trace(choices, reach, deadline)
             if not (used <= count).any():
                 break
@@ -117,21 +114,19 @@ class Partitioner:
 
     def _advance(self, start: np.ndarray, layers: np.ndarray, reach: np.ndarray, depth: int, first: bool) -> np.ndarray:
         """Units used after a stage of `layers` that begins at `start`: enough for the samples and for its memory."""
-        count, replicas = len(self.line), self.setting.replicas
+        count = len(self.line)
         layers = np.broadcast_to(layers, start.shape)
         wide = np.int64(reach.max() + self.samples + 1)
         flat = (reach + np.arange(reach.shape[0])[:, None] * wide).ravel()
         wanted = reach[layers, start] + self.samples + layers * wide
         end = np.searchsorted(flat, wanted, side="left") - layers * (count + 1)
-        if replicas is not None:
-            end = np.where(end <= start + replicas, start + replicas, _NEVER)
         end = np.where(end <= count, end, _NEVER)
         if not self.memory_counts:
             return end
         least = self._least_replicas(depth, first)
         for edge in (start, np.minimum(end, count) - 1):
             needed = start + least[self.class_of[np.clip(edge, 0, count - 1)], layers]
-            end = np.maximum(end, needed) if replicas is None else np.where(needed <= end, end, _NEVER)
+            end = np.maximum(end, needed)
         return np.where(end <= count, end, _NEVER)
 
     def _least_replicas(self, depth: int, first: bool) -> np.ndarray:
@@ -168,7 +163,6 @@ class Partitioner:
 
 
 _NEVER = 1 << 40
-_GIVE_UP = 1.5
+_GIVE_UP = 1.2
 # Multiples of the bound, finer where partitions are good.
-_DEADLINES = tuple(1.0 + d for d in (0, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.055, 0.075, 0.1, 0.14, 0.2, 0.28, 0.4,
-                                     0.6, 0.85, 1.2, 1.7, 2.5, 4.0, 7.0, 12.0, 25.0, 60.0))  # fmt: skip
+_DEADLINES = tuple(1.0 + d for d in (0.002, 0.006, 0.012, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2, 2.5, 6.0, 20.0))

@@ -8,7 +8,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.result import PlanResult, RunnerUp
-from hethub.planner.search import Effort, search
+from hethub.planner.search import effort_for, search
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -36,10 +36,10 @@ def plan(
     if strategy != "auto":
         raise BadInput(f"strategy '{strategy}' is not offered by this version; use auto.")
     judge = Judge(problem, UnitCosts(problem))
-    best = search(problem, judge, Effort())
+    best = search(problem, judge, effort_for(problem))
     if best is None:
         raise BadInput(_nothing_fits(problem, judge))
-    alone = kinds_alone(problem, judge.costs, Effort()) if with_bounds else None
+    alone = kinds_alone(problem, judge.costs) if with_bounds else None
     bound = upper_bound_tokens_per_second(alone)
     prediction = replace(
         best.prediction,

@@ -97,6 +97,15 @@ class Problem:
     def units(self, kind: int, tp: int) -> tuple[Unit, ...]:
         """The kind's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
         the largest groups that the heads allow."""
+        if (kind, tp) not in self._units:
+            self._units[kind, tp] = self._grouped(kind, tp)
+        return self._units[kind, tp]
+
+    @cached_property
+    def _units(self) -> dict[tuple[int, int], tuple[Unit, ...]]:
+        return {}
+
+    def _grouped(self, kind: int, tp: int) -> tuple[Unit, ...]:
         found = []
         for machine in self.kinds[kind].machines:
             start = 0

@@ -1,14 +1,48 @@
-"""The settings that the search partitions: orders of kinds, TP degrees, micro-batches, recompute, replica counts."""
+"""What the search enumerates: TP degrees, micro-batches and recompute by kind, and the lines of units that they form."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
 from itertools import permutations, product
 from math import gcd
 
-from hethub.planner.partition import Setting
+import numpy as np
+
+from hethub.planner.equal import Combination, Sorts
 from hethub.planner.problem import Problem, Unit
 
 MOST_ORDERED = 4  # kinds: beyond, only orders by speed and by memory are tried
+
+
+@dataclass(frozen=True)
+class Line:
+    """How units line up into stages of `replicas` each: kind after kind in `order`, or side by side, where every stage
+    holds the same mixture of kinds."""
+
+    order: tuple[int, ...]
+    replicas: int
+    side_by_side: bool = False
+
+    def units(self, problem: Problem, degrees: tuple[int, ...]) -> tuple[Unit, ...]:
+        """The units from the first stage to the last."""
+        own = [problem.units(kind, degrees[kind]) for kind in self.order]
+        if not self.side_by_side:
+            return tuple(unit for units in own for unit in units)
+        stages = sum(map(len, own)) // self.replicas
+        runs = [len(units) // stages for units in own]
+        return tuple(
+            unit for s in range(stages) for units, run in zip(own, runs, strict=True) for unit in units[s * run : (s + 1) * run]
+        )
+
+    def composition(self, sorts: Sorts) -> np.ndarray:
+        """[stage, sort]: how many replicas of each sort a stage has."""
+        total = int(sorts.counts.sum())
+        stages = total // self.replicas
+        if self.side_by_side:
+            return np.broadcast_to(sorts.counts // stages, (stages, len(sorts.examples)))
+        position = [index for kind in self.order for index, e in enumerate(sorts.examples) if e.kind == kind]
+        line = np.repeat(position, sorts.counts[position]).reshape(stages, self.replicas)
+        return (line[:, :, None] == np.arange(len(sorts.examples))).sum(axis=1)
 
 
 def orders(problem: Problem) -> list[tuple[int, ...]]:
@@ -23,49 +57,37 @@ def orders(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
-    """TP degrees per kind, each a degree that the kind's machines can hold."""
+    """TP degrees per kind, each a power of two that the kind's machines can hold."""
     fixed = problem.constraints.tp
     choices = []
     for kind in problem.kinds:
         widest = max(map(len, kind.machines))
-        able = [d for d in problem.degrees if d <= widest and d & (d - 1) == 0] or [1]
+        able = [d for d in problem.degrees if d <= widest and d & (d - 1) == 0]
         choices.append([fixed] if fixed else able)
     return list(product(*choices))
 
 
-def lines(problem: Problem, degrees: tuple[int, ...]) -> Iterator[tuple[tuple[Unit, ...], int | None]]:
-    """Lines of units with the replicas per stage that they are meant for (None: free).
-
-    Kind after kind, in every order, free or with one number of replicas for all stages; and side by side, where every
-    stage holds the same mixture, for each number of stages that divides the units of every kind.
-    """
-    units = [problem.units(kind, tp) for kind, tp in enumerate(degrees)]
-    total = sum(map(len, units))
-    dp = problem.constraints.dp
-    equal = [dp] if dp else [n for n in range(1, total + 1) if total % n == 0 and total // n <= problem.model.layers]
-    for order in orders(problem):
-        line = tuple(unit for kind in order for unit in units[kind])
-        if dp is None and len(units) > 1:
-            yield line, None
-        for replicas in equal:
-            if total % replicas == 0:
-                yield line, replicas
-    common = reduce(gcd, map(len, units))
-    for stages in range(2, common + 1):
-        if common % stages == 0 and len(units) > 1 and dp in (None, total // stages):
-            runs = [len(own) // stages for own in units]
-            side = (unit for s in range(stages) for own, run in zip(units, runs, strict=True) for unit in own[s * run : (s + 1) * run])
-            yield tuple(side), total // stages
-
-
-def settings(problem: Problem) -> Iterator[Setting]:
-    """All settings, each once."""
-    seen = set()
+def combinations(problem: Problem) -> Iterator[Combination]:
+    """All combinations, micro-batches equal over kinds."""
     for degrees in degree_choices(problem):
-        for line, replicas in lines(problem, degrees):
-            if (line, replicas) in seen:
-                continue
-            seen.add((line, replicas))
-            for micro_batch in problem.micro_batches:
-                for recompute in problem.recomputes:
-                    yield Setting(line, replicas, (micro_batch,) * len(problem.kinds), recompute)  # type: ignore[arg-type]
+        for micro_batch in problem.micro_batches:
+            for recompute in problem.recomputes:
+                yield Combination(degrees, (micro_batch,) * len(problem.kinds), recompute)
+
+
+def lines(problem: Problem, counts: tuple[int, ...]) -> Iterator[Line]:
+    """Lines of equally many replicas per stage, for `counts` units of each sort."""
+    total, constraints = sum(counts), problem.constraints
+    if constraints.dp:
+        able = [constraints.dp] if total % constraints.dp == 0 else []
+    else:
+        able = [n for n in range(1, total + 1) if total % n == 0 and total // n <= problem.model.layers]
+    if constraints.pp:
+        able = [n for n in able if total // n == constraints.pp]
+    common = reduce(gcd, counts)
+    for replicas in able:
+        for order in orders(problem) if total > replicas else orders(problem)[:1]:
+            yield Line(order, replicas)
+        stages = total // replicas
+        if 1 < stages and len(counts) > 1 and common % stages == 0:
+            yield Line(tuple(range(len(problem.kinds))), replicas, side_by_side=True)

@@ -1,0 +1,164 @@
+"""A step's seconds in closed form: ranks drafts before the predictor judges the best of them.
+
+Per stage: the exact busy time of its slowest replica, one tile's latency, the gradients' reduction. Over stages: the
+slowest way from the first forward to the last backward through each stage under 1F1B.
+"""
+
+from typing import NamedTuple
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.footprint import end_parameters, layer_parameters
+from hethub.planner.problem import Problem
+from hethub.planner.samples import Worker
+from hethub.predictor.costs import BUCKET_BYTES
+
+
+class StageEstimate(NamedTuple):
+    """A stage by itself: seconds of the busiest replica, of one tile each way, of the reduction and what follows it."""
+
+    busy: float
+    forward: float
+    backward: float
+    tiles: float  # of the busiest replica
+    reduce: float
+    tail: float
+    finish: float  # optimizer and new weights
+
+
+class Surrogate:
+    """Estimates drafts; stages seen before cost nothing."""
+
+    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
+        self.problem, self.costs = problem, costs
+        self._stages: dict[object, StageEstimate] = {}
+        self._crossings: dict[object, float] = {}
+        self._workers: dict[object, Worker] = {}
+
+    def seconds(self, draft: Draft) -> float:
+        """The estimated step; infinite where a stage has more replicas than samples."""
+        if max(draft.replica_counts) > self.problem.batch.global_batch:
+            return float("inf")
+        last = len(draft.stages) - 1
+        stages = [self.stage(stage, index == 0, index == last) for index, stage in enumerate(draft.stages)]
+        crossing = [self._crossing(draft.stages[s], draft.stages[s + 1]) for s in range(last)] + [0.0]
+        after = 0.0  # one tile through all later stages and back
+        detours = [0.0] * (last + 1)
+        for s in range(last, -1, -1):
+            detours[s] = after
+            after += stages[s].forward + stages[s].backward + (2 * crossing[s - 1] if s else 0.0)
+        fill = drain = end = 0.0
+        drains = []
+        for s, stage in enumerate(stages):
+            tile = stage.forward + stage.backward
+            held = last - s + 1 + (draft.slack if s < last else 0)
+            gap = max(0.0, 2 * detours[s] - (held - 1) * tile)
+            circuit = stage.tiles * (tile + detours[s]) / held
+            end = max(end, fill + max(stage.busy + gap, circuit) + drain)
+            drains.append(drain)
+            fill += stage.forward + crossing[s]
+            drain += stage.backward + crossing[s]
+        reduced = max(
+            end - d + max(stage.tail, stage.reduce - stage.backward) for stage, d in zip(stages, drains, strict=True)
+        )
+        return reduced + max(stage.finish for stage in stages)
+
+    def slowest(self, draft: Draft) -> int:
+        """The stage whose busiest replica works longest."""
+        last = len(draft.stages) - 1
+        busy = [self.stage(stage, index == 0, index == last).busy for index, stage in enumerate(draft.stages)]
+        return busy.index(max(busy))
+
+    def stage(self, stage: DraftStage, first: bool, last: bool) -> StageEstimate:
+        key = (stage.layers, stage.sorts, stage.recompute, stage.zero, first, last)
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = self._stage(stage, first, last)
+        return found
+
+    def _stage(self, stage: DraftStage, first: bool, last: bool) -> StageEstimate:
+        seats = {sort: next(s for s in stage.seats if s.sort == sort) for sort, _ in stage.sorts}
+        workers = {sort: self._worker(stage, seat, first, last) for sort, seat in seats.items()}
+        counts = [(workers[sort], count) for sort, count in stage.sorts]
+        busy = earliest_finish(self.problem.batch.global_batch, counts)
+        tiles = [
+            self.costs.rate(seat.unit, seat.micro_batch, stage.recompute).tile(stage.layers, first, last) for seat in seats.values()
+        ]
+        slowest = max(tiles, key=lambda tile: tile.total)
+        reduce, tail, gather = self._reduction(stage, first, last)
+        return StageEstimate(
+            busy, slowest.forward, slowest.backward, busy / slowest.total, reduce, tail, gather + self._optimizer(stage, first, last)
+        )
+
+    def _worker(self, stage: DraftStage, seat: Seat, first: bool, last: bool) -> Worker:
+        """The seat with whole tiles and proportional parts of them; exact shares of short tiles come with the plan."""
+        key = (seat.sort, stage.layers, stage.recompute, first, last)
+        found = self._workers.get(key)
+        if found is None:
+            b = seat.micro_batch
+            whole = self.costs.rate(seat.unit, b, stage.recompute).tile(stage.layers, first, last).total
+            found = self._workers[key] = Worker(b, tuple(whole * (i + 1) / b for i in range(b)))
+        return found
+
+    def _parameters(self, stage: DraftStage, first: bool, last: bool) -> float:
+        tp = min(seat.unit.tp for seat in self._examples(stage))
+        return stage.layers * layer_parameters(self.problem, tp) + end_parameters(self.problem, tp, first, last)
+
+    @staticmethod
+    def _examples(stage: DraftStage) -> list[Seat]:
+        return list({seat.sort: seat for seat in stage.seats}.values())
+
+    def _reduction(self, stage: DraftStage, first: bool, last: bool) -> tuple[float, float, float]:
+        """Seconds to reduce, its part that nothing hides, and to gather new weights."""
+        if len(stage.seats) == 1:
+            return 0.0, 0.0, 0.0
+        group = self.costs.network.group([seat.unit.ranks[0] for seat in stage.seats])
+        machine = self.costs.network.machines[group.machines[0][0]]
+        sharing = max(1, machine.accelerators // group.most_per_machine)
+        parameters = self._parameters(stage, first, last)
+        num_bytes = parameters * max(4, self.costs.width)
+        once = self.costs.network.reduce_scatter(group, num_bytes, sharing)
+        reduce = once if stage.zero else 2 * once
+        gather = self.costs.network.all_gather(group, parameters * self.costs.width, sharing) if stage.zero else 0.0
+        return reduce, reduce * min(1.0, BUCKET_BYTES / num_bytes), gather
+
+    def _optimizer(self, stage: DraftStage, first: bool, last: bool) -> float:
+        owned = self._parameters(stage, first, last) / (len(stage.seats) if stage.zero else 1)
+        return max(self.costs.layer_costs[seat.unit.kind].optimizer(owned) for seat in self._examples(stage))
+
+    def _crossing(self, above: DraftStage, below: DraftStage) -> float:
+        """Seconds of one tile between two stages, from the slowest pair of sorts."""
+        sender, receiver = above.seats[0], below.seats[0]
+        sending = len(above.seats)
+        key = (sender.sort, receiver.sort, sending)
+        found = self._crossings.get(key)
+        if found is None:
+            places = self.problem.cluster.places
+            machine = places[sender.unit.ranks[0]].machine
+            sharing = sum(places[seat.unit.ranks[0]].machine == machine for seat in above.seats)
+            num_bytes = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len * self.problem.model.hidden * self.costs.width
+            network = self.costs.network
+            found = network.link(sender.unit.ranks[0], receiver.unit.ranks[0], sharing).seconds(num_bytes)
+            if receiver.unit.tp > 1:
+                found += network.link(*receiver.unit.ranks[:2]).seconds(num_bytes)
+            self._crossings[key] = found
+        return found
+
+
+def earliest_finish(total: int, counts: list[tuple[Worker, int]]) -> float:
+    """When the last of several sorts of workers, `count` of each, ends `total` samples divided best."""
+    if len(counts) == 1:
+        worker, count = counts[0]
+        return worker.seconds(-(-total // count))
+    rate = sum(count * worker.micro_batch / worker.tile_seconds[-1] for worker, count in counts)
+    low = total / rate * 0.999
+    high = low + max(worker.tile_seconds[-1] for worker, _ in counts)
+    while sum(count * worker.within(high) for worker, count in counts) < total:
+        high *= 1.1
+    for _ in range(30):
+        middle = (low + high) / 2
+        if sum(count * worker.within(middle) for worker, count in counts) >= total:
+            high = middle
+        else:
+            low = middle
+    return high
