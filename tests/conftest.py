@@ -1,6 +1,13 @@
 """Settings of all tests."""
 
+import sys
+from pathlib import Path
+
 from hypothesis import settings
+
+# `python -m pytest` puts the repository root on sys.path, where the link `kernels` would answer for another package.
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
 
 # The same examples at every run and no clock: a shared machine may stall. `--hypothesis-profile=explore` looks further.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

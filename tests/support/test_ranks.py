@@ -8,7 +8,11 @@ from tests.support.ranks import start_ranks
 
 def echo(rank, store, word):
     store.set(f"from-{rank}", word)
-    return store.get(f"from-{1 - rank}").decode() + str(rank)
+    answer = store.get(f"from-{1 - rank}").decode() + str(rank)
+    store.set(f"done-{rank}", "")
+    if rank == 0:  # it hosts the store
+        store.wait(["done-1"])
+    return answer
 
 
 def fail_or_sleep(rank, store):
