@@ -6,7 +6,7 @@ elements sends 2n(k-1) over all bridges, the least possible. Chunks overlap: whi
 reduced inside the island.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,25 @@ class Bridge:
         """Every member's `flat[ranges[member]]` is written to the same place of all members' `flat`."""
         num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
         run_pipelined((self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.lag)
+
+    def exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Sends `sent[rank]` to each rank in it and fills `received[rank]` from each; a rank's own is copied."""
+        if self._rank in received:
+            received[self._rank].copy_(sent[self._rank])
+        arrivals = [
+            self._links.receive(tensor, peer, Stage.DIRECT)
+            for peer, tensor in received.items()
+            if peer != self._rank and tensor.numel()
+        ]
+        # Each rank begins with its successor, so that not all send to the same rank at once.
+        order = sorted(sent, key=lambda peer: (peer - self._rank) % self._size)
+        sends = [
+            self._links.send(sent[peer], peer, Stage.DIRECT)
+            for peer in order
+            if peer != self._rank and sent[peer].numel()
+        ]
+        _wait(arrivals)
+        _wait(sends)
 
     def _owner_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
         ranges = owner_ranges(self._islands, whole, self._size)

@@ -51,6 +51,7 @@ class GlooRelay(Relay):
         return self._over_lanes(torch_private.gloo_receive, tensor, peer, tag)
 
     def _over_lanes(self, start: object, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        tensor = tensor.view(torch.uint8)  # Gloo moves bytes, but knows few types by name
         if len(self._lanes) == 1 or tensor.nbytes < _STRIPE_BYTES:
             return self._one(start, self._lanes[0], tensor, peer, tag)
         stripes = tensor.tensor_split(len(self._lanes))

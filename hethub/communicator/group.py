@@ -16,7 +16,7 @@ from hethub.communicator.point_to_point import PointToPoint
 from hethub.communicator.reduction import make_reduction
 from hethub.communicator.staging import Staged, join
 from hethub.communicator.work import HethubWork, Operation, Worker
-from hethub.spec.ranges import Range, from_sizes
+from hethub.spec.ranges import Range, from_sizes, split
 
 Tensors = list[torch.Tensor]
 Job = Callable[[], None]
@@ -74,8 +74,11 @@ class HethubGroup(torch_private.GroupBase):
 
         def job() -> None:
             for place, reduction in zip(staged, reductions, strict=True):
-                place.flat = reduction.prepared(place.load())
-                self._bridge.all_reduce(place.flat, reduction)
+                flat = place.load()
+                contribution = reduction.prepared(flat)
+                if contribution is not flat:
+                    flat.copy_(contribution)
+                self._bridge.all_reduce(flat, reduction)
                 place.store()
 
         return self._submit(name, job, tensors)
@@ -182,8 +185,7 @@ class HethubGroup(torch_private.GroupBase):
             if len(flats) > 1:
                 for flat, piece in zip(flats, ranges, strict=True):
                     flat.copy_(whole[piece.start : piece.stop])
-            for place in places:
-                place.store()
+            _store(places)
 
         return job
 
@@ -204,11 +206,9 @@ class HethubGroup(torch_private.GroupBase):
         source = self._stage(inputs[0])
 
         def job() -> None:
-            hosts = [[place.empty() for place in places]] if places else []
-            options = torch_private.op_options(dist.GatherOptions, rootRank=opts.rootRank)
-            self._gloo.gather(hosts, [source.load()], options).wait()
-            for place in places:
-                place.store()
+            received = {rank: place.empty() for rank, place in enumerate(places)}
+            self._bridge.exchange({opts.rootRank: source.load()}, received)
+            _store(places)
 
         return self._submit("gather", job, outputs[0] if outputs else inputs)
 
@@ -217,10 +217,9 @@ class HethubGroup(torch_private.GroupBase):
         sources = [self._stage(tensor) for tensor in inputs[0]] if inputs else []
 
         def job() -> None:
-            hosts = [[source.load() for source in sources]] if sources else []
-            options = torch_private.op_options(dist.ScatterOptions, rootRank=opts.rootRank)
-            self._gloo.scatter([place.empty()], hosts, options).wait()
-            place.store()
+            sent = {rank: source.load() for rank, source in enumerate(sources)}
+            self._bridge.exchange(sent, {opts.rootRank: place.empty()})
+            _store([place])
 
         return self._submit("scatter", job, outputs)
 
@@ -233,11 +232,12 @@ class HethubGroup(torch_private.GroupBase):
         opts: Any = None,
     ) -> HethubWork:
         place, own = self._stage(output), self._stage(source)
+        receive_ranges = self._row_ranges(output, output_sizes)
+        send_ranges = self._row_ranges(source, input_sizes)
 
         def job() -> None:
-            out = place.empty().view(output.shape)
-            self._gloo.alltoall_base(out, own.load().view(source.shape), output_sizes, input_sizes).wait()
-            place.store()
+            self._bridge.exchange(_by_rank(own.load(), send_ranges), _by_rank(place.empty(), receive_ranges))
+            _store([place])
 
         return self._submit("all_to_all_single", job, [output])
 
@@ -248,13 +248,9 @@ class HethubGroup(torch_private.GroupBase):
         sources = [self._stage(source) for source in inputs]
 
         def job() -> None:
-            received = torch.empty(sum(out.numel() for out in outputs), dtype=inputs[0].dtype)
-            sent = torch.cat([source.load() for source in sources])
-            sizes_out, sizes_in = [out.numel() for out in outputs], [source.numel() for source in inputs]
-            self._gloo.alltoall_base(received, sent, sizes_out, sizes_in).wait()
-            for place, piece in zip(places, from_sizes(sizes_out), strict=True):
-                place.empty().copy_(received[piece.start : piece.stop])
-                place.store()
+            sent = {rank: source.load() for rank, source in enumerate(sources)}
+            self._bridge.exchange(sent, {rank: place.empty() for rank, place in enumerate(places)})
+            _store(places)
 
         return self._submit("all_to_all", job, outputs)
 
@@ -290,6 +286,13 @@ class HethubGroup(torch_private.GroupBase):
     def _all_at(self, root: int, num_elements: int) -> list[Range]:
         return from_sizes([num_elements if rank == root else 0 for rank in range(self._size)])
 
+    def _row_ranges(self, tensor: torch.Tensor, num_rows: list[int]) -> list[Range]:
+        """Per rank its rows of `tensor` as elements of the flat tensor; no sizes given means equal ones."""
+        if not num_rows:
+            return split(tensor.numel(), self._size)
+        row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+        return from_sizes([rows * row for rows in num_rows])
+
     def _operation(self, name: str, tensors: Tensors) -> Operation:
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
@@ -307,6 +310,15 @@ def _op(opts: Any) -> Any:
 
 def _completed(work: Any) -> None:
     work.wait()
+
+
+def _store(places: Sequence[Staged]) -> None:
+    for place in places:
+        place.store()
+
+
+def _by_rank(flat: torch.Tensor, ranges: Sequence[Range]) -> dict[int, torch.Tensor]:
+    return {rank: flat[piece.start : piece.stop] for rank, piece in enumerate(ranges)}
 
 
 def _in_turn(jobs: Sequence[Job]) -> Job:

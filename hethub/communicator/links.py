@@ -16,9 +16,10 @@ class Stage(IntEnum):
     EXCHANGE = 1
     GATHER = 2
     SPREAD = 3
+    DIRECT = 4
 
 
-_NUM_STAGES = 4
+_NUM_STAGES = 8
 
 
 class Links:
