@@ -22,7 +22,10 @@ def plans(precision: str, model: Any) -> list[Case]:
             [stage((0, 4), replica([0], 4), replica([1], 2), replica([2], 2), zero=1, state_shares={0: 0.7, 2: 0.0})],
             "ana",
         ),
-        "tp2, then tp1 twice": ([stage((0, 1), replica([0, 1], 8, 2)), stage((1, 4), replica([2], 5), replica([3], 3))], ""),
+        "tp2, then tp1 twice": (
+            [stage((0, 1), replica([0, 1], 8, 2)), stage((1, 4), replica([2], 5), replica([3], 3))],
+            "",
+        ),
         "unlike replicas in both stages": (
             [
                 stage((0, 2), replica([0], 5, 2), replica([1], 3), zero=1),
@@ -31,7 +34,10 @@ def plans(precision: str, model: Any) -> list[Case]:
             "anaan",
         ),
         "alone": ([stage((0, 4), replica([0], 8))], ""),
-        "pp3": ([stage((0, 2), replica([0], 8)), stage((2, 3), replica([1], 8)), stage((3, 4), replica([2], 8))], "ana"),
+        "pp3": (
+            [stage((0, 2), replica([0], 8)), stage((2, 3), replica([1], 8)), stage((3, 4), replica([2], 8))],
+            "ana",
+        ),
     }
     return [
         Case(name=name, stages=value, vendors=vendors, precision=precision, model=model)
@@ -68,7 +74,9 @@ def check_export(folder: Path, state: dict[str, np.ndarray], model: Any) -> None
     assert path is not None
     assert read_record(path).model == model
     weights = {info.name: values.numpy() for info, values in iterate_weights(path, model)}
-    assert_equal(weights, {key.partition("/")[2]: values for key, values in state.items() if key.startswith("weights/")})
+    assert_equal(
+        weights, {key.partition("/")[2]: values for key, values in state.items() if key.startswith("weights/")}
+    )
 
 
 def train_on(world: Any, case: Case, folder: Path | None, first: int, last: int) -> Any:

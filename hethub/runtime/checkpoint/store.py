@@ -115,8 +115,10 @@ class CheckpointStore:
         whole = [p for p in others if (p / integrity.MARKER).exists() and p.name not in self._damaged]
         for path in others:
             if path not in whole[: self.keep - 1]:
-                integrity.remove(path)
-                _log.info("checkpoint %s was removed", path)
+                try:
+                    integrity.remove(path)
+                except OSError as error:  # on a network file system, while someone reads it; the next save tries again
+                    _log.warning("the old checkpoint %s could not be removed: %s", path, error)
 
     def _everywhere(self, what: str, action: Callable[[], Result]) -> list[Result]:
         """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
