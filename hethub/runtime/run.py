@@ -1,6 +1,8 @@
 """The steps of a run on one rank, and what is kept and shown of them."""
 
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -13,6 +15,7 @@ from hethub.runtime.prepare import Agreed
 from hethub.runtime.progress import Reporter, Silent, TerminalReporter
 from hethub.runtime.stop_signal import StopSignal
 from hethub.runtime.trainer import Trainer
+from hethub.spec.errors import RunFailed
 from hethub.spec.job import Job
 from hethub.spec.layout import Layout
 
@@ -61,13 +64,24 @@ class Run:
         with StopSignal() as signals, reporter:
             for line in self._opening():
                 self._say(line, reporter)
-            for step in range(first, self.last + 1):
-                stopped = self._step(step, signals, reporter)
-                if stopped:
-                    break
-            self.store.wait()
+            with self._saving():
+                for step in range(first, self.last + 1):
+                    stopped = self._step(step, signals, reporter)
+                    if stopped:
+                        break
         offset = (before + clock_offset(self.world)) / 2
         return self._finish(step, stopped and step < self.last, offset) if self._losses else None
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A checkpoint under way is completed, also where all ranks together find that training cannot go on."""
+        try:
+            yield
+        except RunFailed as error:
+            if error.agreed:
+                self.store.wait()
+            raise
+        self.store.wait()
 
     def _open(self) -> None:
         folder = self.agreed.folder

@@ -95,7 +95,7 @@ def _judge(meeting: Rendezvous, answers: Sequence[Answer]) -> None:
             raise RunFailed(f"rank {meeting.rank} ends because rank {first} failed: {told[first]}")
         everywhere = all(text == told[first] for text in told)
         error = BadInput(told[first] if everywhere else f"rank {first}: {told[first]}")
-        error.quiet = meeting.rank != first
+        error.agreed, error.quiet = True, meeting.rank != first
         raise error
 
 

@@ -11,7 +11,7 @@ from hethub.runtime.prepare import Agreed, Prepared, TrainRequest, agree, prepar
 from hethub.runtime.run import Run, RunSummary
 from hethub.runtime.together import together
 from hethub.runtime.trainer import Trainer
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 
 _BUILDING_SECONDS = 3600.0  # how long ranks wait for each other's weights; a dead one is noticed by the watch
@@ -54,11 +54,11 @@ def _connected(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> Itera
     try:
         with world.guard("train"):
             yield world
-    except BadInput:  # raised on every rank together, so the world is whole
-        world.close()
-        raise
     except BaseException as error:
-        world.abort(f"{type(error).__name__}: {error}")
+        if isinstance(error, BadInput | RunFailed) and error.agreed:
+            world.close()
+        else:
+            world.abort(f"{type(error).__name__}: {error}")
         raise
     world.close()
 

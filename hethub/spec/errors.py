@@ -4,26 +4,27 @@
 class BadInput(ValueError):
     """The user's input breaks a rule: one paragraph says what was given, which rule it broke and what to change.
 
-    The command line prints the message and exits with 2; nothing has been written. `quiet` is set on ranks of a job
-    for which another rank prints it.
+    The command line prints the message and exits with 2; nothing has been written.
     """
 
-    quiet = False
+    agreed = False  # raised on every rank of a job at the same point
+    quiet = False  # another rank prints it
 
 
 class RunFailed(RuntimeError):
     """Something outside the input failed (a peer, a link, a device): the message names rank, operation and peer.
 
-    The command line prints the message and exits with 1; it is `quiet` on ranks for which another one prints it.
+    The command line prints the message and exits with 1.
     """
 
+    agreed = False
     quiet = False
 
     @classmethod
     def everywhere(cls, rank: int, message: str) -> "RunFailed":
         """The failure that every rank finds alike at the same point, and rank 0 speaks of."""
         error = cls(message)
-        error.quiet = rank != 0
+        error.agreed, error.quiet = True, rank != 0
         return error
 
 

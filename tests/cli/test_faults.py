@@ -1,0 +1,105 @@
+"""When a rank dies or fails, every process ends within seconds, names it, and the command exits with 1."""
+
+import os
+import signal
+import time
+
+from hethub.runtime.trainer import Trainer
+from tests.support.command import needs_mpirun, ranks, start_mpirun
+from tests.support.job_files import write_job
+
+
+def trained(run, step):
+    path = run / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) >= step
+
+
+@needs_mpirun
+def test_a_rank_killed_at_step_3_is_named_by_all_others(tmp_path):
+    job, run = write_job(tmp_path / "job", train={"steps": 5000}), tmp_path / "run"
+    running = start_mpirun(4, "train", job, "--run-dir", run, cwd=tmp_path)
+    running.wait_until(lambda: trained(run, 3))
+    os.kill(running.rank_pid(2), signal.SIGKILL)
+    killed = time.monotonic()
+    ended = running.end()  # fails if a process is left behind
+    assert time.monotonic() - killed < 60  # communicator.timeout_seconds
+    assert ended.exit_code == 1
+    assert len(ended.paragraphs) == 3
+    assert all("rank 2 is gone" in paragraph for paragraph in ended.paragraphs)
+    assert "Traceback" not in ended.stderr
+
+
+def fail_at_step_3(rank):
+    """Rank 1 has a bug that shows at step 3."""
+    if rank == 1:
+        run_step = Trainer.run_step
+
+        def failing(self, step, **more):
+            if step == 3:
+                raise KeyError("no such tensor")
+            return run_step(self, step, **more)
+
+        Trainer.run_step = failing
+
+
+def test_a_ranks_own_exception_shows_its_traceback_once(tmp_path):
+    job = write_job(tmp_path / "job", train={"steps": 5000})
+    results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=fail_at_step_3)
+    assert [ended.exit_code for ended in results] == [1] * 4
+    assert [ended.stderr.count("Traceback") for ended in results] == [0, 1, 0, 0]
+    assert "KeyError: 'no such tensor'" in results[1].stderr
+    for rank in (0, 2, 3):
+        (paragraph,) = results[rank].paragraphs
+        assert "rank 1 failed: KeyError: 'no such tensor'" in paragraph
+
+
+def fail_before_the_world(rank):
+    """Rank 0, which serves the store and plans for all, fails while the others wait for it."""
+    if rank == 0:
+        import hethub.runtime.prepare as prepare
+
+        def failing(*_):
+            raise ZeroDivisionError("of the planner")
+
+        prepare._decide = failing
+
+
+def test_a_failure_before_the_ranks_are_connected_ends_all(tmp_path):
+    job = write_job(tmp_path / "job")
+    results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=fail_before_the_world)
+    assert [ended.exit_code for ended in results] == [1] * 4
+    assert [ended.stderr.count("Traceback") for ended in results] == [1, 0, 0, 0]
+    for ended in results[1:]:
+        (paragraph,) = ended.paragraphs
+        assert "rank 0 failed: ZeroDivisionError: of the planner" in paragraph
+    assert not (tmp_path / "run").exists()
+
+
+def die_before_the_world(rank):
+    """Rank 2 dies when the ranks have met and are to tell what they have read."""
+    if rank == 2:
+        import hethub.runtime.prepare as prepare
+
+        prepare.open_dataset = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_before_the_ranks_are_connected_is_named_within_the_timeout(tmp_path):
+    job = write_job(tmp_path / "job", communicator={"timeout_seconds": 3})
+    results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=die_before_the_world)
+    for rank in (0, 1, 3):
+        assert results[rank].exit_code == 1
+        assert "Traceback" not in results[rank].stderr
+        assert any("rank 2" in paragraph for paragraph in results[rank].paragraphs)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_sentence(tmp_path):
+    wild = {"lr": 1e20, "min_lr": 0.0, "warmup_steps": 0, "grad_clip": None, "steps": 20}
+    job = write_job(tmp_path / "job", train=wild, checkpoint={"every_steps": 1})
+    results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    assert [ended.exit_code for ended in results] == [1] * 4
+    assert [len(ended.paragraphs) for ended in results] == [1, 0, 0, 0]
+    assert "the gradient is not finite" in results[0].paragraphs[0]
+    assert "Lower train.lr" in results[0].paragraphs[0]
+    assert all("Traceback" not in ended.stderr for ended in results)
+    last = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last}" / "COMPLETE").exists()
