@@ -94,6 +94,11 @@ CASES = [
         model=TIED,
         vendors="anaan",
     ),
+    Case(
+        name="tied head over two stages of one island, two replicas at the head",
+        stages=[stage((0, 1), replica([0, 1], 8, 2)), stage((1, 4), replica([2], 5), replica([3], 3))],
+        model=TIED,
+    ),
     Case(name="tied head in one stage", stages=[stage((0, 4), replica([0, 1], 8, 2))], model=TIED),
     Case(
         name="recompute full",
