@@ -41,9 +41,9 @@ def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seco
             links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer)
         while len(links) < len(peers):
             sock, _ = listener.accept()
-            peer = _admitted(sock, rendezvous.token, timeout_seconds)
-            if peer is not None:
-                links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer)
+            admitted = _admitted(sock, rendezvous.token, timeout_seconds)
+            if admitted is not None:
+                links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted)
     return ShmRelay(links)
 
 

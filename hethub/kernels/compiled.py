@@ -1,0 +1,101 @@
+"""The staging kernels on a GPU through CuPy, the same for CUDA and ROCm; results equal `TorchKernels` bit for bit."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hethub.kernels.device import Device
+from hethub.kernels.reference import TorchKernels
+from hethub.kernels.sources import NAMES, THREADS_PER_BLOCK, num_blocks, source
+
+_MAX_BLOCKS = 4096
+_SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_QUANTISED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+
+
+def kernels_for(device: Device) -> TorchKernels:
+    """The fastest kernels this rank can run: compiled where it has a GPU and CuPy, torch's own otherwise."""
+    if device.is_gpu and importlib.util.find_spec("cupy") is not None:
+        return CompiledKernels(device)
+    return TorchKernels()
+
+
+class CompiledKernels(TorchKernels):
+    """Runs on the calling thread's current torch stream; host tensors take the torch path."""
+
+    name = "cupy"
+
+    def __init__(self, device: Device) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._device = device
+        with cupy.cuda.Device(device.index):
+            # No fused multiply-add: the reference rounds product and sum one after the other.
+            options = ("-ffp-contract=off",) if device.vendor == "amd" else ("--fmad=false",)
+            module = cupy.RawModule(code=source(), options=options)
+            self._functions = {name: module.get_function(name) for name in NAMES}
+
+    def pack(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        if not flat.is_cuda:
+            return super().pack(tensors, flat)
+        self._move("pack", tensors, flat)
+        return None
+
+    def unpack(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        if not flat.is_cuda:
+            return super().unpack(flat, tensors)
+        self._move("unpack", tensors, flat)
+        return None
+
+    def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        if not total.is_cuda:
+            return super().add(total, part)
+        return self._launch(f"add_{_SUFFIX[part.dtype]}", total.numel(), total, part, total.numel())
+
+    def cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        narrow, wide = _SUFFIX.get(out.dtype), _SUFFIX.get(source.dtype)
+        if not out.is_cuda or source.dtype == out.dtype or narrow is None or wide is None:
+            return super().cast(source, out)
+        if out.dtype == torch.float32:
+            return self._launch(f"widen_{wide}_all", out.numel(), out, source, out.numel())
+        if source.dtype == torch.float32:
+            return self._launch(f"round_{narrow}_all", out.numel(), out, source, out.numel())
+        return super().cast(source, out)
+
+    def quantise(self, source: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+        if not source.is_cuda:
+            return super().quantise(source, values, scales)
+        name = f"quantise_{_QUANTISED[values.dtype]}"
+        return self._launch(name, source.numel(), values, scales, source, source.numel())
+
+    def dequantise(self, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        if not out.is_cuda:
+            return super().dequantise(values, scales, out)
+        name = f"dequantise_{_QUANTISED[values.dtype]}"
+        return self._launch(name, out.numel(), out, scales, values, out.numel())
+
+    def _launch(self, name: str, num_elements: int, *arguments: Any) -> None:
+        if num_elements == 0:
+            return
+        grid = (min(num_blocks(num_elements), _MAX_BLOCKS),)
+        self._run(name, grid, arguments)
+
+    def _move(self, name: str, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        sizes = torch.tensor([0, *(tensor.numel() * tensor.itemsize for tensor in tensors)], dtype=torch.int64)
+        places = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        offsets = sizes.cumsum(0).to(flat.device, non_blocking=True)
+        grid = (min(num_blocks(int(sizes.max())), _MAX_BLOCKS), min(len(tensors), 65_535))
+        self._run(name, grid, (flat, places.to(flat.device, non_blocking=True), offsets, len(tensors)))
+
+    def _run(self, name: str, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(self._device.index).cuda_stream)
+        passed = [
+            self._cupy.uintp(a.data_ptr()) if isinstance(a, torch.Tensor) else self._cupy.uint64(a) for a in arguments
+        ]
+        if name in ("pack", "unpack"):
+            passed[-1] = self._cupy.uint32(arguments[-1])
+        with self._cupy.cuda.Device(self._device.index), stream:
+            self._functions[name](grid, (THREADS_PER_BLOCK,), tuple(passed))

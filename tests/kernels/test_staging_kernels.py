@@ -1,0 +1,252 @@
+"""The staging kernels: the torch reference against arithmetic, and the GPU source itself, compiled and run on the host.
+
+A C++ compiler stands in for the GPU: a few lines give the source threadIdx, __syncthreads and real threads, so that
+the text NVRTC and hipRTC compile is executed and compared bit for bit with the reference.
+"""
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hethub.kernels.reference import LARGEST, TorchKernels, num_scales
+from hethub.kernels.sources import NAMES, QUANTISED_BLOCK, source
+
+KERNELS = TorchKernels()
+
+SHIM = r"""
+#include <barrier>
+#include <cmath>
+#include <thread>
+#include <vector>
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+thread_local dim3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+std::barrier<>* barrier;
+static inline void __syncthreads() { barrier->arrive_and_wait(); }
+#define __device__
+#define __global__
+#define __shared__ static
+"""
+
+LAUNCH = r"""
+template <class F> void on_blocks(unsigned blocks, unsigned rows, unsigned threads, F kernel) {
+    blockDim = {threads, 1, 1}; gridDim = {blocks, rows, 1};
+    for (unsigned y = 0; y < rows; y++) for (unsigned b = 0; b < blocks; b++) {
+        std::barrier<> all(threads); barrier = &all;
+        std::vector<std::thread> running;
+        for (unsigned t = 0; t < threads; t++) running.emplace_back([=] {
+            threadIdx = {t, 0, 0}; blockIdx = {b, y, 0}; kernel(); });
+        for (auto& one : running) one.join();
+    }
+}
+extern "C" {
+void run_quantise_int8(signed char* o, float* s, const float* x, u64 n) {
+    on_blocks(2, 1, BLOCK, [=] { quantise_int8(o, s, x, n); }); }
+void run_quantise_fp8(u8* o, float* s, const float* x, u64 n) {
+    on_blocks(2, 1, BLOCK, [=] { quantise_fp8(o, s, x, n); }); }
+void run_dequantise_int8(float* o, const float* s, const signed char* x, u64 n) {
+    on_blocks(3, 1, 2, [=] { dequantise_int8(o, s, x, n); }); }
+void run_dequantise_fp8(float* o, const float* s, const u8* x, u64 n) {
+    on_blocks(3, 1, 2, [=] { dequantise_fp8(o, s, x, n); }); }
+void run_add_bf16(float* a, const u16* x, u64 n) { on_blocks(3, 1, 2, [=] { add_bf16(a, x, n); }); }
+void run_add_f16(float* a, const u16* x, u64 n) { on_blocks(3, 1, 2, [=] { add_f16(a, x, n); }); }
+void run_round_bf16(u16* o, const float* x, u64 n) { on_blocks(1, 1, 1, [=] { round_bf16_all(o, x, n); }); }
+void run_round_f16(u16* o, const float* x, u64 n) { on_blocks(1, 1, 1, [=] { round_f16_all(o, x, n); }); }
+void run_widen_f16(float* o, const u16* x, u64 n) { on_blocks(1, 1, 1, [=] { widen_f16_all(o, x, n); }); }
+void run_widen_bf16(float* o, const u16* x, u64 n) { on_blocks(1, 1, 1, [=] { widen_bf16_all(o, x, n); }); }
+void run_round_e4m3(u8* o, const float* x, u64 n) { for (u64 i = 0; i < n; i++) o[i] = round_to_e4m3(x[i]); }
+void run_widen_e4m3(float* o, const u8* x, u64 n) { for (u64 i = 0; i < n; i++) o[i] = widen_e4m3(x[i]); }
+void run_pack(u8* f, const u64* p, const u64* o, u32 c) { on_blocks(2, 2, 2, [=] { pack(f, p, o, c); }); }
+void run_unpack(const u8* f, const u64* p, const u64* o, u32 c) { on_blocks(2, 2, 2, [=] { unpack(f, p, o, c); }); }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The kernels' source as a host library."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++20 compiler (g++) to run the GPU source on the host")
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "kernels.cpp").write_text(SHIM + source() + LAUNCH)
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-o", "kernels.so"]
+    subprocess.run([*command, "kernels.cpp"], cwd=folder, check=True, timeout=240)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def call(function, *arguments):
+    function(*(ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_uint64(a) for a in arguments))
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def awkward_floats():
+    """Every exponent and sign with all short fractions, their neighbours, and the special values."""
+    top = torch.arange(1 << 16, dtype=torch.int64) << 16
+    bits = torch.cat([top, top + 1, top + 0x7FFF, top + 0x8000, top + 0x8001, top + 0x1000, top + 0xFFFF])
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_rounding_and_widening_equal_torchs(compiled, name, dtype):
+    values = awkward_floats()
+    values = values[~values.isnan()]
+    rounded = torch.empty(values.numel(), dtype=dtype)
+    call(compiled[f"run_round_{name}"], rounded, values, values.numel())
+    assert same_bits(rounded, values.to(dtype))
+    everything = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    everything = everything[~everything.isnan()].contiguous()
+    wide = torch.empty(everything.numel())
+    call(compiled[f"run_widen_{name}"], wide, everything, everything.numel())
+    assert same_bits(wide, everything.float())
+
+
+def test_e4m3_equals_torchs(compiled):
+    values = awkward_floats()
+    values = values[values.abs() <= 448]
+    rounded = torch.empty(values.numel(), dtype=torch.uint8)
+    call(compiled.run_round_e4m3, rounded, values, values.numel())
+    assert torch.equal(rounded, values.to(torch.float8_e4m3fn).view(torch.uint8))
+    everything = torch.arange(256).to(torch.uint8)
+    wide = torch.empty(256)
+    call(compiled.run_widen_e4m3, wide, everything, 256)
+    expected = everything.view(torch.float8_e4m3fn).float()
+    assert torch.equal(wide.isnan(), expected.isnan())
+    assert same_bits(wide[~wide.isnan()], expected[~expected.isnan()])
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_quantising_on_the_device_equals_the_reference(compiled, dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=generator) * torch.logspace(-6, 6, size)
+    values[size // 2] = 0.0
+    if size > 600:
+        values[300] = float("inf")
+        values[:QUANTISED_BLOCK] = 0.0
+    ours, scales = torch.empty(size, dtype=dtype), torch.empty(num_scales(size))
+    name = "int8" if dtype == torch.int8 else "fp8"
+    call(compiled[f"run_quantise_{name}"], ours, scales, values, size)
+    expected, expected_scales = torch.empty(size, dtype=dtype), torch.empty(num_scales(size))
+    KERNELS.quantise(values, expected, expected_scales)
+    assert same_bits(ours, expected)
+    assert torch.equal(scales.nan_to_num(nan=-1.0), expected_scales.nan_to_num(nan=-1.0))
+    back, expected_back = torch.empty(size), torch.empty(size)
+    call(compiled[f"run_dequantise_{name}"], back, scales, ours, size)
+    KERNELS.dequantise(expected, expected_scales, expected_back)
+    assert torch.equal(back.nan_to_num(nan=-1.0), expected_back.nan_to_num(nan=-1.0))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_adding_on_the_device_equals_the_reference(compiled, name, dtype):
+    part = torch.randn(1001).to(dtype)
+    ours = torch.randn(1001)
+    expected = ours.clone()
+    call(compiled[f"run_add_{name}"], ours, part, 1001)
+    KERNELS.add(expected, part)
+    assert same_bits(ours, expected)
+
+
+def test_packing_on_the_device_equals_the_reference(compiled):
+    tensors = [torch.randn(7), torch.randn(3, 5), torch.randn(0), torch.randn(100)]
+    flat, expected = torch.empty(122), torch.empty(122)
+    places = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+    offsets = torch.tensor([0, 28, 88, 88, 488], dtype=torch.int64)
+    compiled.run_pack.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_uint32]
+    compiled.run_pack(flat.data_ptr(), places.data_ptr(), offsets.data_ptr(), 4)
+    KERNELS.pack(tensors, expected)
+    assert same_bits(flat, expected)
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+    KERNELS.unpack(flat, targets)
+    assert all(torch.equal(a, b) for a, b in zip(targets, tensors, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 700),
+    scale=st.floats(1e-20, 1e20),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from(list(LARGEST)),
+)
+def test_quantising_error_is_bounded_by_the_blocks_maximum(size, scale, seed, dtype):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
+    quantised, scales, back = torch.empty(size, dtype=dtype), torch.empty(num_scales(size)), torch.empty(size)
+    KERNELS.quantise(values, quantised, scales)
+    KERNELS.dequantise(quantised, scales, back)
+    for start in range(0, size, QUANTISED_BLOCK):
+        block, restored = values[start : start + QUANTISED_BLOCK], back[start : start + QUANTISED_BLOCK]
+        maximum = block.abs().max()
+        # int8: half a step of maximum/127. e4m3 keeps 3 fraction bits: at most 1/16 of each value, or half its
+        # smallest step, 2^-10 of maximum/448, for the smallest.
+        step = maximum / 127 / 2 if dtype == torch.int8 else torch.maximum(block.abs() / 16, maximum / 448 / 1024)
+        assert ((block - restored).abs() <= step * 1.001).all()
+
+
+def test_overflow_is_not_hidden():
+    values = torch.tensor([1.0, float("inf"), 2.0])
+    quantised, scales, back = torch.empty(3, dtype=torch.int8), torch.empty(1), torch.empty(3)
+    KERNELS.quantise(values, quantised, scales)
+    KERNELS.dequantise(quantised, scales, back)
+    assert back.isnan().all()
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_the_source_compiles_for_nvidia(tmp_path, architecture):
+    if shutil.which("nvcc") is not None:
+        (tmp_path / "kernels.cu").write_text(source())
+        command = ["nvcc", f"-arch={architecture}", "-cubin", "-o", "kernels.cubin", "kernels.cu"]
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=240)
+        found = (tmp_path / "kernels.cubin").read_bytes()
+        assert all(name.encode() in found for name in NAMES)
+        return
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs nvcc, or NVRTC: pip install cuda-python")
+    _, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
+    flags = [f"--gpu-architecture={architecture}".encode()]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+
+
+@pytest.mark.parametrize("architecture", ["gfx908", "gfx90a"])
+def test_the_source_compiles_for_amd(tmp_path, architecture):
+    if shutil.which("hipcc") is None:
+        pytest.skip("needs hipcc (Debian: apt install hipcc)")
+    (tmp_path / "kernels.hip").write_text("#include <hip/hip_runtime.h>\n" + source())
+    command = ["hipcc", f"--offload-arch={architecture}", "-c", "-o", "kernels.o", "kernels.hip"]
+    environment = {"PATH": "/usr/bin:/usr/local/bin:/bin:/opt/rocm/bin", "HIP_PLATFORM": "amd"}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=240)
+    assert (tmp_path / "kernels.o").stat().st_size > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device and CuPy")
+def test_compiled_kernels_equal_the_reference_on_the_device():
+    pytest.importorskip("cupy", reason="pip install 'hethub[nvidia]' or 'hethub[amd]'")
+    from hethub.kernels.compiled import kernels_for
+    from hethub.kernels.device import choose_device
+
+    kernels = kernels_for(choose_device(0, 1))
+    assert kernels.name == "cupy"
+    values = torch.randn(100_003) * torch.logspace(-3, 3, 100_003)
+    on_device = values.cuda()
+    for dtype in LARGEST:
+        pairs = []
+        for each, data in ((KERNELS, values), (kernels, on_device)):
+            quantised = torch.empty(data.numel(), dtype=dtype, device=data.device)
+            scales = torch.empty(num_scales(data.numel()), device=data.device)
+            back = torch.empty_like(data)
+            each.quantise(data, quantised, scales)
+            each.dequantise(quantised, scales, back)
+            pairs.append((quantised.cpu(), back.cpu()))
+        assert same_bits(pairs[0][0], pairs[1][0])
+        assert same_bits(pairs[0][1], pairs[1][1])
+    total, expected = on_device.clone(), values.clone()
+    kernels.add(total, on_device.bfloat16())
+    KERNELS.add(expected, values.bfloat16())
+    assert same_bits(total.cpu(), expected)
