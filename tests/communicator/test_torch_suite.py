@@ -1,0 +1,84 @@
+"""torch's own DistributedTest over emulated islands: whatever native Gloo passes here, the backend hethub passes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DRIVER = Path(__file__).with_name("torch_suite_driver.py")
+
+# It asserts that the backend is called "gloo".
+COMPARES_THE_NAME = {"test_ddp_logging_data_cpu"}
+
+# One of each kind, for `make test`: 25 of the 93 that native Gloo passes.
+SAMPLE = [
+    "test_DistributedDataParallelCPU",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "test_all_gather_coalesced_with_empty",
+    "test_all_gather_complex",
+    "test_all_gather_object_subgroup",
+    "test_all_reduce_coalesced_max_complex_unsupported",
+    "test_all_reduce_full_group_product",
+    "test_all_reduce_sum_async",
+    "test_all_reduce_sum_complex",
+    "test_barrier_full_group",
+    "test_barrier_timeout_full_group",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_broadcast_full_group",
+    "test_ddp_create_graph",
+    "test_destroy_group",
+    "test_gather_object_subgroup",
+    "test_get_future",
+    "test_monitored_barrier_gloo_subgroup",
+    "test_new_subgroups_with_group_param",
+    "test_reduce_full_group_max",
+    "test_scatter_object_list",
+    "test_send_recv_any_source_torch_profiler",
+    "test_send_recv_with_tag",
+    "test_sparse_all_reduce_sum",
+    "test_static_graph_api_cpu",
+]
+
+
+def outcomes(layout, *tests):
+    """{test: "passed" | "failed" | "skipped"} and the reasons of failures."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(
+        [sys.executable, "-P", str(DRIVER), layout, *tests],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = json.loads(ended.stdout.strip().splitlines()[-1])
+    why = {test: row["why"] for test, row in found.items() if row["outcome"] == "failed"}
+    return {test: row["outcome"] for test, row in found.items()}, why
+
+
+def test_sample_passes_over_interleaved_islands():
+    ours, why = outcomes("0,2|1,3", *SAMPLE)
+    assert why == {}
+    assert set(ours.values()) == {"passed"}, ours
+
+
+@pytest.fixture(scope="module")
+def native():
+    found, _ = outcomes("native")
+    return {test for test, outcome in found.items() if outcome == "passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("layout", ["0,1|2,3", "0,2|1,3", "0|1,2,3"])
+def test_all_that_native_gloo_passes(layout, native):
+    ours, why = outcomes(layout)
+    passed = {test for test, outcome in ours.items() if outcome == "passed"}
+    print(f"{layout}: {len(passed)} of the {len(native)} tests that native Gloo passes: {', '.join(sorted(passed))}")
+    missing = native - passed - COMPARES_THE_NAME
+    assert missing == set(), "\n".join(why.get(test, "skipped") for test in sorted(missing))
+    assert len(native) > 80
