@@ -14,7 +14,7 @@ from hethub.spec.errors import BadInput, RunFailed
 T = TypeVar("T")
 Answer = dict[str, Any]  # what a rank tells the others: a value, a fault of the input, or its own failure
 
-_LEAVE_SECONDS = 20.0
+_LEAVE_SECONDS = 10.0
 
 
 def exchange(meeting: Rendezvous, key: str, value: Any) -> list[Any]:

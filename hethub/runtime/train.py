@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hethub.communicator import Rendezvous, World, connect
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.initial import load_hugging_face
-from hethub.runtime.launch import launch_info, rendezvous
+from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
 from hethub.runtime.prepare import Agreed, Prepared, TrainRequest, agree, prepare, read_job
 from hethub.runtime.run import Run, RunSummary
 from hethub.runtime.together import together
@@ -25,17 +25,34 @@ def train(request: TrainRequest) -> RunSummary | None:
     Raises BadInput (on all ranks, quiet on all but one) before anything is written, RunFailed afterwards.
     """
     info = launch_info()
-    job = read_job(request, info)
-    network = job.cluster.network if isinstance(job, Job) and job.cluster is not None else None
-    timeout = job.spec.communicator.timeout_seconds if isinstance(job, Job) else 60.0
-    meeting = rendezvous(info, network=network, timeout_seconds=timeout)
+    with _one_voice_per_node(info):
+        job = read_job(request, info)
+        network = job.cluster.network if isinstance(job, Job) and job.cluster is not None else None
+        timeout = job.spec.communicator.timeout_seconds if isinstance(job, Job) else 60.0
+        meeting = rendezvous(info, network=network, timeout_seconds=timeout)
     prepared = together(meeting, "job", lambda: prepare(job, info))
     agreed = agree(request, prepared, meeting)
     with _connected(meeting, prepared, agreed) as world:
+        trainer = together(
+            meeting, "weights", lambda: _build(request, prepared, agreed, world), patience_seconds=_BUILDING_SECONDS
+        )
         run = together(
-            meeting, "start", lambda: _build(request, prepared, agreed, world), patience_seconds=_BUILDING_SECONDS
+            meeting,
+            "checkpoint",
+            lambda: _start(request, prepared, agreed, trainer),
+            patience_seconds=_BUILDING_SECONDS,
         )
         return run.train()
+
+
+@contextmanager
+def _one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
+    """Before the ranks can speak with each other: what is wrong on a node, all its ranks find and one says."""
+    try:
+        yield
+    except BadInput as error:
+        error.quiet = info.local_rank != 0
+        raise
 
 
 @contextmanager
@@ -63,14 +80,19 @@ def _connected(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> Itera
     world.close()
 
 
-def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: World) -> Run:
-    """The run with its weights in place. What can be refused is refused before the run folder is made."""
+def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: World) -> Trainer:
+    """The trainer, with initial weights unless a checkpoint brings them. Nothing is written yet."""
     job = prepared.job
     trainer = Trainer(agreed.layout, world, prepared.dataset, job.spec.train, document_mask=job.spec.data.document_mask)
     if request.resume is None:
         _fill(trainer, job)
+    return trainer
+
+
+def _start(request: TrainRequest, prepared: Prepared, agreed: Agreed, trainer: Trainer) -> Run:
+    """The run with its checkpoints opened, and the newest restored where it is resumed."""
+    job, world, done = prepared.job, trainer.world, 0
     store = CheckpointStore(agreed.folder.checkpoints, keep=job.spec.checkpoint.keep, world=world)
-    done = 0
     if request.resume is not None:
         path = store.latest()
         if path is None:

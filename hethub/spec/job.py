@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Source, Spec, build, read_yaml
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, suggest
 from hethub.spec.model import Count, ModelSpec, load_model
 from hethub.spec.plan import PlanSpec, load_plan
 
@@ -153,6 +153,10 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 def load_plan_of(job: Job, path: Path) -> PlanSpec:
     """The plan in a YAML file, for use with `job`. Raises BadInput where it was made for other training settings."""
+    if path == job.plan_path and not path.exists():
+        raise BadInput(
+            f"{path}: there is no such plan file, and '{job.spec.plan}' is no strategy; {suggest(job.spec.plan, STRATEGIES)}"
+        )
     plan = load_plan(path)
     for key in ("global_batch", "seq_len", "precision"):
         planned, wanted = getattr(plan, key), getattr(job.spec.train, key)
