@@ -24,11 +24,13 @@ def timeline(layout: Layout, times: StepTimes) -> tuple[Span, ...]:
     for seat, acts in schedule(layout).items():
         timed = [(act, *_when(times, seat, act)) for act in acts]
         for rank in layout.replica(*seat).ranks:
-            spans += [Span(rank, "communication" if act.kind in _COMMUNICATES else "compute", act.name, a, b) for act, a, b in timed]
+            spans += [Span(rank, stream_of(act.kind), act.name, a, b) for act, a, b in timed]
     return tuple(sorted(spans, key=lambda span: span.rank))
 
 
-_COMMUNICATES = (Kind.REDUCE, Kind.GATHER)
+def stream_of(kind: Kind) -> str:
+    """The row of a trace that an action of this kind belongs to."""
+    return "communication" if kind in (Kind.REDUCE, Kind.GATHER) else "compute"
 
 
 def _when(times: StepTimes, seat: tuple[int, int], act: Action) -> tuple[float, float]:
