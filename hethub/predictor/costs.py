@@ -1,6 +1,7 @@
 """What each part of a bound plan costs: tiles, boundaries, reductions and the optimizer, from layer and link costs."""
 
 from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.constants import Constants
@@ -44,14 +45,21 @@ class PlanCosts:
     """Costs of a layout under one software stack. Equal replicas are computed once."""
 
     def __init__(self, layout: Layout, software: Software, constants: Constants) -> None:
-        self.layout, self.software, self.constants = layout, software, constants
+        self.layout, self.software = layout, software
         self.plan, self.model = layout.plan, layout.model
-        self.network = Network(layout.cluster, constants)
-        self.width = element_bytes(software.math_precision(self.plan.precision))
-        self._layer_costs: dict[str, LayerCost] = {}
-        self._tiles: dict[tuple[object, ...], TileCost] = {}
         self._kinds: dict[tuple[int, int], tuple[object, ...]] = {}
         self._shared_exits: dict[int, Counter[int]] = {}
+        self.set_constants(constants)
+        self.width = element_bytes(software.math_precision(self.plan.precision))
+
+    def set_constants(self, constants: Constants) -> None:
+        """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
+        self.constants = constants
+        self.network = Network(self.layout.cluster, constants)
+        self._layer_costs: dict[str, LayerCost] = {}
+        self._tiles: dict[tuple[object, ...], TileCost] = {}
+        self._parameters: dict[tuple[object, ...], float] = {}
+        self._optimizers: dict[tuple[object, ...], float] = {}
 
     def layer_cost(self, rank: int) -> LayerCost:
         """The layer costs of a rank's accelerator."""
@@ -84,6 +92,37 @@ class PlanCosts:
             spread = tuple(Counter(place.machine for place in places).values())
             found = self._kinds[stage, replica] = (stage, names if len(set(names)) > 1 else names[:1], spread, spec.tensor_shares)
         return found
+
+    @cached_property
+    def tiles_alike(self) -> bool:
+        """Whether all stages tile the samples alike, so that replica r talks only to replica r of its neighbours."""
+        first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
+        return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
+
+    @cached_property
+    def chains(self) -> tuple[int, ...]:
+        """Where all stages tile alike: the first replica of every kind of chain through the stages."""
+        found: dict[object, int] = {}
+        stages = range(self.layout.num_stages)
+        for replica, spec in enumerate(self.plan.stages[0].replicas):
+            kinds = tuple(self.kind(stage, replica) for stage in stages)
+            levels = tuple(self.crossing(stage, replica, replica) for stage in stages[:-1])
+            given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
+            found.setdefault((kinds, levels, given, spec.micro_batch, spec.samples), replica)
+        return tuple(found.values())
+
+    def in_flight(self, stage: int, replica: int) -> int:
+        """Tiles that a replica holds before their backward; where all stages tile alike, without looking at the tiles."""
+        spec = self.layout.replica(stage, replica)
+        if self.plan.schedule != "1f1b" or not self.tiles_alike:
+            return self.layout.in_flight[stage][replica]
+        return min(spec.in_flight or self.layout.num_stages - stage, -(-spec.samples // spec.micro_batch))
+
+    def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
+        """What the cost of a boundary between two replicas depends on, beside its bytes."""
+        places = self.layout.cluster.places
+        a, b = places[self.layout.replica(stage, source).ranks[0]], places[self.layout.replica(stage + 1, target).ranks[0]]
+        return (a.machine == b.machine, a.node.name, b.node.name, self._exits(stage)[a.machine])
 
     def tile(self, stage: int, replica: int, samples: int) -> TileCost:
         """Seconds of forward and backward of a tile of `samples`, all layers of the stage, embedding and head included."""
@@ -155,7 +194,7 @@ class PlanCosts:
     @property
     def gradient_wire_bytes(self) -> int:
         """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (design rule 11)."""
-        return max(4, self.width)
+        return self.software.gradient_wire_bytes or max(4, self.width)
 
     def replica_group(self, stage: int, position: int) -> Group:
         """The ranks at one position of every replica: who sums one shard's gradients."""
@@ -164,6 +203,13 @@ class PlanCosts:
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec) -> float:
         """Parameters on the replica's fullest rank."""
+        key = (stage, spec.tp, spec.tensor_shares)
+        found = self._parameters.get(key)
+        if found is None:
+            found = self._parameters[key] = self._count_parameters(stage, spec)
+        return found
+
+    def _count_parameters(self, stage: int, spec: ReplicaSpec) -> float:
         model, stage_spec = self.model, self.layout.stages[stage]
         fraction = max(self.rank_fractions(spec))
         count = float(stage_spec.num_layers * model.layer_parameters)
@@ -184,7 +230,7 @@ class PlanCosts:
         group = self.replica_group(stage, 0)
         sharing = self._groups_per_machine(group)
         num_bytes = parameters * self.gradient_wire_bytes
-        tail = min(1.0, BUCKET_BYTES / num_bytes)
+        tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         if stage_spec.zero == 0:
             seconds = self.network.all_reduce(group, num_bytes, sharing)
             return Reduction(seconds, seconds * tail, 0.0)
@@ -198,11 +244,15 @@ class PlanCosts:
         """Seconds of the optimizer on the replica's slowest rank."""
         if not self.software.optimizer_included:
             return 0.0
-        stage_spec, spec = self.layout.stages[stage], self.layout.replica(stage, replica)
-        owned = self.rank_parameters(stage, spec)
-        if stage_spec.zero:
-            owned /= len(stage_spec.replicas) * self.software.context_parallel
-        return max(self.layer_cost(rank).optimizer(owned) for rank in spec.ranks[:1])
+        key = self.kind(stage, replica)
+        found = self._optimizers.get(key)
+        if found is None:
+            stage_spec, spec = self.layout.stages[stage], self.layout.replica(stage, replica)
+            owned = self.rank_parameters(stage, spec)
+            if stage_spec.zero:
+                owned /= len(stage_spec.replicas) * self.software.context_parallel
+            found = self._optimizers[key] = self.layer_cost(spec.ranks[0]).optimizer(owned)
+        return found
 
     def boundary(self, stage: int, source: int, target: int, samples: int) -> float:
         """Seconds for `samples` from a replica of `stage` to one of the next: the leaders' link, then inside the target."""

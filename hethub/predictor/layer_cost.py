@@ -1,10 +1,11 @@
 """Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from hethub.predictor.constants import Constants, packaged, peak_flops
-from hethub.predictor.operators import Product, Shape, Work, attention_share, embedding_work, head_work, layer_work
-from hethub.predictor.software import HETHUB, MathPrecision, Software
+from hethub.predictor.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
+from hethub.predictor.operators import Shape, Work, attention_share, embedding_work, head_work, layer_work
+from hethub.predictor.software import HETHUB, MathPrecision, Software, element_bytes
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
@@ -21,30 +22,47 @@ class PassSeconds(NamedTuple):
         return self.forward + self.backward
 
 
+def pass_seconds(
+    work: Work, fit: Efficiency, peak: Any, attention_peak: Any, bandwidth: Any, backward: bool
+) -> Any:
+    """Seconds of a pass that on a cool device that the host keeps busy.
+
+    Products take their FLOPs at the peak's attainable fraction, slower where a dimension is narrow, plus what blocked
+    products move through memory. Arrays are welcome: the fit runs this same line over all measured rows.
+    """
+    products = fit.backward if backward else 1.0
+    device = products * (
+        (work.flops + fit.narrow * work.narrow_flops) / (fit.matmul * peak)
+        + (fit.traffic * work.flops + work.operand_bytes / fit.memory) / bandwidth
+    )
+    device += work.attention_flops / (fit.attention * attention_peak) + work.kernels * fit.kernel_seconds
+    moved = fit.passes * work.elementwise_bytes + fit.gradient_bytes * work.gradients + fit.logit_bytes * work.logits + work.fused_bytes
+    return fit.scale * (device + moved / (fit.memory * bandwidth))
+
+
+def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
+    """Device seconds where the host feeds it: the longer of both counts, rounded off where they are close."""
+    return (device**4 + (work.kernels * fit.launch_seconds) ** 4) ** 0.25
+
+
 class Device:
-    """An accelerator as the roofline sees it in one precision under one software stack."""
+    """An accelerator under sustained load in one precision under one software stack."""
 
     def __init__(self, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software, constants: Constants) -> None:
-        self.efficiency = constants.efficiency(accelerator, precision)
-        peak = peak_flops(accelerator, precision)
-        self.matmul_flops = peak * self.efficiency.matmul
-        self.attention_flops = peak * self.efficiency.attention
-        self.memory_bytes = accelerator.memory_gbytes_per_second * 1e9 * self.efficiency.memory
-        self.stack = constants.stack(software.stack)
+        fit = constants.efficiency(accelerator, precision)
+        self.fit = replace(fit, scale=fit.scale * constants.stack(software.stack) * (1.0 + fit.throttle))
+        self.peak = peak_flops(accelerator, precision)
+        self.attention_peak = attention_peak_flops(accelerator, precision)
+        self.bandwidth = accelerator.memory_gbytes_per_second * 1e9
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, backward: bool = False) -> float:
         """Seconds of one pass: the device's, or the host's where launching takes longer."""
-        device = sum(self.product_seconds(product) for product in work.products)
-        device += work.attention_flops / self.attention_flops + work.elementwise_bytes / self.memory_bytes
-        device += work.kernels * self.efficiency.kernel_seconds
-        return self.stack * max(device, work.kernels * self.efficiency.launch_seconds)
+        device = float(pass_seconds(work, self.fit, self.peak, self.attention_peak, self.bandwidth, backward))
+        return float(with_launches(device, work, self.fit))
 
-    def product_seconds(self, product: Product) -> float:
-        """A matrix product: slower where a dimension is narrow, and never faster than memory brings its operands."""
-        rows, columns, inner, times = product
-        narrowness = 1.0 + self.efficiency.narrow * (1.0 / rows + 1.0 / columns + 1.0 / inner)
-        moved = 2.0 * times * (rows * inner + inner * columns + rows * columns)
-        return max(product.flops * narrowness / self.matmul_flops, moved / self.memory_bytes)
+    def both(self, passes: tuple[Work, Work]) -> PassSeconds:
+        """Seconds of a forward and its backward."""
+        return PassSeconds(self.seconds(passes[0]), self.seconds(passes[1], backward=True))
 
 
 class LayerCost:
@@ -76,26 +94,25 @@ class LayerCost:
         key = (samples, share, tp, recompute)
         found = self._layers.get(key)
         if found is None:
-            forward, backward = layer_work(self.model, Shape(samples, self.seq_len, share, tp), self.precision, self.software)
-            again = self._recompute_fraction(recompute) * self.device.seconds(forward)
-            found = self._layers[key] = PassSeconds(self.device.seconds(forward), self.device.seconds(backward) + again)
+            once = self.device.both(layer_work(self.model, Shape(samples, self.seq_len, share), self.precision, self.software))
+            again = self._recompute_fraction(recompute) * once.forward
+            found = self._layers[key] = PassSeconds(once.forward, once.backward + again)
         return found
 
     def _recompute_fraction(self, recompute: Recompute) -> float:
-        """Which part of a forward runs again in the backward."""
-        if recompute == "none":
-            return 0.0
-        if recompute == "full":
-            return 1.0
-        return 0.5 if self.software.recompute_selective == "alternate" else attention_share(self.model, self.seq_len, self.software)
+        """Which part of a forward runs again in the backward. hethub's selective recompute runs attention again."""
+        if recompute == "selective":
+            given = self.software.selective_fraction
+            return attention_share(self.model, self.seq_len, self.software) if given is None else given
+        return 1.0 if recompute == "full" else 0.0
 
     def embedding(self, samples: float) -> PassSeconds:
         """Looking tokens up, and adding their gradients."""
-        return PassSeconds(*map(self.device.seconds, embedding_work(self.model, samples * self.seq_len, self.precision)))
+        return self.device.both(embedding_work(self.model, samples * self.seq_len, self.precision))
 
     def head(self, samples: float, share: float = 1.0) -> PassSeconds:
         """Final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
-        return PassSeconds(*map(self.device.seconds, head_work(self.model, samples * self.seq_len, share, self.precision)))
+        return self.device.both(head_work(self.model, samples * self.seq_len, share, self.precision))
 
     def optimizer(self, parameters: float) -> float:
         """Seconds to zero and norm the gradients of `parameters` and step them with AdamW.
@@ -103,8 +120,8 @@ class LayerCost:
         Bytes per parameter read and written: gradient 3 times (zeroed, norm, step), master and two moments read and
         written, the weight written in its precision.
         """
-        width = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}.get(self.precision, 4.0)
-        return parameters * 10.0 * width / self.device.memory_bytes + 30 * self.device.efficiency.launch_seconds
+        width = max(4, element_bytes(self.precision))
+        return parameters * 10.0 * width / (self.device.bandwidth * self.device.fit.memory) + 30 * self.device.fit.launch_seconds
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
         """The rank's best rate of layer-samples, without any communication: what the ceiling is made of.

@@ -10,6 +10,10 @@ from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
 
 
+# Links up to this speed are PCIe, which a node's accelerators share; faster ones are dedicated (NVLink, xGMI).
+PCIE_GBYTES_PER_SECOND = 64
+
+
 class Link(NamedTuple):
     """A way between two ranks: seconds of an empty message and of each byte, one direction."""
 
@@ -60,7 +64,9 @@ class Network:
     def _in_node(self, node: NodeSpec) -> float:
         """Bytes per second of one accelerator to its neighbours, each direction."""
         given = self.cluster.links.in_node.gbytes_per_second
-        return (given or node.device.link_gbytes_per_second) * 1e9 * self.fit["in_node_fraction"]
+        sheet = given or node.device.link_gbytes_per_second
+        fraction = "pcie_fraction" if sheet <= PCIE_GBYTES_PER_SECOND else "in_node_fraction"
+        return sheet * 1e9 * self.fit[fraction]
 
     def _in_node_latency(self, node: NodeSpec) -> float:
         given = self.cluster.links.in_node.latency_seconds

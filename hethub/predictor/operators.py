@@ -1,6 +1,5 @@
 """What a transformer layer computes, operator by operator: products, bytes and kernels, for the share of one rank."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hethub.predictor.software import MathPrecision, Software, element_bytes
@@ -20,49 +19,66 @@ class Product(NamedTuple):
         return 2.0 * self.rows * self.columns * self.inner * self.times
 
 
-@dataclass(frozen=True)
-class Work:
-    """Operators of one pass of one layer on one rank: products, fused-attention FLOPs, elementwise bytes, kernels."""
+class Work(NamedTuple):
+    """Totals of one pass on one rank."""
 
-    products: tuple[Product, ...]
-    attention_flops: float
-    elementwise_bytes: float
+    flops: float  # of matrix products
+    narrow_flops: float  # the same, each over its harmonic dimension: 1/rows + 1/columns + 1/inner
+    operand_bytes: float  # read and written at least once by the products
+    attention_flops: float  # inside fused attention
+    elementwise_bytes: float  # as counted; frameworks that work kernel by kernel move more
     kernels: int
+    gradients: float = 0.0  # parameters whose gradient the pass accumulates
+    logits: float = 0.0  # scores over the vocabulary that the loss reads and writes
+    fused_bytes: float = 0.0  # moved by fused kernels: exactly what is counted
+
+    @staticmethod
+    def of(
+        products: tuple[Product, ...],
+        width: int,
+        attention_flops: float,
+        elementwise_bytes: float,
+        kernels: int,
+        gradients: float = 0.0,
+        logits: float = 0.0,
+        fused_bytes: float = 0.0,
+    ) -> "Work":
+        flops = narrow = operands = 0.0
+        for product in products:
+            rows, columns, inner, times = product
+            flops += product.flops
+            narrow += product.flops * (1.0 / rows + 1.0 / columns + 1.0 / inner)
+            operands += times * (rows * inner + inner * columns + rows * columns)
+        return Work(flops, narrow, operands * width, attention_flops, elementwise_bytes, kernels, gradients, logits, fused_bytes)
 
 
 class Shape(NamedTuple):
-    """What one rank computes of a layer: samples and tokens per sample, and its fractions of heads and columns."""
+    """What one rank computes of a layer: samples and tokens per sample, and its fraction of heads and columns."""
 
     samples: float
     seq_len: int
-    share: float  # of heads and ffn columns: 1 / TP where equal
-    tp: int
+    share: float  # 1 / TP where equal
 
 
 def layer_work(model: ModelSpec, shape: Shape, precision: MathPrecision, software: Software) -> tuple[Work, Work]:
     """Forward and backward of one layer, without communication and recompute.
 
-    Products backward are twice the forward's. Elementwise bytes count each tensor that an unfused framework reads or
-    writes: norms, rotary embedding, activation, residuals; unfused attention adds the passes over its scores.
+    Products backward are twice the forward's. Elementwise bytes count each tensor that the framework's kernels read or
+    write: norms, rotary embedding, activation, residuals; unfused attention adds the passes over its scores.
     """
     tokens = shape.samples * shape.seq_len / software.context_parallel
+    width = element_bytes(precision)
     forward = _projections(model, shape, tokens)
     backward = tuple(p for f in forward for p in (Product(f.rows, f.inner, f.columns), Product(f.inner, f.columns, f.rows)))
-    attention, scores, score_bytes = _attention(model, shape, precision, software)
-    width = element_bytes(precision)
-    cut = shape.share if software.sequence_parallel else 1.0
-    llama = model.family == "llama"
-    hidden_passes = 14 if llama else 10  # two norms, two residuals; RMSNorm computes in fp32
-    query_passes = 8 if llama else 3  # RoPE, layout changes
-    column_passes = 5 if model.is_gated else 3
-    query = (model.heads + model.num_kv_heads) * model.head_size * shape.share
-    inner = model.ffn * shape.share
-    passes = hidden_passes * model.hidden * cut + query_passes * query + column_passes * inner
-    moved = tokens * passes * width + score_bytes
-    kernels = (26 if llama else 16) + (0 if software.fused_attention else 6)
+    attention, scores, score_bytes = _attention(model, shape, width, software)
+    moved = tokens * _passes(model, shape, software) * width
+    eager, fused = (0.0, moved) if software.fused_elementwise else (moved, 0.0)
+    eager, fused = (eager, fused + score_bytes) if software.fused_softmax else (eager + score_bytes, fused)
+    kernels = (18 if software.fused_elementwise else 28) + (0 if software.fused_attention else 6)
+    weights = sum(p.columns * p.inner for p in forward)
     return (
-        Work((*forward, *scores), attention, moved, kernels),
-        Work((*backward, *scores, *scores), 2.5 * attention, 2.0 * moved, 2 * kernels),
+        Work.of((*forward, *scores), width, attention, eager, kernels, fused_bytes=fused),
+        Work.of((*backward, *scores, *scores), width, 2.5 * attention, 2.0 * eager, 2 * kernels, weights, fused_bytes=2.0 * fused),
     )
 
 
@@ -78,9 +94,18 @@ def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product
     )
 
 
-def _attention(
-    model: ModelSpec, shape: Shape, precision: MathPrecision, software: Software
-) -> tuple[float, tuple[Product, ...], float]:
+def _passes(model: ModelSpec, shape: Shape, software: Software) -> float:
+    """Elements that the elementwise kernels of a forward read or write per token."""
+    llama = model.family == "llama"
+    hidden = 14 if llama and not software.fused_elementwise else 10  # two norms, two residuals; RMSNorm computes in fp32
+    query = 4 if software.fused_elementwise else 8 if llama else 3  # RoPE, layout changes
+    columns = (5 if model.is_gated else 3) if software.fused_activation else 18  # tanh-GELU kernel by kernel
+    cut = shape.share if software.sequence_parallel else 1.0
+    heads = (model.heads + model.num_kv_heads) * model.head_size * shape.share
+    return hidden * model.hidden * cut + query * heads + columns * model.ffn * shape.share
+
+
+def _attention(model: ModelSpec, shape: Shape, width: int, software: Software) -> tuple[float, tuple[Product, ...], float]:
     """Fused FLOPs, or the two batched products and the bytes of the passes over their scores."""
     heads, seq, cp = model.heads * shape.share, shape.seq_len, software.context_parallel
     if software.fused_attention:
@@ -88,7 +113,8 @@ def _attention(
         return 4.0 * shape.samples * heads * model.head_size * seq * seq * causal / cp, (), 0.0
     pairs = shape.samples * heads
     products = (Product(seq / cp, seq, model.head_size, pairs), Product(seq / cp, model.head_size, seq, pairs))
-    return 0.0, products, 6.0 * pairs * seq * seq / cp * element_bytes(precision)
+    passes = 5.0 if software.fused_softmax else 12.0  # fused: softmax, dropout; else scale, mask, cast and copies too
+    return 0.0, products, passes * pairs * seq * seq / cp * width
 
 
 def attention_share(model: ModelSpec, seq_len: int, software: Software) -> float:
@@ -100,16 +126,19 @@ def attention_share(model: ModelSpec, seq_len: int, software: Software) -> float
 def embedding_work(model: ModelSpec, tokens: float, precision: MathPrecision) -> tuple[Work, Work]:
     """Forward and backward of the token embedding on one rank."""
     moved = 2.0 * tokens * model.hidden * element_bytes(precision)
-    return Work((), 0.0, moved, 3), Work((), 0.0, 2.0 * moved, 4)
+    return Work.of((), 0, 0.0, moved, 3), Work.of((), 0, 0.0, 2.0 * moved, 4)
 
 
 def head_work(model: ModelSpec, tokens: float, share: float, precision: MathPrecision) -> tuple[Work, Work]:
     """Forward and backward of final norm, output matrix and cross-entropy in fp32 over `share` of the vocabulary."""
-    columns = model.vocab * share
+    columns, width = model.vocab * share, element_bytes(precision)
     forward = Product(tokens, columns, model.hidden)
     backward = (Product(tokens, model.hidden, columns), Product(model.hidden, columns, tokens))
-    logits = tokens * columns * max(4, element_bytes(precision))
-    return Work((forward,), 0.0, 5.0 * logits, 15), Work(backward, 0.0, 3.0 * logits, 20)
+    logits = tokens * columns
+    return (
+        Work.of((forward,), width, 0.0, 0.0, 15, logits=logits),
+        Work.of(backward, width, 0.0, 0.0, 20, columns * model.hidden, logits=logits),
+    )
 
 
 def model_flops(model: ModelSpec, samples: float, seq_len: int) -> float:

@@ -4,8 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hethub.predictor.constants import Constants, packaged
+from hethub.predictor.constants import Constants, packaged, precision_class
 from hethub.predictor.costs import PlanCosts
+from hethub.predictor.intervals import interval
 from hethub.predictor.memory import RankMemory, memory
 from hethub.predictor.operators import model_flops
 from hethub.predictor.software import HETHUB, Software
@@ -67,7 +68,7 @@ def predict(
     return Prediction(
         fits=all(entry.fits(reserve) for entry in used),
         step_seconds=times.seconds,
-        step_seconds_interval=(times.seconds / 1.3, times.seconds * 1.3),
+        step_seconds_interval=_interval(layout, times.seconds, software, constants),
         tokens_per_second=tokens_per_second,
         mfu=100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
         breakdown=times.breakdown,
@@ -81,6 +82,13 @@ def predict(
         else 100.0 * tokens_per_second / upper_bound_tokens_per_second,
         timeline=timeline(layout, times) if with_timeline else None,
     )
+
+
+def _interval(layout: Layout, seconds: float, software: Software, constants: Constants) -> tuple[float, float]:
+    kind = precision_class(software.math_precision(layout.plan.precision))
+    names = {node.device.name for node in layout.cluster.nodes}
+    known = all(f"{name} {kind}" in constants.accelerators for name in names)
+    return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
 
 
 def ceiling_tokens_per_second(layout: Layout, costs: PlanCosts) -> float:

@@ -35,8 +35,8 @@ def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
     to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are approximated.
     """
     stages = len(chain.forward)
-    period = 60
-    warm = 3 * stages + 2 * max(chain.in_flight)
+    period = 60 if stages <= 6 else 4
+    warm = 2 * stages + 2 * max(chain.in_flight)
     if num_tiles <= warm + 2 * period:
         return _run_chain(chain, num_tiles)
     rest = num_tiles - warm
@@ -97,6 +97,49 @@ def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
             clock[s], ended_f[s], ended_b[s] = now, f, b
         pending = [s for s in pending if ended_b[s] < num_tiles]
     return [Ends(starts[s], clock[s], waits[s], bubbles[s]) for s in range(stages)]
+
+
+def interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
+    """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` parts of the model in turn.
+
+    Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: tiles go in groups as large as the pipeline).
+    """
+    stages = len(chain.forward)
+    if num_tiles % stages:
+        return pipeline(chain, num_tiles)
+    groups = num_tiles // stages
+    if groups <= 4:
+        return _run_interleaved(chain, num_tiles, chunks)
+    first, second = _run_interleaved(chain, 3 * stages, chunks), _run_interleaved(chain, 4 * stages, chunks)
+    return [Ends(*(a + (groups - 3) * (b - a) for a, b in zip(one, two, strict=True))) for one, two in zip(first, second, strict=True)]
+
+
+def _run_interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
+    stages = len(chain.forward)
+    virtual = stages * chunks
+    last, total = virtual - 1, num_tiles * chunks
+    wrap = max(chain.down)
+    down = [chain.down[v % stages] if v % stages < stages - 1 else wrap for v in range(last)]
+    tile = lambda v, i: v * num_tiles + i  # noqa: E731
+    orders = []
+    for s in range(stages):
+        group = lambda k: (k % (stages * chunks)) // stages  # noqa: E731
+        index = lambda k: k // (stages * chunks) * stages + k % stages  # noqa: E731
+        forwards = [tile(group(k) * stages + s, index(k)) for k in range(total)]
+        backwards = [~tile((chunks - 1 - group(k)) * stages + s, index(k)) for k in range(total)]
+        warm = min((stages - s - 1) * 2 + (chunks - 1) * stages, total)
+        order = forwards[:warm]
+        for k in range(total - warm):
+            order += (forwards[warm + k], backwards[k])
+        orders.append(order + backwards[total - warm :])
+    programme = Programme(
+        orders=orders,
+        forward=[chain.forward[v % stages] / chunks for v in range(virtual) for _ in range(num_tiles)],
+        backward=[chain.backward[v % stages] / chunks for v in range(virtual) for _ in range(num_tiles)],
+        needs_forward=[[(tile(v - 1, i), down[v - 1])] if v else [] for v in range(virtual) for i in range(num_tiles)],
+        needs_backward=[[(tile(v + 1, i), down[v])] if v < last else [] for v in range(virtual) for i in range(num_tiles)],
+    )
+    return replay(programme)
 
 
 @dataclass

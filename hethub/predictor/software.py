@@ -16,10 +16,16 @@ class Software:
     stack: str = "hethub"
     math: MathPrecision | None = None  # None: the plan's precision
     fused_attention: bool = True  # FlashAttention-like: scores never reach memory
+    fused_softmax: bool = True  # where attention is not: scale, mask and softmax in one kernel
+    fused_activation: bool = True  # GELU and the like in one kernel
+    fused_elementwise: bool = False  # torch.compile, Megatron: norms, dropout, residuals in few kernels
+    overlapped_reduction: bool = True  # gradients summed under the last backward
+    gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (design rule 11)
     sequence_parallel: bool = False  # Megatron's: norms and residuals cut over the tensor-parallel ranks
     context_parallel: int = 1  # ranks of a replica that share the sequence; the rest of it is tensor-parallel
+    interleave: int = 1  # chunks of layers per stage that take turns (virtual stages)
+    selective_fraction: float | None = None  # of a forward run again under selective recompute; None: attention alone
     optimizer_included: bool = True
-    recompute_selective: Literal["attention", "alternate"] = "attention"
 
     def math_precision(self, precision: Precision) -> MathPrecision:
         """What matrix products run in for a plan of this precision."""

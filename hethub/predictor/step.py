@@ -4,14 +4,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hethub.predictor.costs import PlanCosts, TileCost
-from hethub.predictor.simulator import Chain, Ends, Programme, pipeline, replay
+from hethub.predictor.simulator import Chain, Ends, Programme, interleaved, pipeline, replay
 from hethub.spec.layout import Layout
 from hethub.spec.schedule import Action, Kind, schedule
 from hethub.spec.tiling import Tile
 
 
 class Replay(NamedTuple):
-    """Ends per (stage, replica); where every tile was replayed, the programme and the tiles' numbers in it."""
+    """Ends per (stage, replica), of equal replicas the first only unless every tile was replayed.
+
+    Then the programme and the tiles' numbers in it are there as well.
+    """
 
     ends: dict[tuple[int, int], Ends]
     programme: Programme | None
@@ -32,42 +35,37 @@ class StepTimes:
     replay: Replay
 
 
-def tiles_alike(layout: Layout) -> bool:
-    """Whether all stages tile the samples alike, so that replica r talks only to replica r of its neighbours."""
-    first = [(r.micro_batch, r.samples) for r in layout.stages[0].replicas]
-    return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in layout.stages[1:])
-
-
 def replay_plan(layout: Layout, costs: PlanCosts, full: bool = False) -> Replay:
     """The compute of a step; `full` replays every tile of every replica, as a timeline needs."""
-    even = all(r.samples % r.micro_batch == 0 for stage in layout.stages for r in stage.replicas)
-    if not full and even and layout.plan.num_chunks == 1 and tiles_alike(layout):
+    even = all(r.samples % r.micro_batch == 0 for r in layout.stages[0].replicas)
+    if not full and even and costs.tiles_alike and layout.plan.num_chunks == 1:
         return Replay(_replay_chains(layout, costs), None, {})
     return _replay_tiles(layout, costs)
 
 
 def _replay_chains(layout: Layout, costs: PlanCosts) -> dict[tuple[int, int], Ends]:
-    """One pipeline per kind of replica chain, shared by all chains of that kind."""
+    """One pipeline per kind of replica chain; the ends stand under the chain's first replica."""
     ends: dict[tuple[int, int], Ends] = {}
-    known: dict[object, list[Ends]] = {}
-    stages = range(layout.num_stages)
-    for replica, spec in enumerate(layout.stages[0].replicas):
-        num_tiles = spec.samples // spec.micro_batch
-        tiles = [costs.tile(stage, replica, spec.micro_batch) for stage in stages]
-        across = [costs.boundary(stage, replica, replica, spec.micro_batch) for stage in stages[:-1]]
-        chain = Chain(
-            forward=tuple(tile.forward.total for tile in tiles),
-            backward=tuple(tile.backward.total for tile in tiles),
-            down=tuple(across),
-            up=tuple(across),
-            in_flight=tuple(layout.in_flight[stage][replica] for stage in stages),
-        )
-        found = known.get((chain, num_tiles))
-        if found is None:
-            found = known[chain, num_tiles] = pipeline(chain, num_tiles)
-        for stage in stages:
-            ends[stage, replica] = found[stage]
+    for replica in costs.chains:
+        spec = layout.replica(0, replica)
+        num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
+        chain = _chain(layout, costs, replica)
+        found = pipeline(chain, num_tiles) if interleave == 1 else interleaved(chain, num_tiles, interleave)
+        ends |= {(stage, replica): found[stage] for stage in range(layout.num_stages)}
     return ends
+
+
+def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
+    stages, micro_batch = range(layout.num_stages), layout.replica(0, replica).micro_batch
+    tiles = [costs.tile(stage, replica, micro_batch) for stage in stages]
+    across = tuple(costs.boundary(stage, replica, replica, micro_batch) for stage in stages[:-1])
+    return Chain(
+        forward=tuple(tile.forward.total for tile in tiles),
+        backward=tuple(tile.backward.total for tile in tiles),
+        down=across,
+        up=across,
+        in_flight=tuple(costs.in_flight(stage, replica) for stage in stages),
+    )
 
 
 def _replay_tiles(layout: Layout, costs: PlanCosts) -> Replay:
@@ -106,7 +104,7 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     reductions = [costs.reduction(stage) for stage in range(layout.num_stages)]
     reduce_end, ready = [], []
     for stage, reduction in enumerate(reductions):
-        own = [played.ends[stage, r] for r in range(len(layout.stages[stage].replicas))]
+        own = [ends for (s, _), ends in played.ends.items() if s == stage]
         ready.append(max(e.last_backward_end for e in own))
         window = max(e.last_backward_start for e in own)
         reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
@@ -114,10 +112,10 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     step_start = max(reduce_end)
     optimizer = {seat: costs.optimizer(*seat) for seat in played.ends}
     step_end = {seat: step_start + seconds for seat, seconds in optimizer.items()}
-    gather_start = [max(step_end[s, r] for r in range(len(stage.replicas))) for s, stage in enumerate(layout.stages)]
+    gather_start = [max(end for (s, _), end in step_end.items() if s == stage) for stage in range(layout.num_stages)]
     gather_end = {(s, r): gather_start[s] + reductions[s].gather_seconds for s, r in played.ends}
     seconds = max(gather_end.values())
-    busy = {seat: _busy(layout, costs, seat) for seat in _distinct(layout, costs)}
+    busy = {seat: _busy(layout, costs, seat) for seat in _distinct(layout, costs, list(played.ends))}
     bottleneck = max(busy, key=lambda seat: busy[seat]["compute"] + busy[seat]["tp"] + busy[seat]["dp"])
     parts, end, stage = busy[bottleneck], played.ends[bottleneck], bottleneck[0]
     parts["pp"] = end.transfer_wait_seconds
@@ -136,12 +134,12 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     )
 
 
-def _distinct(layout: Layout, costs: PlanCosts) -> list[tuple[int, int]]:
+def _distinct(layout: Layout, costs: PlanCosts, seats: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """One seat of each kind of replica and load: equal ones are equally busy."""
     seen: dict[object, tuple[int, int]] = {}
-    for stage, spec in enumerate(layout.stages):
-        for replica, r in enumerate(spec.replicas):
-            seen.setdefault((costs.kind(stage, replica), r.micro_batch, r.samples), (stage, replica))
+    for stage, replica in seats:
+        spec = layout.replica(stage, replica)
+        seen.setdefault((costs.kind(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
     return list(seen.values())
 
 

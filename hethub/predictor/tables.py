@@ -1,0 +1,212 @@
+"""Rows of published measurements as plans: what a table says, read into the same layouts that hethub predicts."""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from hethub.predictor.software import MathPrecision, Software
+from hethub.spec.accelerator import find_accelerator
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.layout import Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+
+REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab", "seq", "accelerator", "n_accelerators",
+            "tp", "pp", "dp", "global_batch", "precision", "step_seconds")  # fmt: skip
+IN_NODE_NICS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measured step as a layout under its software; `choices` are the plans to try where the row leaves it open."""
+
+    id: str
+    source: str
+    group: str  # model × accelerator: what cross-validation keeps together
+    layouts: tuple[Layout, ...]
+    software: Software
+    measured_seconds: float
+    measured_memory_bytes: float | None
+    suspect: bool
+    row: Mapping[str, str]
+
+    @property
+    def open_choice(self) -> str | None:
+        """What the row leaves unknown, or None."""
+        return "micro_batch" if not self.row.get("micro_batch") else None
+
+
+def read_table(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
+    """The cases of a CSV table, and the rows that are none, each with its reason. Raises BadInput for no such table."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+            columns = reader.fieldnames or []
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
+    if missing := [name for name in REQUIRED if name not in columns]:
+        raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
+    cases, skipped = [], []
+    for number, row in enumerate(rows, 2):
+        row = {key: (value or "").strip() for key, value in row.items() if key}
+        name = row["id"] or f"line {number}"
+        try:
+            cases.append(read_row(row | {"id": name}))
+        except ValueError as error:  # BadInput, a number that is none, or a spec's rule
+            skipped.append({"id": name, "why": " ".join(str(error).split())})
+    return cases, skipped
+
+
+def read_row(row: Mapping[str, str]) -> Case:
+    """One row as a case. Raises ValueError saying what is inconsistent."""
+    number = _Numbers(row)
+    model = _model(row, number)
+    tp, pp, cp, dp = number("tp"), number("pp"), number("cp", 1), number("dp")
+    total, batch, seq = number("n_accelerators"), number("global_batch"), number("seq")
+    if tp * pp * cp * dp != total:
+        raise ValueError(f"tp {tp} x pp {pp} x cp {cp} x dp {dp} is not n_accelerators {total}")
+    if batch % dp:
+        raise ValueError(f"global_batch {batch} is not a multiple of dp {dp}")
+    seconds = float(row["step_seconds"])
+    if not 0 < seconds < 1e7:
+        raise ValueError(f"step_seconds {row['step_seconds']} is no positive time")
+    precision = row["precision"]
+    if precision not in get_args(MathPrecision):
+        raise ValueError(f"precision {precision} is unknown")
+    given = number("micro_batch", 0)
+    sizes = [given] if given else [1 << i for i in range(8) if batch // dp % (1 << i) == 0]
+    if given and batch // dp % given:
+        raise ValueError(f"micro_batch {given} does not divide the {batch // dp} samples of a replica")
+    cluster = _cluster(row, number, total)
+    layers = _layers_per_stage(row, model.layers, pp)
+    stages = [_stages(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none") for size in sizes]
+    plan_precision = {"fp8": "bf16", "tf32": "fp32"}.get(precision, precision)
+    plans = [
+        PlanSpec.model_construct(model=model.name, cluster=cluster.name, global_batch=batch, seq_len=seq, precision=plan_precision,
+                                 schedule="1f1b", stages=stage)
+        for stage in stages
+    ]  # fmt: skip
+    memory = row.get("peak_memory_gib")
+    return Case(
+        id=row["id"],
+        source=row["source"],
+        group=f"{row.get('model') or model.name} x {row['accelerator']}",
+        layouts=tuple(Layout(plan, model, cluster) for plan in plans),
+        software=_software(row, number, cp),
+        measured_seconds=seconds,
+        measured_memory_bytes=float(memory) * 2**30 if memory else None,
+        suspect=row.get("suspect") == "1",
+        row=row,
+    )
+
+
+class _Numbers:
+    """Whole numbers of a row; an empty cell is the default, or an error without one."""
+
+    def __init__(self, row: Mapping[str, str]) -> None:
+        self.row = row
+
+    def __call__(self, key: str, default: int | None = None) -> int:
+        text = self.row.get(key) or ""
+        if not text and default is not None:
+            return default
+        value = float(text) if text else 0.0
+        if value != int(value) or value < (0 if default == 0 else 1):
+            raise ValueError(f"{key} is {text or 'empty'}; a whole number is needed")
+        return int(value)
+
+
+def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
+    seq = number("seq")
+    return ModelSpec(
+        name=row.get("model") or "model",
+        family=row["family"],  # type: ignore[arg-type]
+        layers=number("layers"),
+        hidden=number("hidden"),
+        heads=number("heads"),
+        kv_heads=number("kv_heads", 0) or None,
+        ffn=number("ffn"),
+        gated=row["gated"] == "1" if row.get("gated") else None,
+        vocab=number("vocab"),
+        max_seq_len=seq,
+        tied_head=row["family"] != "llama",
+    )
+
+
+def _cluster(row: Mapping[str, str], number: _Numbers, total: int) -> ClusterSpec:
+    per_node = min(number("per_node", 0) or min(total, 8), total)
+    if total % per_node:
+        raise ValueError(f"n_accelerators {total} is not a multiple of per_node {per_node}")
+    node: dict[str, Any] = {"name": "node", "accelerator": find_accelerator(row["accelerator"]), "count": total // per_node, "accelerators": per_node}
+    if row.get("inter_node_gbps"):
+        gbps = float(row["inter_node_gbps"])
+        node |= {"nics": min(IN_NODE_NICS, per_node), "gbps_per_nic": gbps / min(IN_NODE_NICS, per_node)}
+    return ClusterSpec.model_validate({"name": f"{total} {row['accelerator']}", "nodes": [node]})
+
+
+def _layers_per_stage(row: Mapping[str, str], layers: int, pp: int) -> list[int]:
+    """Transformer layers of every stage; published cuts may count the embedding and the head's parts as layers."""
+    if not row.get("layers_per_stage"):
+        if layers % pp == 0:
+            return [layers // pp] * pp
+        if (layers + 2) % pp == 0:
+            return _without_ends([(layers + 2) // pp] * pp, 2)
+        return [layers // pp + (stage < layers % pp) for stage in range(pp)]
+    given = [int(part) for part in row["layers_per_stage"].split("/")]
+    if len(given) != pp:
+        raise ValueError(f"layers_per_stage {row['layers_per_stage']} names {len(given)} stages, pp is {pp}")
+    counts = _without_ends(given, sum(given) - layers)
+    if sum(counts) != layers or min(counts) < 0:
+        raise ValueError(f"layers_per_stage {row['layers_per_stage']} does not hold {layers} layers")
+    return counts
+
+
+def _without_ends(counts: list[int], extra: int) -> list[int]:
+    """The counts without the embedding (one at the front) and the rest of the extra modules at the back."""
+    if extra <= 0:
+        return counts
+    counts = [counts[0] - 1, *counts[1:]]
+    counts[-1] -= extra - 1
+    return counts
+
+
+def _stages(layers: list[int], replica_ranks: int, dp: int, micro_batch: int, batch: int, zero: int, recompute: str) -> tuple[StageSpec, ...]:
+    """Megatron's order of ranks: tensor-parallel innermost, replicas next, stages outermost."""
+    stages, first, rank = [], 0, 0
+    for count in layers:
+        replicas = []
+        for _ in range(dp):
+            ranks = tuple(range(rank, rank + replica_ranks))
+            replicas.append(ReplicaSpec.model_construct(ranks=ranks, micro_batch=micro_batch, samples=batch // dp, in_flight=None, tensor_shares=None))
+            rank += replica_ranks
+        stages.append(
+            StageSpec.model_construct(layers=((first, first + count),), replicas=tuple(replicas), zero=zero, state_shares={}, recompute=recompute, offload=())
+        )
+        first += count
+    return tuple(stages)
+
+
+def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
+    """What the stack's name and the row's flags say of the execution; facts about the software, not fitted figures."""
+    stack = row.get("stack") or "unknown"
+    sharded = "fsdp" in stack or "titan" in stack
+    virtual = number("virtual_stages", 0) or (2 if "interleaved" in (row.get("note") or "") and number("pp") > 1 else 1)
+    return Software(
+        stack=stack,
+        math=row["precision"],  # type: ignore[arg-type]
+        fused_attention=row.get("flash_attention") == "1",
+        fused_softmax="eager" not in stack,
+        fused_activation="eager" not in stack or row["family"] != "gpt",
+        fused_elementwise="compile" in stack or "megatron" in stack or "deepspeed" in stack,
+        overlapped_reduction=sharded,
+        gradient_wire_bytes=4 if row["precision"] in ("fp32", "tf32") else 2,
+        sequence_parallel=row.get("sequence_parallel") == "1",
+        context_parallel=cp,
+        interleave=virtual,
+        selective_fraction=0.4 if sharded else None,
+        optimizer_included=row.get("optimizer_included") != "0",
+    )
