@@ -32,7 +32,7 @@ def _alone(problem: Problem, index: int, samples: int) -> KindAlone | None:
     part = part.on(part.cluster, Batch(samples, problem.batch.seq_len, problem.batch.precision))
     for lifted in (False, True):
         judge = Judge(part, UnitCosts(part), ignore_memory=lifted)
-        best = search(part, judge, effort_for(part, bound=True))
+        best = search(part, judge, effort_for(part, bound=True), starts=False)
         if best is not None:
             return KindAlone(
                 accelerator=kind.accelerator.name,

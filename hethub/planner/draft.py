@@ -7,9 +7,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.problem import Problem, Unit
+from hethub.planner.problem import Combination, Problem, Unit
 from hethub.planner.samples import Worker, divide
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+from hethub.spec.ranges import split
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Draft:
     stages: tuple[DraftStage, ...]
     alike: bool = True
     slack: int = 0
+    even: bool = False  # samples in equal parts, whatever the speeds
 
     def with_stage(self, index: int, stage: DraftStage) -> "Draft":
         return replace(self, stages=(*self.stages[:index], stage, *self.stages[index + 1 :]))
@@ -58,25 +60,28 @@ class Draft:
         return tuple(len(stage.seats) for stage in self.stages)
 
 
+def to_draft(
+    problem: Problem, stages: Sequence[tuple[int, int]], units: Sequence[Unit], combination: Combination
+) -> Draft:
+    """Stages of (layers, number of units) as a draft: units in line order, micro-batches by kind."""
+    drafted, position = [], 0
+    for layers, size in stages:
+        own = sorted(units[position : position + size], key=lambda unit: unit.ranks)  # one spelling of equal plans
+        position += size
+        seats = tuple(Seat(unit, combination.micro_batches[unit.kind]) for unit in own)
+        drafted.append(DraftStage(layers, seats, combination.recompute, max(problem.zeros)))
+    return Draft(tuple(drafted))
+
+
 def complete(draft: Draft, problem: Problem, costs: UnitCosts) -> PlanSpec | None:
     """The plan of a draft with samples divided by speed; None where some stage has more replicas than samples."""
     counts = draft.replica_counts
     if max(counts) > problem.batch.global_batch:
         return None
-    workers = [_workers(draft, index, costs) for index in range(len(draft.stages))]
-    if draft.alike and len(set(counts)) == 1 and len(draft.stages) > 1:
-        chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
-        if any(chain is None for chain in chains):
-            divided = [divide(problem.batch.global_batch, stage) for stage in workers]
-        else:
-            divided = [divide(problem.batch.global_batch, [c for c in chains if c])] * len(workers)
-    else:
-        divided = [divide(problem.batch.global_batch, stage) for stage in workers]
+    divided = _divided(draft, problem, costs)
     stages, start = [], 0
     near = _nearly_even(divided)
     for index, (stage, samples) in enumerate(zip(draft.stages, divided, strict=True)):
-        if samples is None:
-            return None
         stages.append(_stage(draft, index, stage, samples, start, problem, explicit=near or draft.slack > 0))
         start += stage.layers
     return PlanSpec(
@@ -90,11 +95,24 @@ def complete(draft: Draft, problem: Problem, costs: UnitCosts) -> PlanSpec | Non
     )
 
 
-def _nearly_even(divided: Sequence[list[int] | None]) -> bool:
+def _divided(draft: Draft, problem: Problem, costs: UnitCosts) -> list[list[int]]:
+    """The samples of every stage's replicas, by speed unless the draft says evenly."""
+    counts, total = draft.replica_counts, problem.batch.global_batch
+    if draft.even:
+        return [[part.size for part in split(total, count)] for count in counts]
+    workers = [_workers(draft, index, costs) for index in range(len(draft.stages))]
+    if draft.alike and len(set(counts)) == 1 and len(draft.stages) > 1:
+        chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
+        if None not in chains:
+            return [divide(total, [c for c in chains if c])] * len(workers)
+    return [divide(total, stage) for stage in workers]
+
+
+def _nearly_even(divided: Sequence[list[int]]) -> bool:
     """Whether all stages divide the samples alike, into counts that differ by one: as many tiles in flight as there are
     stages behind are then enough, and said in the plan, since the default for unlike replicas is more."""
     first = divided[0]
-    return first is not None and len(divided) > 1 and max(first) - min(first) == 1 and all(d == first for d in divided)
+    return len(divided) > 1 and max(first) - min(first) == 1 and all(d == first for d in divided)
 
 
 def _workers(draft: Draft, index: int, costs: UnitCosts) -> list[Worker]:

@@ -12,18 +12,9 @@ import numpy as np
 
 from hethub.planner.costs import Rate, UnitCosts
 from hethub.planner.footprint import end_parameters, layer_parameters, tile_bytes
-from hethub.planner.problem import Problem, Unit
+from hethub.planner.problem import Combination, Problem, Unit
 from hethub.predictor.memory import FRAMEWORK_BYTES, FRAMEWORK_BYTES_ELSE, LOSS_CHUNK_TOKENS
 from hethub.predictor.software import HETHUB, element_bytes
-from hethub.spec.plan import Recompute
-
-
-class Combination(NamedTuple):
-    """What does not depend on the line: TP degree and micro-batch of every kind, and recompute."""
-
-    degrees: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-    recompute: Recompute
 
 
 class Cut(NamedTuple):

@@ -7,7 +7,6 @@ from itertools import combinations
 from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.problem import Problem
 
-
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
 
 
@@ -29,9 +28,13 @@ def _layers(draft: Draft, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
     for a, b in pairs:
         for giver, taker in ((a, b), (b, a)):
             if draft.stages[giver].layers > 1:
-                fewer = replace(draft.stages[giver], layers=draft.stages[giver].layers - 1)
-                more = replace(draft.stages[taker], layers=draft.stages[taker].layers + 1)
-                yield draft.with_stage(giver, fewer).with_stage(taker, more)
+                yield _shifted(draft, giver, taker, 1)
+
+
+def _shifted(draft: Draft, giver: int, taker: int, layers: int) -> Draft:
+    fewer = replace(draft.stages[giver], layers=draft.stages[giver].layers - layers)
+    more = replace(draft.stages[taker], layers=draft.stages[taker].layers + layers)
+    return draft.with_stage(giver, fewer).with_stage(taker, more)
 
 
 def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
@@ -68,7 +71,7 @@ def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
     for index, stage in enumerate(draft.stages):
         for recompute in problem.recomputes:
             if recompute != stage.recompute:
-                yield draft.with_stage(index, replace(stage, recompute=recompute))  # type: ignore[arg-type]
+                yield draft.with_stage(index, replace(stage, recompute=recompute))
         for zero in problem.zeros:
             if zero != stage.zero and len(stage.seats) > 1:
                 yield draft.with_stage(index, replace(stage, zero=zero))
@@ -85,7 +88,11 @@ def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iter
         for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
             if len(draft.stages[giver].seats) > 1:
                 for position in _one_of_each_kind(draft.stages[giver]):
-                    yield _moved(draft, giver, position, taker)
+                    moved = _moved(draft, giver, position, taker)
+                    yield moved
+                    for layers in (1, 2):  # and the layers that it worked on
+                        if draft.stages[giver].layers > layers:
+                            yield _shifted(moved, giver, taker, layers)
         for i in _one_of_each_kind(draft.stages[a]):
             for j in _one_of_each_kind(draft.stages[b]):
                 if _sort(draft.stages[a].seats[i]) != _sort(draft.stages[b].seats[j]):

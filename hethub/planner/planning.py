@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
+from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.result import PlanResult, RunnerUp
-from hethub.planner.search import effort_for, search
+from hethub.planner.search import effort_for, search, search_family
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
@@ -33,12 +34,10 @@ def plan(
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints)
-    if strategy != "auto":
-        raise BadInput(f"strategy '{strategy}' is not offered by this version; use auto.")
     judge = Judge(problem, UnitCosts(problem))
-    best = search(problem, judge, effort_for(problem))
+    best = find(problem, judge, strategy)
     if best is None:
-        raise BadInput(_nothing_fits(problem, judge))
+        raise BadInput(_nothing_fits(problem, judge, strategy))
     alone = kinds_alone(problem, judge.costs) if with_bounds else None
     bound = upper_bound_tokens_per_second(alone)
     prediction = replace(
@@ -59,6 +58,17 @@ def plan(
         out_of_time=judge.out_of_time,
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
     )
+
+
+def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
+    """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
+    if strategy == "auto":
+        return search(problem, judge, effort_for(problem))
+    if strategy == "hap":
+        raise BadInput("strategy 'hap' is not offered by this version: its operator-level plans come later; use auto.")
+    if strategy not in FAMILIES:
+        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, ['auto', *FAMILIES])}")
+    return search_family(problem, judge, FAMILIES[strategy], effort_for(problem))
 
 
 def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
@@ -92,14 +102,14 @@ def not_searched(problem: Problem) -> list[str]:
     ]
 
 
-def _nothing_fits(problem: Problem, judge: Judge) -> str:
+def _nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
     """One paragraph: the plan that came closest, and by how many bytes it misses on which accelerators."""
     closest = judge.closest
     if closest is None:
         return (
-            f"no plan exists for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
+            f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
             f"{problem.batch.global_batch} under these constraints: every accelerator needs a layer and a sample. Raise global_batch, "
-            "use fewer accelerators or relax the constraints."
+            "use fewer accelerators, relax the constraints or choose another strategy."
         )
     reserve = problem.constraints.reserve
     misses: dict[str, tuple[int, int]] = {}

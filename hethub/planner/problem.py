@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from hethub.planner.capabilities import RUNTIME, Capabilities
 from hethub.spec.accelerator import AcceleratorSpec, Precision
@@ -11,6 +11,7 @@ from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Recompute, ScheduleName
 from hethub.spec.tensors import tp_degrees
 
 
@@ -31,6 +32,14 @@ class Unit(NamedTuple):
     @property
     def tp(self) -> int:
         return len(self.ranks)
+
+
+class Combination(NamedTuple):
+    """What does not depend on the line: TP degree and micro-batch of every kind, and recompute."""
+
+    degrees: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    recompute: Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +90,11 @@ class Problem:
         return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
 
     @property
-    def schedule(self) -> str:
-        return self.constraints.schedule or "1f1b"
+    def schedule(self) -> ScheduleName:
+        return cast(ScheduleName, self.constraints.schedule or "1f1b")
 
     @property
-    def recomputes(self) -> tuple[str, ...]:
+    def recomputes(self) -> tuple[Recompute, ...]:
         chosen = self.constraints.recompute
         return (chosen,) if chosen else self.capabilities.recompute
 

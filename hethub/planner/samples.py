@@ -23,16 +23,15 @@ class Worker(NamedTuple):
         return whole * self.micro_batch + min(rest, self.micro_batch - 1)
 
 
-def divide(total: int, workers: Sequence[Worker]) -> list[int] | None:
+def divide(total: int, workers: Sequence[Worker]) -> list[int]:
     """Samples per worker, each at least one, that sum to `total` with the smallest largest finishing time.
 
-    None where there are more workers than samples. Equal workers get equal counts where the rest allows, so that
+    There are no more workers than samples. Equal workers get equal counts where the rest allows, so that
     replicas stay alike. The smallest deadline that all samples meet is found by bisection; what it has room for beyond
     `total` is taken from the workers that finish last.
     """
     count = len(workers)
-    if total < count:
-        return None
+    assert count <= total, f"{total} samples for {count} replicas"
     if len(set(workers)) == 1:
         share, rest = divmod(total, count)
         return [share + (index < rest) for index in range(count)]

@@ -1,17 +1,20 @@
 """`auto`: all settings cut exactly and estimated, the best judged by the predictor, then improved step by step."""
 
 import heapq
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
-from hethub.planner.draft import Draft, DraftStage, Seat
-from hethub.planner.equal import Combination, Cut, Sorts, cut_equally, sorts_of
+from hethub.planner.cuts import Bounded, best_cuts, bounded_combinations, reordered
+from hethub.planner.draft import Draft, to_draft
+from hethub.planner.families import FAMILIES, Family
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.moves import neighbours
 from hethub.planner.partition import Partitioner, Setting
-from hethub.planner.problem import Problem, Unit
-from hethub.planner.settings import Line, combinations, lines, orders
+from hethub.planner.problem import Problem
+from hethub.planner.settings import Line, orders
+
+FAMILY_FINALISTS = 6  # judged of each family
+HOPELESS = 1.25  # times the best so far: a family's plan estimated so is not judged before the search
+MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,7 @@ class Effort:
     cuts: int  # kept by rough estimate
     free_cells: int  # of the dynamic programme over lines with free numbers of replicas
     finalists: int  # judged by the predictor
+    descents: int  # by estimates alone, before the climbs by the judge
     climbs: int
     steps: int
     tried_per_step: int
@@ -31,37 +35,41 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
     """More for small clusters, whose plans are judged in a millisecond; less for a part of the upper bound."""
     size = problem.size
     if size <= 16:
-        full = Effort(cuts=96, free_cells=4_000_000, finalists=32, climbs=4, steps=40, tried_per_step=16, tiles=100_000)
+        full = Effort(cuts=96, free_cells=4_000_000, finalists=32, descents=6, climbs=4, steps=40, tried_per_step=16, tiles=100_000)
     elif size <= 128:
-        full = Effort(cuts=64, free_cells=2_000_000, finalists=24, climbs=2, steps=12, tried_per_step=8, tiles=20_000)
+        full = Effort(cuts=64, free_cells=2_000_000, finalists=24, descents=3, climbs=2, steps=12, tried_per_step=8, tiles=40_000)
     else:
-        full = Effort(cuts=64, free_cells=2_000_000, finalists=20, climbs=1, steps=8, tried_per_step=6, tiles=10_000)
+        full = Effort(cuts=64, free_cells=2_000_000, finalists=20, descents=2, climbs=1, steps=8, tried_per_step=6, tiles=10_000)
     if not bound:
         return full
     return replace(
-        full, finalists=full.finalists // 3, climbs=1, steps=full.steps // 2, tiles=full.tiles // 4, free_cells=full.free_cells // 4
+        full,
+        finalists=full.finalists // 3,
+        descents=1,
+        climbs=1,
+        steps=full.steps // 2,
+        tiles=full.tiles // 4,
+        free_cells=full.free_cells // 4,
     )
 
 
-PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ
-
-
-def search(problem: Problem, judge: Judge, effort: Effort, starts: Iterable[Draft] = ()) -> Verdict | None:
-    """The best plan found, or None where none fits; `starts` are judged first, so the answer is never worse than they."""
+def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = True) -> Verdict | None:
+    """The best plan found, or None where none fits. With `starts`, every family's leaders are judged first, so the answer
+    is never worse than a family's; a family far behind by estimate is left out."""
+    for family in FAMILIES.values() if starts else ():
+        judge.tiles_left = effort.tiles
+        for draft in family_leaders(problem, judge, family):
+            if judge.best is None or judge.surrogate.seconds(draft) < HOPELESS * judge.best.seconds:
+                judge(draft)
     judge.tiles_left = effort.tiles
-    for draft in starts:
+    bounded = bounded_combinations(problem, judge.costs)
+    found = promising(problem, judge, effort, bounded, memory_counts=not judge.ignore_memory)
+    _judge_all(judge, found)
+    if not judge.fitting:
+        _judge_all(judge, promising(problem, judge, effort, thriftiest(problem, bounded), memory_counts=False))
+    for draft in list(dict.fromkeys(descend(problem, judge, draft, effort) for draft in found[: effort.descents])):
         judge(draft)
-    every = [(c, sorts_of(problem, judge.costs, c)) for c in combinations(problem)]
-    for memory_counts in (True, False):
-        found = promising(problem, judge, effort, every, memory_counts=memory_counts and not judge.ignore_memory)
-        for draft in found:
-            if judge.out_of_time:
-                break
-            judge(draft)
-        if judge.fitting or judge.ignore_memory:
-            break
-        every = thriftiest(problem, every)
-    leaders = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)[: effort.climbs]
+    leaders: list[Verdict] = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)[: effort.climbs]
     if not leaders and judge.closest is not None:
         leaders = [judge.closest]
     for leader in leaders:
@@ -69,67 +77,46 @@ def search(problem: Problem, judge: Judge, effort: Effort, starts: Iterable[Draf
     return judge.best
 
 
-def thriftiest(problem: Problem, every: Sequence[tuple[Combination, Sorts]]) -> list[tuple[Combination, Sorts]]:
+def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
+    for draft in drafts:
+        if judge.out_of_time:
+            return
+        judge(draft)
+
+
+def family_leaders(problem: Problem, judge: Judge, family: Family) -> list[Draft]:
+    """A family's drafts with the smallest estimates that are likely to fit, or the smallest of all where none is."""
+    drafts = list(dict.fromkeys(family(problem, judge.costs)))
+    fitting = [draft for draft in drafts if judge.surrogate.likely_fits(draft)]
+    return heapq.nsmallest(FAMILY_FINALISTS, fitting or drafts, key=judge.surrogate.seconds)
+
+
+def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort) -> Verdict | None:
+    """The family's best plan among its leaders, or None where none fits."""
+    judge.tiles_left = effort.tiles
+    _judge_all(judge, family_leaders(problem, judge, family))
+    return judge.best
+
+
+def thriftiest(problem: Problem, bounded: Bounded) -> Bounded:
     """The combinations that need the least memory, for where no cut fitted."""
     return [
-        (c, sorts)
-        for c, sorts in every
-        if c.recompute == problem.recomputes[-1] and c.micro_batches[0] == problem.micro_batches[0]
+        entry
+        for entry in bounded
+        if entry[1].recompute == problem.recomputes[-1] and entry[1].micro_batches[0] == problem.micro_batches[0]
     ]
 
 
-def promising(
-    problem: Problem,
-    judge: Judge,
-    effort: Effort,
-    every: Sequence[tuple[Combination, Sorts]],
-    *,
-    memory_counts: bool = True,
-) -> list[Draft]:
+def promising(problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, *, memory_counts: bool) -> list[Draft]:
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
-    work = problem.batch.global_batch * problem.model.layers
-    bounded = sorted(((work / sorts.rate, c, sorts) for c, sorts in every), key=lambda entry: entry[0])
-    drafts = equal_drafts(problem, judge, effort, bounded, memory_counts)
-    estimated = sorted(((judge.surrogate.seconds(d), i, d) for i, d in enumerate(drafts)), key=lambda e: e[:2])
+    cuts = best_cuts(problem, bounded, effort.cuts, memory_counts=memory_counts)
+    entries = [*cuts, *reordered(problem, cuts, memory_counts=memory_counts)]
+    estimates = {draft: judge.surrogate.seconds(draft) for draft in (entry.draft(problem) for entry in entries)}
     if problem.constraints.dp is None and not judge.out_of_time:
-        best = estimated[0][0] if estimated else float("inf")
-        free = free_drafts(problem, judge, effort, bounded, best, memory_counts)
-        estimated += [(judge.surrogate.seconds(d), len(estimated) + i, d) for i, d in enumerate(free)]
-        estimated.sort(key=lambda e: e[:2])
-    return [draft for _, _, draft in estimated[: effort.finalists]]
-
-
-Bounded = Sequence[tuple[float, Combination, Sorts]]
-
-
-def equal_drafts(problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, memory_counts: bool) -> list[Draft]:
-    """The best equal cuts by rough estimate; a combination whose bound exceeds the worst kept is not cut at all."""
-    kept: list[tuple[float, int, Combination, Line, Cut]] = []
-    order = count()
-    for bound, combination, sorts in bounded:
-        if judge.out_of_time or (len(kept) == effort.cuts and bound >= -kept[0][0]):
-            break
-        own = []
-        through = float(sorts.tile.min()) * problem.model.layers  # one tile through all layers at the fastest
-        for line in lines(problem, tuple(int(n) for n in sorts.counts)):
-            stages = int(sorts.counts.sum()) // line.replicas
-            if len(kept) == effort.cuts and bound + through * (1 - 2 / (stages + 1)) >= -kept[0][0]:
-                continue
-            cut = cut_equally(problem, sorts, line.composition(sorts), memory_counts=memory_counts)
-            if cut is not None:
-                own.append((-cut.seconds, next(order), combination, line, cut))
-        for entry in heapq.nlargest(PER_COMBINATION, own):
-            if len(kept) < effort.cuts:
-                heapq.heappush(kept, entry)
-            elif entry > kept[0]:
-                heapq.heapreplace(kept, entry)
-    return [_equal_draft(problem, combination, line, cut) for _, _, combination, line, cut in kept]
-
-
-def _equal_draft(problem: Problem, combination: Combination, line: Line, cut: Cut) -> Draft:
-    sizes = [line.replicas] * len(cut.layers)
-    units = line.units(problem, combination.degrees)
-    return to_draft(problem, tuple(zip(cut.layers, sizes, strict=True)), units, combination)
+        best = min(estimates.values(), default=float("inf"))
+        for draft in free_drafts(problem, judge, effort, bounded, best, memory_counts):
+            estimates[draft] = judge.surrogate.seconds(draft)
+    return heapq.nsmallest(effort.finalists, estimates, key=lambda draft: estimates[draft])
 
 
 def free_drafts(
@@ -152,26 +139,27 @@ def free_drafts(
     return drafts
 
 
-MOST_FREE_STAGES = 16
-
-
 def _depths(problem: Problem, setting: Setting) -> list[int]:
     """The numbers of stages worth trying with free numbers of replicas."""
     deepest = min(problem.model.layers, len(setting.line), MOST_FREE_STAGES)
     return [depth for depth in range(1, deepest + 1) if problem.constraints.pp in (None, depth)]
 
 
-def to_draft(
-    problem: Problem, stages: Sequence[tuple[int, int]], units: Sequence[Unit], combination: Combination
-) -> Draft:
-    """Stages of (layers, number of units) as a draft: units in line order, micro-batches by kind."""
-    drafted, position = [], 0
-    for layers, size in stages:
-        own = sorted(units[position : position + size], key=lambda unit: unit.ranks)  # one spelling of equal plans
-        position += size
-        seats = tuple(Seat(unit, combination.micro_batches[unit.kind]) for unit in own)
-        drafted.append(DraftStage(layers, seats, combination.recompute, max(problem.zeros)))
-    return Draft(tuple(drafted))
+def descend(problem: Problem, judge: Judge, draft: Draft, effort: Effort) -> Draft:
+    """Where the estimate has no better neighbour: many small changes, none of them judged."""
+    surrogate = judge.surrogate
+    best = surrogate.seconds(draft)
+    for _ in range(effort.steps):
+        near = neighbours(draft, problem, surrogate.slowest(draft))
+        seconds, _, better = min(
+            ((surrogate.seconds(d), i, d) for i, d in enumerate(near) if surrogate.likely_fits(d)),
+            default=(best, 0, draft),
+            key=lambda entry: entry[:2],
+        )
+        if seconds >= best * (1 - 1e-9) or judge.out_of_time:
+            return draft
+        best, draft = seconds, better
+    return draft
 
 
 def climb(verdict: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:
@@ -187,11 +175,10 @@ def climb(verdict: Verdict, problem: Problem, judge: Judge, effort: Effort) -> V
 
 def _step(best: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:
     slowest = judge.surrogate.slowest(best.draft)
-    near = {draft: None for draft in neighbours(best.draft, problem, slowest)}
+    ranked = list(dict.fromkeys(neighbours(best.draft, problem, slowest)))
     if best.prediction.fits:
-        ranked = sorted(near, key=judge.surrogate.seconds)[: effort.tried_per_step]
-    else:
-        ranked = list(near)
+        fitting = [draft for draft in ranked if judge.surrogate.likely_fits(draft)]
+        ranked = heapq.nsmallest(effort.tried_per_step, fitting, key=judge.surrogate.seconds)
     for draft in ranked:
         if judge.out_of_time:
             break

@@ -8,8 +8,8 @@ from math import gcd
 
 import numpy as np
 
-from hethub.planner.equal import Combination, Sorts
-from hethub.planner.problem import Problem, Unit
+from hethub.planner.equal import Sorts
+from hethub.planner.problem import Combination, Problem, Unit
 
 MOST_ORDERED = 4  # kinds: beyond, only orders by speed and by memory are tried
 
@@ -45,15 +45,21 @@ class Line:
         return (line[:, :, None] == np.arange(len(sorts.examples))).sum(axis=1)
 
 
-def orders(problem: Problem) -> list[tuple[int, ...]]:
-    """Orders of the kinds along the pipeline: all of them for few kinds, else by speed and by memory both ways."""
+def main_orders(problem: Problem) -> list[tuple[int, ...]]:
+    """Orders by speed and by memory both ways: the first look at every setting."""
     kinds = range(len(problem.kinds))
-    if len(problem.kinds) <= MOST_ORDERED:
-        return list(permutations(kinds))
     precision = problem.batch.precision
     by_speed = sorted(kinds, key=lambda k: problem.kinds[k].accelerator.peak_flops(precision))
     by_memory = sorted(kinds, key=lambda k: problem.kinds[k].memory_bytes)
-    return list(dict.fromkeys(tuple(o) for one in (by_speed, by_memory, kinds) for o in (one, one[::-1])))
+    return list(dict.fromkeys(tuple(o) for one in (by_speed, by_memory) for o in (one, one[::-1])))
+
+
+def orders(problem: Problem) -> list[tuple[int, ...]]:
+    """All orders of the kinds along the pipeline where they are few, else the main ones and as listed."""
+    kinds = tuple(range(len(problem.kinds)))
+    if len(kinds) <= MOST_ORDERED:
+        return list(permutations(kinds))
+    return list(dict.fromkeys([*main_orders(problem), kinds, kinds[::-1]]))
 
 
 def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
@@ -76,7 +82,7 @@ def combinations(problem: Problem) -> Iterator[Combination]:
 
 
 def lines(problem: Problem, counts: tuple[int, ...]) -> Iterator[Line]:
-    """Lines of equally many replicas per stage, for `counts` units of each sort."""
+    """Lines of equally many replicas per stage, for `counts` units of each sort, in the main orders."""
     total, constraints = sum(counts), problem.constraints
     if constraints.dp:
         able = [constraints.dp] if total % constraints.dp == 0 else []
@@ -86,8 +92,8 @@ def lines(problem: Problem, counts: tuple[int, ...]) -> Iterator[Line]:
         able = [n for n in able if total // n == constraints.pp]
     common = reduce(gcd, counts)
     for replicas in able:
-        for order in orders(problem) if total > replicas else orders(problem)[:1]:
+        for order in main_orders(problem) if total > replicas else main_orders(problem)[:1]:
             yield Line(order, replicas)
         stages = total // replicas
-        if 1 < stages and len(counts) > 1 and common % stages == 0:
+        if stages > 1 and len(counts) > 1 and common % stages == 0:
             yield Line(tuple(range(len(problem.kinds))), replicas, side_by_side=True)

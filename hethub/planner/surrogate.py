@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seat
-from hethub.planner.footprint import end_parameters, layer_parameters
+from hethub.planner.footprint import end_parameters, footprint, layer_parameters
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker
 from hethub.predictor.costs import BUCKET_BYTES
+
+NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
 
 
 class StageEstimate(NamedTuple):
@@ -34,13 +36,14 @@ class Surrogate:
         self._stages: dict[object, StageEstimate] = {}
         self._crossings: dict[object, float] = {}
         self._workers: dict[object, Worker] = {}
+        self._fits: dict[object, bool] = {}
 
     def seconds(self, draft: Draft) -> float:
         """The estimated step; infinite where a stage has more replicas than samples."""
         if max(draft.replica_counts) > self.problem.batch.global_batch:
             return float("inf")
         last = len(draft.stages) - 1
-        stages = [self.stage(stage, index == 0, index == last) for index, stage in enumerate(draft.stages)]
+        stages = [self.stage(stage, index == 0, index == last, draft.even) for index, stage in enumerate(draft.stages)]
         crossing = [self._crossing(draft.stages[s], draft.stages[s + 1]) for s in range(last)] + [0.0]
         after = 0.0  # one tile through all later stages and back
         detours = [0.0] * (last + 1)
@@ -69,18 +72,42 @@ class Surrogate:
         busy = [self.stage(stage, index == 0, index == last).busy for index, stage in enumerate(draft.stages)]
         return busy.index(max(busy))
 
-    def stage(self, stage: DraftStage, first: bool, last: bool) -> StageEstimate:
-        key = (stage.layers, stage.sorts, stage.recompute, stage.zero, first, last)
-        found = self._stages.get(key)
+    def likely_fits(self, draft: Draft) -> bool:
+        """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
+        last = len(draft.stages) - 1
+        return all(
+            self._stage_fits(stage, last - index + 1 + (draft.slack if index < last else 0), index == 0, index == last)
+            for index, stage in enumerate(draft.stages)
+        )
+
+    def _stage_fits(self, stage: DraftStage, held: int, first: bool, last: bool) -> bool:
+        key = (stage.layers, stage.sorts, stage.recompute, stage.zero, held, first, last)
+        found = self._fits.get(key)
         if found is None:
-            found = self._stages[key] = self._stage(stage, first, last)
+            reserve = self.problem.constraints.reserve
+            found = self._fits[key] = stage.state_shares != () or all(
+                footprint(self.problem, seat.unit, seat.micro_batch, held, stage.recompute, first=first, last=last).least_replicas(
+                    NEARLY * self.problem.kinds[seat.unit.kind].memory_bytes * (1 - reserve), len(stage.seats) > 1 and stage.zero > 0
+                )[stage.layers]
+                <= len(stage.seats)
+                for seat in self._examples(stage)
+            )
         return found
 
-    def _stage(self, stage: DraftStage, first: bool, last: bool) -> StageEstimate:
+    def stage(self, stage: DraftStage, first: bool, last: bool, even: bool = False) -> StageEstimate:
+        key = (stage.layers, stage.sorts, stage.recompute, stage.zero, first, last, even)
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = self._stage(stage, first, last, even)
+        return found
+
+    def _stage(self, stage: DraftStage, first: bool, last: bool, even: bool) -> StageEstimate:
         seats = {sort: next(s for s in stage.seats if s.sort == sort) for sort, _ in stage.sorts}
         workers = {sort: self._worker(stage, seat, first, last) for sort, seat in seats.items()}
         counts = [(workers[sort], count) for sort, count in stage.sorts]
-        busy = earliest_finish(self.problem.batch.global_batch, counts)
+        samples = self.problem.batch.global_batch
+        share = -(-samples // len(stage.seats))
+        busy = max(worker.seconds(share) for worker, _ in counts) if even else earliest_finish(samples, counts)
         tiles = [
             self.costs.rate(seat.unit, seat.micro_batch, stage.recompute).tile(stage.layers, first, last) for seat in seats.values()
         ]
@@ -136,7 +163,8 @@ class Surrogate:
             places = self.problem.cluster.places
             machine = places[sender.unit.ranks[0]].machine
             sharing = sum(places[seat.unit.ranks[0]].machine == machine for seat in above.seats)
-            num_bytes = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len * self.problem.model.hidden * self.costs.width
+            tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
+            num_bytes = tokens * self.problem.model.hidden * self.costs.width
             network = self.costs.network
             found = network.link(sender.unit.ranks[0], receiver.unit.ranks[0], sharing).seconds(num_bytes)
             if receiver.unit.tp > 1:

@@ -1,0 +1,74 @@
+"""`cephalo`: Cephalo's plans (arXiv 2411.01075). One stage, no TP; samples and training state divided independently.
+
+Every accelerator gets a micro-batch and a number of samples for speed, whatever state it holds; the state is then cut so
+that all fit, evenly where possible. Faults of the published planner are not repeated: communication is priced, and no
+plan over memory is proposed.
+"""
+
+from collections.abc import Iterator
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.families.uniform import allowed, units_in_order
+from hethub.planner.footprint import Footprint, footprint
+from hethub.planner.problem import Problem
+from hethub.spec.plan import Recompute
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """A draft per recompute and largest micro-batch, where the state can be cut so that all fit."""
+    sharded = [zero for zero in problem.zeros if zero]
+    if problem.constraints.tp not in (None, 1) or not allowed(problem, 1, problem.size) or not sharded or problem.size == 1:
+        return
+    for recompute in problem.recomputes:
+        for most in problem.micro_batches:
+            found = _draft(problem, costs, recompute, most, sharded[0])
+            if found is not None:
+                yield found
+
+
+def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, zero: int) -> Draft | None:
+    """The largest micro-batches up to `most` that leave room for the state; None where there is none."""
+    units = units_in_order(problem, 1)
+    prints = {}
+    sizes = {}
+    for kind in range(len(problem.kinds)):
+        unit = problem.units(kind, 1)[0]
+        options = {
+            b: footprint(problem, unit, b, 1, recompute, first=True, last=True) for b in problem.micro_batches if b <= most
+        }
+        able = [b for b, held in options.items() if _room(problem, kind, held) >= 0]
+        if not able:
+            return None
+        sizes[kind] = max(able, key=lambda b: b / costs.rate(unit, b, recompute).tile(problem.model.layers, True, True).total)
+        prints[kind] = options[sizes[kind]]
+    state = float(prints[0].shared[problem.model.layers])
+    rooms = [_room(problem, unit.kind, prints[unit.kind]) / state for unit in units]
+    shares = _state_shares(rooms)
+    if shares is None:
+        return None
+    named = () if len(set(shares)) == 1 else tuple((unit.ranks[0], s) for unit, s in zip(units, shares, strict=True))
+    seats = tuple(Seat(unit, sizes[unit.kind]) for unit in units)
+    return Draft((DraftStage(problem.model.layers, seats, recompute, zero, named),))
+
+
+def _room(problem: Problem, kind: int, held: Footprint) -> float:
+    """Bytes left for shared state on a rank; a little is kept for rounding."""
+    capacity = problem.kinds[kind].memory_bytes * (1 - problem.constraints.reserve)
+    return 0.995 * capacity - float(held.fixed[problem.model.layers])
+
+
+def _state_shares(rooms: list[float]) -> list[float] | None:
+    """Fractions that sum to one, equal but for those without room; None where all rooms together do not suffice."""
+    if sum(rooms) < 1.0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(min(room, middle) for room in rooms) >= 1.0:
+            high = middle
+        else:
+            low = middle
+    shares = [min(room, high) for room in rooms]
+    whole = sum(shares)
+    return [share / whole for share in shares]

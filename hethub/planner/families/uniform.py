@@ -1,0 +1,44 @@
+"""`uniform`: the base line. One TP, DP and PP degree, even layers, even samples, ranks in the cluster's order."""
+
+from collections.abc import Iterator
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.problem import Problem, Unit
+from hethub.spec.ranges import split
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """Every even division of the cluster."""
+    degrees = [problem.constraints.tp] if problem.constraints.tp else problem.degrees
+    for tp in degrees:
+        units = units_in_order(problem, tp)
+        if any(unit.tp != tp for unit in units):
+            continue
+        for stages in range(1, min(len(units), problem.model.layers) + 1):
+            if len(units) % stages == 0 and allowed(problem, stages, len(units) // stages):
+                yield from _variants(problem, units, stages)
+
+
+def units_in_order(problem: Problem, tp: int) -> list[Unit]:
+    """All units of one TP degree by rank."""
+    units = [unit for kind in range(len(problem.kinds)) for unit in problem.units(kind, tp)]
+    return sorted(units, key=lambda unit: unit.ranks)
+
+
+def allowed(problem: Problem, stages: int, replicas: int) -> bool:
+    """Whether fixed degrees allow this many stages and replicas."""
+    return problem.constraints.pp in (None, stages) and problem.constraints.dp in (None, replicas)
+
+
+def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draft]:
+    replicas = len(units) // stages
+    sizes = [part.size for part in split(problem.model.layers, stages)]
+    for micro_batch in problem.micro_batches:
+        if micro_batch * replicas > problem.batch.global_batch:
+            break
+        seats = tuple(Seat(unit, micro_batch) for unit in units)
+        held = [seats[index * replicas : (index + 1) * replicas] for index in range(stages)]
+        for recompute in problem.recomputes:
+            drafted = (DraftStage(n, own, recompute, max(problem.zeros)) for n, own in zip(sizes, held, strict=True))
+            yield Draft(tuple(drafted), even=True)

@@ -1,0 +1,116 @@
+"""`zorse`: Zorse's plans (arXiv 2507.10392). Groups of machines by a minimum k-cut of the bandwidth graph, a stage per
+group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.families.uniform import allowed, units_in_order
+from hethub.planner.problem import Problem, Unit
+from hethub.spec.plan import Recompute
+from hethub.spec.ranges import split_by_shares
+
+MOST_NODES = 48  # of the graph: with more machines, neighbours of one kind are one node
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """A draft per number of groups, micro-batch and recompute."""
+    if problem.constraints.tp not in (None, 1):
+        return
+    nodes = _nodes(problem)
+    weights = _bandwidths(problem, costs, nodes)
+    groups = [list(range(len(nodes)))]
+    while len(groups) <= min(len(nodes), problem.model.layers):
+        stages = [[unit for node in sorted(group) for unit in nodes[node]] for group in groups]
+        if allowed(problem, len(groups), len(stages[0])):
+            for micro_batch in problem.micro_batches:
+                for recompute in problem.recomputes:
+                    yield _draft(problem, costs, stages, micro_batch, recompute)
+        if len(groups) == len(nodes):
+            return
+        groups = _split_once(groups, weights)
+
+
+def _nodes(problem: Problem) -> list[list[Unit]]:
+    """Machines as lists of single-rank units; few of one kind together where there are many machines."""
+    machines: dict[int, list[Unit]] = {}
+    for unit in units_in_order(problem, 1):
+        machines.setdefault(problem.cluster.places[unit.ranks[0]].machine, []).append(unit)
+    together = -(-len(machines) // MOST_NODES)
+    nodes: list[list[Unit]] = []
+    for units in machines.values():
+        if nodes and nodes[-1][0].kind == units[0].kind and len(nodes[-1]) < together * len(units):
+            nodes[-1] = nodes[-1] + units
+        else:
+            nodes.append(units)
+    return nodes
+
+
+def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> np.ndarray:
+    """Bytes per second between nodes of the graph, as one message sees them."""
+    weights = np.zeros((len(nodes), len(nodes)))
+    known: dict[tuple[int, int], float] = {}
+    for a in range(len(nodes)):
+        for b in range(a):
+            key = (nodes[a][0].kind, nodes[b][0].kind)
+            if key not in known:
+                known[key] = 1.0 / costs.network.link(nodes[a][0].ranks[0], nodes[b][0].ranks[0]).seconds_per_byte
+            weights[a, b] = weights[b, a] = known[key]
+    return weights
+
+
+def _split_once(groups: list[list[int]], weights: np.ndarray) -> list[list[int]]:
+    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT)."""
+    cuts = [(*_minimum_cut(weights[np.ix_(group, group)]), index) for index, group in enumerate(groups) if len(group) > 1]
+    _, side, index = min(cuts, key=lambda cut: (cut[0], cut[2]))
+    chosen = [groups[index][i] for i in side]
+    rest = [node for node in groups[index] if node not in set(chosen)]
+    return sorted([*groups[:index], chosen, rest, *groups[index + 1 :]], key=min)
+
+
+def _minimum_cut(weights: np.ndarray) -> tuple[float, list[int]]:
+    """Weight and one side of a global minimum cut (Stoer and Wagner 1997)."""
+    weights = weights.copy()
+    merged = [[i] for i in range(len(weights))]
+    alive = list(range(len(weights)))
+    best: tuple[float, list[int]] = (float("inf"), [])
+    while len(alive) > 1:
+        attached = weights[alive[0]].copy()
+        order = [alive[0]]
+        left = alive[1:]
+        while left:
+            chosen = max(left, key=lambda i: (attached[i], -i))
+            left.remove(chosen)
+            order.append(chosen)
+            last = float(attached[chosen])
+            attached = attached + weights[chosen]
+        end, before = order[-1], order[-2]
+        if last < best[0]:
+            best = (last, list(merged[end]))
+        weights[before] += weights[end]
+        weights[:, before] += weights[:, end]
+        weights[before, before] = 0.0
+        merged[before] += merged[end]
+        alive.remove(end)
+    return best
+
+
+def _draft(problem: Problem, costs: UnitCosts, stages: list[list[Unit]], micro_batch: int, recompute: Recompute) -> Draft:
+    """Layers in proportion to the groups' speed, rounded, at least one each; stages from the most memory to the least."""
+    memory = [sum(problem.kinds[u.kind].memory_bytes for u in units) / len(units) for units in stages]
+    ordered = [units for _, units in sorted(zip(memory, stages, strict=True), key=lambda pair: -pair[0])]
+    speeds = [
+        sum(micro_batch / costs.rate(unit, micro_batch, recompute).layer.total for unit in units) for units in ordered
+    ]
+    spare = problem.model.layers - len(ordered)
+    shares = [max(speed / sum(speeds) * problem.model.layers - 1.0, 0.0) for speed in speeds]
+    extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(ordered)
+    return Draft(
+        tuple(
+            DraftStage(1 + more, tuple(Seat(unit, micro_batch) for unit in units), recompute, max(problem.zeros))
+            for units, more in zip(ordered, extra, strict=True)
+        ),
+        alike=False,
+    )
