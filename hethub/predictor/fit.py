@@ -16,9 +16,9 @@ import numpy as np
 from hethub.predictor.constants import Constants, packaged
 from hethub.predictor.evaluate import Repricer
 from hethub.predictor.fit_layers import cross_validate, fit_layers
-from hethub.predictor.fit_steps import fit_steps, refit_without
+from hethub.predictor.fit_steps import Linear, fit_steps, refit_without
 from hethub.predictor.intervals import widths
-from hethub.predictor.layer_table import LayerTable, read_layer_times
+from hethub.predictor.layer_table import LayerRow, LayerTable, read_layer_times
 from hethub.predictor.tables import Case, read_table
 
 FOLDS = 5
@@ -63,13 +63,13 @@ def fit_all(data: Path) -> Constants:
     residuals = {f"{source} (cross-validated MAPE, %)": round(value, 2) for source, value in by_source.items()}
     return replace(
         constants,
-        interval=widths(errors, stacks, unseen[1], unseen_accelerator),
+        interval=widths(errors.tolist(), stacks, unseen[1].tolist(), unseen_accelerator.tolist()),
         residuals=residuals,
         provenance=f"fitted by hethub.predictor.fit on {len(layers)} layer times and {len(cases)} training steps, published measurements",
     )
 
 
-def report_layers(rows: list, constants: Constants) -> np.ndarray:  # type: ignore[type-arg]
+def report_layers(rows: list[LayerRow], constants: Constants) -> np.ndarray:
     """Prints how well layers are priced; returns the logarithms of each accelerator's errors when it was left out."""
     measured = LayerTable.of(rows).measured
     grouped = {row.group: fold for row, fold in zip(rows, folds([row.group for row in rows]), strict=True)}
@@ -89,7 +89,9 @@ def report_layers(rows: list, constants: Constants) -> np.ndarray:  # type: igno
     return errors
 
 
-def leave_sources_out(base: Constants, linear, cases: list[Case], repricers: list[Repricer]) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[no-untyped-def]
+def leave_sources_out(
+    base: Constants, linear: Linear, cases: list[Case], repricers: list[Repricer]
+) -> tuple[np.ndarray, np.ndarray]:
     """Log errors of every row by a fit without its source: with its stack factor set on three rows, and with nothing."""
     measured = np.log([case.measured_seconds for case in cases])
     factored, nothing = np.zeros(len(cases)), np.zeros(len(cases))
@@ -124,7 +126,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "constants.json", help="where the constants go")
     args = parser.parse_args()
     constants = fit_all(args.data)
-    print(f"\n{constants.count} constants; 80 % interval: " + ", ".join(f"{key} ±{100 * np.expm1(value):.0f} %" for key, value in constants.interval.items()))
+    ranges = ", ".join(f"{key} ±{100 * np.expm1(value):.0f} %" for key, value in constants.interval.items())
+    print(f"\n{constants.count} constants; 80 % interval: {ranges}")
     args.out.write_text(json.dumps(rounded(constants.to_dict()), indent=1) + "\n", encoding="utf-8")
     print(f"written to {args.out}")
 

@@ -31,7 +31,8 @@ def layer_parameters(rows: Iterable[LayerRow]) -> list[Parameter]:
     rows = list(rows)
     families = sorted({f"{family(row.accelerator)} {precision_class(row.precision)}" for row in rows})
     accelerators = sorted({f"{row.accelerator.name} {precision_class(row.precision)}" for row in rows})
-    return [*ROOFLINE, *scales("families", families, 0.06, 0.1), *attention_scales(families, 0.2), *scales("accelerators", accelerators, 0.06, 0.3)]
+    by_family = [*scales("families", families, 0.06, 0.1), *attention_scales(families, 0.2)]
+    return [*ROOFLINE, *by_family, *scales("accelerators", accelerators, 0.06, 0.3)]
 
 
 def fit_layers(base: Constants, rows: list[LayerRow]) -> Constants:

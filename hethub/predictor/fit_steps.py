@@ -68,7 +68,9 @@ def start(parameters: list[Parameter]) -> np.ndarray:
     return np.array([np.log(p.prior) if p.log else p.prior for p in parameters])
 
 
-def linearise(base: Constants, parameters: list[Parameter], point: np.ndarray, cases: Sequence[Case], repricers: Sequence[Repricer]) -> Linear:
+def linearise(
+    base: Constants, parameters: list[Parameter], point: np.ndarray, cases: Sequence[Case], repricers: Sequence[Repricer]
+) -> Linear:
     """Derivatives by differences, only of the rows that a parameter can change."""
     constants = apply(base, parameters, point)
     values = np.log([repricer.seconds(constants) for repricer in repricers])

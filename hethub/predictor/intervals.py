@@ -1,9 +1,7 @@
 """How far a prediction may be off: an 80 % interval from residuals of rows that the fit had not seen."""
 
 from collections.abc import Sequence
-from math import exp
-
-import numpy as np
+from math import ceil, exp
 
 COVERAGE = 0.8
 ENOUGH_ROWS = 10  # of one stack, for a width of its own
@@ -11,17 +9,17 @@ ENOUGH_ROWS = 10  # of one stack, for a width of its own
 
 def half_width(log_errors: Sequence[float]) -> float:
     """The half width, in logarithms, that covers 80 % of the errors; the finite-sample quantile of conformal intervals."""
-    errors = np.sort(np.abs(log_errors))
-    rank = min(len(errors), int(np.ceil(COVERAGE * (len(errors) + 1))))
-    return float(errors[rank - 1])
+    errors = sorted(abs(error) for error in log_errors)
+    return float(errors[min(len(errors), ceil(COVERAGE * (len(errors) + 1))) - 1])
 
 
-def widths(log_errors: Sequence[float], stacks: Sequence[str], unseen_stack: Sequence[float], unseen_accelerator: Sequence[float]) -> dict[str, float]:
+def widths(
+    log_errors: Sequence[float], stacks: Sequence[str], unseen_stack: Sequence[float], unseen_accelerator: Sequence[float]
+) -> dict[str, float]:
     """The widths by software stack, of all known ones, and what an unmeasured stack or accelerator adds."""
-    errors = np.array(log_errors)
-    found = {"known": half_width(errors)}
+    found = {"known": half_width(log_errors)}
     for stack in sorted(set(stacks)):
-        own = errors[[name == stack for name in stacks]]
+        own = [error for error, name in zip(log_errors, stacks, strict=True) if name == stack]
         if len(own) >= ENOUGH_ROWS:
             found[f"stack {stack}"] = half_width(own)
     found["unseen stack"] = half_width(unseen_stack)

@@ -16,7 +16,8 @@ from hethub.spec.model import ModelSpec
 
 # Query heads and KV heads of the tables' models (their model cards); the rest of the shape is in the table.
 _HEADS = {
-    "bert_base": (12, 12), "bert_large": (16, 16), "bert_xlarge": (24, 24), "gpt_1.3b": (32, 32), "gpt_2.7b": (32, 32), "gpt_175b": (96, 96),
+    "bert_base": (12, 12), "bert_large": (16, 16), "bert_xlarge": (24, 24),
+    "gpt_1.3b": (32, 32), "gpt_2.7b": (32, 32), "gpt_175b": (96, 96),
     "llama_tiny": (32, 32), "llama_3b": (32, 32), "llama_7b": (32, 32), "llama_13b": (40, 40), "llamav2_tiny": (32, 32),
     "llamav2_7b": (32, 32), "llamav2_13b": (40, 40), "mistral_7b": (32, 8), "vit_e": (16, 16), "vit_g": (16, 16),
 }  # fmt: skip

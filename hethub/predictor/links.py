@@ -9,7 +9,6 @@ from hethub.predictor.constants import Constants, packaged
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
 
-
 # Links up to this speed are PCIe, which a node's accelerators share; faster ones are dedicated (NVLink, xGMI).
 PCIE_GBYTES_PER_SECOND = 64
 

@@ -55,7 +55,7 @@ def values(parameters: list[Parameter], vector: np.ndarray) -> list[float]:
 
 def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> Constants:
     """`base` with the vector's numbers in their places; scales add to what the base already has."""
-    tables: dict[str, dict] = {name: dict(getattr(base, name)) for name in ("common", "links", "stacks")}
+    tables: dict[str, dict[str, float]] = {name: dict(getattr(base, name)) for name in ("common", "links", "stacks")}
     nested: dict[str, dict[str, dict[str, float]]] = {
         name: {key: dict(entry) for key, entry in getattr(base, name).items()} for name in ("families", "accelerators")
     }
@@ -65,7 +65,14 @@ def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> C
         else:
             entry = nested[parameter.table].setdefault(parameter.key, {"log_scale": 0.0, "throttle": 0.0})
             entry[parameter.field] = entry.get(parameter.field, 0.0) + value
-    return replace(base, **tables, **nested)
+    return replace(
+        base,
+        common=tables["common"],
+        links=tables["links"],
+        stacks=tables["stacks"],
+        families=nested["families"],
+        accelerators=nested["accelerators"],
+    )
 
 
 def solve(

@@ -84,7 +84,7 @@ def read_row(row: Mapping[str, str]) -> Case:
     cluster = _cluster(row, number, total)
     layers = _layers_per_stage(row, model.layers, pp)
     stages = [_stages(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none") for size in sizes]
-    plan_precision = {"fp8": "bf16", "tf32": "fp32"}.get(precision, precision)
+    plan_precision: Any = {"fp8": "bf16", "tf32": "fp32"}.get(precision, precision)
     plans = [
         PlanSpec.model_construct(model=model.name, cluster=cluster.name, global_batch=batch, seq_len=seq, precision=plan_precision,
                                  schedule="1f1b", stages=stage)
@@ -124,7 +124,7 @@ def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
     seq = number("seq")
     return ModelSpec(
         name=row.get("model") or "model",
-        family=row["family"],  # type: ignore[arg-type]
+        family=row["family"],
         layers=number("layers"),
         hidden=number("hidden"),
         heads=number("heads"),
@@ -141,7 +141,8 @@ def _cluster(row: Mapping[str, str], number: _Numbers, total: int) -> ClusterSpe
     per_node = min(number("per_node", 0) or min(total, 8), total)
     if total % per_node:
         raise ValueError(f"n_accelerators {total} is not a multiple of per_node {per_node}")
-    node: dict[str, Any] = {"name": "node", "accelerator": find_accelerator(row["accelerator"]), "count": total // per_node, "accelerators": per_node}
+    accelerator = find_accelerator(row["accelerator"])
+    node: dict[str, Any] = {"name": "node", "accelerator": accelerator, "count": total // per_node, "accelerators": per_node}
     if row.get("inter_node_gbps"):
         gbps = float(row["inter_node_gbps"])
         node |= {"nics": min(IN_NODE_NICS, per_node), "gbps_per_nic": gbps / min(IN_NODE_NICS, per_node)}
@@ -174,18 +175,21 @@ def _without_ends(counts: list[int], extra: int) -> list[int]:
     return counts
 
 
-def _stages(layers: list[int], replica_ranks: int, dp: int, micro_batch: int, batch: int, zero: int, recompute: str) -> tuple[StageSpec, ...]:
+def _stages(
+    layers: list[int], replica_ranks: int, dp: int, micro_batch: int, batch: int, zero: int, recompute: Any
+) -> tuple[StageSpec, ...]:
     """Megatron's order of ranks: tensor-parallel innermost, replicas next, stages outermost."""
     stages, first, rank = [], 0, 0
     for count in layers:
         replicas = []
         for _ in range(dp):
             ranks = tuple(range(rank, rank + replica_ranks))
-            replicas.append(ReplicaSpec.model_construct(ranks=ranks, micro_batch=micro_batch, samples=batch // dp, in_flight=None, tensor_shares=None))
+            shape: dict[str, Any] = {"micro_batch": micro_batch, "samples": batch // dp, "in_flight": None, "tensor_shares": None}
+            replicas.append(ReplicaSpec.model_construct(ranks=ranks, **shape))
             rank += replica_ranks
-        stages.append(
-            StageSpec.model_construct(layers=((first, first + count),), replicas=tuple(replicas), zero=zero, state_shares={}, recompute=recompute, offload=())
-        )
+        chunk: Any = ((first, first + count),)
+        rest: dict[str, Any] = {"zero": zero, "state_shares": {}, "recompute": recompute, "offload": ()}
+        stages.append(StageSpec.model_construct(layers=chunk, replicas=tuple(replicas), **rest))
         first += count
     return tuple(stages)
 
