@@ -9,8 +9,10 @@ from hethub.planner.draft import Draft, complete
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
 from hethub.predictor import Prediction, predict
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, bind
+from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 
 
@@ -57,6 +59,11 @@ class AlikeLayout(Layout):
         ]
 
 
+def layout_of(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
+    """The plan's layout, by the short way where it is alike. Raises BadInput where it does not bind."""
+    return AlikeLayout(plan, model, cluster) if is_alike(plan) else bind(plan, model, cluster)
+
+
 SMALL_REPLAY = 1_000  # tiles: always replayed
 
 
@@ -71,6 +78,7 @@ class Judge:
         self.tiles_left = 0  # to be replayed one by one
         self._known: dict[Draft, Verdict | None] = {}
         self.fitting: dict[Draft, Verdict] = {}
+        self.start: Verdict | None = None  # the best before the search
         self.closest: Verdict | None = None  # the least over memory, where none fits
 
     @property
@@ -94,12 +102,10 @@ class Judge:
         plan = complete(draft, self.problem, self.costs)
         if plan is None:
             return None
-        model, cluster = self.problem.model, self.problem.cluster
-        alike = is_alike(plan)
-        if not alike and not self._spend(plan):
+        if not is_alike(plan) and not self._spend(plan):
             return None
         try:
-            layout = AlikeLayout(plan, model, cluster) if alike else bind(plan, model, cluster)
+            layout = layout_of(plan, self.problem.model, self.problem.cluster)
         except BadInput:  # too few tiles in flight, or heads that do not divide: no plan
             return None
         return Verdict(draft, plan, predict(layout, reserve=self.problem.constraints.reserve))
@@ -127,6 +133,26 @@ class Judge:
     def _rank(self, verdict: Verdict) -> tuple[bool, float]:
         fits = verdict.prediction.fits or self.ignore_memory
         return (not fits, verdict.seconds if fits else float(_excess(verdict)))
+
+    def discard(self, verdict: Verdict) -> None:
+        """Takes a plan out that turned out not to bind."""
+        self.fitting.pop(verdict.draft, None)
+
+    def admit(self, other: "Judge") -> None:
+        """Takes over what another judge of the same problem judged."""
+        self._known.update(other._known)
+        self.fitting.update(other.fitting)
+
+    def mark_start(self) -> None:
+        """Remembers the best so far as what the search started from."""
+        self.start = self.best
+
+    @property
+    def estimate_error_percent(self) -> float:
+        """The worst disagreement of estimate and prediction over the plans that fit and are near the best."""
+        best = self.best
+        near = [v for v in self.fitting.values() if best is not None and v.seconds < 1.25 * best.seconds]
+        return max((100.0 * abs(self.surrogate.seconds(v.draft) / v.seconds - 1.0) for v in near), default=0.0)
 
     @property
     def best(self) -> Verdict | None:

@@ -2,18 +2,23 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
 from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.result import PlanResult, RunnerUp
+from hethub.planner.reasons import reasons
+from hethub.planner.remedies import nothing_fits
+from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
+from hethub.planner.robust import most_robust
 from hethub.planner.search import effort_for, search, search_family
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout import bind
 from hethub.spec.model import ModelSpec
 
 
@@ -26,18 +31,32 @@ def plan(
     *,
     with_bounds: bool = True,
     top: int = 5,
+    explain: bool = False,
+    robust: bool = False,
 ) -> PlanResult:
     """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed.
 
-    `with_bounds` also plans every kind alone, for the upper bound. Raises BadInput where the question contradicts
-    itself or no plan fits; the message says by how many bytes on which accelerators.
+    `with_bounds` also plans every kind alone, for the upper bound. `explain` adds every family's own best plan and what
+    binds. `robust` answers with the plan whose worst case over links -20 % and compute -10 % is best. Raises BadInput
+    where the question contradicts itself or no plan fits; the message says by how many bytes on which accelerators, and
+    what would help.
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints)
     judge = Judge(problem, UnitCosts(problem))
     best = find(problem, judge, strategy)
+    rows = _families(problem, judge, strategy) if explain else {}
+    if strategy == "auto":
+        best = judge.best  # a family's plan, where explaining found a faster one
+    notes: dict[str, Any] = {}
+    if robust and (chosen := most_robust(problem, judge)) is not None:
+        best = chosen.verdict
+        notes["worst_step_seconds"] = chosen.worst_step_seconds
     if best is None:
-        raise BadInput(_nothing_fits(problem, judge, strategy))
+        raise BadInput(nothing_fits(problem, judge, strategy))
+    best = _confirmed(problem, judge, best)
+    if explain:
+        notes["reasons"] = [{**reason._asdict(), "sentence": reason.sentence()} for reason in reasons(problem, best)]
     alone = kinds_alone(problem, judge.costs) if with_bounds else None
     bound = upper_bound_tokens_per_second(alone)
     prediction = replace(
@@ -55,9 +74,44 @@ def plan(
         runners_up=_runners_up(judge, best, top),
         not_searched=tuple(not_searched(problem)),
         kinds_alone=alone or (),
+        families=tuple(_row(name, verdict, best) for name, verdict in rows.items()),
+        start_step_seconds=judge.start.seconds if judge.start else None,
         out_of_time=judge.out_of_time,
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
+        estimate_error_percent=judge.estimate_error_percent,
+        notes=notes,
     )
+
+
+def _confirmed(problem: Problem, judge: Judge, best: Verdict) -> Verdict:
+    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans."""
+    ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
+    for verdict in (best, *ranked):
+        try:
+            bind(verdict.plan, problem.model, problem.cluster)
+        except BadInput:  # too few tiles in flight for unlike samples, which only the full check sees
+            judge.discard(verdict)
+            continue
+        return verdict
+    raise BadInput(nothing_fits(problem, judge, "auto"))
+
+
+def _families(problem: Problem, judge: Judge, strategy: str) -> dict[str, Verdict | None]:
+    """Every family's best plan, each found by a judge of its own; `auto` takes them over, so that it is never slower."""
+    found = {}
+    for name, family in FAMILIES.items():
+        own = Judge(problem, judge.costs)
+        found[name] = search_family(problem, own, family, effort_for(problem))
+        if strategy == "auto":
+            judge.admit(own)
+    return found
+
+
+def _row(name: str, verdict: Verdict | None, best: Verdict) -> FamilyRow:
+    if verdict is None:
+        return FamilyRow(strategy=name, plan=None, step_seconds=None, slower_percent=None)
+    slower = 100.0 * (verdict.seconds / best.seconds - 1.0)
+    return FamilyRow(strategy=name, plan=verdict.plan, step_seconds=verdict.seconds, slower_percent=slower)
 
 
 def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
@@ -100,27 +154,3 @@ def not_searched(problem: Problem) -> list[str]:
         "plans that leave accelerators unused",
         "stages whose accelerators are not consecutive in an order of kinds, except by local improvement",
     ]
-
-
-def _nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
-    """One paragraph: the plan that came closest, and by how many bytes it misses on which accelerators."""
-    closest = judge.closest
-    if closest is None:
-        return (
-            f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} under these constraints: every accelerator needs a layer and a sample. Raise global_batch, "
-            "use fewer accelerators, relax the constraints or choose another strategy."
-        )
-    reserve = problem.constraints.reserve
-    misses: dict[str, tuple[int, int]] = {}
-    for entry in closest.prediction.memory:
-        over = entry.bytes - int(entry.limit * (1 - reserve))
-        if over > 0:
-            number, worst = misses.get(entry.accelerator, (0, 0))
-            misses[entry.accelerator] = (number + 1, max(worst, over))
-    listed = "; ".join(f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)" for name, (number, worst) in misses.items())
-    return (
-        f"no plan fits: model '{problem.model.name}' with global_batch {problem.batch.global_batch} and seq_len {problem.batch.seq_len} on "
-        f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds the memory (of which {reserve:.0%} stay free) of {listed}. "
-        "Shorten seq_len, take a smaller model, lower constraints.reserve or add accelerators."
-    )

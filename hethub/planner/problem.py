@@ -1,7 +1,7 @@
 """What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
@@ -128,16 +128,13 @@ class Problem:
         """The same problem on one kind's accelerators alone, for the upper bound."""
         return self.on(_only(self.cluster, self.kinds[kind]))
 
+    def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
+        """The same question under other constraints."""
+        return replace(self, constraints=constraints)
+
     def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
         """The same question on another cluster, or for another batch."""
-        return Problem(
-            model=self.model,
-            cluster=cluster,
-            batch=batch or self.batch,
-            constraints=self.constraints,
-            capabilities=self.capabilities,
-            kinds=collapse(cluster),
-        )
+        return replace(self, cluster=cluster, batch=batch or self.batch, kinds=collapse(cluster))
 
 
 def pose(

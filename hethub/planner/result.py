@@ -50,6 +50,24 @@ class KindAlone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FamilyRow:
+    """What a named system would have chosen; None throughout where it has no plan that fits."""
+
+    strategy: str
+    plan: PlanSpec | None
+    step_seconds: float | None
+    slower_percent: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "step_seconds": self.step_seconds,
+            "slower_percent": self.slower_percent,
+            "plan": None if self.plan is None else plan_dict(self.plan),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanResult:
     """What `plan` returns. `prediction` carries the upper bound and the ceiling."""
 
@@ -61,8 +79,11 @@ class PlanResult:
     runners_up: tuple[RunnerUp, ...]
     not_searched: tuple[str, ...]
     kinds_alone: tuple[KindAlone, ...]
+    families: tuple[FamilyRow, ...]  # where explained
+    start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
+    estimate_error_percent: float  # the worst disagreement of the search's estimate and the predictor on judged plans
     notes: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,6 +97,10 @@ class PlanResult:
             "candidates": self.candidates,
             "lower_bound_seconds": self.lower_bound_seconds,
             "runners_up": [runner.to_dict() for runner in self.runners_up],
+            "families": [row.to_dict() for row in self.families],
+            "start_step_seconds": self.start_step_seconds,
+            "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
+            "estimate_error_percent": self.estimate_error_percent,
             "kinds_alone": [kind.to_dict() for kind in self.kinds_alone],
             "not_searched": list(self.not_searched),
             **self.notes,

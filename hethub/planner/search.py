@@ -61,6 +61,7 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
         for draft in family_leaders(problem, judge, family):
             if judge.best is None or judge.surrogate.seconds(draft) < HOPELESS * judge.best.seconds:
                 judge(draft)
+    judge.mark_start()
     judge.tiles_left = effort.tiles
     bounded = bounded_combinations(problem, judge.costs)
     found = promising(problem, judge, effort, bounded, memory_counts=not judge.ignore_memory)

@@ -1,0 +1,60 @@
+"""Why the best plan is not faster: what binds, found by planning again with each figure 10 % better, the batch doubled."""
+
+from typing import NamedTuple
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.judge import Judge, Verdict
+from hethub.planner.problem import Batch, Problem
+from hethub.planner.scaled import Scale, scaled
+from hethub.planner.search import climb, effort_for, search
+
+RELAXED = 1.1
+TWICE = "twice the batch"
+
+
+class Reason(NamedTuple):
+    """A constraint and by how much more throughput the best plan has when it is relaxed."""
+
+    constraint: str
+    faster_percent: float
+
+    def sentence(self) -> str:
+        better = "" if self.constraint == TWICE else " 10 % better"
+        return f"{self.constraint}{better} makes the best plan {self.faster_percent:.1f} % faster"
+
+
+def reasons(problem: Problem, best: Verdict) -> list[Reason]:
+    """Every constraint with its effect, the strongest first."""
+    found = [Reason(name, _gain(problem, relaxed, best)) for name, relaxed in _relaxations(problem).items()]
+    return sorted(found, key=lambda reason: -reason.faster_percent)
+
+
+def _relaxations(problem: Problem) -> dict[str, Problem]:
+    cluster = problem.cluster
+    names = list(dict.fromkeys(kind.accelerator.name for kind in problem.kinds))
+    scales = {f"the speed of {name}": Scale(compute={name: RELAXED}) for name in names}
+    scales["the accelerators' memory"] = Scale(memory=RELAXED)
+    scales["the links inside nodes"] = Scale(in_node=RELAXED)
+    if len({place.machine for place in cluster.places}) > 1:
+        scales["the network between nodes"] = Scale(network=RELAXED)
+    if len(cluster.islands) > 1:
+        scales["the bridge between islands"] = Scale(bridge=RELAXED)
+    relaxed = {name: problem.on(scaled(cluster, scale)) for name, scale in scales.items()}
+    batch = problem.batch
+    # Twice: a tenth more is seldom divisible by what the batch was chosen for.
+    larger = Batch(2 * batch.global_batch, batch.seq_len, batch.precision)
+    return {**relaxed, TWICE: problem.on(cluster, larger)}
+
+
+def _gain(problem: Problem, relaxed: Problem, best: Verdict) -> float:
+    """Percent more tokens per second in the best plan found for the relaxed problem, the given plan included."""
+    judge = Judge(relaxed, UnitCosts(relaxed))
+    effort = effort_for(relaxed, bound=True)
+    start = judge(best.draft)
+    search(relaxed, judge, effort, starts=False)
+    if start is not None:
+        climb(start, relaxed, judge, effort)
+    found = judge.best
+    assert found is not None, "what fits a problem fits its relaxation"
+    return 100.0 * (found.prediction.tokens_per_second / best.prediction.tokens_per_second - 1.0)
+
