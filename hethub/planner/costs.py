@@ -10,6 +10,7 @@ from hethub.predictor.constants import packaged
 from hethub.predictor.layer_cost import LayerCost, PassSeconds
 from hethub.predictor.links import Network
 from hethub.predictor.software import HETHUB, element_bytes
+from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 
 
@@ -75,3 +76,18 @@ class UnitCosts:
     def layer_rate(self, kind: int) -> float:
         """The kind's best layer-samples per second, which weights its part of the batch in the upper bound."""
         return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)
+
+
+def rank_parameters(model: ModelSpec, tp: int, layers: int, first: bool, last: bool) -> float:
+    """Parameters on one of `tp` ranks: norms are on every rank, KV heads at least one; a tied head apart from the
+    embedding is a second copy of it."""
+    matrices = (3 if model.is_gated else 2) * model.ffn
+    cut = 2 * model.heads * model.head_size + matrices
+    kv = 2 * model.num_kv_heads * model.head_size
+    kept = model.layer_parameters - model.hidden * (cut + kv)
+    count = layers * (kept + model.hidden * (cut / tp + max(kv / tp, 2 * model.head_size)))
+    if first:
+        count += model.embedding_parameters / tp
+    if last:
+        count += (model.head_parameters + (model.vocab * model.hidden if model.tied_head and not first else 0)) / tp
+    return count

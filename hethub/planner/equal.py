@@ -11,10 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.costs import Rate, UnitCosts
-from hethub.planner.footprint import end_parameters, layer_parameters, tile_bytes
+from hethub.planner.footprint import FIRST, LAST, MIDDLE, ONLY, Coefficients
 from hethub.planner.problem import Combination, Problem, Unit
-from hethub.predictor.memory import FRAMEWORK_BYTES, FRAMEWORK_BYTES_ELSE, LOSS_CHUNK_TOKENS
-from hethub.predictor.software import HETHUB, element_bytes
 
 
 class Cut(NamedTuple):
@@ -35,12 +33,7 @@ class Sorts:
     head: np.ndarray
     tile: np.ndarray  # seconds of one layer of one micro-batch
     capacity: np.ndarray  # bytes
-    layer_state: np.ndarray  # parameters of a layer on a rank
-    first_state: np.ndarray
-    last_state: np.ndarray
-    layer_tile: np.ndarray  # bytes that a held tile keeps per layer
-    once_tile: np.ndarray  # bytes besides
-    logits: np.ndarray  # bytes of a chunk of the loss on the last stage
+    memory: Coefficients  # each [sort, position]
 
     @property
     def rate(self) -> float:
@@ -59,9 +52,8 @@ def sorts_of(problem: Problem, costs: UnitCosts, combination: Combination) -> So
     rates: list[Rate] = [
         costs.rate(e, combination.micro_batches[e.kind], combination.recompute) for e in examples
     ]
-    held = [tile_bytes(problem, e.tp, combination.micro_batches[e.kind], combination.recompute) for e in examples]
-    reserve = problem.constraints.reserve
-    limits = [problem.kinds[e.kind].memory_bytes * (1 - reserve) - _framework(problem, e) for e in examples]
+    footprints = problem.footprints
+    held = [footprints.coefficients(e.tp, combination.micro_batches[e.kind], combination.recompute) for e in examples]
     return Sorts(
         examples=tuple(examples),
         counts=np.array(counts),
@@ -69,23 +61,9 @@ def sorts_of(problem: Problem, costs: UnitCosts, combination: Combination) -> So
         embedding=np.array([rate.embedding.total for rate in rates]) / sizes,
         head=np.array([rate.head.total for rate in rates]) / sizes,
         tile=np.array([rate.layer.total for rate in rates]),
-        capacity=np.array(limits),
-        layer_state=np.array([layer_parameters(problem, e.tp) for e in examples]),
-        first_state=np.array([end_parameters(problem, e.tp, True, False) for e in examples]),
-        last_state=np.array([end_parameters(problem, e.tp, False, True) for e in examples]),
-        layer_tile=np.array([h[0] for h in held]),
-        once_tile=np.array([h[1] for h in held]),
-        logits=np.array([_logits(problem, e, combination.micro_batches[e.kind]) for e in examples]),
+        capacity=np.array([problem.capacity(e.kind) for e in examples]),
+        memory=Coefficients(*(np.array(parts) for parts in zip(*held, strict=True))),
     )
-
-
-def _framework(problem: Problem, unit: Unit) -> int:
-    return FRAMEWORK_BYTES.get(problem.kinds[unit.kind].accelerator.vendor, FRAMEWORK_BYTES_ELSE)
-
-
-def _logits(problem: Problem, unit: Unit, micro_batch: int) -> float:
-    wide = max(4, element_bytes(HETHUB.math_precision(problem.batch.precision)))
-    return min(LOSS_CHUNK_TOKENS, micro_batch * problem.batch.seq_len) * problem.model.vocab / unit.tp * wide * 3
 
 
 def cut_equally(problem: Problem, sorts: Sorts, composition: np.ndarray, *, memory_counts: bool) -> Cut | None:
@@ -124,15 +102,15 @@ def _most_layers(problem: Problem, sorts: Sorts, composition: np.ndarray) -> np.
     """Per stage, the most layers that fit into every present sort's memory, tiles in flight by depth."""
     stages = composition.shape[0]
     held = np.arange(stages, 0, -1)[:, None]
-    width = element_bytes(HETHUB.math_precision(problem.batch.precision))
-    wide = max(4, width)
+    places = np.full(stages, MIDDLE)
+    places[0], places[-1] = FIRST, LAST
+    if stages == 1:
+        places[0] = ONLY
+    at = Coefficients(*(part[:, places].T for part in sorts.memory))
     replicas = composition.sum(axis=1)[:, None]
     shards = replicas if max(problem.zeros) > 0 else np.ones_like(replicas)
-    per_parameter = width + wide + ((wide if width < 4 else 0) + 2 * wide) / shards
-    per_layer = sorts.layer_state * per_parameter + held * sorts.layer_tile
-    once = np.broadcast_to(sorts.once_tile, per_layer.shape).copy()
-    once[0] += sorts.first_state * per_parameter[0]
-    once[-1] += sorts.last_state * per_parameter[-1] + sorts.logits
+    per_layer = at.layer + held * at.layer_tile + at.state_layer / shards
+    once = at.once + held * at.tile + at.state_once / shards
     most = np.floor((sorts.capacity - once) / per_layer)
     return np.where(composition > 0, most, np.inf).min(axis=1).clip(-1, problem.model.layers)
 

@@ -1,87 +1,145 @@
-"""Bytes of a rank by its number of layers, in closed form: bounds the search; the predictor's memory judges.
+"""Bytes of a rank by its number of layers: coefficients read off the predictor's own memory on small probes.
 
-The figures are those of hethub.predictor.memory for equal tensor shares (a test compares them).
+A rank's bytes are linear in its layers and in the tiles it holds, and nearly so in the micro-batch; the optimizer's part
+falls with the replicas that share it. So a few probes of hethub.predictor.memory give every stage's bytes without a plan,
+and stay true when the predictor's memory changes. The predictor judges every answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.problem import Problem, Unit
-from hethub.predictor.memory import FRAMEWORK_BYTES, FRAMEWORK_BYTES_ELSE, LOSS_CHUNK_TOKENS
-from hethub.predictor.software import HETHUB, element_bytes
-from hethub.spec.plan import Recompute
+from hethub.predictor import memory
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.spec.layout import Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+
+FIRST, MIDDLE, LAST, ONLY = range(4)
+PROBED_MICRO_BATCHES = (1, 4, 64)
+NEVER = 1 << 40
+
+
+def position(first: bool, last: bool) -> int:
+    """Where a stage is, as an index of a coefficient's last axis."""
+    return ONLY if first and last else FIRST if first else LAST if last else MIDDLE
+
+
+class Coefficients(NamedTuple):
+    """Bytes of a rank: once + layer * x + tile * k + layer_tile * x * k for x layers and k tiles held, by position; and
+    the shared state of a rank without sharding: state_once + state_layer * x."""
+
+    once: np.ndarray
+    layer: np.ndarray
+    tile: np.ndarray
+    layer_tile: np.ndarray
+    state_once: np.ndarray
+    state_layer: np.ndarray
+
+    def fixed(self, layers: "int | np.ndarray", held: int, place: int) -> "float | np.ndarray":
+        """Bytes whatever the replicas."""
+        return self.once[place] + self.layer[place] * layers + held * (self.tile[place] + self.layer_tile[place] * layers)
+
+    def state(self, layers: "int | np.ndarray", place: int) -> "float | np.ndarray":
+        """Bytes of state, before replicas share it."""
+        return self.state_once[place] + self.state_layer[place] * layers
+
+    def least_replicas(self, layers: int, held: int, place: int, capacity: float, sharded: bool) -> np.ndarray:
+        """For 0, 1, … `layers` layers, the fewest replicas with which a rank fits; a huge number where none do."""
+        each = np.arange(layers + 1)
+        room, state = capacity - self.fixed(each, held, place), self.state(each, place)
+        if not sharded:
+            return np.where(room >= state, 1, NEVER)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            needed = np.ceil(state / room)
+        return np.where(room > 0, np.maximum(1, needed), NEVER).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Of one rank, by layers held: what is there whatever the replicas, and the state that replicas share."""
+class Footprints:
+    """Coefficients for one model, sequence length and precision, each probed once."""
 
-    fixed: np.ndarray
-    shared: np.ndarray
+    model: ModelSpec
+    seq_len: int
+    precision: Precision
+    _known: dict[tuple[int, int, Recompute], Coefficients] = field(default_factory=dict)
+    _framework: dict[str, int] = field(default_factory=dict)
 
-    def least_replicas(self, capacity: float, sharded: bool) -> np.ndarray:
-        """By layers, the fewest replicas with which a rank fits into `capacity` bytes; a huge number where none do."""
-        room = capacity - self.fixed
-        if not sharded:
-            return np.where(room >= self.shared, 1, _NEVER)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            needed = np.ceil(self.shared / room)
-        return np.where(room > 0, np.maximum(1, needed), _NEVER).astype(np.int64)
+    def coefficients(self, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
+        """For one of `tp` ranks; between probed micro-batches by interpolation."""
+        key = (tp, micro_batch, recompute)
+        found = self._known.get(key)
+        if found is None:
+            if micro_batch in PROBED_MICRO_BATCHES:
+                found = self._probe(tp, micro_batch, recompute)
+            else:
+                low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
+                high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
+                a, b = self.coefficients(tp, low, recompute), self.coefficients(tp, high, recompute)
+                part = (micro_batch - low) / (high - low)
+                found = Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
+            self._known[key] = found
+        return found
+
+    def framework_bytes(self, accelerator: AcceleratorSpec) -> int:
+        """What the software takes on an accelerator beyond what it takes on the probes'."""
+        found = self._framework.get(accelerator.vendor)
+        if found is None:
+            device = PROBE.replace(vendor=accelerator.vendor)
+            one, two = (sum(self._parts(1, 1, "none", 1, 1, d)[MIDDLE].values()) for d in (device, PROBE))
+            found = self._framework[accelerator.vendor] = one - two
+        return found
+
+    def _probe(self, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
+        grid = {(x, k): self._parts(tp, micro_batch, recompute, x, k, PROBE) for x in (1, 2) for k in (1, 2)}
+        rest = {key: np.array([sum(p.values()) - p["optimizer"] for p in parts], dtype=float) for key, parts in grid.items()}
+        state = {x: np.array([p["optimizer"] for p in grid[x, 1]], dtype=float) for x in (1, 2)}
+        layer_tile = rest[2, 2] - rest[2, 1] - rest[1, 2] + rest[1, 1]
+        layer = rest[2, 1] - rest[1, 1] - layer_tile
+        tile = rest[1, 2] - rest[1, 1] - layer_tile
+        once = rest[1, 1] - layer - tile - layer_tile
+        state_layer = state[2] - state[1]
+        return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer)
+
+    def _parts(
+        self, tp: int, micro_batch: int, recompute: Recompute, layers: int, held: int, accelerator: AcceleratorSpec
+    ) -> list[dict[str, int]]:
+        """The predictor's parts on a rank of the first, a middle and the last of three stages, and of a stage alone."""
+        return [
+            *self._ranks(tp, micro_batch, recompute, layers, held, accelerator, 3),
+            *self._ranks(tp, micro_batch, recompute, layers, held, accelerator, 1),
+        ]
+
+    def _ranks(
+        self, tp: int, micro_batch: int, recompute: Recompute, layers: int, held: int, accelerator: AcceleratorSpec, stages: int
+    ) -> list[dict[str, int]]:
+        samples = 4 * micro_batch
+        model = self.model.replace(layers=stages * layers)
+        cluster = ClusterSpec(
+            name="probe", emulated=True, nodes=(NodeSpec(name="probe", accelerator=accelerator, accelerators=stages * tp),)
+        )
+        drafted = [
+            StageSpec(
+                layers=((s * layers, (s + 1) * layers),),
+                replicas=(ReplicaSpec(ranks=tuple(range(s * tp, (s + 1) * tp)), micro_batch=micro_batch, samples=samples, in_flight=held),),
+                recompute=recompute,
+            )
+            for s in range(stages)
+        ]
+        plan = PlanSpec(
+            model=model.name,
+            cluster=cluster.name,
+            global_batch=samples,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            stages=tuple(drafted),
+        )
+        found = memory(Layout(plan, model, cluster))
+        return [found[s * tp].parts for s in range(stages)]
 
 
-_NEVER = 1 << 40
-
-
-def footprint(
-    problem: Problem, unit: Unit, micro_batch: int, in_flight: int, recompute: Recompute, *, first: bool, last: bool
-) -> Footprint:
-    """The footprint for 0, 1, … all layers on a rank of `unit`, with `in_flight` tiles held."""
-    model, share = problem.model, 1.0 / unit.tp
-    width = element_bytes(HETHUB.math_precision(problem.batch.precision))
-    wide = max(4, width)
-    layers = np.arange(model.layers + 1)
-    parameters = layers * layer_parameters(problem, unit.tp) + end_parameters(problem, unit.tp, first, last)
-    held, once = tile_bytes(problem, unit.tp, micro_batch, recompute)
-    vendor = problem.kinds[unit.kind].accelerator.vendor
-    rest = once + FRAMEWORK_BYTES.get(vendor, FRAMEWORK_BYTES_ELSE)
-    if last:
-        tokens = micro_batch * problem.batch.seq_len
-        rest += min(LOSS_CHUNK_TOKENS, tokens) * model.vocab * share * wide * 3
-    fixed = parameters * (width + wide) + in_flight * layers * held + rest
-    master = wide if width < 4 else 0
-    return Footprint(fixed, parameters * (master + 2 * wide))
-
-
-def tile_bytes(problem: Problem, tp: int, micro_batch: int, recompute: Recompute) -> tuple[float, float]:
-    """What a held tile keeps per layer on one of `tp` ranks; and bytes besides, whatever is held: buffers between stages
-    and, where the forward runs again, one layer in full."""
-    model = problem.model
-    width = element_bytes(HETHUB.math_precision(problem.batch.precision))
-    tokens = micro_batch * problem.batch.seq_len
-    heads = (2 * model.heads + 2 * model.num_kv_heads) * model.head_size / tp
-    columns = model.ffn / tp * (4 if model.is_gated else 2)
-    layer = tokens * width * (4.0 * model.hidden + heads + columns)
-    hidden = float(tokens * model.hidden * width)
-    return (hidden, 4 * hidden + layer) if recompute == "full" else (layer, 4 * hidden)
-
-
-def layer_parameters(problem: Problem, tp: int) -> float:
-    """Parameters of a layer on one of `tp` ranks: norms are on every rank, KV heads at least one."""
-    model = problem.model
-    matrices = (3 if model.is_gated else 2) * model.ffn
-    cut = 2 * model.heads * model.head_size + matrices
-    kv = 2 * model.num_kv_heads * model.head_size
-    kept = model.layer_parameters - model.hidden * (cut + kv)
-    return kept + model.hidden * (cut / tp + max(kv / tp, 2 * model.head_size))
-
-
-def end_parameters(problem: Problem, tp: int, first: bool, last: bool) -> float:
-    """Parameters of the embedding and the head on one of `tp` ranks; a tied head apart from it is a second copy."""
-    model = problem.model
-    count = model.embedding_parameters / tp if first else 0.0
-    if last:
-        count += model.head_parameters / tp
-        if model.tied_head and not first:
-            count += model.vocab * model.hidden / tp
-    return count
+PROBE = AcceleratorSpec(
+    name="probe", vendor="probe", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
+)

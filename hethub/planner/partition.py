@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.footprint import footprint
+from hethub.planner.footprint import position
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 
@@ -133,12 +133,12 @@ class Partitioner:
         """[class, layers]: the fewest replicas of a stage at this depth whose ranks fit into memory."""
         found = self._replicas.get((depth, first))
         if found is None:
-            reserve = self.problem.constraints.reserve
+            place, sharded = position(first, depth == 1), max(self.problem.zeros) > 0
             found = self._replicas[depth, first] = np.array(
                 [
-                    footprint(
-                        self.problem, unit, self._micro_batch(unit), depth, self.setting.recompute, first=first, last=depth == 1
-                    ).least_replicas(self.problem.kinds[unit.kind].memory_bytes * (1 - reserve), max(self.problem.zeros) > 0)
+                    self.problem.footprints.coefficients(
+                        unit.tp, self._micro_batch(unit), self.setting.recompute
+                    ).least_replicas(self.num_layers, depth, place, self.problem.capacity(unit.kind), sharded)
                     for unit in self.examples
                 ]
             )

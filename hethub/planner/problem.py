@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from hethub.planner.capabilities import RUNTIME, Capabilities
+from hethub.planner.footprint import Footprints
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
@@ -70,6 +71,12 @@ class Problem:
     constraints: ConstraintsSpec = field(default_factory=ConstraintsSpec)
     capabilities: Capabilities = RUNTIME
     kinds: tuple[Kind, ...] = ()
+    footprints: Footprints
+
+    def capacity(self, kind: int) -> float:
+        """Bytes of an accelerator that a rank may use, what its software takes beyond the probes' already off."""
+        found = self.kinds[kind]
+        return found.memory_bytes * (1 - self.constraints.reserve) - self.footprints.framework_bytes(found.accelerator)
 
     @property
     def size(self) -> int:
@@ -91,7 +98,7 @@ class Problem:
 
     @property
     def schedule(self) -> ScheduleName:
-        return cast(ScheduleName, self.constraints.schedule or "1f1b")
+        return self.constraints.schedule or "1f1b"
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -134,7 +141,10 @@ class Problem:
 
     def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
         """The same question on another cluster, or for another batch."""
-        return replace(self, cluster=cluster, batch=batch or self.batch, kinds=collapse(cluster))
+        batch = batch or self.batch
+        alike = batch[1:] == self.batch[1:]
+        footprints = self.footprints if alike else Footprints(self.model, batch.seq_len, batch.precision)
+        return replace(self, cluster=cluster, batch=batch, kinds=collapse(cluster), footprints=footprints)
 
 
 def pose(
@@ -152,6 +162,7 @@ def pose(
         constraints=constraints or ConstraintsSpec(),
         capabilities=capabilities,
         kinds=collapse(cluster),
+        footprints=Footprints(model, batch.seq_len, batch.precision),
     )
     _check_precision(problem)
     _check_constraints(problem)

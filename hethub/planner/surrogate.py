@@ -6,9 +6,9 @@ slowest way from the first forward to the last backward through each stage under
 
 from typing import NamedTuple
 
-from hethub.planner.costs import UnitCosts
+from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import Draft, DraftStage, Seat
-from hethub.planner.footprint import end_parameters, footprint, layer_parameters
+from hethub.planner.footprint import position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker
 from hethub.predictor.costs import BUCKET_BYTES
@@ -84,15 +84,17 @@ class Surrogate:
         key = (stage.layers, stage.sorts, stage.recompute, stage.zero, held, first, last)
         found = self._fits.get(key)
         if found is None:
-            reserve = self.problem.constraints.reserve
+            place, count = position(first, last), len(stage.seats)
+            shards = count if stage.zero else 1
             found = self._fits[key] = stage.state_shares != () or all(
-                footprint(self.problem, seat.unit, seat.micro_batch, held, stage.recompute, first=first, last=last).least_replicas(
-                    NEARLY * self.problem.kinds[seat.unit.kind].memory_bytes * (1 - reserve), len(stage.seats) > 1 and stage.zero > 0
-                )[stage.layers]
-                <= len(stage.seats)
+                self._bytes(stage, seat, held, place, shards) <= NEARLY * self.problem.capacity(seat.unit.kind)
                 for seat in self._examples(stage)
             )
         return found
+
+    def _bytes(self, stage: DraftStage, seat: Seat, held: int, place: int, shards: int) -> float:
+        found = self.problem.footprints.coefficients(seat.unit.tp, seat.micro_batch, stage.recompute)
+        return float(found.fixed(stage.layers, held, place) + found.state(stage.layers, place) / shards)
 
     def stage(self, stage: DraftStage, first: bool, last: bool, even: bool = False) -> StageEstimate:
         key = (stage.layers, stage.sorts, stage.recompute, stage.zero, first, last, even)
@@ -129,7 +131,7 @@ class Surrogate:
 
     def _parameters(self, stage: DraftStage, first: bool, last: bool) -> float:
         tp = min(seat.unit.tp for seat in self._examples(stage))
-        return stage.layers * layer_parameters(self.problem, tp) + end_parameters(self.problem, tp, first, last)
+        return rank_parameters(self.problem.model, tp, stage.layers, first, last)
 
     @staticmethod
     def _examples(stage: DraftStage) -> list[Seat]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.families.uniform import allowed, units_in_order
-from hethub.planner.footprint import Footprint, footprint
+from hethub.planner.footprint import ONLY, Coefficients
 from hethub.planner.problem import Problem
 from hethub.spec.plan import Recompute
 
@@ -34,15 +34,13 @@ def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, 
     sizes = {}
     for kind in range(len(problem.kinds)):
         unit = problem.units(kind, 1)[0]
-        options = {
-            b: footprint(problem, unit, b, 1, recompute, first=True, last=True) for b in problem.micro_batches if b <= most
-        }
+        options = {b: problem.footprints.coefficients(1, b, recompute) for b in problem.micro_batches if b <= most}
         able = [b for b, held in options.items() if _room(problem, kind, held) >= 0]
         if not able:
             return None
         sizes[kind] = max(able, key=lambda b: b / costs.rate(unit, b, recompute).tile(problem.model.layers, True, True).total)
         prints[kind] = options[sizes[kind]]
-    state = float(prints[0].shared[problem.model.layers])
+    state = float(prints[0].state(problem.model.layers, ONLY))
     rooms = [_room(problem, unit.kind, prints[unit.kind]) / state for unit in units]
     shares = _state_shares(rooms)
     if shares is None:
@@ -52,10 +50,9 @@ def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, 
     return Draft((DraftStage(problem.model.layers, seats, recompute, zero, named),))
 
 
-def _room(problem: Problem, kind: int, held: Footprint) -> float:
+def _room(problem: Problem, kind: int, held: Coefficients) -> float:
     """Bytes left for shared state on a rank; a little is kept for rounding."""
-    capacity = problem.kinds[kind].memory_bytes * (1 - problem.constraints.reserve)
-    return 0.995 * capacity - float(held.fixed[problem.model.layers])
+    return 0.995 * problem.capacity(kind) - float(held.fixed(problem.model.layers, 1, ONLY))
 
 
 def _state_shares(rooms: list[float]) -> list[float] | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.families.uniform import allowed, units_in_order
-from hethub.planner.footprint import footprint
+from hethub.planner.footprint import ONLY
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 
@@ -30,11 +30,11 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
 def _peak(problem: Problem, costs: UnitCosts, unit: Unit, recompute: Recompute, zero: int) -> int | None:
     """The micro-batch at which the unit is fastest among those that fit; None where none does."""
     layers = problem.model.layers
-    capacity = problem.kinds[unit.kind].memory_bytes * (1 - problem.constraints.reserve)
+    capacity = problem.capacity(unit.kind)
     fitting = [
         b
         for b in problem.micro_batches
-        if footprint(problem, unit, b, 1, recompute, first=True, last=True).least_replicas(capacity, zero > 0)[layers]
+        if problem.footprints.coefficients(1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
         <= problem.size
     ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole tile
