@@ -17,7 +17,7 @@ class StepMetrics:
     """One line of metrics.jsonl."""
 
     step: int
-    loss: float
+    loss: float | None  # None where fp16 overflowed in the forward
     tokens: int
     step_seconds: float
     predicted_step_seconds: float | None
@@ -80,10 +80,11 @@ class RunFolder:
         self._write_json("communicator_counters.json", rows)
 
     def cut_metrics(self, last_step: int) -> None:
-        """Drops the lines behind `last_step`: a resumed run trains those steps again."""
+        """Drops the lines behind `last_step`, which a resumed run trains again, and one that was never finished."""
         if self.metrics.exists():
-            lines = [line for line in self.metrics.read_text().splitlines() if json.loads(line)["step"] <= last_step]
-            self.metrics.write_text("".join(f"{line}\n" for line in lines))
+            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+            self.metrics.write_text("".join(whole), encoding="utf-8")
 
     def append(self, metrics: StepMetrics) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:

@@ -136,7 +136,10 @@ CASES = {
         {"train": {"seq_len": 128}, "plan_file": plan(seq_len=128)},
         ["job.yaml, line", "train.seq_len is 128", "at most 64"],
     ),
-    "plan over memory": ({"cluster": on_pockets(memory_gb=0.001)}, ["rank 0 (pocket)", "GiB", "use an accelerator with more memory"]),
+    "plan over memory": (
+        {"cluster": on_pockets(memory_gb=0.001)},
+        ["rank 0 (pocket)", "GiB", "use an accelerator with more memory"],
+    ),
     "precision that an accelerator lacks": (
         {"train": {"precision": "bf16"}, "plan_file": plan(precision="bf16"), "cluster": on_pockets(fp16_tflops=0.1)},
         ["precision bf16", "accelerator pocket (rank 0, node 'amd')", "fp16 or fp32"],

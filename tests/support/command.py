@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -62,16 +63,16 @@ class Running:
     ) -> None:
         self._mark = uuid.uuid4().hex
         environment = {**_clean_environment(), "OMP_NUM_THREADS": "1", _MARK: self._mark, **more}
-        self._out, self._err = (cwd / f".{stream}-{self._mark}" for stream in ("out", "err"))
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                list(map(str, command)),
-                cwd=cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out if stdout is None else stdout,
-                stderr=err,
-            )
+        # Read while the command runs; they go with this object.
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out if stdout is None else stdout,
+            stderr=self._err,
+        )
 
     def pids(self) -> dict[int, dict[str, str]]:
         """The environment of every living process that this command started, by its id."""
@@ -92,7 +93,7 @@ class Running:
         """Returns when the condition holds; fails the test if the command ends first or hangs."""
         deadline = time.monotonic() + HANG_SECONDS
         while not condition():
-            assert self.process.poll() is None, f"the command ended first\n{self._err.read_text(errors='replace')}"
+            assert self.process.poll() is None, f"the command ended first\n{_text(self._err)}"
             assert time.monotonic() < deadline, "the command hangs"
             time.sleep(0.05)
 
@@ -103,9 +104,7 @@ class Running:
             left = self._left_behind()
         finally:
             self.kill()
-        ended = Ended(
-            exit_code=code, stdout=self._out.read_text(errors="replace"), stderr=self._err.read_text(errors="replace")
-        )
+        ended = Ended(exit_code=code, stdout=_text(self._out), stderr=_text(self._err))
         assert not left, f"left behind: {left}\n{ended.stderr}"
         return ended
 
@@ -121,6 +120,11 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _text(file: IO[bytes]) -> str:
+    """All that was written to a captured stream so far."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 def _environment_of(entry: Path) -> dict[str, str]:
@@ -221,9 +225,5 @@ def one(ended: list[Ended]) -> Ended:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Every file of a folder, relative to it, but for what this module captured there."""
-    return (
-        path.relative_to(folder)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith((".out-", ".err-"))
-    )
+    """Every file of a folder, relative to it."""
+    return (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())

@@ -76,14 +76,16 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
     size = request["world_size"]
     listener = socket.create_server(("127.0.0.1", 0))
     context = multiprocessing.get_context("fork")
-    pipes = [os.pipe() for _ in range(size)]
-    processes = []
+    read_ends, processes = [], []
     for rank in range(size):
-        processes.append(context.Process(target=rank_main, args=(rank, request, listener, pipes[rank][1])))
+        # A pipe made here is in no rank's hands but its own, so it closes with that rank.
+        read_end, write_end = os.pipe()
+        processes.append(context.Process(target=rank_main, args=(rank, request, listener, write_end)))
         processes[-1].start()
-        os.close(pipes[rank][1])
+        os.close(write_end)
+        read_ends.append(read_end)
     listener.close()
-    outputs = collect([read_end for read_end, _ in pipes], time.monotonic() + request["timeout_seconds"])
+    outputs = collect(read_ends, time.monotonic() + request["timeout_seconds"])
     outcomes = []
     for process, output in zip(processes, outputs, strict=True):
         process.join(0 if output is None else 10)

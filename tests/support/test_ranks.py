@@ -39,3 +39,15 @@ def test_failures_and_timeouts_are_told_apart():
 
 def test_a_killed_rank_has_its_signal_as_exit_code():
     assert [outcome.exit_code for outcome in start_ranks(1, die)] == [-9]
+
+
+def sleep_or_fail(rank, store):
+    if rank == 0:
+        time.sleep(60)
+    raise KeyError("rank 1's own mistake")
+
+
+def test_a_rank_that_hangs_hides_no_later_ranks_failure():
+    first, second = start_ranks(2, sleep_or_fail, timeout_seconds=2)
+    assert first.timed_out
+    assert second.error == ("KeyError", '"rank 1\'s own mistake"')

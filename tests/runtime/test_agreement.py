@@ -1,0 +1,213 @@
+"""What ranks must agree on, judged from what they say; and how they speak with one voice."""
+
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hethub.communicator import Rendezvous
+from hethub.runtime.agreement import Facts, check_cluster, check_versions, detect_cluster, facts_from, to_row
+from hethub.runtime.together import decided, exchange, together
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from tests.support.ranks import start_ranks, values
+
+FIRST = Facts(
+    rank=0, host="nv0", local_rank=0, vendor="nvidia", device="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30,
+    hethub="0.1.0", python="3.11.4", torch="2.13.0+cu130", byte_order="little", job="a1", tokens="b1",
+)  # fmt: skip
+SECOND = replace(FIRST, rank=1, host="amd0", vendor="amd", device="AMD Instinct MI250X", torch="2.13.0+rocm7.0")
+
+
+def test_builds_for_other_vendors_are_the_same_version():
+    assert check_versions([FIRST, SECOND]) == []
+    assert check_versions([FIRST, replace(SECOND, torch="2.13.0a0+gitf1e2d3c.container")]) != []
+
+
+def test_patch_versions_only_warn():
+    (warning,) = check_versions(
+        [FIRST, replace(SECOND, torch="2.13.1+rocm7.0"), replace(SECOND, torch="2.13.1+rocm7.0")]
+    )
+    assert "2.13.0+cu130" in warning
+    assert "rank 1 (amd0)" in warning
+    assert check_versions([FIRST, replace(SECOND, python="3.11.9")]) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("torch", "2.12.1+rocm7.0"), ("python", "3.12.4"), ("hethub", "0.2.0"), ("byte_order", "big"), ("job", "a2"), ("tokens", "b2"),
+    ],
+)  # fmt: skip
+def test_what_must_be_equal_names_both_ranks(what, value):
+    with pytest.raises(BadInput) as refusal:
+        check_versions([FIRST, replace(FIRST, rank=1), replace(SECOND, rank=2, **{what: value})])
+    assert str(refusal.value).startswith(f"{what} differs: rank 0 (nv0) has ")
+    assert "rank 2 (amd0) has " in str(refusal.value)
+
+
+def test_facts_survive_the_store():
+    assert facts_from([to_row(FIRST)]) == [FIRST]
+
+
+def cluster(*nodes):
+    return ClusterSpec.model_validate({"name": "lab", "nodes": list(nodes)})
+
+
+NVIDIA = {"name": "nv", "accelerator": "A100-SXM4-80GB", "accelerators": 1}
+AMD = {"name": "amd", "accelerator": "MI250X-GCD", "accelerators": 1}
+CPUS = {"name": "cpus", "accelerator": "CPU-core", "accelerators": 2}
+
+
+def test_ranks_in_another_order_than_the_nodes_are_refused():
+    check_cluster(cluster(NVIDIA, AMD), [FIRST, SECOND])
+    with pytest.raises(
+        BadInput, match=r"rank 0 \(nv0\) runs on NVIDIA A100-SXM4-80GB .* places MI250X-GCD \(amd\) there"
+    ):
+        check_cluster(cluster(AMD, NVIDIA), [FIRST, SECOND])
+
+
+def test_a_cpu_stands_in_only_for_a_vendor_that_the_file_names():
+    on_cpu = [replace(FIRST, vendor="cpu", device="CPU", rank=rank) for rank in range(2)]
+    check_cluster(cluster({**CPUS, "vendor": "amd"}), on_cpu)
+    with pytest.raises(BadInput, match="rank 0"):
+        check_cluster(cluster(NVIDIA, AMD), on_cpu)
+
+
+def test_what_the_ranks_find_becomes_a_cluster():
+    same_host = replace(FIRST, rank=1, local_rank=1)
+    found = detect_cluster([FIRST, same_host, replace(SECOND, rank=2, device="AMD Instinct MI300X")])
+    assert [(place.accelerator.name, place.machine, place.local) for place in found.places] == [
+        ("A100-SXM4-80GB", 0, 0), ("A100-SXM4-80GB", 0, 1), ("MI300X", 1, 0),
+    ]  # fmt: skip
+    assert found.islands == {"nvidia": (0, 1), "amd": (2,)}
+
+
+def test_islands_can_be_named_over_cpus():
+    on_cpu = [replace(FIRST, vendor="cpu", device="CPU", rank=rank) for rank in range(4)]
+    assert list(detect_cluster(on_cpu).islands.values()) == [(0, 1, 2, 3)]
+    assert list(detect_cluster(on_cpu, [[0, 3], [1, 2]]).islands.values()) == [(0, 3), (1, 2)]
+
+
+def test_a_device_without_a_description_is_refused():
+    with pytest.raises(BadInput, match="device 'Abacus 3' .*is not in the accelerator catalogue"):
+        detect_cluster([replace(FIRST, device="Abacus 3")])
+
+
+# -- with one voice ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def meeting(rank, store):
+    """Three ranks that have met; when all goes well they part together, as rank 0 serves the store."""
+    yield Rendezvous.on_one_host(store, rank, 3)
+    store.set(f"done/{rank}", "")
+    if rank == 0:
+        store.wait([f"done/{other}" for other in range(3)])
+
+
+def exchange_ranks(rank, store):
+    with meeting(rank, store) as here:
+        return exchange(here, "rank", {"rank": rank})
+
+
+def test_every_rank_hears_all():
+    assert values(start_ranks(3, exchange_ranks)) == [[{"rank": rank} for rank in range(3)]] * 3
+
+
+def refuse_on_some(rank, store, faults):
+    def prepare():
+        if faults[rank] is not None:
+            raise BadInput(faults[rank])
+        return rank
+
+    try:
+        with meeting(rank, store) as here:
+            return together(here, "files", prepare)
+    except BadInput as error:
+        return str(error), error.quiet, error.agreed
+
+
+def test_together_gives_every_rank_its_own_result():
+    assert values(start_ranks(3, refuse_on_some, [None, None, None])) == [0, 1, 2]
+
+
+def test_what_some_find_all_refuse_and_the_first_of_them_says():
+    found = values(start_ranks(3, refuse_on_some, [None, "b is bad.", "c is bad."]))
+    assert found == [("rank 1: b is bad.", rank != 1, True) for rank in range(3)]
+
+
+def test_what_all_find_is_said_without_a_rank():
+    found = values(start_ranks(3, refuse_on_some, ["a is bad."] * 3))
+    assert found == [("a is bad.", rank != 0, True) for rank in range(3)]
+
+
+def read_late(rank, store):
+    """Rank 0, which serves the store, could be gone before the others have read what it found."""
+
+    def decide():
+        raise BadInput("no plan.")
+
+    with meeting(rank, store) as here:
+        if rank == 2:
+            time.sleep(1.0)
+        try:
+            decided(here, "plan", decide, patience_seconds=30)
+        except BadInput as error:
+            os.write(2, f"{error} {error.quiet}".encode())
+            os._exit(2)
+
+
+def test_rank_0_decides_and_waits_until_all_have_heard():
+    outcomes = start_ranks(3, read_late)
+    assert [outcome.exit_code for outcome in outcomes] == [2, 2, 2]
+    assert [outcome.stderr for outcome in outcomes] == [f"no plan. {rank != 0}" for rank in range(3)]
+
+
+def decide_for_all(rank, store):
+    with meeting(rank, store) as here:
+        return decided(here, "plan", lambda: {"by": rank}, patience_seconds=30)
+
+
+def test_what_rank_0_decides_holds_on_all():
+    assert values(start_ranks(3, decide_for_all)) == [{"by": 0}] * 3
+
+
+def fail_on_one(rank, store, failing):
+    def prepare():
+        if rank == failing:
+            raise KeyError("a bug")
+
+    with meeting(rank, store) as here:
+        together(here, "files", prepare)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_raised_where_it_is_and_told_to_the_others(failing):
+    outcomes = start_ranks(3, fail_on_one, failing)
+    for rank, outcome in enumerate(outcomes):
+        kind, message = outcome.error
+        if rank == failing:
+            assert kind == "KeyError"
+        else:
+            assert kind == "RunFailed"
+            assert f"rank {failing} failed: KeyError: 'a bug'" in message
+
+
+def one_stays_silent(rank, store):
+    if rank == 1:
+        Rendezvous.on_one_host(store, rank, 3)
+        time.sleep(60)
+    with meeting(rank, store) as here:
+        together(here, "files", lambda: None, patience_seconds=1.0)
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    outcomes = start_ranks(3, one_stays_silent, timeout_seconds=5)
+    for rank in (0, 2):
+        kind, message = outcomes[rank].error
+        assert kind == "RunFailed"
+        assert f"rank {rank} heard nothing from rank 1" in message
+        assert "files" in message

@@ -1,0 +1,145 @@
+"""What a run is made of before and beside its steps: which plan it takes, its folder, its signals, what it prints."""
+
+import io
+import json
+import os
+import signal
+from dataclasses import asdict
+
+import pytest
+import yaml
+from rich.console import Console
+
+from hethub.runtime.prepare import TrainRequest, _plan_file
+from hethub.runtime.progress import TerminalReporter, describe
+from hethub.runtime.run_folder import RunFolder, StepMetrics
+from hethub.runtime.stop_signal import StopSignal
+from hethub.spec.errors import BadInput
+from hethub.spec.job import load_job, load_plan_of
+from tests.support.job_files import plan, write_job, write_yaml
+
+
+def metrics(step, loss=2.0, grad_norm=1.0):
+    return StepMetrics(
+        step=step, loss=loss, tokens=256, step_seconds=0.5, predicted_step_seconds=0.4, tokens_per_second=512.0,
+        grad_norm=grad_norm, lr=1e-3, memory_bytes=1000,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path):
+    return load_job(write_job(tmp_path / "job"))
+
+
+def finished_run(path, content):
+    (path / "checkpoints").mkdir(parents=True)
+    write_yaml(path / "plan.yaml", content)
+    return RunFolder(path)
+
+
+# -- which plan --------------------------------------------------------------------------------------------------------
+
+
+def request(job, **more):
+    return TrainRequest(job_path=job.path, **more)
+
+
+def test_a_plan_that_is_named_is_taken(job, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert _plan_file(request(job), job, folder, job.cluster) == tmp_path / "job" / "plan.yaml"
+    other = tmp_path / "other.yaml"
+    assert _plan_file(request(job, plan_path=other), job, folder, job.cluster) == other
+
+
+def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
+    job = load_job(write_job(tmp_path / "job", plan="auto"))
+    folder = finished_run(tmp_path / "run", plan())
+    again = request(job, resume=folder.path)
+    assert _plan_file(again, job, folder, job.cluster) == folder.plan
+    assert _plan_file(again, job, folder, job.cluster.replace(name="larger")) is None
+    assert _plan_file(request(job), job, folder, job.cluster) is None
+
+
+def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):
+    path = write_yaml(tmp_path / "other.yaml", plan(precision="bf16"))
+    with pytest.raises(
+        BadInput, match=r"other\.yaml: the plan was made for precision bf16, but the job's train\.precision is fp32"
+    ):
+        load_plan_of(job, path)
+
+
+# -- the run folder ----------------------------------------------------------------------------------------------------
+
+
+def test_the_job_in_a_run_folder_names_whole_paths(tmp_path):
+    write_job(tmp_path / "job")
+    relative = os.path.relpath(tmp_path / "job" / "job.yaml")
+    folder = RunFolder(tmp_path / "far" / "run")
+    job = load_job(relative)
+    folder.start(job, load_plan_of(job, job.plan_path), {}, {})
+    again = load_job(folder.path / "job.yaml")
+    assert again.model == job.model
+    assert again.cluster == job.cluster
+    assert again.plan_path == tmp_path / "job" / "plan.yaml"
+    assert again.spec.data.path == str(tmp_path / "job" / "text.txt")
+    written = yaml.safe_load((folder.path / "job.yaml").read_text())
+    original = yaml.safe_load((tmp_path / "job" / "job.yaml").read_text())
+    assert written["train"].items() >= original["train"].items()
+
+
+def test_metrics_behind_a_checkpoint_are_cut(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in range(1, 6):
+        folder.append(metrics(step))
+    folder.cut_metrics(3)
+    folder.append(metrics(4, loss=1.5))
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert rows == [asdict(metrics(1)), asdict(metrics(2)), asdict(metrics(3)), asdict(metrics(4, loss=1.5))]
+
+
+def test_a_half_written_last_line_is_cut_too(tmp_path):
+    """As a process that was killed leaves it."""
+    folder = RunFolder(tmp_path)
+    for step in range(1, 4):
+        folder.append(metrics(step))
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    folder.cut_metrics(3)
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_folder_with_a_run_is_not_new_and_one_without_cannot_be_resumed(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.check_new()
+    with pytest.raises(BadInput, match="no run to resume"):
+        folder.check_resumable()
+    folder.append(metrics(1))
+    with pytest.raises(BadInput, match="holds a run already"):
+        folder.check_new()
+
+
+# -- signals and lines -------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_remembered_and_given_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignal() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_long_run_prints_about_twenty_plain_lines():
+    out = io.StringIO()
+    with TerminalReporter(1, 1000, Console(file=out, width=140)) as reporter:
+        for step in range(1, 1001):
+            reporter.step(metrics(step))
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("step 1/1000  loss 2.0000  grad norm 1.000")
+    assert lines[-1].startswith("step 1000/1000")
+    assert 20 <= len(lines) <= 22
+
+
+def test_a_skipped_step_says_so():
+    assert "skipped: fp16 overflow" in describe(metrics(3, grad_norm=None), 10)
