@@ -2,13 +2,19 @@
 
 from typing import NamedTuple
 
+from hethub.predictor.alike import in_flight, tiles_alike
+from hethub.predictor.constants import family
 from hethub.predictor.software import HETHUB, Software, element_bytes
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, Seat
+from hethub.spec.tensors import LOSS_CHUNK_TOKENS
 
-FRAMEWORK_BYTES = {"cpu": 0}  # counted by our own accounting on CPUs, which sees tensors only
-FRAMEWORK_BYTES_ELSE = int(1.2 * 2**30)  # context, libraries' workspaces and communicators on an accelerator
-LOSS_CHUNK_TOKENS = 1024  # cross-entropy is computed on this many tokens at a time
+# On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
+# buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps (hethub.runtime.accounting).
+CONTEXT_BYTES = int(1.2 * 2**30)
+COMMUNICATOR_BYTES = int(2.5 * 2**30)
+LOSS_CHUNK_LOGITS = 4 * 2**20  # logits that the runtime's loss holds at once
+LOSS_BYTES_PER_LOGIT = 10  # half-precision logits, their fp32 copy, and its gradient
 
 
 class RankMemory(NamedTuple):
@@ -27,16 +33,22 @@ class RankMemory(NamedTuple):
 def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
     """The peak memory of every rank, in rank order; equal ranks are computed once."""
     known: dict[object, dict[str, int]] = {}
-    result = []
-    for seat in layout.seats:
-        place = layout.cluster.places[seat.rank]
-        key = _kind(layout, seat, place.accelerator.vendor)
-        parts = known.get(key)
-        if parts is None:
-            parts = known[key] = _parts(layout, seat, software, place.accelerator.vendor)
-        limit = place.accelerator.memory_bytes - int(place.node.reserved_memory_gb * 2**30)
-        result.append(RankMemory(seat.rank, place.accelerator.name, sum(parts.values()), limit, parts))
-    return result
+    alike, result = tiles_alike(layout.plan), []
+    for stage, stage_spec in enumerate(layout.stages):
+        for replica, spec in enumerate(stage_spec.replicas):
+            flight = in_flight(layout, alike, stage, replica)
+            for position, rank in enumerate(spec.ranks):
+                place = layout.cluster.places[rank]
+                accelerator, node = place.accelerator, place.node
+                shares = (None if spec.tensor_shares is None else position, stage_spec.state_shares.get(rank))
+                key = (stage, spec.tp, spec.tensor_shares, *shares, spec.micro_batch, flight, node.name)
+                parts = known.get(key)
+                if parts is None:
+                    on_cpu = family(accelerator) == "cpu"
+                    parts = known[key] = _parts(layout, Seat(rank, stage, replica, position), flight, software, on_cpu)
+                limit = accelerator.memory_bytes - int(node.reserved_memory_gb * 2**30)
+                result.append(RankMemory(rank, accelerator.name, sum(parts.values()), limit, parts))
+    return sorted(result)
 
 
 def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:
@@ -64,14 +76,7 @@ _REMEDIES = {
 }
 
 
-def _kind(layout: Layout, seat: Seat, vendor: str) -> object:
-    spec = layout.replica(seat.stage, seat.replica)
-    share = layout.stages[seat.stage].state_shares.get(seat.rank)
-    position = 0 if spec.tensor_shares is None else seat.position
-    return (seat.stage, spec.tp, spec.tensor_shares, position, spec.micro_batch, layout.in_flight[seat.stage][seat.replica], share, vendor)
-
-
-def _parts(layout: Layout, seat: Seat, software: Software, vendor: str) -> dict[str, int]:
+def _parts(layout: Layout, seat: Seat, flight: int, software: Software, on_cpu: bool) -> dict[str, int]:
     stage = layout.stages[seat.stage]
     width = element_bytes(software.math_precision(layout.plan.precision))
     wide = max(4, width)
@@ -81,19 +86,21 @@ def _parts(layout: Layout, seat: Seat, software: Software, vendor: str) -> dict[
     gradients = parameters / shards if stage.zero >= 2 else parameters
     master = wide if width < 4 else 0
     spec = layout.replica(seat.stage, seat.replica)
-    activations = layout.in_flight[seat.stage][seat.replica] * _tile_activation_bytes(layout, seat, software, width)
+    activations = flight * _tile_activation_bytes(layout, seat, flight, software, width, on_cpu)
     hidden = spec.micro_batch * layout.plan.seq_len * layout.model.hidden * width // software.context_parallel
+    logits = spec.micro_batch * layout.plan.seq_len / software.context_parallel * layout.model.vocab * _fraction(layout, seat, software)
+    if software.chunked_loss:
+        logits = min(logits, LOSS_CHUNK_LOGITS)
+    counted = 0 if on_cpu else 1
     last = seat.stage == layout.num_stages - 1
-    vocab = layout.model.vocab * _fraction(layout, seat, software)
-    tokens = min(LOSS_CHUNK_TOKENS, spec.micro_batch * layout.plan.seq_len)
     return {
         "weights": int(resident * width),
         "gradients": int(gradients * wide),
-        "optimizer": int(_owned_parameters(layout, seat, parameters, shards) * (master + 2 * wide)),
+        "optimizer": int(_owned_parameters(layout, seat, software) * (master + 2 * wide)),
         "activations": int(activations),
-        "buffers": int((4 if layout.num_stages > 1 else 1) * hidden),
-        "logits": int(tokens * vocab * wide * 3) if last else 0,
-        "framework": FRAMEWORK_BYTES.get(vendor, FRAMEWORK_BYTES_ELSE),
+        "buffers": int(counted * (4 if layout.num_stages > 1 else 1) * hidden),
+        "logits": int(counted * last * logits * LOSS_BYTES_PER_LOGIT),
+        "framework": counted * (CONTEXT_BYTES + (COMMUNICATOR_BYTES if len(layout.seats) > 1 else 0)),
     }
 
 
@@ -107,50 +114,70 @@ def _fraction(layout: Layout, seat: Seat, software: Software) -> float:
 
 def _rank_parameters(layout: Layout, seat: Seat, software: Software) -> float:
     """Parameters a rank holds; norms are on every rank, KV heads at least one."""
-    model, stage, share = layout.model, layout.stages[seat.stage], _fraction(layout, seat, software)
+    return _stage_parameters(layout, seat.stage, _fraction(layout, seat, software))
+
+
+def _stage_parameters(layout: Layout, index: int, share: float) -> float:
+    """Parameters of a stage on a rank with `share` of the heads, columns and vocabulary."""
+    model, stage = layout.model, layout.stages[index]
+    columns = (3 if model.is_gated else 2) * model.ffn
     kv = max(model.num_kv_heads * share, 1.0) * model.head_size * 2
-    matrices = model.hidden * (2 * model.heads * model.head_size * share + kv + (3 if model.is_gated else 2) * model.ffn * share)
-    rest = model.layer_parameters - model.hidden * (
-        2 * model.head_size * (model.heads + model.num_kv_heads) + (3 if model.is_gated else 2) * model.ffn
-    )
-    count = stage.num_layers * (matrices + rest)
-    if seat.stage == 0:
+    matrices = model.hidden * (2 * model.heads * model.head_size * share + kv + columns * share)
+    whole = model.hidden * (2 * model.head_size * (model.heads + model.num_kv_heads) + columns)
+    count = stage.num_layers * (matrices + model.layer_parameters - whole)
+    if index == 0:
         count += model.embedding_parameters * share
-    if seat.stage == layout.num_stages - 1:
+    if index == layout.num_stages - 1:
         count += model.head_parameters * share
         if layout.head_is_apart:
             count += model.vocab * model.hidden * share
     return count
 
 
-def _owned_parameters(layout: Layout, seat: Seat, parameters: float, shards: int) -> float:
-    """Parameters whose optimizer state the rank keeps."""
+def _owned_parameters(layout: Layout, seat: Seat, software: Software) -> float:
+    """Parameters whose optimizer state the rank keeps: its named share of the stage's, or an equal part of the rest."""
     stage = layout.stages[seat.stage]
     if stage.zero == 0:
-        return parameters
-    if not stage.state_shares:
-        return parameters / shards
-    whole = parameters * layout.replica(seat.stage, seat.replica).tp
-    named = stage.state_shares.get(seat.rank)
-    rest = (1.0 - sum(stage.state_shares.values())) / max(1, len(stage.ranks) - len(stage.state_shares))
-    return whole * (rest if named is None else named)
+        return _rank_parameters(layout, seat, software)
+    if (named := stage.state_shares.get(seat.rank)) is None:
+        named = (1.0 - sum(stage.state_shares.values())) / (len(stage.ranks) - len(stage.state_shares))
+    return named * _stage_parameters(layout, seat.stage, 1.0)
 
 
-def _tile_activation_bytes(layout: Layout, seat: Seat, software: Software, width: int) -> float:
-    """Bytes that one tile keeps from its forward to its backward on this rank (method of arXiv 2205.05198, §4).
+def _tile_activation_bytes(layout: Layout, seat: Seat, flight: int, software: Software, width: int, on_cpu: bool) -> float:
+    """Bytes that one tile keeps from its forward to its backward on this rank.
 
-    Per token and layer: inputs of norms, products and the activation function; with `full` recompute the layer's
-    input only, and one layer at a time in full.
+    With `full` recompute that is every layer's input, and one layer at a time in full, which the count on CPUs does not
+    see.
     """
     model, stage, spec = layout.model, layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
     share = _fraction(layout, seat, software)
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
-    replicated = model.hidden * (share if software.sequence_parallel else 1.0)
-    heads = (model.heads + 2 * model.num_kv_heads) * model.head_size * share
-    columns = model.ffn * share * (4 if model.is_gated else 2)
-    layer = tokens * width * (4 * replicated + heads + model.heads * model.head_size * share + columns)
+    hidden = model.hidden * (share if software.sequence_parallel else 1.0)
+    layer = tokens * _layer_bytes_per_token(layout, share, hidden, software, width)
     if not software.fused_attention and stage.recompute == "none":
         layer += 2.5 * width * model.heads * share * spec.micro_batch * layout.plan.seq_len**2 / software.context_parallel
+    ends = tokens * 9 if seat.stage == 0 else 0  # token ids and which of them are held
+    if seat.stage == layout.num_stages - 1:
+        ends += tokens * 2 * hidden * width  # the final norm's input, the loss's gradient
     if stage.recompute == "full":
-        return stage.num_layers * tokens * replicated * width + layer / max(1, layout.in_flight[seat.stage][seat.replica])
-    return stage.num_layers * layer
+        return ends + stage.num_layers * tokens * hidden * width + (0.0 if on_cpu else layer / flight)
+    if stage.recompute == "selective" and software.selective_fraction is not None:
+        layer *= KEPT_UNDER_SELECTIVE
+    return ends + stage.num_layers * layer
+
+
+KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
+
+
+def _layer_bytes_per_token(layout: Layout, share: float, hidden: float, software: Software, width: int) -> float:
+    """What one layer keeps per token (method of arXiv 2205.05198, §4), for hethub's layers or an eager framework's.
+
+    Ours: both norms' inputs and results, rotated queries and keys, values, attention's result, and for SwiGLU gate, up
+    and their product; norms' scales and attention's log-sums in fp32.
+    """
+    model = layout.model
+    query = model.heads * model.head_size * share
+    kv = max(model.num_kv_heads * share, 1.0) * model.head_size
+    columns = model.ffn * share * ((3 if software.stack == "hethub" else 4) if model.is_gated else 2)
+    return width * (4 * hidden + 2 * query + 2 * kv + columns) + max(4, width) * (2 + model.heads * share)

@@ -3,15 +3,14 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import monotonic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
-from hethub.predictor.timeline import Span, stream_of
 from hethub.runtime.reduction import Reducer
+from hethub.runtime.spans import SpanLog
 from hethub.runtime.stage import Stage, TileInput
 from hethub.spec.layout import Layout, Seat
 from hethub.spec.ranges import Range
@@ -37,19 +36,31 @@ class _Running:
     result: Tensor
 
 
+@dataclass
+class _Step:
+    """What a step has under way."""
+
+    load: Callable[[Tile], TileInput]
+    loss_scale: float
+    running: dict[Tile, _Running] = field(default_factory=dict)
+    arrivals: dict[tuple[Kind, Tile], _Arrival] = field(default_factory=dict)
+    sends: deque[tuple["dist.Work", Tensor]] = field(default_factory=deque)
+    losses: list[Tensor] = field(default_factory=list)
+
+
 class Executor:
     """One rank's interpreter of the schedule. `run_step` executes all forward and backward actions and reductions."""
 
     def __init__(self, layout: Layout, seat: Seat, world: World, stage: Stage, reducer: Reducer) -> None:
         self.layout, self.seat, self.world, self.stage, self.reducer = layout, seat, world, stage, reducer
         self._group_ranks = sorted(layout.replica(seat.stage, seat.replica).ranks)
-        self.actions = actions(layout, seat.stage, seat.replica)
+        self._compute = [action for action in actions(layout, seat.stage, seat.replica) if action.tile is not None]
         self.tiles = layout.tiles_of(seat.stage, seat.replica)
         self._before = self._by_tile(seat.stage - 1, "target")
         self._after = self._by_tile(seat.stage, "source")
         # Gradients cross the same boundaries as activations; their tags follow after all of those.
         self._gradient_tags = sum(map(len, layout.transfers))
-        self.spans: list[Span] = []
+        self.log = SpanLog(seat.rank)
 
     def _by_tile(self, boundary: int, end: str) -> dict[Tile, list[Transfer]]:
         """The transfers of a stage boundary that this replica takes part in, by its own tile."""
@@ -66,42 +77,29 @@ class Executor:
 
         `load` gives a tile's data; the loss is summed over tokens and multiplied by `loss_scale`.
         """
-        self._load, self._loss_scale = load, loss_scale
-        self._running: dict[Tile, _Running] = {}
-        self._arrivals: dict[tuple[Kind, Tile], _Arrival] = {}
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        self._losses: list[Tensor] = []
-        self.spans = []
+        step = self._step = _Step(load, loss_scale)
+        self.log.start_step()
         self.reducer.start_step(len(self.tiles))
-        compute = [action for action in self.actions if action.tile is not None]
-        for index, action in enumerate(compute):
-            self._post_receives(compute[index:])
-            self._timed(action, self._forward if action.kind is Kind.FORWARD else self._backward)
-        self._timed(Action(Kind.REDUCE, self.seat.stage), lambda _: self._finish())
-        return float(torch.stack(self._losses).sum()) if self._losses else 0.0
-
-    def _finish(self) -> None:
-        self.reducer.finish()
-        while self._sends:
-            self._sends.popleft()[0].wait()
-
-    def _timed(self, action: Action, run: Callable[[Tile], None]) -> None:
-        start = monotonic()
-        run(action.tile)  # type: ignore[arg-type]
-        self.spans.append(Span(self.seat.rank, stream_of(action.kind), action.name, start, monotonic()))
+        for index, action in enumerate(self._compute):
+            self._post_receives(index)
+            assert action.tile is not None
+            with self.log.timed(action):
+                (self._forward if action.kind is Kind.FORWARD else self._backward)(action.tile)
+        with self.log.timed(Action(Kind.REDUCE, self.seat.stage)):
+            self.reducer.finish()
+            for work, _ in step.sends:
+                work.wait()
+        return float(torch.stack(step.losses).sum()) if step.losses else 0.0
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
-    def _post_receives(self, upcoming: list[Action]) -> None:
+    def _post_receives(self, index: int) -> None:
         """Posts the receives of the next few tiles in each direction, so that data moves while we compute."""
+        window = self._compute[index : index + 4 * LOOKAHEAD]
         for kind in (Kind.FORWARD, Kind.BACKWARD):
-            for action in [a for a in upcoming[: 4 * LOOKAHEAD] if a.kind is kind][:LOOKAHEAD]:
-                tile = action.tile
-                assert tile is not None
-                if (kind, tile) not in self._arrivals:
-                    arrival = self._expect(kind, tile)
-                    if arrival is not None:
-                        self._arrivals[kind, tile] = arrival
+            for tile in [action.tile for action in window if action.kind is kind and action.tile][:LOOKAHEAD]:
+                if (kind, tile) not in self._step.arrivals and (arrival := self._expect(kind, tile)) is not None:
+                    self._step.arrivals[kind, tile] = arrival
 
     def _expect(self, kind: Kind, tile: Tile) -> _Arrival | None:
         """A buffer for the tile's input in a direction, its receives posted on the replica's leader."""
@@ -132,13 +130,17 @@ class Executor:
 
     def _arrived(self, kind: Kind, tile: Tile) -> Tensor | None:
         """The tile's input once it is here and known to the whole replica; None where there is no stage to send it."""
-        arrival = self._arrivals.pop((kind, tile), None)
+        arrival = self._step.arrivals.pop((kind, tile), None)
         if arrival is None:
             return None
         for work in arrival.works:
             work.wait()
         if self.stage.group.group is not None:
-            dist.broadcast(arrival.buffer, group=self.stage.group.group, group_src=self._group_ranks.index(self.layout.leader(tile)))
+            dist.broadcast(
+                arrival.buffer,
+                group=self.stage.group.group,
+                group_src=self._group_ranks.index(self.layout.leader(tile)),
+            )
         return arrival.buffer
 
     # -- computing and sending -------------------------------------------------------------------------------------
@@ -147,16 +149,16 @@ class Executor:
         source = self._arrived(Kind.FORWARD, tile)
         if source is not None:
             source.requires_grad_()
-        result = self.stage.forward(source, self._load(tile), self._loss_scale)
+        result = self.stage.forward(source, self._step.load(tile), self._step.loss_scale)
         if self.stage.is_last:
-            self._losses.append(result.detach())
+            self._step.losses.append(result.detach())
         else:
             self._send(Kind.FORWARD, tile, result.detach(), self._after[tile])
-        self._running[tile] = _Running(source, result)
+        self._step.running[tile] = _Running(source, result)
 
     def _backward(self, tile: Tile) -> None:
         grad = self._arrived(Kind.BACKWARD, tile)
-        running = self._running.pop(tile)
+        running = self._step.running.pop(tile)
         torch.autograd.backward(running.result, grad)
         if running.source is not None:
             assert running.source.grad is not None
@@ -166,9 +168,10 @@ class Executor:
         """Starts sending a tile's result to every tile that overlaps it; the replica's leader sends for all."""
         if self.layout.leader(tile) != self.seat.rank:
             return
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()
+        sends = self._step.sends
+        while sends and sends[0][0].is_completed():
+            sends.popleft()
         for transfer in outgoing:
             peer = self.layout.leader(transfer.target if kind is Kind.FORWARD else transfer.source)
             part = self._part(tensor, tile, transfer.samples)
-            self._sends.append((self.world.send(part, peer, self._tag(kind, transfer)), part))
+            sends.append((self.world.send(part, peer, self._tag(kind, transfer)), part))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hethub.runtime.parameter import Parameter
 from hethub.runtime.tensor_parallel import TensorGroup
+from hethub.spec.tensors import LOSS_CHUNK_TOKENS
 
-CHUNK_LOGITS = 4 * 2**20  # logits held at once; a chunk has at least one token
 IGNORED = -100  # a target that counts for nothing, as torch and Hugging Face have it
 
 
@@ -21,14 +21,13 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         grad_x = torch.empty_like(x)
         total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        step = max(1, CHUNK_LOGITS // weight.weight.shape[0])
-        for start in range(0, x.shape[0], step):
-            chunk = slice(start, start + step)
+        for start in range(0, x.shape[0], LOSS_CHUNK_TOKENS):
+            chunk = slice(start, start + LOSS_CHUNK_TOKENS)
             loss, grad_logits = _chunk(x[chunk] @ weight.weight.t(), targets[chunk], first, group)
             total += loss
             grad_logits = grad_logits.mul_(scale).to(x.dtype)
             torch.mm(grad_logits, weight.weight, out=grad_x[chunk])
-            weight.add_product(grad_logits.t(), x[chunk], completes=start + step >= x.shape[0])
+            weight.add_product(grad_logits.t(), x[chunk], completes=start + LOSS_CHUNK_TOKENS >= x.shape[0])
         group.sum(grad_x)
         ctx.save_for_backward(grad_x)
         return total * scale
@@ -45,17 +44,17 @@ def _chunk(logits: Tensor, targets: Tensor, first: int, group: TensorGroup) -> t
     valid = targets != IGNORED
     local = targets - first
     held = (local >= 0) & (local < wide.shape[1]) & valid
-    rows, columns = held.nonzero().squeeze(1), local[held]
+    column = local.clamp(0, wide.shape[1] - 1).unsqueeze(
+        1
+    )  # of the target, where it is held; nothing waits for the host
     largest = group.max(wide.amax(dim=1))
     wide.sub_(largest.unsqueeze(1))
-    sums = torch.zeros(2, wide.shape[0], dtype=wide.dtype, device=wide.device)  # exponentials, the target's logit
-    sums[1, rows] = wide[rows, columns]
+    target = wide.gather(1, column).squeeze(1) * held
     probabilities = wide.exp_()
-    torch.sum(probabilities, dim=1, out=sums[0])
-    group.sum(sums)
+    sums = group.sum(torch.stack((probabilities.sum(dim=1), target)))  # exponentials, the target's logit
     loss = ((sums[0].log() - sums[1]) * valid).sum()
     probabilities.div_(sums[0].unsqueeze(1)).mul_(valid.unsqueeze(1))
-    probabilities[rows, columns] -= 1
+    probabilities.scatter_add_(1, column, -held.to(probabilities.dtype).unsqueeze(1))
     return loss, probabilities
 
 

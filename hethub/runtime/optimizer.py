@@ -61,8 +61,6 @@ class Optimizer:
     def _run(self, local: Range, decays: bool, counts: bool) -> OwnedRun:
         weights = self.storage.weights[local.start : local.stop]
         master = torch.nn.Parameter(weights.float() if self.keeps_masters else weights)
-        if not self.keeps_masters:
-            master.grad = self.storage.grads[local.start : local.stop]
         return OwnedRun(local, decays, counts, master)
 
     def square_sum(self) -> Tensor:
@@ -137,6 +135,11 @@ class LossScale:
         self.dynamic = precision == "fp16"
         self.value = initial if self.dynamic else 1.0
         self.good_steps, self._patience = 0, patience
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether an overflow cannot be the scale's fault; always so where there is no scaling."""
+        return self.value == 1.0
 
     def update(self, *, overflow: bool) -> None:
         """Every rank calls it with the same verdict, so all keep the same scale."""

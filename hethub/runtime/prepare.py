@@ -23,12 +23,14 @@ from hethub.runtime.agreement import (
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.launch import LaunchInfo
 from hethub.runtime.run_folder import RunFolder, default_run_folder
+from hethub.runtime.storage import DTYPES
 from hethub.runtime.together import decided, exchange, together
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, load_job, load_plan_of
 from hethub.spec.layout import Layout, bind
 from hethub.spec.plan import PlanSpec, load_plan
+from hethub.spec.schedule import check_executable
 
 _PLANNING_SECONDS = 3600.0  # how long the other ranks wait for rank 0's plan
 
@@ -90,7 +92,13 @@ def prepare(job: Job | BadInput, info: LaunchInfo) -> Prepared:
         _check_cluster_alone(job.cluster, info)
     named = job.cluster is not None and job.cluster.places[info.rank].node.vendor is not None
     device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
+    device.activate()
     train = job.spec.train
+    if not device.supports(DTYPES[train.precision]):
+        raise BadInput(
+            f"{job.path}: train.precision is {train.precision}, which {device.name} (rank {info.rank}) does not compute in; "
+            "choose fp16 or fp32."
+        )
     dataset = open_dataset(job.spec.data, job.base, seq_len=train.seq_len, seed=train.seed, vocab=job.model.vocab)
     read = [job.spec.to_dict(), job.model.to_dict(), None if job.cluster is None else job.cluster.to_dict()]
     facts = own_facts(
@@ -149,6 +157,7 @@ def _decide(request: TrainRequest, job: Job, cluster: ClusterSpec) -> dict[str, 
     plan_file, constraints = _plan_file(request, job, folder, cluster), job.spec.constraints
     if plan_file is not None:
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
+        check_executable(layout)
         check_memory(layout, constraints.reserve)
         strategy, prediction = "plan file", predict(layout, reserve=constraints.reserve)
     else:

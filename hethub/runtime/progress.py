@@ -70,7 +70,7 @@ class TerminalReporter:
 
     def step(self, metrics: StepMetrics) -> None:
         self._progress.update(
-            self._task, completed=metrics.step, loss=f"{metrics.loss:.4f}", rate=f"{metrics.tokens_per_second:,.0f}"
+            self._task, completed=metrics.step, loss=show_loss(metrics), rate=f"{metrics.tokens_per_second:,.0f}"
         )
         shown = (metrics.step - self._first) % self._every == 0 or metrics.step == self._last
         if not self._console.is_terminal and shown:
@@ -84,6 +84,10 @@ def describe(metrics: StepMetrics, last_step: int) -> str:
     """A step as one line."""
     norm = "skipped: fp16 overflow" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.3f}"
     return (
-        f"step {metrics.step}/{last_step}  loss {metrics.loss:.4f}  {norm}  "
+        f"step {metrics.step}/{last_step}  loss {show_loss(metrics)}  {norm}  "
         f"{metrics.step_seconds:.3f} s  {metrics.tokens_per_second:,.0f} tokens/s"
     )
+
+
+def show_loss(metrics: StepMetrics) -> str:
+    return "overflow" if metrics.loss is None else f"{metrics.loss:.4f}"

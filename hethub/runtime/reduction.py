@@ -6,6 +6,7 @@ A bucket's reduction starts when the last tile's backward has filled it, while b
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,9 +45,10 @@ class Reducer:
         self.storage, self.rank = storage, storage.seat.rank
         self.replica = replica
         self._replica_group = group_of(replica) if len(replica) > 1 else None
-        self.buckets = [self._localise(bucket, group_of) for bucket in _launch_order(state, self.rank)]
+        order = _launch_order(state, self.rank)
+        self.buckets = [self._localise(bucket, group_of) for bucket in order]
         self._bucket_of: dict[str, int] = {}
-        for index, bucket in enumerate(_launch_order(state, self.rank)):
+        for index, bucket in enumerate(order):
             for placed, run in storage.held:
                 if bucket.span.contains(run):
                     self._bucket_of[placed.info.name] = index
@@ -154,10 +156,17 @@ def group_ranks(state: StateMap) -> list[tuple[int, ...]]:
 
 
 def build_groups(world: World, state: StateMap) -> GroupOf:
-    """Builds every process group the layout needs; all ranks call it together."""
+    """Builds every process group the layout needs, connected; all ranks call it together.
+
+    NCCL connects a group at its first use, which would otherwise fall into a backward, where one member can wait for
+    another that waits for the first one's gradient.
+    """
     groups = {ranks: world.group(ranks) for ranks in group_ranks(state)}
     pieces = [piece for bucket in state.buckets for piece in bucket.pieces if piece.group.sharded]
     for ranks in dict.fromkeys(piece.group.contributors for piece in pieces):
         if (group := groups.get(ranks)) is not None:
             prepare_by_ranges(group)
+    for group in groups.values():
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=world.device.torch_device), group=group)
     return lambda ranks: groups[ranks]

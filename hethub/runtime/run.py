@@ -113,7 +113,7 @@ class Run:
 
     def _step(self, step: int, signals: StopSignal, reporter: Reporter) -> bool:
         start = monotonic()
-        outcome = self.trainer.run_step(step, stop_requested=signals.requested)
+        outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
         seconds = monotonic() - start
         self._losses.append(outcome.loss)
         self._seconds.append(seconds)

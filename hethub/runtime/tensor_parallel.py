@@ -88,17 +88,16 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tokens: Tensor, first: int, group: TensorGroup, weight: Parameter) -> Tensor:
         local = tokens - first
         held = (local >= 0) & (local < weight.weight.shape[0])
-        ctx.save_for_backward(local, held)
-        ctx.weight = weight
-        rows = weight.weight.index_select(0, local.where(held, 0))
-        if group.group is None:
-            return rows
-        return group.sum(rows * held.unsqueeze(1))
+        ctx.weight, ctx.whole = weight, group.group is None
+        rows = local if ctx.whole else local.where(held, 0)
+        ctx.save_for_backward(rows, held)
+        embedded = weight.weight.index_select(0, rows)
+        return embedded if ctx.whole else group.sum(embedded * held.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        local, held = ctx.saved_tensors
-        ctx.weight.add_rows(local[held], grad[held])
+        rows, held = ctx.saved_tensors
+        ctx.weight.add_rows(rows, grad if ctx.whole else grad * held.unsqueeze(1))
         return None, None, None, None, None
 
 

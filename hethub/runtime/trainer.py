@@ -1,16 +1,15 @@
 """The training loop of one rank: steps of the executor, the global norm, the optimizer, and what is reported of them."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 
 import torch
 
 from hethub.communicator import World
-from hethub.predictor.timeline import Span, stream_of
+from hethub.predictor.timeline import Span
 from hethub.runtime.accounting import MemoryMeter
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.data import Dataset
@@ -22,7 +21,7 @@ from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.stage import Stage, TileInput
 from hethub.runtime.storage import FlatStorage
 from hethub.runtime.tensor_parallel import TensorGroup
-from hethub.runtime.verify import verify_copies
+from hethub.runtime.verify import verify_copies, verify_owners
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout import Layout
@@ -55,6 +54,7 @@ class Trainer:
         self._document_mask = document_mask
         self.seat = layout.seats[world.rank]
         self.state = StateMap(layout)
+        verify_owners(world, self.state)
         self.device = world.device
         replica = layout.replica(self.seat.stage, self.seat.replica)
         group_of = build_groups(world, self.state)
@@ -66,7 +66,6 @@ class Trainer:
         self.optimizer = Optimizer(self.storage, self.reducer, train)
         self.executor = Executor(layout, self.seat, world, self.stage, self.reducer)
         self.loss_scale = LossScale(layout.plan.precision)
-        self.spans: list[Span] = []
         self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
         self._steps_counted = 0
         self._speaks_for_loss = self.stage.is_last and self.seat.position == 0
@@ -76,37 +75,36 @@ class Trainer:
         initialise(self.storage, self.layout.model, self.train.seed)
         self.optimizer.reload_masters()
 
-    def run_step(self, step: int, *, stop_requested: bool = False) -> StepOutcome:
+    def run_step(self, step: int, *, stop_requested: Callable[[], bool] = lambda: False) -> StepOutcome:
         """Trains step `step` (counted from 1) and returns what all ranks agree on.
+
+        `stop_requested` is asked when the tiles are done: a signal that comes during a step counts for that step.
 
         Raises RunFailed where the loss is not finite, or copies of a parameter differ.
         """
         valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
         with self._counting_memory():
             loss = self.executor.run_step(self._loader(step), self.loss_scale.value / valid_tokens)
-        self.spans = list(self.executor.spans)
-        with self._timed(Kind.STEP):
-            outcome = self._agree(loss, stop_requested)
+        with self.executor.log.timed(Action(Kind.STEP, self.seat.stage)):
+            outcome = self._agree(loss, stop_requested())
             self._update(step, outcome)
         if outcome.grad_norm is not None:
-            with self._timed(Kind.GATHER):
+            with self.executor.log.timed(Action(Kind.GATHER, self.seat.stage)):
                 self.reducer.gather()
         if step % VERIFY_EVERY == 0:
             verify_copies(self.world, self.reducer, step)
         return outcome
-
-    @contextmanager
-    def _timed(self, kind: Kind) -> Iterator[None]:
-        start = monotonic()
-        yield
-        name = Action(kind, self.seat.stage).name
-        self.spans.append(Span(self.seat.rank, stream_of(kind), name, start, monotonic()))
 
     def _counting_memory(self):  # type: ignore[no-untyped-def]
         if self.device.is_gpu or self._steps_counted == COUNTED_STEPS:
             return nullcontext()
         self._steps_counted += 1
         return self._meter.counting()
+
+    @property
+    def spans(self) -> list[Span]:
+        """When the last step's actions ran on this rank."""
+        return self.executor.log.spans
 
     @property
     def memory_bytes(self) -> int:
@@ -135,7 +133,7 @@ class Trainer:
     def _update(self, step: int, outcome: StepOutcome) -> None:
         """Clips and steps; an fp16 overflow skips the update on all ranks together."""
         overflow = outcome.grad_norm is None
-        if overflow and not self.loss_scale.dynamic:
+        if overflow and self.loss_scale.is_lowest:
             raise RunFailed.everywhere(
                 self.world.rank,
                 f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check the data; "
@@ -195,7 +193,7 @@ class Trainer:
         tokens = self.layout.plan.global_batch * self.layout.plan.seq_len
         return StepMetrics(
             step=step,
-            loss=outcome.loss,
+            loss=outcome.loss if math.isfinite(outcome.loss) else None,
             tokens=tokens,
             step_seconds=step_seconds,
             predicted_step_seconds=predicted,

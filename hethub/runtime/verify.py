@@ -1,16 +1,35 @@
 """A check that copies of parameters have not drifted apart: hashes of what several ranks hold, compared."""
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hethub.communicator import World
+from hethub.runtime.agreement import fingerprint
 from hethub.runtime.reduction import Reducer
 from hethub.runtime.storage import take
 from hethub.spec.errors import RunFailed
+from hethub.spec.state import StateMap
 
 _CHUNK = 2**22
+
+
+def verify_owners(world: World, state: StateMap) -> None:
+    """Raises RunFailed on every rank if two ranks have not cut the state alike.
+
+    Each rank solves for the owners itself; another version of the solver could take another of several best answers,
+    and reductions of unlike sizes would hang.
+    """
+    pieces = [(p.runs, p.group.contributors, p.cuts) for bucket in state.buckets for p in bucket.pieces]
+    rows = world.all_gather_objects([fingerprint(pieces), version("scipy")])
+    for rank, (cuts, solver) in enumerate(rows):
+        if cuts != rows[0][0]:
+            raise RunFailed(
+                f"ranks 0 and {rank} have cut the training state unlike (scipy {rows[0][1]} and {solver}); install the same "
+                "version of scipy on every node."
+            )
 
 
 def bit_hash(flat: Tensor) -> int:

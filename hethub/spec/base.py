@@ -126,7 +126,7 @@ def explain(error: ValidationError, cls: type[Spec], source: Source, prefix: Key
 
 
 def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> str:
-    place = tuple(part for part in fault["loc"] if not _is_union_tag(part))
+    place = _written(fault["loc"], kind=fault["type"])
     path = (*prefix, *place)
     kind, given = fault["type"], fault.get("input")
     if kind == "extra_forbidden":
@@ -142,9 +142,17 @@ def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
+def _written(loc: KeyPath, kind: str) -> KeyPath:
+    """The place of a fault as the user wrote it: pydantic adds the tried type's name inside a union.
+
+    An unknown key is always the user's own word, whatever it looks like.
+    """
+    own = loc[-1:] if kind == "extra_forbidden" else ()
+    return (*(part for part in loc[: len(loc) - len(own)] if not _is_union_tag(part)), *own)
+
+
 def _is_union_tag(part: str | int) -> bool:
-    """Pydantic adds the tried type's name to the place of a fault inside a union; users never wrote it."""
-    return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in _UNION_TAGS)
+    return isinstance(part, str) and (part.endswith("Spec") or "[" in part or part in _UNION_TAGS)
 
 
 _UNION_TAGS = {"str", "int", "float", "bool", "constrained-str", "constrained-int", "literal"}

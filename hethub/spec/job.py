@@ -13,7 +13,7 @@ from hethub.spec.base import Source, Spec, build, read_yaml
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.model import Count, ModelSpec, load_model
-from hethub.spec.plan import PlanSpec, load_plan
+from hethub.spec.plan import PlanSpec, ScheduleName, load_plan
 
 STRATEGIES = ("auto", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
 
@@ -73,7 +73,7 @@ class ConstraintsSpec(Spec):
     dp: Count | None = None
     micro_batch: Count | None = None
     max_micro_batch: Count | None = None
-    schedule: str | None = None
+    schedule: ScheduleName | None = None
     recompute: Literal["none", "selective", "full"] | None = None
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory, kept free

@@ -33,6 +33,10 @@ class ReplicaSpec(Spec):
             raise ValueError(
                 f"{len(self.tensor_shares)} tensor_shares for {len(self.ranks)} ranks; give one share per rank."
             )
+        if self.tensor_shares is not None and not sum(self.tensor_shares):
+            raise ValueError(
+                f"tensor_shares {list(self.tensor_shares)} have no positive sum; give every rank a share of the whole."
+            )
         return self
 
     @property

@@ -39,14 +39,34 @@ class Action(NamedTuple):
 
 
 EXECUTABLE = ("gpipe", "1f1b")
+LARGEST_ZERO = 1
 
 
-def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
-    """The ordered actions of every rank of a replica for one step. Raises BadInput for a schedule not yet executable."""
+def check_executable(layout: Layout) -> None:
+    """Raises BadInput naming what the plan asks for and this version's runtime does not do."""
+    _check_schedule(layout)
+    for index, stage in enumerate(layout.stages):
+        if stage.zero > LARGEST_ZERO:
+            raise BadInput(
+                f"stages[{index}].zero is {stage.zero}, but this version shards up to zero: {LARGEST_ZERO}; set that, with "
+                "state_shares and recompute where memory is short."
+            )
+        if stage.offload:
+            raise BadInput(
+                f"stages[{index}].offload: this version does not offload {', '.join(stage.offload)}; remove it."
+            )
+
+
+def _check_schedule(layout: Layout) -> None:
     if layout.plan.schedule not in EXECUTABLE:
         raise BadInput(
             f"schedule '{layout.plan.schedule}' cannot be executed by this version; use one of {', '.join(EXECUTABLE)}."
         )
+
+
+def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
+    """The ordered actions of every rank of a replica for one step. Raises BadInput for a schedule not yet executable."""
+    _check_schedule(layout)
     tiles = layout.tiles_of(stage, replica)
     order = list(_one_forward_one_backward(tiles, layout.in_flight[stage][replica]))
     compute = [Action(kind, stage, tile) for kind, tile in order]

@@ -13,6 +13,7 @@ Axis = Literal["query", "kv", "ffn", "vocab"]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+LOSS_CHUNK_TOKENS = 1024  # tokens whose logits the head holds at once
 
 
 @dataclass(frozen=True, slots=True)
