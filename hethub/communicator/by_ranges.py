@@ -31,6 +31,10 @@ def reduce_scatter_by_ranges(
     The ranges tile the one-dimensional input, may be empty and of any sizes, and are the same on all members.
     `output` may be that very slice of `flat_input`, which is also the default: the sum is then made in place.
     """
+    if _stays_on_device(group, flat_input, ranges, op):
+        mine = ranges[group.rank()]
+        result = flat_input[mine.start : mine.stop] if output is None else output
+        return native_reduce_scatter(group, result, flat_input, ranges, async_op=async_op)
     spanning = _spanning(group)
     _check(flat_input, ranges, spanning.size())
     mine = ranges[spanning.rank()]
@@ -43,9 +47,34 @@ def all_gather_by_ranges(
     group: dist.ProcessGroup, flat_output: torch.Tensor, ranges: Sequence[Range], *, async_op: bool = True
 ) -> HethubWork:
     """A Work after which every member's `flat_output` holds member i's `flat_output[ranges[i]]`, for all i."""
+    if _stays_on_device(group, flat_output, ranges, dist.ReduceOp.SUM):
+        return native_all_gather(group, flat_output, ranges, async_op=async_op)
     spanning = _spanning(group)
     _check(flat_output, ranges, spanning.size())
     return _waited(spanning.all_gather_ranges(flat_output, ranges, "all_gather_by_ranges"), async_op=async_op)
+
+
+def _stays_on_device(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequence[Range], op: Any) -> bool:
+    """Whether the vendor's library does it: ranks of one island, on devices, each with a range of its own.
+
+    NCCL and RCCL take lists of unlike sizes, but no empty ones.
+    """
+    native = not isinstance(group, HethubGroup) and flat.is_cuda and op == dist.ReduceOp.SUM
+    return native and all(ranges) and tiles_exactly(ranges, Range(0, flat.numel()))
+
+
+def native_reduce_scatter(
+    group: dist.ProcessGroup, output: torch.Tensor, flat: torch.Tensor, ranges: Sequence[Range], *, async_op: bool
+) -> Any:
+    """`output` becomes this member's range of the sum, by the group's own library."""
+    parts = [flat[r.start : r.stop] for r in ranges]
+    return dist.reduce_scatter(output, parts, group=group, async_op=async_op)
+
+
+def native_all_gather(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequence[Range], *, async_op: bool) -> Any:
+    """Every member's range of `flat` reaches all members, by the group's own library."""
+    parts = [flat[r.start : r.stop] for r in ranges]
+    return dist.all_gather(parts, parts[group.rank()], group=group, async_op=async_op)
 
 
 def prepare_by_ranges(group: dist.ProcessGroup) -> None:
