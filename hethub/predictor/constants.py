@@ -22,6 +22,7 @@ _FAMILIES = (
     ("blackwell", ("B200", "B300", "GB200", "GB300")),
     ("cdna", ("MI",)),
     ("rdna", ("Radeon",)),
+    ("cpu", ("CPU",)),
 )
 # Without matrix units half precision runs through the fp32 units (P100 and P40 measure alike in fp16 and fp32).
 _NO_MATRIX_UNITS = ("pascal", "rdna", "cpu")

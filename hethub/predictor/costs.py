@@ -4,6 +4,7 @@ from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
+from hethub.predictor.alike import in_flight, tiles_alike
 from hethub.predictor.constants import Constants
 from hethub.predictor.layer_cost import LayerCost
 from hethub.predictor.links import Group, Network
@@ -95,9 +96,7 @@ class PlanCosts:
 
     @cached_property
     def tiles_alike(self) -> bool:
-        """Whether all stages tile the samples alike, so that replica r talks only to replica r of its neighbours."""
-        first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
-        return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
+        return tiles_alike(self.plan)
 
     @cached_property
     def chains(self) -> tuple[int, ...]:
@@ -112,11 +111,8 @@ class PlanCosts:
         return tuple(found.values())
 
     def in_flight(self, stage: int, replica: int) -> int:
-        """Tiles that a replica holds before their backward; where all stages tile alike, without looking at the tiles."""
-        spec = self.layout.replica(stage, replica)
-        if self.plan.schedule != "1f1b" or not self.tiles_alike:
-            return self.layout.in_flight[stage][replica]
-        return min(spec.in_flight or self.layout.num_stages - stage, -(-spec.samples // spec.micro_batch))
+        """Tiles that a replica holds before their backward."""
+        return in_flight(self.layout, self.tiles_alike, stage, replica)
 
     def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""

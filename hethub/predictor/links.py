@@ -67,6 +67,11 @@ class Network:
         fraction = "pcie_fraction" if sheet <= PCIE_GBYTES_PER_SECOND else "in_node_fraction"
         return sheet * 1e9 * self.fit[fraction]
 
+    def _sharing_inside(self, node: NodeSpec, sharing: int) -> int:
+        """How many groups share the way between a node's accelerators: PCIe is one way for all, NVLink is not."""
+        sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
+        return min(sharing, node.accelerators) if sheet <= PCIE_GBYTES_PER_SECOND else 1
+
     def _in_node_latency(self, node: NodeSpec) -> float:
         given = self.cluster.links.in_node.latency_seconds
         return self.fit["in_node_latency_seconds"] if given is None else given
@@ -103,7 +108,8 @@ class Network:
         if group.size == 1 or not num_bytes:
             return 0.0
         nodes = {machine: self.machines[machine] for machine, _ in group.machines}
-        slowest = max((1.0 / self._in_node(node) for node in nodes.values()), default=0.0) if group.most_per_machine > 1 else 0.0
+        inside = [1.0 / self._in_node(node) * self._sharing_inside(node, sharing) for node in nodes.values()]
+        slowest = max(inside) if group.most_per_machine > 1 else 0.0
         steps = (group.size - 1) * self.fit["collective_step_seconds"]
         latency = self.fit["collective_latency_seconds"] + min(steps, 2e-4)
         if len(nodes) > 1:

@@ -13,7 +13,6 @@ from hethub.spec.tensors import LOSS_CHUNK_TOKENS
 # buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps (hethub.runtime.accounting).
 CONTEXT_BYTES = int(1.2 * 2**30)
 COMMUNICATOR_BYTES = int(2.5 * 2**30)
-LOSS_CHUNK_LOGITS = 4 * 2**20  # logits that the runtime's loss holds at once
 LOSS_BYTES_PER_LOGIT = 10  # half-precision logits, their fp32 copy, and its gradient
 
 
@@ -88,9 +87,9 @@ def _parts(layout: Layout, seat: Seat, flight: int, software: Software, on_cpu: 
     spec = layout.replica(seat.stage, seat.replica)
     activations = flight * _tile_activation_bytes(layout, seat, flight, software, width, on_cpu)
     hidden = spec.micro_batch * layout.plan.seq_len * layout.model.hidden * width // software.context_parallel
-    logits = spec.micro_batch * layout.plan.seq_len / software.context_parallel * layout.model.vocab * _fraction(layout, seat, software)
-    if software.chunked_loss:
-        logits = min(logits, LOSS_CHUNK_LOGITS)
+    tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
+    held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
+    logits = held_tokens * layout.model.vocab * _fraction(layout, seat, software)
     counted = 0 if on_cpu else 1
     last = seat.stage == layout.num_stages - 1
     return {

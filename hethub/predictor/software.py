@@ -25,6 +25,7 @@ class Software:
     context_parallel: int = 1  # ranks of a replica that share the sequence; the rest of it is tensor-parallel
     interleave: int = 1  # chunks of layers per stage that take turns (virtual stages)
     selective_fraction: float | None = None  # of a forward run again under selective recompute; None: attention alone
+    chunked_loss: bool = True  # logits are never held for a whole micro-batch
     optimizer_included: bool = True
 
     def math_precision(self, precision: Precision) -> MathPrecision:

@@ -212,5 +212,6 @@ def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
         context_parallel=cp,
         interleave=virtual,
         selective_fraction=0.4 if sharded else None,
+        chunked_loss=False,
         optimizer_included=row.get("optimizer_included") != "0",
     )

@@ -1,0 +1,54 @@
+"""Predicted memory against the runtime's own count of tensors, rank by rank."""
+
+import pytest
+
+from hethub.predictor import memory
+from hethub.spec.layout import Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.state import StateMap
+from tests.predictor.plans import cluster, uniform
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
+
+from hethub.runtime.accounting import MemoryMeter  # noqa: E402
+from hethub.runtime.initial import initialise  # noqa: E402
+from hethub.runtime.stage import Stage, TileInput  # noqa: E402
+from hethub.runtime.storage import FlatStorage  # noqa: E402
+from hethub.runtime.tensor_parallel import TensorGroup  # noqa: E402
+
+GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
+PLAIN = ModelSpec(name="plain", layers=6, hidden=128, heads=4, kv_heads=4, ffn=344, vocab=512, max_seq_len=256, tied_head=True)
+
+
+def counted_bytes(layout: Layout, rank: int) -> int:
+    """Weights, gradients and kept tensors of a rank without tensor parallelism, all its tiles in flight run forward."""
+    seat = layout.seats[rank]
+    storage = FlatStorage(StateMap(layout), seat, layout.plan.precision, torch.device("cpu"))
+    initialise(storage, layout.model, seed=0)
+    stage = Stage(layout, seat, storage, TensorGroup(None))
+    meter = MemoryMeter([storage.weights, storage.grads, stage.cos, stage.sin])
+    spec, seq = layout.replica(seat.stage, seat.replica), layout.plan.seq_len
+    tokens = torch.zeros(spec.micro_batch, seq, dtype=torch.long)
+    running = []
+    for parameter in storage.parameters.values():
+        parameter.start_step(10**6, lambda done: None)
+    with meter.counting():
+        for _ in range(layout.in_flight[seat.stage][seat.replica]):
+            x = None
+            if not stage.is_first:
+                x = torch.zeros(spec.micro_batch * seq, stage.hidden, dtype=storage.weights.dtype).requires_grad_()
+            running.append(stage.forward(x, TileInput(batch=spec.micro_batch, tokens=tokens, targets=tokens), 1.0))
+        running[0].backward(None if stage.is_last else torch.zeros_like(running[0]))
+    return storage.weights.nbytes + storage.grads.nbytes + meter.peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [GROUPED, PLAIN], ids=lambda model: model.name)
+def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, precision: str) -> None:
+    layout = uniform(
+        model, cluster(("CPU-core", 1, 3)), tp=1, pp=3, micro_batch=2, batch=16, seq=128, precision=precision, recompute=recompute
+    )
+    for entry in memory(layout):
+        parts = entry.parts["weights"] + entry.parts["gradients"] + entry.parts["activations"]
+        assert parts == pytest.approx(counted_bytes(layout, entry.rank), rel=0.05)

@@ -1,0 +1,106 @@
+"""Tables and case folders: what is read, what is skipped with its reason, and that published rows are predicted well."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from hethub.predictor.validate import spearman, summary, validate
+from hethub.spec.base import write_yaml
+from hethub.spec.errors import BadInput
+from hethub.spec.plan import save_plan
+from tests.predictor.plans import TINY, cluster, uniform
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+ROW = {
+    "id": "a", "source": "mine", "family": "llama", "model": "m", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 2816,
+    "gated": 1, "vocab": 32000, "seq": 1024, "accelerator": "A100-SXM4-80GB", "n_accelerators": 8, "per_node": 8, "tp": 2, "pp": 2,
+    "cp": 1, "dp": 2, "zero": 0, "micro_batch": 1, "global_batch": 16, "precision": "bf16", "recompute": "none", "stack": "mine", "flash_attention": 1,
+    "optimizer_included": 1, "suspect": 0, "step_seconds": 0.2,
+}  # fmt: skip
+
+
+def table(folder: Path, *changes: dict[str, object]) -> Path:
+    path = folder / "table.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROW)
+        writer.writeheader()
+        writer.writerows({**ROW, "id": f"row{index}", **change} for index, change in enumerate(changes))
+    return path
+
+
+def test_suspects_are_listed_but_in_no_mean(tmp_path: Path) -> None:
+    result = validate(table(tmp_path, {}, {"suspect": 1, "step_seconds": 1e4}))
+    assert result["suspects"] == ["row1"]
+    assert len(result["rows"]) == 2
+    assert result["mape"] == pytest.approx(abs(result["rows"][0]["error_percent"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"accelerator": "A100-SXM4-80G"}, "did you mean 'A100-SXM4-80GB'"),
+        ({"tp": 3}, "is not n_accelerators 8"),
+        ({"micro_batch": 3}, "does not divide"),
+        ({"step_seconds": -1}, "no positive time"),
+        ({"layers": 2.5}, "whole number"),
+        ({"n_accelerators": 16, "dp": 4}, "gbps_per_nic"),
+        ({"precision": "int8"}, "precision int8 is unknown"),
+    ],
+)
+def test_a_bad_row_is_skipped_by_name(tmp_path: Path, change: dict[str, object], why: str) -> None:
+    result = validate(table(tmp_path, {}, change))
+    assert [entry["id"] for entry in result["skipped"]] == ["row1"]
+    assert why in result["skipped"][0]["why"]
+    assert result["covered_percent"] == 50.0
+
+
+def test_an_empty_micro_batch_is_chosen_and_named(tmp_path: Path) -> None:
+    result = validate(table(tmp_path, {"micro_batch": ""}))
+    assert result["rows"][0]["chosen"]["micro_batch"] in (1, 2, 4, 8)
+    assert list(result["by"]) == ["mine (micro_batch chosen)"]
+
+
+def test_no_table_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(BadInput, match="lacks the column"):
+        validate(tmp_path / "t.csv")
+    with pytest.raises(BadInput, match="cannot be read"):
+        validate(tmp_path / "none.csv")
+    with pytest.raises(BadInput, match="no case here"):
+        validate(tmp_path)
+
+
+def test_case_folder(tmp_path: Path) -> None:
+    layout = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    case = tmp_path / "mine"
+    case.mkdir()
+    write_yaml(layout.model.to_dict(), case / "model.yaml")
+    write_yaml(layout.cluster.to_dict(), case / "cluster.yaml")
+    save_plan(layout.plan, case / "plan.yaml")
+    (case / "measured.json").write_text(json.dumps({"step_seconds": 0.1, "peak_memory_bytes": 1e7}))
+    result = validate(tmp_path)
+    assert result["rows"][0]["id"] == "mine"
+    assert result["memory"]["mape"] > 0
+    (case / "measured.json").write_text("{}")
+    with pytest.raises(BadInput, match="step_seconds"):
+        validate(tmp_path)
+
+
+def test_means_over_groups_count_every_group_once() -> None:
+    result = summary([10.0, -10.0, 40.0], ["a", "a", "b"])
+    assert (result["mape"], result["macro_mape"], result["max_error"]) == (20.0, 25.0, 40.0)
+
+
+def test_spearman() -> None:
+    assert spearman([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
+    assert spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the measured tables in ../shared/data")
+def test_published_steps_are_predicted_within_ten_percent_of_their_means() -> None:
+    result = validate(DATA / "measured_steps.csv")
+    assert result["covered_percent"] >= 95
+    assert result["macro_mape"] <= 8
+    assert result["memory"]["mape"] <= 12
