@@ -1,6 +1,7 @@
 """The c10d backend "hethub": what `init_process_group("hethub")` and `new_group` create."""
 
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
-from hethub.communicator.group import HethubGroup, NativeGroup
+from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import parse_islands, restrict
 from hethub.communicator.rendezvous import Rendezvous, share_token
 from hethub.communicator.setup import make_context
@@ -24,23 +25,35 @@ def register() -> None:
     torch_private.register_backend(BACKEND, create_group)
 
 
-def create_group(options: Any, given: Any) -> dist.ProcessGroup:
-    """The group torch asks for: the native library's own inside one island, a bridged one otherwise.
+_WORLDS: "weakref.WeakKeyDictionary[dist.ProcessGroup, Context]" = weakref.WeakKeyDictionary()
+"""The world behind each default group, as long as the group lives.
 
-    The default group holds the world's context, which later groups find there.
-    """
+torch keeps the default group in its own registry and gives a creator nothing else to find it by. A native default
+group cannot carry its world itself: a Python subclass of ProcessGroup, even without a method of its own, makes native
+operations take the interpreter lock in Gloo's threads, where DDP deadlocks now and then (seen in torch 2.13).
+"""
+
+
+def create_group(options: Any, given: Any) -> dist.ProcessGroup:
+    """The group torch asks for: the native library's own inside one island, a bridged one otherwise."""
     default = torch_private.default_group()
-    members = torch_private.global_ranks(options)
     if default is None:
         context = given if isinstance(given, Context) else context_from_environment(options)
-        group: dist.ProcessGroup = NativeGroup(context)
     else:
         context = context_of(default)
-        group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    group = _make_group(context, options, is_default=default is None)
+    if default is None:
+        _WORLDS[group] = context
+    return group
+
+
+def _make_group(context: Context, options: Any, *, is_default: bool) -> dist.ProcessGroup:
+    members = torch_private.global_ranks(options)
     if len(restrict(context.islands, members)) == 1:
+        group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         return with_native_backends(group, context, options)
     timeout_seconds = options.timeout.total_seconds()
-    gloo = context.gloo if default is None else context.gloo_group(options.group_id, members, timeout_seconds)
+    gloo = context.gloo if is_default else context.gloo_group(options.group_id, members, timeout_seconds)
     return HethubGroup(context, members, options.group_id, gloo, timeout_seconds)
 
 
@@ -60,12 +73,12 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
 
 def context_of(default: dist.ProcessGroup) -> Context:
     """The world behind torch's default group. Raises BadInput where that is not hethub's."""
-    if not isinstance(default, HethubGroup | NativeGroup):
+    if default not in _WORLDS:
         raise BadInput(
             "a group of the backend 'hethub' needs a default group of that backend: call init_process_group('hethub')"
             " or hethub.communicator.connect() first."
         )
-    return default.context
+    return _WORLDS[default]
 
 
 def context_from_environment(options: Any) -> Context:

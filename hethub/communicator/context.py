@@ -16,6 +16,7 @@ from hethub.communicator.links import Links
 from hethub.communicator.liveness import Failure, Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.work import CallbackThreads
 from hethub.kernels.device import Device
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Context:
     hub: Hub | None
     timeout_seconds: float
     tuning: Tuning
+    callbacks: CallbackThreads = field(default_factory=CallbackThreads)
     counters: Counters = field(default_factory=Counters)
     spanning: dict[str, Any] = field(default_factory=dict)
     """Our operations over native groups, by name, where a caller has asked for them."""

@@ -22,14 +22,6 @@ Tensors = list[torch.Tensor]
 Job = Callable[[], None]
 
 
-class NativeGroup(torch_private.GroupBase):
-    """The default group of a world of one island: the native library's, but for knowing its world."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context.rank, context.size)
-        self.context = context
-
-
 class HethubGroup(torch_private.GroupBase):
     """A c10d group over two islands or more (or the default group of a world)."""
 
@@ -52,7 +44,7 @@ class HethubGroup(torch_private.GroupBase):
         self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
         self._bridge = context.bridge(name, members)
         self._worker = Worker(f"hethub-{name}")
-        self.point_to_point = PointToPoint(gloo, context.device)
+        self.point_to_point = PointToPoint(gloo, context.device, context.callbacks)
         torch_private.attach_backend(self, gloo)
 
     def getBackendName(self) -> str:
@@ -298,7 +290,7 @@ class HethubGroup(torch_private.GroupBase):
 
     def _submit(self, name: str, job: Job, tensors: Tensors) -> HethubWork:
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        work = HethubWork(self._operation(name, tensors), tensors, self._timeout_seconds)
+        work = HethubWork(self._operation(name, tensors), tensors, self.context.callbacks, self._timeout_seconds)
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
         count = self.context.counters.count_operation
         return self._worker.submit(job, work, lambda seconds: count(self._label, name, num_bytes, seconds))

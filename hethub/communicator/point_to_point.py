@@ -14,7 +14,7 @@ import torch
 from hethub.communicator import torch_private
 from hethub.communicator.gloo_relay import GlooTransfer
 from hethub.communicator.staging import Staged
-from hethub.communicator.work import HethubWork, NativeWork, Operation, Worker
+from hethub.communicator.work import CallbackThreads, HethubWork, NativeWork, Operation, Worker
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -22,7 +22,8 @@ from hethub.spec.errors import BadInput
 class PointToPoint:
     """Messages of one group; ranks are the group's."""
 
-    def __init__(self, gloo: torch_private.GlooGroup, device: Device) -> None:
+    def __init__(self, gloo: torch_private.GlooGroup, device: Device, callbacks: CallbackThreads) -> None:
+        self._callbacks = callbacks
         self._gloo = gloo
         self._device = device
         self._lanes: dict[int, Worker] = {}
@@ -75,7 +76,7 @@ class PointToPoint:
 
         with self._lock:
             lane = self._lanes.setdefault(peer, Worker(f"hethub-send-{peer}"))
-        return lane.submit(job, HethubWork(operation, [tensor]), lambda seconds: None)
+        return lane.submit(job, HethubWork(operation, [tensor], self._callbacks), lambda seconds: None)
 
 
 class StagedReceive(torch_private.WorkBase):

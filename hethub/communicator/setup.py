@@ -63,11 +63,10 @@ def make_context(
     timeout_seconds: float,
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
+    given = check_islands(islands, rendezvous.size) if islands is not None else None
     facts = exchange_facts(rendezvous, RankFacts.here(device))
     check_versions(facts)
-    known = (
-        check_islands(islands, rendezvous.size) if islands is not None else islands_by_label([f.vendor for f in facts])
-    )
+    known = given or islands_by_label([fact.vendor for fact in facts])
     _use_interface(rendezvous)
     silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
     hub, liveness = _watch_over(rendezvous, silence_seconds)
@@ -124,7 +123,12 @@ def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:
     """What every rank says of itself, in rank order."""
     store = dist.PrefixStore("facts", rendezvous.store)
     store.set(str(rendezvous.rank), json.dumps(asdict(own)))
-    return [RankFacts(**json.loads(store.get(str(rank)))) for rank in range(rendezvous.size)]
+    facts = [RankFacts(**json.loads(store.get(str(rank)))) for rank in range(rendezvous.size)]
+    # Rank 0 serves the store: should it refuse what it read and end, the others must have read it too.
+    if store.add("read", 1) == rendezvous.size:
+        store.set("all-read", "")
+    store.get("all-read")
+    return facts
 
 
 def check_versions(facts: Sequence[RankFacts]) -> None:

@@ -1,5 +1,6 @@
 """Operations under way: what c10d calls Work, with errors that name operation, group, rank and peer."""
 
+import functools
 import queue
 import threading
 import time
@@ -48,30 +49,39 @@ class Operation:
 class HethubWork(torch_private.WorkBase):
     """The result of an operation that another thread completes."""
 
-    def __init__(self, operation: Operation, result: list[torch.Tensor], timeout_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        result: list[torch.Tensor],
+        callbacks: "CallbackThreads",
+        timeout_seconds: float | None = None,
+    ) -> None:
         super().__init__()
         self.operation = operation
         self._result = result
+        self._callbacks = callbacks
         self._timeout_seconds = timeout_seconds
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._future, self._end_future = torch_private.future_of(result)
-        self._source: int | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._end_future: Callable[[Exception | None], None] | None = None
+        self._lock = threading.Lock()
         self.end_profiled: Callable[[], None] | None = None
 
-    def finish(self, source: int | None = None) -> None:
-        self._source = source
-        self._end(None)
+    def finish(self) -> None:
+        self._end()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._end(error)
+        self._end()
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self) -> None:
         if self.end_profiled is not None:
             self.end_profiled()
-        self._end_future(error)
-        self._done.set()
+        with self._lock:
+            self._done.set()
+        if self._end_future is not None:
+            self._callbacks.run(functools.partial(self._end_future, self._error))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""
@@ -99,13 +109,12 @@ class HethubWork(torch_private.WorkBase):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._future
-
-    def source_rank(self) -> int:
-        assert self._source is not None
-        return self._source
-
-    _source_rank = source_rank
+        with self._lock:
+            if self._future is None:
+                self._future, self._end_future = torch_private.future_of(self._result)
+                if self._done.is_set():
+                    self._end_future(self._error)
+            return self._future
 
 
 class NativeWork(torch_private.WorkBase):
@@ -150,6 +159,33 @@ class NativeWork(torch_private.WorkBase):
         return int(self._inner._source_rank())
 
     _source_rank = source_rank
+
+
+class CallbackThreads:
+    """Threads that complete futures: a callback may start another operation and wait for it (PowerSGD does).
+
+    So callbacks run neither in a worker, which must be free for that operation, nor one after another: a thread is
+    started whenever none is idle.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._num_idle = 0
+        self._lock = threading.Lock()
+
+    def run(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if self._num_idle > 0:
+                self._num_idle -= 1
+            else:
+                threading.Thread(target=self._serve, name="hethub-callbacks", daemon=True).start()
+        self._waiting.put(callback)
+
+    def _serve(self) -> None:
+        while True:
+            self._waiting.get()()
+            with self._lock:
+                self._num_idle += 1
 
 
 class Worker:

@@ -62,7 +62,7 @@ class World:
         self._context = context
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
-        self._messages = PointToPoint(context.gloo, context.device)
+        self._messages = PointToPoint(context.gloo, context.device, context.callbacks)
         self._closed = threading.Event()
 
     @property

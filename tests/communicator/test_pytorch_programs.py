@@ -1,0 +1,179 @@
+"""Ordinary PyTorch programs over two emulated islands train as one process does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.ranks import start_ranks, values
+
+ISLANDS = {"HETHUB_ISLANDS": "0,2|1,3"}
+
+
+def make_model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)).double()
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(2)
+    return tuple(torch.randn(8, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def steps(model, x, y, count=3):
+    """Losses of `count` steps of plain SGD on the mean over the whole batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def reference_losses():
+    return torch.stack(steps(make_model(), *make_batch()))
+
+
+def my_part(rank):
+    return tuple(tensor[2 * rank : 2 * rank + 2] for tensor in make_batch())
+
+
+def averaged(losses):
+    stacked = torch.stack(losses)
+    dist.all_reduce(stacked, op=dist.ReduceOp.AVG)
+    return stacked
+
+
+def train_fsdp2(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (4,))
+    model = make_model()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return averaged(steps(model, *my_part(rank)))
+
+
+def train_hsdp(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_model()
+    fully_shard(model, mesh=mesh)
+    return averaged(steps(model, *my_part(rank)))
+
+
+def train_tensor_parallel(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (4,))
+    model = parallelize_module(make_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return torch.stack(steps(model, *make_batch()))
+
+
+def train_ddp_comm_hook(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = nn.parallel.DistributedDataParallel(make_model())
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return averaged(steps(model, *my_part(rank)))
+
+
+def train_pipeline(rank):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    layers = [nn.Identity(), *make_model()]
+    module = layers[rank]
+    stage = PipelineStage(module, rank, 4, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.MSELoss())
+    parameters = list(module.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
+    x, y = make_batch()
+    losses = []
+    for _ in range(3):
+        of_micro_batches = []
+        if optimizer is not None:
+            optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == 3:
+            schedule.step(target=y, losses=of_micro_batches)
+            losses.append(torch.stack(of_micro_batches).mean().detach())
+        else:
+            schedule.step()
+        if optimizer is not None:
+            optimizer.step()
+    found = torch.stack(losses) if losses else torch.zeros(3, dtype=torch.float64)
+    dist.all_reduce(found)
+    return found
+
+
+def train_functional(rank):
+    """Data parallelism by hand with functional collectives."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    model, (x, y) = make_model(), my_part(rank)
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * all_reduce(gradient, "avg", group=dist.group.WORLD)
+        losses.append(loss.detach())
+    return averaged(losses)
+
+
+PROGRAMS = {
+    function.__name__: function
+    for function in (
+        train_fsdp2,
+        train_hsdp,
+        train_tensor_parallel,
+        train_ddp_comm_hook,
+        train_pipeline,
+        train_functional,
+    )
+}
+
+
+def run_program(rank, store, name):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=4)
+    losses = PROGRAMS[name](rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_equals_one_process(name):
+    for losses in values(start_ranks(4, run_program, name, environment=ISLANDS, timeout_seconds=120)):
+        torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)
+
+
+def run_compiled(rank, store):
+    from torch.distributed._functional_collectives import all_reduce
+
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=4)
+
+    def double_sum(tensor):
+        return all_reduce(tensor * 2, "sum", group=dist.group.WORLD) + 1
+
+    compiled = torch.compile(double_sum, backend="aot_eager", fullgraph=True)
+    found = compiled(torch.full((5,), float(rank)))
+    dist.destroy_process_group()
+    return found
+
+
+def test_compile_with_functional_collectives():
+    for found in values(start_ranks(4, run_compiled, environment=ISLANDS, timeout_seconds=120)):
+        assert found.tolist() == [13.0] * 5
