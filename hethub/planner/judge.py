@@ -41,6 +41,12 @@ def is_alike(plan: PlanSpec) -> bool:
     return len(set(first)) == 1 or all(r.in_flight for stage in plan.stages for r in stage.replicas)
 
 
+def is_equal(plan: PlanSpec) -> bool:
+    """Whether all replicas of all equally wide stages have the same samples in the same tiles."""
+    tiles = {(len(stage.replicas), r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
+    return len(tiles) == 1
+
+
 class AlikeLayout(Layout):
     """The layout of a plan that `is_alike`, its tiles in flight known without dealing thousands of tiles.
 

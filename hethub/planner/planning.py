@@ -7,7 +7,7 @@ from typing import Any
 from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
 from hethub.planner.families import FAMILIES
-from hethub.planner.judge import Judge, Verdict
+from hethub.planner.judge import Judge, Verdict, is_equal
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
@@ -84,9 +84,14 @@ def plan(
 
 
 def _confirmed(problem: Problem, judge: Judge, best: Verdict) -> Verdict:
-    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans."""
+    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
+
+    Where all tiles are equal the short cut is exact, and dealing tens of thousands of them would prove nothing new.
+    """
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     for verdict in (best, *ranked):
+        if is_equal(verdict.plan):
+            return verdict
         try:
             bind(verdict.plan, problem.model, problem.cluster)
         except BadInput:  # too few tiles in flight for unlike samples, which only the full check sees
@@ -126,11 +131,14 @@ def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
 
 
 def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
-    """The next best plans that differ from each other."""
+    """The next best plans that differ from each other in more than ZeRO levels and tiles in flight."""
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     chosen: list[Verdict] = []
+    seen = {_shape(best)}
     for verdict in ranked:
-        if len(chosen) < top and all(verdict.plan != other.plan for other in (best, *chosen)):
+        shape = _shape(verdict)
+        if len(chosen) < top and shape not in seen:
+            seen.add(shape)
             chosen.append(verdict)
     reach = best.prediction.step_seconds_interval[1]
     return tuple(
@@ -142,6 +150,10 @@ def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
         )
         for verdict in chosen
     )
+
+
+def _shape(verdict: Verdict) -> object:
+    return tuple((stage.layers, stage.sorts, stage.recompute) for stage in verdict.draft.stages)
 
 
 def not_searched(problem: Problem) -> list[str]:

@@ -1,6 +1,7 @@
 """`zorse`: Zorse's plans (arXiv 2507.10392). Groups of machines by a minimum k-cut of the bandwidth graph, a stage per
 group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,17 +21,28 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     if problem.constraints.tp not in (None, 1):
         return
     nodes = _nodes(problem)
+    seats = {b: [[Seat(unit, b) for unit in node] for node in nodes] for b in problem.micro_batches}
     weights = _bandwidths(problem, costs, nodes)
     groups = [list(range(len(nodes)))]
     while len(groups) <= min(len(nodes), problem.model.layers):
-        stages = [[unit for node in sorted(group) for unit in nodes[node]] for group in groups]
-        if allowed(problem, len(groups), len(stages[0])):
+        ordered = _by_memory(problem, nodes, groups)
+        if allowed(problem, len(groups), sum(len(nodes[node]) for node in ordered[0])):
             for micro_batch in problem.micro_batches:
+                held = [tuple(seat for node in group for seat in seats[micro_batch][node]) for group in ordered]
                 for recompute in problem.recomputes:
-                    yield _draft(problem, costs, stages, micro_batch, recompute)
+                    yield _draft(problem, costs, held, recompute)
         if len(groups) == len(nodes):
             return
         groups = _split_once(groups, weights)
+
+
+def _by_memory(problem: Problem, nodes: list[list[Unit]], groups: list[list[int]]) -> list[list[int]]:
+    """Groups from the most memory per accelerator to the least: the first stages hold the most tiles."""
+
+    def memory(group: list[int]) -> float:
+        return sum(problem.kinds[nodes[n][0].kind].memory_bytes * len(nodes[n]) for n in group) / sum(len(nodes[n]) for n in group)
+
+    return sorted((sorted(group) for group in groups), key=memory, reverse=True)
 
 
 def _nodes(problem: Problem) -> list[list[Unit]]:
@@ -97,20 +109,16 @@ def _minimum_cut(weights: np.ndarray) -> tuple[float, list[int]]:
     return best
 
 
-def _draft(problem: Problem, costs: UnitCosts, stages: list[list[Unit]], micro_batch: int, recompute: Recompute) -> Draft:
-    """Layers in proportion to the groups' speed, rounded, at least one each; stages from the most memory to the least."""
-    memory = [sum(problem.kinds[u.kind].memory_bytes for u in units) / len(units) for units in stages]
-    ordered = [units for _, units in sorted(zip(memory, stages, strict=True), key=lambda pair: -pair[0])]
-    speeds = [
-        sum(micro_batch / costs.rate(unit, micro_batch, recompute).layer.total for unit in units) for units in ordered
-    ]
-    spare = problem.model.layers - len(ordered)
+def _draft(problem: Problem, costs: UnitCosts, stages: list[tuple[Seat, ...]], recompute: Recompute) -> Draft:
+    """Layers in proportion to the groups' speed, rounded, at least one each."""
+    speeds = []
+    for seats in stages:
+        counts = Counter(seat.unit.kind for seat in seats)
+        example = {seat.unit.kind: seat for seat in seats}
+        rates = {k: s.micro_batch / costs.rate(s.unit, s.micro_batch, recompute).layer.total for k, s in example.items()}
+        speeds.append(sum(count * rates[kind] for kind, count in counts.items()))
+    spare = problem.model.layers - len(stages)
     shares = [max(speed / sum(speeds) * problem.model.layers - 1.0, 0.0) for speed in speeds]
-    extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(ordered)
-    return Draft(
-        tuple(
-            DraftStage(1 + more, tuple(Seat(unit, micro_batch) for unit in units), recompute, max(problem.zeros))
-            for units, more in zip(ordered, extra, strict=True)
-        ),
-        alike=False,
-    )
+    extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
+    drafted = (DraftStage(1 + more, seats, recompute, max(problem.zeros)) for seats, more in zip(stages, extra, strict=True))
+    return Draft(tuple(drafted), alike=False)
