@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,25 @@ import hethub
 from hethub.spec.errors import BadInput, RunFailed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
+    """The program: `run`, and where that failed an end that no thread can hold up.
+
+    After a failure the communicator's threads may be stuck in native calls; finalising the interpreter under them
+    would wait for them, or abort.
+    """
+    try:
+        code = run()
+    except Exception:  # noqa: BLE001  nobody is left to handle it, so it is shown as Python itself would
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if code == 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 1 failed, 2 bad input."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="hethub: %(message)s")
@@ -47,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hethub", description=hethub.__doc__)
     parser.add_argument("--version", action="version", version=hethub.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_plan, _add_predict, _add_launch, _add_doctor, _add_tokenise, _add_export):
+    for add in (_add_train, _add_plan, _add_predict, _add_launch, _add_doctor, _add_report, _add_tokenise, _add_export):
         add(commands)
     return parser
 
@@ -261,6 +280,45 @@ def _doctor(options: argparse.Namespace) -> None:
         _print_json({"findings": [finding.to_dict() for finding in findings]})
     else:
         print_findings(findings)
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def _add_report(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "report",
+        _report,
+        "Draws a run, or a plan, as one self-contained HTML page.",
+        "hethub report runs/laptop-mixed-20260101-120000 --out report.html",
+    )
+    parser.add_argument("what", type=Path, metavar="RUN_DIR|PLAN.yaml")
+    parser.add_argument(
+        "--job", type=Path, metavar="JOB.yaml", help="the job a plan file belongs to (model and cluster)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="REPORT.html", help="default: report.html in the run folder or here"
+    )
+
+
+def _report(options: argparse.Namespace) -> None:
+    from hethub.report.html import report_run, write_page
+    from hethub.spec.job import load_job, load_plan_of
+    from hethub.spec.layout import bind
+
+    if options.what.is_dir():
+        out = options.out or options.what / "report.html"
+        report_run(options.what, out)
+    elif options.job is None:
+        raise BadInput(
+            f"{options.what}: a plan names its model and cluster but does not hold them; add --job JOB.yaml, the job it was made for."
+        )
+    else:
+        job, out = load_job(options.job), options.out or Path("report.html")
+        layout = bind(load_plan_of(job, options.what), job.model, _known_cluster(job))
+        write_page(layout, None, out, f"plan {options.what.name}")
+    print(f"written to {out}")
 
 
 # -- data and weights --------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The end of a run: its trace in the run folder and its summary on the terminal."""
+"""The end of a run: its trace and report in the run folder and its summary on the terminal."""
 
 from rich.table import Table
 
+from hethub.report.html import report_run
 from hethub.report.trace import chrome_trace, write_trace
 from hethub.runtime.console import make_console
 from hethub.runtime.run_folder import RunFolder
@@ -9,10 +10,11 @@ from hethub.runtime.train import RunSummary
 
 
 def finish_run(summary: RunSummary) -> None:
-    """Writes trace.json and prints predicted and measured side by side."""
+    """Writes trace.json and report.html and prints predicted and measured side by side."""
     folder = RunFolder(summary.folder)
     names = [place.accelerator.name for place in summary.layout.cluster.places]
     write_trace(chrome_trace(summary.spans, names, "measured"), folder.trace)
+    report_run(summary.folder, folder.path / "report.html")
     console = make_console()
     console.print(summary_table(summary))
     if summary.stopped_early:

@@ -86,7 +86,7 @@ class Run:
     def _open(self) -> None:
         folder = self.agreed.folder
         chosen = {"islands": self.world.islands, **self.world.counters()}
-        folder.start(self.job, self.agreed.layout.plan, self.agreed.prediction, chosen)
+        folder.start(self.job, self.agreed.layout, self.agreed.prediction, chosen)
         folder.cut_metrics(self.done)
 
     def _opening(self) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
-from hethub.spec.plan import PlanSpec, save_plan
+from hethub.spec.layout import Layout
+from hethub.spec.plan import save_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,13 @@ class RunFolder:
                 f"{self.path}: there is no run to resume here (plan.yaml and checkpoints/ are missing); check --resume."
             )
 
-    def start(self, job: Job, plan: PlanSpec, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
-        """Writes what the run was given and what was predicted and chosen for it."""
+    def start(self, job: Job, layout: Layout, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
+        """Writes what the run was given and what was predicted and chosen for it, whole without other files."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_yaml(_with_whole_paths(job), self.path / "job.yaml")
-        save_plan(plan, self.plan)
+        write_yaml(layout.model.to_dict(), self.path / "model.yaml")
+        write_yaml(layout.cluster.to_dict(), self.path / "cluster.yaml")
+        save_plan(layout.plan, self.plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 

@@ -1,0 +1,89 @@
+"""The pictures of a report as inline SVG: timelines, bars and a curve. Pure text from plain numbers."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from hethub.predictor.timeline import Span
+
+WIDTH, ROW, LABEL = 960, 16, 150
+COLOURS = {
+    "forward": "#4c78a8", "backward": "#72a0c8", "reduce": "#e39c37", "step": "#6a9f58", "gather": "#c9722f",
+    "compute": "#4c78a8", "bubble": "#d3d3d3", "tp": "#b279a2", "pp": "#9d755d", "dp": "#e39c37", "optimizer": "#6a9f58",
+    "weights": "#4c78a8", "gradients": "#72a0c8", "activations": "#e39c37", "buffers": "#b279a2", "logits": "#9d755d",
+    "framework": "#bab0ac",
+}  # fmt: skip
+
+
+def colour(name: str) -> str:
+    return COLOURS.get(name, "#888888")
+
+
+def svg(width: float, height: float, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img">{"".join(parts)}</svg>'
+
+
+def bar(x: float, y: float, width: float, height: float, fill: str, title: str) -> str:
+    box = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.3):.2f}" height="{height:.2f}" fill="{fill}"'
+    return f"<rect {box}><title>{escape(title)}</title></rect>"
+
+
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def timeline(sides: Mapping[str, Sequence[Span]], names: Sequence[str], most_ranks: int = 64) -> str:
+    """One step, one row per rank and side ("predicted", "measured"), all on one scale that starts at 0."""
+    ranks = sorted({span.rank for spans in sides.values() for span in spans})[:most_ranks]
+    origins = {side: min(span.start_seconds for span in spans) for side, spans in sides.items()}
+    end = max(span.stop_seconds - origins[side] for side, spans in sides.items() for span in spans)
+    scale = (WIDTH - LABEL) / end
+    rows = {(rank, side): index for index, (rank, side) in enumerate((r, s) for r in ranks for s in sides)}
+    parts = [
+        text(0, (rows[rank, side] + 0.75) * ROW, f"{rank} {names[rank]} {side}"[:28])
+        for rank in ranks
+        for side in sides
+    ]
+    for side, spans in sides.items():
+        for span in (span for span in spans if span.rank in ranks):
+            start, seconds = span.start_seconds - origins[side], span.stop_seconds - span.start_seconds
+            x, y = LABEL + start * scale, rows[span.rank, side] * ROW + 2
+            title = f"{span.name}: {seconds * 1e3:.2f} ms from {start * 1e3:.2f} ms ({side})"
+            parts.append(bar(x, y, seconds * scale, ROW - 4, colour(span.name.split()[0]), title))
+    height = (len(rows) + 1.5) * ROW
+    parts += [text(LABEL, height - 4, "0"), text(WIDTH, height - 4, f"{end:.4g} s", "end")]
+    return svg(WIDTH, height, parts)
+
+
+def stacked(rows: Sequence[tuple[str, Mapping[str, float], float | None]], unit: str) -> str:
+    """Bars made of parts, a row each, with a mark where a limit is given."""
+    largest = max(max(sum(parts.values()), limit or 0.0) for _, parts, limit in rows)
+    scale = (WIDTH - LABEL - 90) / largest
+    drawn = []
+    for index, (label, parts, limit) in enumerate(rows):
+        x, y = float(LABEL), index * ROW + 2
+        drawn.append(text(0, y + ROW * 0.65, label[:28]))
+        for name, value in parts.items():
+            drawn.append(bar(x, y, value * scale, ROW - 4, colour(name), f"{name}: {value:.4g} {unit}"))
+            x += value * scale
+        drawn.append(text(x + 4, y + ROW * 0.65, f"{sum(parts.values()):.4g} {unit}"))
+        if limit is not None:
+            drawn.append(bar(LABEL + limit * scale, y - 2, 1.5, ROW, "#c00000", f"limit: {limit:.4g} {unit}"))
+    return svg(WIDTH, len(rows) * ROW + 6, drawn)
+
+
+def legend(names: Sequence[str]) -> str:
+    spots = "".join(f'<span><i style="background:{colour(name)}"></i>{escape(name)}</span>' for name in names)
+    return f'<p class="legend">{spots}</p>'
+
+
+def curve(values: Sequence[float], height: float = 160) -> str:
+    """Values over their index, largest and smallest written beside the line."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    step = (WIDTH - LABEL) / max(1, len(values) - 1)
+    points = " ".join(
+        f"{LABEL + i * step:.1f},{8 + (high - v) / span * (height - 16):.1f}" for i, v in enumerate(values)
+    )
+    line = f'<polyline points="{points}" fill="none" stroke="{COLOURS["compute"]}" stroke-width="2"/>'
+    labels = [text(LABEL - 8, 14, f"{high:.4g}", "end"), text(LABEL - 8, height - 4, f"{low:.4g}", "end")]
+    return svg(WIDTH, height, [line, *labels])

@@ -1,0 +1,197 @@
+"""A plan, or a run with its plan, as one self-contained HTML page."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hethub.predictor import Prediction, predict
+from hethub.predictor.timeline import Span
+from hethub.report.drawing import curve, legend, stacked, timeline
+from hethub.report.tables import GIB, compact
+from hethub.spec.cluster import load_cluster
+from hethub.spec.errors import BadInput
+from hethub.spec.layout import Layout, bind
+from hethub.spec.model import load_model
+from hethub.spec.plan import load_plan
+
+MOST_ROWS = 64  # ranks drawn one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run has left in its folder."""
+
+    steps: list[dict[str, Any]]
+    spans: list[Span]  # of the last step
+
+    @property
+    def step_seconds(self) -> float:
+        return median(step["step_seconds"] for step in self.steps)
+
+
+def report_run(folder: Path, out: Path) -> None:
+    """Writes the page of a run folder. Raises BadInput where the folder is none."""
+    if not (folder / "plan.yaml").exists() or not (folder / "cluster.yaml").exists():
+        raise BadInput(
+            f"{folder}: there is no run here (plan.yaml and cluster.yaml are missing); name the folder that train printed."
+        )
+    layout = bind(
+        load_plan(folder / "plan.yaml"), load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml")
+    )
+    lines = (
+        (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        if (folder / "metrics.jsonl").exists()
+        else []
+    )
+    trace = json.loads((folder / "trace.json").read_text()) if (folder / "trace.json").exists() else {"traceEvents": []}
+    measured = Measured(steps=[json.loads(line) for line in lines], spans=last_step(spans_of(trace)))
+    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}")
+
+
+def spans_of(trace: Mapping[str, Any]) -> list[Span]:
+    """The spans of a Chrome trace that hethub wrote."""
+    streams = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
+    return [
+        Span(e["pid"], streams[e["pid"], e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    ]
+
+
+def last_step(spans: Sequence[Span]) -> list[Span]:
+    """Each rank's actions from its last first action on: names repeat from step to step."""
+    result: list[Span] = []
+    for rank in sorted({span.rank for span in spans}):
+        own = sorted((span for span in spans if span.rank == rank), key=lambda span: span.start_seconds)
+        start = max(index for index, span in enumerate(own) if span.name == own[0].name)
+        result += own[start:]
+    return result
+
+
+def write_page(layout: Layout, measured: Measured | None, out: Path, title: str) -> None:
+    """Writes the page for a layout, with what was measured of it where there is a run."""
+    prediction = predict(layout, with_timeline=True)
+    sections = [
+        _summary(layout, prediction, measured),
+        _section("Cluster", _cluster(layout)),
+        _section("Plan", _plan(layout)),
+        _section("One step", _timeline(layout, prediction, measured)),
+        _section("Parts of the step", _parts(prediction)),
+        _section("Memory", _memory(prediction)),
+    ]
+    if measured is not None:
+        losses = [step["loss"] for step in measured.steps if step["loss"] is not None]
+        sections.append(_section("Loss", curve(losses)))
+    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
+    out.write_text(f"{page}<h1>{escape(title)}</h1>{''.join(sections)}</html>\n", encoding="utf-8")
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>{body}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>{cells}</table>"
+
+
+def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:
+    model, plan = layout.model, layout.plan
+    low, high = prediction.step_seconds_interval
+    rows = [["step time", f"{prediction.step_seconds:.4g} s (80 %: {low:.4g} to {high:.4g})"]]
+    rows += [["tokens/s", f"{prediction.tokens_per_second:,.0f}"], ["MFU", f"{prediction.mfu:.1f} %"]]
+    rows += [["of the ceiling", f"{prediction.percent_of_ceiling:.1f} %"], ["fits", "yes" if prediction.fits else "no"]]
+    head = ["", "predicted"]
+    if measured is not None:
+        tokens = plan.global_batch * plan.seq_len
+        head.append(f"measured (median of {len(measured.steps)} steps)")
+        rows[0].append(f"{measured.step_seconds:.4g} s")
+        rows[1].append(f"{tokens / measured.step_seconds:,.0f}")
+        rows = [[*row, *[""] * (3 - len(row))] for row in rows]
+    what = (
+        f"{model.name}, {model.parameters / 1e9:.3g} B parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
+        f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."
+    )
+    return f"<p>{escape(what)}</p>{_table(head, rows)}<p>{escape(prediction.bottleneck)}</p>"
+
+
+def _cluster(layout: Layout) -> str:
+    """Nodes as boxes of accelerators, coloured by stage."""
+    boxes = []
+    for machine in sorted({place.machine for place in layout.cluster.places})[:MOST_ROWS]:
+        places = [place for place in layout.cluster.places if place.machine == machine]
+        cells = "".join(
+            f'<i style="background:hsl({layout.seats[p.rank].stage * 67 % 360} 45% 60%)" title="rank {p.rank}, stage '
+            f'{layout.seats[p.rank].stage}">{p.rank}</i>'
+            for p in places
+        )
+        name = f"{places[0].node.name}: {places[0].accelerator.name} ({places[0].island})"
+        boxes.append(f'<div class="node">{escape(name)}<div>{cells}</div></div>')
+    return f'<div class="cluster">{"".join(boxes)}</div><p>A colour is a stage.</p>'
+
+
+def _plan(layout: Layout) -> str:
+    rows = []
+    for index, stage in enumerate(layout.stages):
+        layers = ", ".join(f"[{start}, {stop})" for start, stop in stage.layers)
+        for replica in stage.replicas:
+            name = layout.cluster.places[replica.ranks[0]].accelerator.name
+            counts = [str(replica.micro_batch), str(replica.samples)]
+            rows.append([str(index), layers, compact(replica.ranks), name, *counts, str(stage.zero), stage.recompute])
+    return _table(["stage", "layers", "ranks", "accelerator", "micro-batch", "samples", "ZeRO", "recompute"], rows)
+
+
+def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:
+    sides: dict[str, Sequence[Span]] = {"predicted": prediction.timeline or ()}
+    if measured is not None and measured.spans:
+        sides["measured"] = measured.spans
+    names = [place.accelerator.name for place in layout.cluster.places]
+    drawn = timeline(sides, names, MOST_ROWS) + legend(["forward", "backward", "reduce", "step", "gather"])
+    return drawn + (_differences(sides) if "measured" in sides else "")
+
+
+def _differences(sides: Mapping[str, Sequence[Span]], most: int = 10) -> str:
+    """The actions whose measured time is furthest from the predicted one."""
+    predicted = {(s.rank, s.name): s.stop_seconds - s.start_seconds for s in sides["predicted"]}
+    both = [
+        (s.rank, s.name, predicted[s.rank, s.name], s.stop_seconds - s.start_seconds)
+        for s in sides["measured"]
+        if (s.rank, s.name) in predicted
+    ]
+    both.sort(key=lambda row: -abs(row[3] - row[2]))
+    rows = [
+        [str(r), name, f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{(b - a) * 1e3:+.2f}"] for r, name, a, b in both[:most]
+    ]
+    table = _table(["rank", "action", "predicted ms", "measured ms", "difference ms"], rows)
+    return f"<h3>Largest differences</h3>{table}"
+
+
+def _parts(prediction: Prediction) -> str:
+    return stacked([("step", prediction.breakdown, None)], "s") + legend(list(prediction.breakdown))
+
+
+def _memory(prediction: Prediction) -> str:
+    rows = [
+        (f"{m.rank} {m.accelerator}", {part: size / GIB for part, size in m.parts.items()}, m.limit / GIB)
+        for m in prediction.memory[:MOST_ROWS]
+    ]
+    return stacked(rows, "GiB") + legend(list(prediction.memory[0].parts))
+
+
+_STYLE = """
+body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1000px;padding:0 1em;color:#222;background:#fff}
+h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #ddd}h3{font-size:1em}
+table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #eee}
+svg{max-width:100%;height:auto}svg text{font-size:10px;fill:#444}
+.legend span{margin-right:1em}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
+.cluster{display:flex;flex-wrap:wrap;gap:.8em}.node{border:1px solid #ccc;border-radius:4px;padding:.4em .6em}
+.node i{display:inline-block;min-width:1.8em;padding:.2em;margin:.1em;border-radius:3px;text-align:center;font-style:normal;color:#fff}
+"""
