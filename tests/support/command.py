@@ -204,7 +204,7 @@ def ranks(
 def _forked(
     rank: int, store: Any, size: int, port: str, cwd: str, arguments: list[str], hook: Callable[..., Any] | None
 ) -> tuple[int, str]:
-    from hethub.cli import main
+    from hethub.cli import run
 
     if size > 1:
         names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
@@ -214,7 +214,7 @@ def _forked(
     if hook is not None:
         hook(rank)
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        code = main(arguments)
+        code = run(arguments)
     return code, stdout.getvalue()
 
 

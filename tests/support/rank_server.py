@@ -161,6 +161,10 @@ def call(rank: int, request: dict[str, Any], listener: socket.socket) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if is_server else None,
     )
+    # Rank 0 serves the store: should it fail at once, the others must not be left knocking.
+    if store.add("ranks/joined", 1) == request["world_size"]:
+        store.set("ranks/all-joined", "")
+    store.get("ranks/all-joined")
     if request["connect"] is None:
         return function(rank, store, *arguments)
 
