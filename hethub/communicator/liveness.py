@@ -173,7 +173,8 @@ class Hub:
             if self._failure is not None:
                 return
             self._failure = failure
-        for connection in self._connections():
+        # This process's own rank comes last: once it knows, all others have been told and the process may end.
+        for connection in sorted(self._connections(), key=lambda connection: connection.rank == 0):
             if connection.rank is not None:
                 connection.send(type="failure", rank=failure.rank, reason=failure.reason)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from hethub.cli import main
+from hethub.cli import run
 from hethub.spec.job import load_job
 from hethub.spec.layout import bind
 from hethub.spec.plan import load_plan
@@ -28,7 +28,7 @@ def refuse_constant(name):
 
 def answer(capsys, *arguments):
     """The one JSON object on stdout, which holds no NaN."""
-    assert main([*map(str, arguments), "--json"]) == 0
+    assert run([*map(str, arguments), "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
     data = json.loads(printed.out, parse_constant=refuse_constant)
@@ -72,7 +72,7 @@ def test_predict_writes_a_trace_of_the_schedule(capsys, tmp_path):
     job, trace = write_job(tmp_path / "job"), tmp_path / "trace.json"
     read = load_job(job)
     layout = bind(load_plan(tmp_path / "job" / "plan.yaml"), read.model, read.cluster)
-    assert main(["predict", str(job), "--trace", str(trace)]) == 0
+    assert run(["predict", str(job), "--trace", str(trace)]) == 0
     assert "a step" in capsys.readouterr().out
     events = json.loads(trace.read_text(), parse_constant=refuse_constant)["traceEvents"]
     for seat in layout.seats:
@@ -83,7 +83,7 @@ def test_predict_writes_a_trace_of_the_schedule(capsys, tmp_path):
 
 def test_tables_in_a_pipe_are_whole(capsys, tmp_path):
     """Nothing is cut to the width of a terminal that is not there."""
-    assert main(["plan", str(write_job(tmp_path / "job", plan="auto"))]) == 0
+    assert run(["plan", str(write_job(tmp_path / "job", plan="auto"))]) == 0
     printed = capsys.readouterr().out
     assert "accelerator" in printed
     assert "…" not in printed
@@ -93,20 +93,20 @@ def test_tables_in_a_pipe_are_whole(capsys, tmp_path):
 @pytest.mark.parametrize("command", ["plan", "predict"])
 def test_a_cluster_that_only_ranks_can_find_is_refused(command, capsys, tmp_path):
     job = write_job(tmp_path / "job", cluster_name="detect", plan="auto")
-    assert main([command, str(job)]) == 2
+    assert run([command, str(job)]) == 2
     assert "`detect`" in capsys.readouterr().err
 
 
 def test_predict_refuses_a_plan_for_another_batch(capsys, tmp_path):
     job = write_job(tmp_path / "job", train={"global_batch": 16})
-    assert main(["predict", str(job)]) == 2
+    assert run(["predict", str(job)]) == 2
     assert "global_batch 8" in capsys.readouterr().err
 
 
 def test_tokens_made_once_are_trained_on_like_the_text(tmp_path):
     job = write_job(tmp_path / "job", cluster_name="detect", plan="auto", train={"steps": 2})
     assert (
-        main(
+        run(
             [
                 "tokenise",
                 str(tmp_path / "job" / "text.txt"),
@@ -210,7 +210,7 @@ def test_help_of_every_command_has_an_example(light, capsys):
     for command in ("train", "plan", "predict", "tokenise", "export"):
         assert command in ended.stdout
         with pytest.raises(SystemExit) as done:
-            main([command, "--help"])
+            run([command, "--help"])
         assert done.value.code == 0
         assert "example: " in capsys.readouterr().out
 

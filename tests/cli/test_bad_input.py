@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import yaml
 
-from hethub.cli import main
+from hethub.cli import run
 from tests.support.command import HETHUB, files_below, mpirun, needs_mpirun, one, ranks
 from tests.support.job_files import CLUSTER, MODEL, STAGES, plan, write_job, write_yaml
 
@@ -273,7 +273,7 @@ def test_debug_shows_the_traceback(tmp_path):
 @pytest.mark.parametrize("command", [[], ["trian"], ["train"], ["train", "job.yaml", "--fast"]])
 def test_a_command_that_does_not_exist_ends_with_2(command, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(command)
+        run(command)
     assert ended.value.code == 2
     assert "usage: hethub" in capsys.readouterr().err
 
