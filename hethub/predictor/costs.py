@@ -8,6 +8,8 @@ from hethub.predictor.alike import in_flight, tiles_alike
 from hethub.predictor.constants import Constants
 from hethub.predictor.layer_cost import LayerCost
 from hethub.predictor.links import Group, Network
+from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.profiled import ProfiledLayerCost
 from hethub.predictor.software import Software, element_bytes
 from hethub.spec.layout import Layout
 from hethub.spec.plan import ReplicaSpec
@@ -45,8 +47,10 @@ class Reduction(NamedTuple):
 class PlanCosts:
     """Costs of a layout under one software stack. Equal replicas are computed once."""
 
-    def __init__(self, layout: Layout, software: Software, constants: Constants) -> None:
-        self.layout, self.software = layout, software
+    def __init__(
+        self, layout: Layout, software: Software, constants: Constants, profile: ProfileSpec | None = None
+    ) -> None:
+        self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
         self._kinds: dict[tuple[int, int], tuple[object, ...]] = {}
         self._shared_exits: dict[int, Counter[int]] = {}
@@ -56,7 +60,7 @@ class PlanCosts:
     def set_constants(self, constants: Constants) -> None:
         """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
         self.constants = constants
-        self.network = Network(self.layout.cluster, constants)
+        self.network = Network(self.layout.cluster, constants, self.profile)
         self._layer_costs: dict[str, LayerCost] = {}
         self._tiles: dict[tuple[object, ...], TileCost] = {}
         self._parameters: dict[tuple[object, ...], float] = {}
@@ -68,8 +72,15 @@ class PlanCosts:
         found = self._layer_costs.get(accelerator.name)
         if found is None:
             args = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software, self.constants)
-            found = self._layer_costs[accelerator.name] = LayerCost(*args)
+            measured = self.profile.device(accelerator.name, self.plan.precision) if self.profile else None
+            found = LayerCost(*args) if measured is None else ProfiledLayerCost(*args).use(measured)
+            self._layer_costs[accelerator.name] = found
         return found
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether a profile was asked beyond what it measured."""
+        return any(isinstance(cost, ProfiledLayerCost) and cost.extrapolated for cost in self._layer_costs.values())
 
     def tensor_parallel(self, replica: ReplicaSpec) -> int:
         """The replica's tensor-parallel degree; context-parallel ranks are the rest of it."""

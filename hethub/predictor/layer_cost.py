@@ -94,10 +94,13 @@ class LayerCost:
         key = (samples, share, tp, recompute)
         found = self._layers.get(key)
         if found is None:
-            once = self.device.both(layer_work(self.model, Shape(samples, self.seq_len, share), self.precision, self.software))
+            once = self._layer_once(samples, self.seq_len, share)
             again = self._recompute_fraction(recompute) * once.forward
             found = self._layers[key] = PassSeconds(once.forward, once.backward + again)
         return found
+
+    def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
+        return self.device.both(layer_work(self.model, Shape(samples, seq_len, share), self.precision, self.software))
 
     def _recompute_fraction(self, recompute: Recompute) -> float:
         """Which part of a forward runs again in the backward. hethub's selective recompute runs attention again."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hethub.predictor.constants import Constants, packaged
-from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.predictor.profile import LinkTiming, ProfileSpec
+from hethub.spec.cluster import ClusterSpec, NodeSpec, Place
 from hethub.spec.errors import BadInput
 
-# Links up to this speed are PCIe, which a node's accelerators share; faster ones are dedicated (NVLink, xGMI).
+# Links up to this speed are PCIe, through the host; faster ones are dedicated (NVLink, xGMI).
 PCIE_GBYTES_PER_SECOND = 64
 
 
@@ -39,7 +40,10 @@ class Group:
 class Network:
     """The links of a cluster, with the fitted fractions of what their data sheets promise."""
 
-    def __init__(self, cluster: ClusterSpec, constants: Constants | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, constants: Constants | None = None, profile: ProfileSpec | None = None
+    ) -> None:
+        self.profile = profile
         self.cluster, self.fit = cluster, (constants or packaged()).links
         self.places = cluster.places
         self.machines = [node for node in cluster.nodes for _ in range(node.count)]
@@ -53,6 +57,9 @@ class Network:
     def link(self, source: int, target: int, sharing: float = 1.0) -> Link:
         """The way from rank to rank, its node's interfaces shared by `sharing` messages at a time."""
         a, b = self.places[source], self.places[target]
+        measured = self._measured(self._level(a, b), "send")
+        if measured is not None:
+            return Link(measured.latency_seconds, sharing / (measured.gbytes_per_second * 1e9))
         if a.island != b.island:
             return self._bridge(a.node, b.node, a.machine == b.machine, sharing)
         if a.machine == b.machine:
@@ -60,17 +67,21 @@ class Network:
         rate = min(self._node_rate(node, sharing) for node in (a.node, b.node))
         return Link(self.fit["in_node_latency_seconds"] + self.cluster.links.between_nodes.latency_seconds, 1.0 / rate)
 
+    @staticmethod
+    def _level(a: Place, b: Place) -> str:
+        if a.island != b.island:
+            return "between_islands"
+        return "in_node" if a.machine == b.machine else "between_nodes"
+
+    def _measured(self, level: str, operation: str) -> LinkTiming | None:
+        return None if self.profile is None else self.profile.link(level, operation)
+
     def _in_node(self, node: NodeSpec) -> float:
         """Bytes per second of one accelerator to its neighbours, each direction."""
         given = self.cluster.links.in_node.gbytes_per_second
         sheet = given or node.device.link_gbytes_per_second
         fraction = "pcie_fraction" if sheet <= PCIE_GBYTES_PER_SECOND else "in_node_fraction"
         return sheet * 1e9 * self.fit[fraction]
-
-    def _sharing_inside(self, node: NodeSpec, sharing: int) -> int:
-        """How many groups share the way between a node's accelerators: PCIe is one way for all, NVLink is not."""
-        sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
-        return min(sharing, node.accelerators) if sheet <= PCIE_GBYTES_PER_SECOND else 1
 
     def _in_node_latency(self, node: NodeSpec) -> float:
         given = self.cluster.links.in_node.latency_seconds
@@ -107,9 +118,12 @@ class Network:
         """
         if group.size == 1 or not num_bytes:
             return 0.0
+        level = "between_islands" if len(group.islands) > 1 else "between_nodes" if len(group.machines) > 1 else "in_node"
+        measured = self._measured(level, "all_reduce")
+        if measured is not None:
+            return measured.latency_seconds / 2 + num_bytes * (group.size - 1) / group.size / (measured.gbytes_per_second * 1e9)
         nodes = {machine: self.machines[machine] for machine, _ in group.machines}
-        inside = [1.0 / self._in_node(node) * self._sharing_inside(node, sharing) for node in nodes.values()]
-        slowest = max(inside) if group.most_per_machine > 1 else 0.0
+        slowest = max(1.0 / self._in_node(node) for node in nodes.values()) if group.most_per_machine > 1 else 0.0
         steps = (group.size - 1) * self.fit["collective_step_seconds"]
         latency = self.fit["collective_latency_seconds"] + min(steps, 2e-4)
         if len(nodes) > 1:

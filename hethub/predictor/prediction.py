@@ -9,10 +9,13 @@ from hethub.predictor.costs import PlanCosts
 from hethub.predictor.intervals import interval
 from hethub.predictor.memory import RankMemory, memory
 from hethub.predictor.operators import model_flops
+from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB, Software
 from hethub.predictor.step import StepTimes, step_times
 from hethub.predictor.timeline import Span, timeline
 from hethub.spec.layout import Layout
+
+PROFILED_HALF_WIDTH = 0.15  # of the step where every accelerator was profiled: assumed, not fitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Prediction:
     ceiling_tokens_per_second: float
     percent_of_ceiling: float
     upper_bound_tokens_per_second: float | None
+    extrapolated: bool  # a profile was asked beyond what it measured
     percent_of_upper_bound: float | None
     timeline: tuple[Span, ...] | None = None
 
@@ -49,15 +53,19 @@ def predict(
     with_timeline: bool = False,
     software: Software = HETHUB,
     constants: Constants | None = None,
+    profile: ProfileSpec | None = None,
 ) -> Prediction:
     """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit.
 
     The upper bound needs the planner, so it is passed in where known. Raises BadInput where the cluster lacks a link
-    speed that the plan needs.
+    speed that the plan needs, or the profile measured another model.
     """
     constants = constants or packaged()
-    costs = PlanCosts(layout, software, constants)
+    if profile is not None:
+        profile.check_model(layout.model)
+    costs = PlanCosts(layout, software, constants, profile)
     times = step_times(layout, costs, full=with_timeline)
+    extrapolated = costs.extrapolated  # asked now: the ceiling looks at every size
     used = tuple(memory(layout, software))
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
@@ -68,7 +76,7 @@ def predict(
     return Prediction(
         fits=all(entry.fits(reserve) for entry in used),
         step_seconds=times.seconds,
-        step_seconds_interval=_interval(layout, times.seconds, software, constants),
+        step_seconds_interval=_interval(layout, times.seconds, software, constants, profile),
         tokens_per_second=tokens_per_second,
         mfu=100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
         breakdown=times.breakdown,
@@ -77,6 +85,7 @@ def predict(
         ceiling_tokens_per_second=ceiling,
         percent_of_ceiling=100.0 * tokens_per_second / ceiling,
         upper_bound_tokens_per_second=upper_bound_tokens_per_second,
+        extrapolated=extrapolated,
         percent_of_upper_bound=None
         if upper_bound_tokens_per_second is None
         else 100.0 * tokens_per_second / upper_bound_tokens_per_second,
@@ -84,10 +93,14 @@ def predict(
     )
 
 
-def _interval(layout: Layout, seconds: float, software: Software, constants: Constants) -> tuple[float, float]:
+def _interval(
+    layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
+) -> tuple[float, float]:
     kind = precision_class(software.math_precision(layout.plan.precision))
     names = {node.device.name for node in layout.cluster.nodes}
     known = all(f"{name} {kind}" in constants.accelerators for name in names)
+    if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
+        return seconds / (1.0 + PROFILED_HALF_WIDTH), seconds * (1.0 + PROFILED_HALF_WIDTH)
     return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
 
 

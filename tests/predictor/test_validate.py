@@ -15,8 +15,10 @@ from tests.predictor.plans import TINY, cluster, uniform
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 ROW = {
     "id": "a", "source": "mine", "family": "llama", "model": "m", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 2816,
-    "gated": 1, "vocab": 32000, "seq": 1024, "accelerator": "A100-SXM4-80GB", "n_accelerators": 8, "per_node": 8, "tp": 2, "pp": 2,
-    "cp": 1, "dp": 2, "zero": 0, "micro_batch": 1, "global_batch": 16, "precision": "bf16", "recompute": "none", "stack": "mine", "flash_attention": 1,
+    "gated": 1, "vocab": 32000, "seq": 1024, "accelerator": "A100-SXM4-80GB", "n_accelerators": 8, "per_node": 8, "tp": 2,
+    "pp": 2,
+    "cp": 1, "dp": 2, "zero": 0, "micro_batch": 1,
+    "global_batch": 16, "precision": "bf16", "recompute": "none", "stack": "mine", "flash_attention": 1,
     "optimizer_included": 1, "suspect": 0, "step_seconds": 0.2,
 }  # fmt: skip
 

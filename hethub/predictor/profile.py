@@ -1,0 +1,188 @@
+"""Measured profiles: what `hethub profile` writes, and how measurements replace the roofline's estimates.
+
+A profile corrects the roofline rather than replacing it: at every measured point the ratio of measured to estimated
+time is known, ratios are interpolated in the logarithm of the samples, the sequence length and the tensor-parallel
+degree, and beyond the measured points the nearest ratio holds (and is reported as extrapolated).
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from math import exp, log
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hethub.spec.accelerator import Positive, Precision
+from hethub.spec.base import Source, Spec, build
+from hethub.spec.cluster import NonNegative
+from hethub.spec.errors import BadInput
+from hethub.spec.model import Count, ModelSpec
+
+Point = tuple[float, float, float]  # logarithms of samples, sequence length, tensor-parallel degree
+
+
+class LayerTiming(Spec):
+    """Seconds of one layer on one rank's shard, compute only."""
+
+    micro_batch: Count
+    seq_len: Count
+    tp: Count = 1
+    forward_seconds: Positive
+    backward_seconds: Positive
+
+
+class PartTiming(Spec):
+    """Seconds of the embedding or the head (final norm and loss included) on one rank's shard."""
+
+    part: Literal["embedding", "head"]
+    micro_batch: Count
+    seq_len: Count
+    tp: Count = 1
+    forward_seconds: Positive
+    backward_seconds: Positive
+
+
+class LinkTiming(Spec):
+    """A way between ranks, of messages (send) and of collectives, as latency and bandwidth of one direction.
+
+    A collective's bandwidth is that of a ring link: bytes times (n - 1) / n over the seconds of a reduce-scatter.
+    """
+
+    level: Literal["in_node", "between_nodes", "between_islands"]
+    operation: Literal["send", "all_reduce"]
+    latency_seconds: NonNegative
+    gbytes_per_second: Positive
+    ranks: Annotated[int, Field(ge=2)] = 2
+
+
+class DeviceProfile(Spec):
+    """What one kind of accelerator measured in one precision."""
+
+    accelerator: str
+    precision: Precision
+    layers: tuple[LayerTiming, ...] = Field(min_length=1)
+    parts: tuple[PartTiming, ...] = ()
+    optimizer_seconds_per_parameter: Positive | None = None
+    memory_bytes: Annotated[int, Field(ge=0)] | None = None  # reserved by the framework before anything is built
+
+
+class ProfileSpec(Spec):
+    """A profile file, one to one: who measured, when, of which model's layers, and what."""
+
+    version: Literal[1] = 1
+    date: str
+    hethub: str
+    software: str  # the framework's version
+    model: ModelSpec
+    devices: tuple[DeviceProfile, ...] = Field(min_length=1)
+    links: tuple[LinkTiming, ...] = ()
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Raises BadInput unless the profile's layers are those of `model`; the number of layers does not matter."""
+        shape = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab")
+        for key in shape:
+            mine, theirs = getattr(self.model, key), getattr(model, key)
+            if mine != theirs:
+                raise BadInput(
+                    f"the profile measured layers of model '{self.model.name}' with {key} {mine}, but model '{model.name}' has "
+                    f"{theirs}; run `hethub profile` with this model, or predict without the profile."
+                )
+
+    def device(self, accelerator: str, precision: Precision) -> DeviceProfile | None:
+        """The measurements of an accelerator in a precision, or None."""
+        return next((d for d in self.devices if (d.accelerator, d.precision) == (accelerator, precision)), None)
+
+    def link(self, level: str, operation: str) -> LinkTiming | None:
+        """The slowest measured way of a level, or None: a collective is as fast as its slowest link."""
+        found = [link for link in self.links if (link.level, link.operation) == (level, operation)]
+        return min(found, key=lambda link: link.gbytes_per_second, default=None)
+
+
+def load_profile(path: str | Path) -> ProfileSpec:
+    """The profile in a JSON file. Raises BadInput."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise BadInput(f"{path}: the profile cannot be read as JSON: {error}.") from None
+    return build(ProfileSpec, data, Source(str(path)), "profile")
+
+
+def save_profile(profile: ProfileSpec, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(profile.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
+    """One profile of several nodes' measurements of the same model; of equal points the slower counts.
+
+    Raises BadInput where they measured unlike models or software.
+    """
+    profiles = list(profiles)
+    first = profiles[0]
+    for other in profiles[1:]:
+        first.check_model(other.model)
+        if other.hethub != first.hethub:
+            raise BadInput(f"profiles of hethub {first.hethub} and {other.hethub} cannot be merged; measure again with one version.")
+    devices: dict[tuple[str, str], DeviceProfile] = {}
+    for device in (device for profile in profiles for device in profile.devices):
+        key = (device.accelerator, device.precision)
+        devices[key] = _slower(devices[key], device) if key in devices else device
+    links = tuple(link for profile in profiles for link in profile.links)
+    return first.replace(devices=tuple(devices.values()), links=links)
+
+
+def _slower(a: DeviceProfile, b: DeviceProfile) -> DeviceProfile:
+    layers: dict[tuple[int, int, int], LayerTiming] = {}
+    for timing in (*a.layers, *b.layers):
+        key = (timing.micro_batch, timing.seq_len, timing.tp)
+        known = layers.get(key)
+        if known is None or known.forward_seconds + known.backward_seconds < timing.forward_seconds + timing.backward_seconds:
+            layers[key] = timing
+    return a.replace(layers=tuple(layers.values()))
+
+
+class Corrections:
+    """Ratios of measured to estimated seconds over the measured points, interpolated between them."""
+
+    def __init__(self, points: dict[Point, float]) -> None:
+        self._points = points
+        self._axes = [sorted({point[axis] for point in points}) for axis in range(3)]
+
+    @staticmethod
+    def of(timings: Iterable[LayerTiming | PartTiming], passed: str, estimate: Callable[[int, int, int], float]) -> "Corrections":
+        """The ratios of one pass ("forward_seconds" or "backward_seconds"); `estimate` prices (samples, seq_len, tp)."""
+        return Corrections(
+            {
+                (log(t.micro_batch), log(t.seq_len), log(t.tp)): getattr(t, passed) / estimate(t.micro_batch, t.seq_len, t.tp)
+                for t in timings
+            }
+        )
+
+    def extrapolates(self, samples: float, seq_len: int, tp: float) -> bool:
+        """Whether the question lies outside the measured points."""
+        asked = (log(samples), log(seq_len), log(tp))
+        return any(not axis[0] - 1e-9 <= x <= axis[-1] + 1e-9 for axis, x in zip(self._axes, asked, strict=True))
+
+    def at(self, samples: float, seq_len: int, tp: float) -> float:
+        """The ratio there: multilinear in the logarithms where all corners were measured, else that of the nearest point."""
+        asked = (log(samples), log(seq_len), log(tp))
+        corners: list[tuple[Point, float]] = [((), 1.0)]  # type: ignore[list-item]
+        for axis, x in zip(self._axes, asked, strict=True):
+            corners = [((*point, value), weight * part) for point, weight in corners for value, part in _bracket(axis, x)]  # type: ignore[misc]
+        if all(point in self._points for point, _ in corners):
+            return exp(sum(weight * log(self._points[point]) for point, weight in corners))
+        nearest = min(self._points, key=lambda point: sum((p - x) ** 2 for p, x in zip(point, asked, strict=True)))
+        return self._points[nearest]
+
+
+def _bracket(axis: list[float], x: float) -> list[tuple[float, float]]:
+    """The measured values around x with their weights; one of them where x lies outside or on it."""
+    index = bisect_left(axis, x)
+    if index == 0:
+        return [(axis[0], 1.0)]
+    if index == len(axis):
+        return [(axis[-1], 1.0)]
+    low, high = axis[index - 1], axis[index]
+    part = (x - low) / (high - low)
+    return [(high, 1.0)] if part == 1.0 else [(low, 1.0 - part), (high, part)]

@@ -1,0 +1,80 @@
+"""Profiles replace the roofline where they measured, are interpolated between, and refused for another model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hethub.predictor import LayerCost, predict
+from hethub.predictor.profile import ProfileSpec, load_profile, merge, save_profile
+from hethub.predictor.profiled import ProfiledLayerCost
+from hethub.spec.accelerator import find_accelerator
+from hethub.spec.errors import BadInput
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
+
+CORE = find_accelerator("CPU-core")
+LAYOUT = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+
+
+def profile(factor: float = 3.0, **changes: object) -> ProfileSpec:
+    """A profile in which every layer takes `factor` times the roofline's estimate."""
+    cost = LayerCost(TINY, CORE, 128, "fp32")
+    layers = [
+        {"micro_batch": b, "seq_len": 128, "tp": tp, "forward_seconds": factor * cost.layer(b, tp).forward,
+         "backward_seconds": factor * cost.layer(b, tp).backward}
+        for b in (1, 2, 4) for tp in (1, 2)
+    ]  # fmt: skip
+    device = {"accelerator": "CPU-core", "precision": "fp32", "layers": layers}
+    return ProfileSpec.model_validate(
+        {"date": "2026-01-01", "hethub": "0", "software": "test", "model": TINY.to_dict(), "devices": [device], **changes}
+    )
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_measured_points_are_met_and_between_them_the_ratio_holds(samples: int) -> None:
+    plain = LayerCost(TINY, CORE, 128, "fp32").layer(samples)
+    measured = ProfiledLayerCost(TINY, CORE, 128, "fp32").use(profile().devices[0])
+    assert measured.layer(samples).total == pytest.approx(3 * plain.total)
+    assert not measured.extrapolated
+
+
+def test_beyond_the_measured_points_it_says_so() -> None:
+    measured = ProfiledLayerCost(TINY, CORE, 128, "fp32").use(profile().devices[0])
+    measured.layer(8)
+    assert measured.extrapolated
+
+
+def test_prediction_takes_the_profile() -> None:
+    plain, measured = predict(LAYOUT), predict(LAYOUT, profile=profile())
+    assert 2 * plain.breakdown["compute"] < measured.breakdown["compute"] < 3 * plain.breakdown["compute"]
+    assert not measured.extrapolated
+    assert measured.percent_of_ceiling <= 100
+
+
+def test_measured_links_replace_the_data_sheet() -> None:
+    link = {"level": "in_node", "operation": "send", "latency_seconds": 0.5, "gbytes_per_second": 1.0}
+    assert predict(LAYOUT, profile=profile(links=[link])).breakdown["pp"] > 0.5
+
+
+def test_another_model_is_refused() -> None:
+    layout = uniform(LLAMA_8B, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    with pytest.raises(BadInput, match="measured layers of model 'tiny' with hidden 64"):
+        predict(layout, profile=profile())
+
+
+def test_round_trip_and_faults(tmp_path: Path) -> None:
+    save_profile(profile(), tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile()
+    (tmp_path / "bad.json").write_text(json.dumps({**profile().to_dict(), "devices": []}))
+    with pytest.raises(BadInput, match="devices"):
+        load_profile(tmp_path / "bad.json")
+    (tmp_path / "worse.json").write_text("{")
+    with pytest.raises(BadInput, match="cannot be read as JSON"):
+        load_profile(tmp_path / "worse.json")
+
+
+def test_merging_keeps_the_slower_of_equal_points() -> None:
+    both = merge([profile(2.0), profile(3.0)])
+    assert both.devices[0].layers[0].forward_seconds == profile(3.0).devices[0].layers[0].forward_seconds
+    with pytest.raises(BadInput, match="cannot be merged"):
+        merge([profile(), profile(hethub="1")])
