@@ -109,6 +109,9 @@ def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
             )
 
 
+ASSUMED_GBPS = 10.0  # between hosts of a detected cluster; a cluster file says what the interfaces really do
+
+
 def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | None = None) -> ClusterSpec:
     """The cluster that the ranks found, for `cluster: detect`: one node per host, accelerators by their names.
 
@@ -128,6 +131,7 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
                     "name": f"{own.host}-{len(nodes)}",
                     "accelerator": name,
                     "accelerators": 0,
+                    "gbps_per_nic": ASSUMED_GBPS,
                     "vendor": vendor,
                 }
             )

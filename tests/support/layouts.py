@@ -49,7 +49,13 @@ class Case:
     def layout(self) -> Layout:
         vendors = self.vendors or "n" * self.size
         nodes = [
-            {"name": f"node{rank}", "accelerator": "CPU-core", "accelerators": 1, "vendor": f"vendor-{vendor}"}
+            {
+                "name": f"node{rank}",
+                "accelerator": "CPU-core",
+                "accelerators": 1,
+                "vendor": f"vendor-{vendor}",
+                "gbps_per_nic": 10,
+            }
             for rank, vendor in enumerate(vendors)
         ]
         cluster = ClusterSpec.model_validate({"name": "test", "nodes": nodes})
