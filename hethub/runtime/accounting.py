@@ -13,7 +13,8 @@ class _Kept:
     __slots__ = ("_meter", "tensor")
 
     def __init__(self, tensor: Tensor, meter: "MemoryMeter") -> None:
-        self.tensor, self._meter = tensor, meter
+        # Detached: a result that its own graph keeps would never be freed if backward does not run.
+        self.tensor, self._meter = tensor.detach(), meter
         meter.take(tensor)
 
     def __del__(self) -> None:

@@ -1,0 +1,176 @@
+"""Learning rate, clipping, loss scale, and AdamW with and without masters, against torch and by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hethub.runtime.optimizer import LossScale, clip_scale, learning_rate, ordered_sum
+from hethub.spec.errors import RunFailed
+from hethub.spec.job import TrainSpec
+from tests.support.layouts import Case, build_trainer, replica, shards, stage
+from tests.support.ranks import run_ranks, start_ranks
+
+TRAIN = TrainSpec(steps=100, warmup_steps=10, lr=1e-2, min_lr=1e-3)
+DP2 = [stage((0, 4), replica([0], 6, 2), replica([1], 2), zero=1)]
+ONE = [stage((0, 4), replica([0], 8, 4))]
+
+
+def test_the_rate_warms_up_then_falls_as_torchs_cosine() -> None:
+    assert [learning_rate(TRAIN, step) for step in (1, 5, 10)] == pytest.approx([1e-3, 5e-3, 1e-2])
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([weight], lr=TRAIN.lr)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=90, eta_min=TRAIN.min_lr)
+    for step in range(10, 101):
+        assert learning_rate(TRAIN, step) == pytest.approx(cosine.get_last_lr()[0], rel=1e-9)
+        sgd.step()
+        cosine.step()
+    assert learning_rate(TRAIN, 100) == pytest.approx(1e-3)
+    assert learning_rate(TRAIN, 500) == pytest.approx(1e-3)  # a run that goes on stays at the floor
+
+
+@pytest.mark.parametrize("changes", [{"warmup_steps": 0}, {"warmup_steps": 100}, {"warmup_steps": 200}, {"steps": 1}])
+def test_the_rate_is_defined_at_the_edges(changes: dict[str, Any]) -> None:
+    train = TRAIN.replace(**changes)
+    rates = [learning_rate(train, step) for step in range(1, train.steps + 1)]
+    assert all(0 < rate <= train.lr for rate in rates)
+    if train.warmup_steps == 0 and train.steps > 1:
+        assert rates[0] == pytest.approx(train.lr, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.5, 1.0, 20.0])
+def test_clipping_is_torchs(size: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    weight.grad = torch.full_like(weight, size)
+    before = weight.grad.clone()
+    norm = float(torch.nn.utils.clip_grad_norm_([weight], 1.0))
+    assert torch.allclose(weight.grad, before * clip_scale(norm, 1.0), rtol=1e-12)
+    assert clip_scale(norm, None) == 1.0
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
+    scale = LossScale("fp16", initial=8.0, patience=3)
+    seen = []
+    for overflow in (True, False, False, True, False, False, False, False, True, True, True, True):
+        scale.update(overflow=overflow)
+        seen.append(scale.value)
+    assert seen == [4, 4, 4, 2, 2, 2, 4, 4, 2, 1, 1, 1]  # never below 1
+    plain = LossScale("bf16")
+    plain.update(overflow=True)
+    assert (plain.value, plain.dynamic) == (1.0, False)
+
+
+def test_ordered_sum_is_the_sum_in_rank_order() -> None:
+    assert ordered_sum([1e16, 1.0, -1e16]) == 0.0
+    assert ordered_sum([1e16, -1e16, 1.0]) == 1.0
+
+
+# -- in rank processes -------------------------------------------------------------------------------------------------
+
+
+def snapshot(trainer: Any) -> tuple[Any, list[Tensor]]:
+    masters = [run.master.detach().clone() for run in trainer.optimizer.runs]
+    return trainer.storage.weights.clone(), masters
+
+
+def overflow_and_recover(world: Any, case: Case) -> list[tuple[bool, bool, float | None, float, int]]:
+    """Per step: weights unchanged, masters unchanged, norm, loss scale, updates taken."""
+    trainer = build_trainer(world, case)
+    trainer.loss_scale.value = 2.0**40
+    rows = []
+    for step in range(1, 31):
+        weights, masters = snapshot(trainer)
+        outcome = trainer.run_step(step)
+        same = torch.equal(weights, trainer.storage.weights)
+        same_masters = all(torch.equal(a, run.master) for a, run in zip(masters, trainer.optimizer.runs, strict=True))
+        rows.append((same, same_masters, outcome.grad_norm, trainer.loss_scale.value, trainer.optimizer.updates))
+    return rows
+
+
+def test_fp16_overflow_skips_the_step_on_all_ranks() -> None:
+    case = Case(name="fp16", stages=DP2, precision="fp16")
+    first, second = run_ranks(2, overflow_and_recover, case)
+    assert [row[2:] for row in first] == [row[2:] for row in second]
+    skipped = [row for row in first if row[2] is None]
+    assert 3 < len(skipped) < 28  # it overflowed, and found a scale that does not
+    for same, same_masters, norm, _, _ in [*first, *second]:
+        assert same == (norm is None)
+        assert same_masters == (norm is None)
+    assert first[-1][4] == 30 - len(skipped)
+    assert first[-1][3] == 2.0 ** (40 - len(skipped))
+
+
+def train_not_finite(world: Any, case: Case) -> None:
+    trainer = build_trainer(world, case)
+    trainer.storage.weights.fill_(math.inf)
+    trainer.run_step(1)
+
+
+def test_a_gradient_that_is_not_finite_ends_other_precisions() -> None:
+    outcomes = start_ranks(
+        1, train_not_finite, Case(name="inf", stages=ONE, precision="bf16"), connect={"timeout_seconds": 60}
+    )
+    assert outcomes[0].error is not None
+    assert outcomes[0].error[0] == RunFailed.__name__
+    assert "step 1: the gradient is not finite" in outcomes[0].error[1]
+
+
+def train_small_steps(world: Any, case: Case) -> tuple[bool, list[Any], np.ndarray, int]:
+    """Whether there are masters; weights before; masters after; and how many weights moved."""
+    trainer = build_trainer(world, case)
+    before = trainer.storage.weights.clone()
+    for step in range(1, case.steps + 1):
+        trainer.run_step(step)
+    masters = np.concatenate([run.master.detach().numpy() for run in trainer.optimizer.runs])
+    moved = int((trainer.storage.weights != before).sum())
+    return trainer.optimizer.keeps_masters, shards(trainer), masters, moved
+
+
+def test_masters_collect_steps_too_small_for_bf16() -> None:
+    """At a rate of 1e-6 a bf16 weight of 0.05 cannot move in one step; its fp32 master does, every step."""
+    tiny_steps = {"lr": 1e-6, "min_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0, "grad_clip": None}
+    results = {}
+    for precision in ("fp32", "bf16"):
+        case = Case(name=precision, stages=ONE, precision=precision, steps=4, train=tiny_steps)
+        results[precision] = run_ranks(1, train_small_steps, case)[0]
+    assert results["fp32"][0] is False
+    keeps, _, masters, moved = results["bf16"]
+    assert keeps is True
+    assert masters.dtype == np.float32
+    assert moved < 0.2 * masters.size  # most weights round back to where they were
+    start = run_ranks(1, train_small_steps, Case(name="start", stages=ONE, precision="bf16", steps=0))[0][2]
+    assert (masters != start).mean() > 0.9
+    assert np.abs(masters - start).max() <= 4.1e-6
+
+
+def adamw_by_hand(world: Any, case: Case) -> tuple[float, float]:
+    """Largest difference of weights and of moments between our optimizer and torch's plain AdamW on our gradients."""
+    trainer = build_trainer(world, case)
+    storage, train = trainer.storage, trainer.train
+    plain = {name: torch.nn.Parameter(own.weight.clone()) for name, own in storage.parameters.items()}
+    decays = {name: placed.info.decays for placed, _ in storage.held for name in [placed.info.name]}
+    groups = [
+        {"params": [w for name, w in plain.items() if decays[name] == kind], "weight_decay": train.weight_decay * kind}
+        for kind in (True, False)
+    ]
+    adamw = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps, foreach=False)
+    for step in range(1, case.steps + 1):
+        trainer.run_step(step)
+        for name, own in storage.parameters.items():
+            plain[name].grad = own.grad.clone()  # clipped already
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(train, step)
+        adamw.step()
+    weights = max(float((plain[name] - own.weight).abs().max()) for name, own in storage.parameters.items())
+    first = sorted(float(adamw.state[w]["exp_avg"].double().square().sum()) for w in plain.values())
+    ours = sum(float(trainer.optimizer.moments(run)[0].double().square().sum()) for run in trainer.optimizer.runs)
+    return weights, abs(ours - sum(first)) / sum(first)
+
+
+def test_a_step_is_torchs_adamw_on_the_clipped_gradient() -> None:
+    weights, moments = run_ranks(1, adamw_by_hand, Case(name="adamw", stages=ONE))[0]
+    assert weights <= 1e-14
+    assert moments <= 1e-12
