@@ -1,6 +1,9 @@
 # Two commands set everything up on a fresh machine with Python ≥ 3.11, a compiler and make: `make demo`, `make test`.
 
 PYTHON ?= python3
+# On Linux, PyPI's torch is the CUDA build (some GB). For the small CPU build: make demo PIP_ARGS='--extra-index-url URL'
+# with the URL of PyTorch's CPU wheels (README, Installing).
+PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -27,7 +30,7 @@ check: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,test]'
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[train,test]'
 	touch $@
 
 clean:

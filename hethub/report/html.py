@@ -11,7 +11,7 @@ from typing import Any
 from hethub.predictor import Prediction, predict
 from hethub.predictor.timeline import Span
 from hethub.report.drawing import curve, legend, stacked, timeline
-from hethub.report.tables import GIB, compact
+from hethub.report.tables import GIB, compact, parameter_count
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, bind
@@ -117,7 +117,7 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) 
         rows[1].append(f"{tokens / measured.step_seconds:,.0f}")
         rows = [[*row, *[""] * (3 - len(row))] for row in rows]
     what = (
-        f"{model.name}, {model.parameters / 1e9:.3g} B parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
+        f"{model.name}, {parameter_count(model)} parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
         f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."
     )
     return f"<p>{escape(what)}</p>{_table(head, rows)}<p>{escape(prediction.bottleneck)}</p>"

@@ -21,13 +21,19 @@ def print_plan(result: Any, model: ModelSpec, cluster: ClusterSpec, out: Path | 
     """The planner's result: its stages, then what is predicted of them."""
     console = make_console()
     console.print(
-        f"{model.name} ({model.parameters / 1e9:.3g} B parameters) on {cluster.name} ({cluster.size} accelerators)"
+        f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)"
     )
     console.print(stage_table(result.plan, cluster))
     print_prediction(result.strategy, result.prediction, console)
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
     if out is not None:
         console.print(f"written to {out}")
+
+
+def parameter_count(model: ModelSpec) -> str:
+    """140.9 B, or 2.98 M where it is less than a billion."""
+    number = model.parameters
+    return f"{number / 1e9:.4g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
 def stage_table(plan: PlanSpec, cluster: ClusterSpec) -> Table:
