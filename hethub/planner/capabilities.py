@@ -1,6 +1,6 @@
 """The one table of what the runtime executes today: the planner returns nothing beyond it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 from hethub.spec.schedule import EXECUTABLE
@@ -15,6 +15,11 @@ class Capabilities:
     recompute: tuple[Recompute, ...]
     offload: tuple[Offload, ...]
     max_chunks: int
+    chooses_in_flight: bool = True  # whether more tiles in flight than the default are looked at
+
+    def limited(self, *, chooses_in_flight: bool) -> "Capabilities":
+        """The same table for a search that keeps the default number of tiles in flight, or not."""
+        return replace(self, chooses_in_flight=chooses_in_flight)
 
     def left_out(self) -> list[str]:
         """What the plan format knows and this table does not allow, one entry each, for `not_searched`."""

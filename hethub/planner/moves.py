@@ -46,7 +46,11 @@ def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
         if len(draft.stages) > 1:
             for index in range(len(draft.stages)):
                 yield _stepped(draft, [(index, None)], sizes, step)
-        kinds = {seat.unit.kind for stage in draft.stages for seat in stage.seats}
+        for index, stage in enumerate(draft.stages):
+            sorts = {seat.unit.kind for seat in stage.seats}
+            for kind in sorted(sorts) if len(sorts) > 1 else ():
+                yield _stepped(draft, [(index, kind)], sizes, step)
+        kinds = sorted({seat.unit.kind for stage in draft.stages for seat in stage.seats})
         for kind in kinds if len(kinds) > 1 else ():
             yield _stepped(draft, [(index, kind) for index, _ in everywhere], sizes, step)
 
@@ -75,7 +79,7 @@ def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
         for zero in problem.zeros:
             if zero != stage.zero and len(stage.seats) > 1:
                 yield draft.with_stage(index, replace(stage, zero=zero))
-    if problem.schedule == "1f1b" and len(draft.stages) > 1:
+    if problem.schedule == "1f1b" and len(draft.stages) > 1 and problem.capabilities.chooses_in_flight:
         for slack in (draft.slack + 1, draft.slack - 1, draft.slack + 4):
             if slack >= 0:
                 yield replace(draft, slack=slack)

@@ -83,6 +83,15 @@ def plan(
     )
 
 
+def answer(problem: Problem, strategy: str = "auto") -> Verdict:
+    """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none fits."""
+    judge = Judge(problem, UnitCosts(problem))
+    best = find(problem, judge, strategy)
+    if best is None:
+        raise BadInput(nothing_fits(problem, judge, strategy))
+    return _confirmed(problem, judge, best)
+
+
 def _confirmed(problem: Problem, judge: Judge, best: Verdict) -> Verdict:
     """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
 

@@ -11,6 +11,7 @@ from hethub.planner.moves import neighbours
 from hethub.planner.partition import Partitioner, Setting
 from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
+from hethub.planner.small import small_drafts
 
 FAMILY_FINALISTS = 6  # judged of each family
 HOPELESS = 1.25  # times the best so far: a family's plan estimated so is not judged before the search
@@ -113,8 +114,10 @@ def promising(problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, 
     cuts = best_cuts(problem, bounded, effort.cuts, memory_counts=memory_counts)
     entries = [*cuts, *reordered(problem, cuts, memory_counts=memory_counts)]
     estimates = {draft: judge.surrogate.seconds(draft) for draft in (entry.draft(problem) for entry in entries)}
+    best = min(estimates.values(), default=float("inf"))
+    for draft in small_drafts(problem, bounded, best, memory_counts):
+        estimates[draft] = judge.surrogate.seconds(draft)
     if problem.constraints.dp is None and not judge.out_of_time:
-        best = min(estimates.values(), default=float("inf"))
         for draft in free_drafts(problem, judge, effort, bounded, best, memory_counts):
             estimates[draft] = judge.surrogate.seconds(draft)
     return heapq.nsmallest(effort.finalists, estimates, key=lambda draft: estimates[draft])
