@@ -46,6 +46,7 @@ def connect(
             device=device or choose_device(rendezvous.local_rank, rendezvous.local_size),
             islands=islands,
             relay=relay,
+            wire=wire,
             timeout_seconds=timeout_seconds,
         )
         return World(context, backend.init_default_group(context))
@@ -168,6 +169,7 @@ class World:
     def abort(self, reason: str) -> None:
         """Tells every rank that this one has failed and why, and makes all its pending work fail."""
         self._context.liveness.report(f"failed: {reason}")
+        self._context.liveness.wait_for_failure(_GRACE_SECONDS)  # told to all: this process may end
         self._context.abort()
 
     def close(self) -> None:
