@@ -7,7 +7,12 @@ package makes torch know the c10d backend "hethub", so that `init_process_group(
 """
 
 from hethub.communicator.backend import register
-from hethub.communicator.by_ranges import all_gather_by_ranges, prepare_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator.by_ranges import (
+    all_gather_by_ranges,
+    all_reduce_with_feedback,
+    prepare_by_ranges,
+    reduce_scatter_by_ranges,
+)
 from hethub.communicator.liveness import Failure
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.world import World, connect
@@ -17,6 +22,7 @@ __all__ = [
     "Rendezvous",
     "World",
     "all_gather_by_ranges",
+    "all_reduce_with_feedback",
     "connect",
     "prepare_by_ranges",
     "reduce_scatter_by_ranges",

@@ -103,6 +103,7 @@ def context_from_environment(options: Any) -> Context:
         device=choose_device(local_rank, local_size),
         islands=parse_islands(emulated, size) if emulated else None,
         relay=os.environ.get("HETHUB_RELAY", "auto"),
+        wire=os.environ.get("HETHUB_WIRE", "exact"),
         timeout_seconds=options.timeout.total_seconds(),
     )
 

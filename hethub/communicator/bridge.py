@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hethub.communicator.crossing import Assembled, Decoded, encode_pieces
 from hethub.communicator.islands import Islands, carried_pieces, chunked, intersect, island_index, owner_ranges
 from hethub.communicator.links import Links, Stage
 from hethub.communicator.pipeline import run_pipelined
@@ -43,11 +44,14 @@ class Bridge:
         self._home = island_index(islands, rank)
         self._neighbours = [other for other in islands[self._home] if other != rank]
 
-    def all_reduce(self, flat: torch.Tensor, reduction: Reduction) -> None:
-        """`flat` becomes the reduction over all members, the same bits everywhere."""
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction, residual: torch.Tensor | None = None) -> None:
+        """`flat` becomes the reduction over all members, the same bits everywhere.
+
+        `residual` (fp32, as many elements) carries a narrow wire's rounding errors from call to call.
+        """
         stages = self._exchange_stages if len(self._islands) == 2 else self._owner_stages
         pieces = split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
-        run_pipelined((stages(flat, piece, reduction) for piece in pieces), self._tuning.lag)
+        run_pipelined((stages(flat, piece, reduction, residual) for piece in pieces), self._tuning.lag)
 
     def reduce_scatter(
         self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
@@ -85,40 +89,51 @@ class Bridge:
         _wait(arrivals)
         _wait(sends)
 
-    def _owner_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
+    def _owner_stages(
+        self, flat: torch.Tensor, whole: Range, reduction: Reduction, residual: torch.Tensor | None
+    ) -> Iterator[None]:
         ranges = owner_ranges(self._islands, whole, self._size)
-        yield from self._scatter_stages(flat, ranges, _sub(flat, ranges[self._rank]), reduction)
+        yield from self._scatter_stages(flat, ranges, _sub(flat, ranges[self._rank]), reduction, residual)
         yield from self._gather_stages(flat, ranges)
 
-    def _exchange_stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
+    def _exchange_stages(
+        self, flat: torch.Tensor, whole: Range, reduction: Reduction, residual: torch.Tensor | None
+    ) -> Iterator[None]:
         """All-reduce over two islands: both sides add the two partials in the same order."""
         parts = self._island_parts(whole)
         mine = parts[self._rank]
         sends = [self._links.send(_sub(flat, parts[p]), p, Stage.SCATTER) for p in self._neighbours if parts[p]]
-        incoming = self._expect_pieces([mine], flat.dtype)
+        incoming = self._expect_pieces(_kept([mine]), flat.dtype)
         gathered = [self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]]
-        foreign = self._expect_carried(mine, [[part] for part in parts], reduction.wire_dtype)
+        foreign = self._expect_carried(mine, [[part] for part in parts], reduction)
         yield
-        partial = self._island_partial(flat, mine, incoming[0] if incoming else {}, reduction)
-        exchanged = [
-            self._links.send(_sub(partial, common.shift(-mine.start)), peer, Stage.EXCHANGE)
-            for island in self._others()
-            for peer in island
-            if (common := overlap(mine, parts[peer]))
-        ]
-        yield
-        partials = self._in_island_order(partial, [part.wait() for part in foreign])
-        _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
-        reduction.total(partials, _sub(flat, mine))
-        _release(foreign)
         if mine:
+            partial = self._island_partial(flat, mine, incoming[0], reduction)
+            peers = [(peer, common) for peer in self._others()[0] if (common := overlap(mine, parts[peer]))]
+            pieces = [common.shift(-mine.start) for _, common in peers]
+            messages, own = encode_pieces(partial, pieces, reduction.wire, _part(residual, mine))
+            exchanged = [
+                self._links.send(message, peer, Stage.EXCHANGE)
+                for (peer, _), message in zip(peers, messages, strict=True)
+            ]
+        yield
+        if mine:
+            partials = self._in_island_order(own, [part.wait() for part in foreign])
+            _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
+            reduction.total(partials, _sub(flat, mine))
+            _release(foreign)
             sends += [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours]
         yield
         _wait(gathered)
         _wait(sends)
 
     def _scatter_stages(
-        self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
+        self,
+        flat: torch.Tensor,
+        ranges: Sequence[Range],
+        out: torch.Tensor,
+        reduction: Reduction,
+        residual: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """Reduce-scatter: island partials of foreign ranges travel to their owner through the ranks that carry them."""
         carried = carried_pieces(self._islands, ranges)
@@ -128,24 +143,31 @@ class Bridge:
             for peer in self._neighbours
             for piece in _kept([ranges[peer], *carried[peer]])
         ]
-        incoming = self._expect_pieces(_kept([mine, *carried[self._rank]]), flat.dtype)
-        foreign = self._expect_carried(mine, carried, reduction.wire_dtype)
+        incoming = dict(
+            zip(
+                _kept([mine, *carried[self._rank]]),
+                self._expect_pieces(_kept([mine, *carried[self._rank]]), flat.dtype),
+                strict=True,
+            )
+        )
+        foreign = self._expect_carried(mine, carried, reduction)
         yield
-        partials = {
-            piece: self._island_partial(flat, piece, sources, reduction)
-            for piece, sources in zip(_kept([mine, *carried[self._rank]]), incoming, strict=True)
-        }
-        for island in self._others():
-            for owner in island:
-                for piece in carried[self._rank]:
-                    common = overlap(piece, ranges[owner])
-                    if common:
-                        part = _sub(partials[piece], common.shift(-piece.start))
-                        sends.append(self._links.send(part, owner, Stage.EXCHANGE))
+        for piece in carried[self._rank]:
+            partial = self._island_partial(flat, piece, incoming[piece], reduction)
+            owners = [(o, common) for i in self._others() for o in i if (common := overlap(piece, ranges[o]))]
+            owners.sort(key=lambda owner: owner[1])
+            pieces = [common.shift(-piece.start) for _, common in owners]
+            messages, _ = encode_pieces(partial, pieces, reduction.wire, _part(residual, piece))
+            for (owner, _), message in zip(owners, messages, strict=True):
+                sends.append(self._links.send(message, owner, Stage.EXCHANGE))
+        if mine:
+            partial = self._island_partial(flat, mine, incoming[mine], reduction)
+            whole = Range(0, mine.size)
+            _, own = encode_pieces(partial, [whole], reduction.wire, _part(residual, mine))
         yield
         if mine:
             arrived = [part.wait() for part in foreign]
-            reduction.total(self._in_island_order(partials[mine], arrived), out)
+            reduction.total(self._in_island_order(own, arrived), out)
             _release(foreign)
         yield
         _wait(sends)
@@ -194,15 +216,21 @@ class Bridge:
                     place[peer] = self._links.expect(piece.size, dtype, peer, Stage.SCATTER)
         return expected
 
-    def _expect_carried(self, mine: Range, carried: Sequence[Sequence[Range]], dtype: torch.dtype) -> list[Incoming]:
-        """Per other island, its partial of `mine`: lent by the relay, or put together where several ranks carry it."""
+    def _expect_carried(self, mine: Range, carried: Sequence[Sequence[Range]], reduction: Reduction) -> list[Incoming]:
+        """Per other island, its partial of `mine`: lent by the relay, decoded, or put together from several ranks."""
+        wire = reduction.wire
         expected: list[Incoming] = []
-        for island in self._others():
+        for island in self._others() if mine else []:
             pieces = [(peer, piece) for peer in island for piece in intersect(carried[peer], mine)]
-            if len(pieces) == 1:
-                expected.append(self._links.expect(mine.size, dtype, pieces[0][0], Stage.EXCHANGE))
+            pieces.sort(key=lambda item: item[1])
+            if len(pieces) == 1 or wire.dtype != reduction.dtype:
+                messages = [
+                    (self._links.expect(wire.num_elements(piece.size), wire.dtype, peer, Stage.EXCHANGE), piece.size)
+                    for peer, piece in pieces
+                ]
+                expected.append(Decoded(wire, messages))
                 continue
-            whole = torch.empty(mine.size, dtype=dtype)
+            whole = torch.empty(mine.size, dtype=wire.dtype)
             transfers = [
                 self._links.receive(_sub(whole, piece.shift(-mine.start)), peer, Stage.EXCHANGE)
                 for peer, piece in pieces
@@ -213,11 +241,11 @@ class Bridge:
     def _island_partial(
         self, flat: torch.Tensor, piece: Range, incoming: dict[int, Incoming], reduction: Reduction
     ) -> torch.Tensor:
-        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the wire type."""
+        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the tensor's type."""
         own = _sub(flat, piece)
-        if not incoming and flat.dtype == reduction.wire_dtype:
+        if not incoming:
             return own
-        partial = torch.empty(piece.size, dtype=reduction.wire_dtype)
+        partial = torch.empty(piece.size, dtype=flat.dtype)
         order = self._islands[self._home]
         reduction.partial([own if rank == self._rank else incoming[rank].wait() for rank in order], partial)
         for message in incoming.values():
@@ -228,23 +256,12 @@ class Bridge:
         return [*foreign[: self._home], partial, *foreign[self._home :]]
 
 
-class Assembled:
-    """A message that several ranks send parts of."""
-
-    def __init__(self, whole: torch.Tensor, transfers: Sequence[Transfer]) -> None:
-        self._whole = whole
-        self._transfers = transfers
-
-    def wait(self) -> torch.Tensor:
-        _wait(self._transfers)
-        return self._whole
-
-    def release(self) -> None:
-        return None
-
-
 def _sub(flat: torch.Tensor, piece: Range) -> torch.Tensor:
     return flat[piece.start : piece.stop]
+
+
+def _part(residual: torch.Tensor | None, piece: Range) -> torch.Tensor | None:
+    return None if residual is None else _sub(residual, piece)
 
 
 def _kept(pieces: Sequence[Range]) -> list[Range]:

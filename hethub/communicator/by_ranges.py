@@ -86,6 +86,26 @@ def prepare_by_ranges(group: dist.ProcessGroup) -> None:
     _spanning(group)
 
 
+def all_reduce_with_feedback(
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    async_op: bool = True,
+) -> HethubWork:
+    """A Work after which `tensor` holds the sum over members, rounding errors of a narrow wire kept in `residual`.
+
+    `residual` (fp32, the tensor's shape, zero before the first call) belongs to the caller, who passes the same one for
+    the same tensor each step. With the exact wire it stays zero.
+    """
+    if residual.shape != tensor.shape or residual.dtype != torch.float32:
+        raise ValueError(
+            f"the residual is {residual.dtype} {tuple(residual.shape)}; make it fp32 {tuple(tensor.shape)}"
+        )
+    return _waited(_spanning(group).all_reduce_with_feedback(tensor, residual, op), async_op=async_op)
+
+
 def _spanning(group: dist.ProcessGroup) -> HethubGroup:
     """Our own operations over the members of `group`, made at the first call for a native group."""
     if isinstance(group, HethubGroup):

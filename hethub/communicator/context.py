@@ -37,6 +37,7 @@ class Context:
     hub: Hub | None
     timeout_seconds: float
     tuning: Tuning
+    wire: str = "exact"
     callbacks: CallbackThreads = field(default_factory=CallbackThreads)
     counters: Counters = field(default_factory=Counters)
     spanning: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.point_to_point import PointToPoint
-from hethub.communicator.reduction import make_reduction
+from hethub.communicator.reduction import Reduction, make_reduction
 from hethub.communicator.staging import Staged, join
 from hethub.communicator.work import HethubWork, Operation, Worker
 from hethub.spec.ranges import Range, from_sizes, split
@@ -62,7 +62,7 @@ class HethubGroup(torch_private.GroupBase):
 
     def _all_reduce(self, tensors: Tensors, op: Any, name: str) -> HethubWork:
         staged = [self._stage(tensor) for tensor in tensors]
-        reductions = [make_reduction(op, tensor.dtype, self._size) for tensor in tensors]
+        reductions = [self._reduction(op, tensor.dtype) for tensor in tensors]
 
         def job() -> None:
             for place, reduction in zip(staged, reductions, strict=True):
@@ -75,10 +75,21 @@ class HethubGroup(torch_private.GroupBase):
 
         return self._submit(name, job, tensors)
 
+    def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
+        """As all-reduce; what a narrow wire rounds away on this rank is kept in `residual` and added next time."""
+        staged, kept = self._stage(tensor), self._stage(residual)
+        reduction = self._reduction(op, tensor.dtype)
+
+        def job() -> None:
+            self._bridge.all_reduce(staged.load(), reduction, kept.load())
+            _store([staged, kept])
+
+        return self._submit("all_reduce_with_feedback", job, [tensor])
+
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
         ranges = self._all_at(opts.rootRank, tensors[0].numel())
         staged = self._stage(tensors[0])
-        reduction = make_reduction(opts.reduceOp, tensors[0].dtype, self._size)
+        reduction = self._reduction(opts.reduceOp, tensors[0].dtype)
 
         def job() -> None:
             flat = reduction.prepared(staged.load())
@@ -119,7 +130,7 @@ class HethubGroup(torch_private.GroupBase):
     def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Job:
         staged = [self._stage(source) for source in sources]
         out = self._stage(output)
-        reduction = make_reduction(op, output.dtype, self._size)
+        reduction = self._reduction(op, output.dtype)
 
         def job() -> None:
             flat = reduction.prepared(join([place.load() for place in staged]))
@@ -271,6 +282,9 @@ class HethubGroup(torch_private.GroupBase):
     def shutdown(self) -> None:
         self._worker.stop()
         self.point_to_point.close()
+
+    def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
+        return make_reduction(op, dtype, self._size, self.context.wire)
 
     def _stage(self, tensor: torch.Tensor) -> Staged:
         return Staged(tensor, self.context.device)

@@ -13,6 +13,7 @@ import torch
 
 from hethub.communicator import torch_private
 from hethub.communicator.torch_private import ReduceKind as _KIND
+from hethub.communicator.wire import Wire, make_wire
 from hethub.spec.errors import BadInput
 
 Combine = Callable[..., torch.Tensor]
@@ -29,6 +30,7 @@ _COMBINE: dict[Any, Combine] = {
     _KIND.BXOR: torch.bitwise_xor,
 }
 _BITWISE = {_KIND.BAND, _KIND.BOR, _KIND.BXOR}
+_SUMS = {_KIND.SUM, _KIND.AVG, _KIND.PREMUL_SUM}
 _ORDERED = {_KIND.MIN, _KIND.MAX}
 
 
@@ -40,7 +42,7 @@ class Reduction:
     combine: Combine
     dtype: torch.dtype
     accumulate_dtype: torch.dtype
-    wire_dtype: torch.dtype
+    wire: Wire
     num_ranks: int
     factor: Any = None
 
@@ -49,7 +51,7 @@ class Reduction:
         return flat * self.factor if self.kind == _KIND.PREMUL_SUM else flat
 
     def partial(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """`out` (of the wire type) becomes the island's partial of `sources`, given in ascending rank order."""
+        """`out` (of the tensor's type) becomes the island's partial of `sources`, given in ascending rank order."""
         self._fold(sources, out)
 
     def total(self, partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -93,7 +95,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def make_reduction(op: object, dtype: torch.dtype, num_ranks: int, wire_dtype: torch.dtype | None = None) -> Reduction:
+def make_reduction(op: object, dtype: torch.dtype, num_ranks: int, wire: str = "exact") -> Reduction:
     """The reduction for a torch ReduceOp. Raises BadInput where the operation has no meaning for the type."""
     kind = torch_private.reduce_op_kind(op)
     if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (kind in _ORDERED and dtype.is_complex):
@@ -105,7 +107,7 @@ def make_reduction(op: object, dtype: torch.dtype, num_ranks: int, wire_dtype: t
         combine=_COMBINE[kind],
         dtype=dtype,
         accumulate_dtype=accumulate_dtype(dtype),
-        wire_dtype=wire_dtype or dtype,
+        wire=make_wire(wire if kind in _SUMS else "exact", dtype),
         num_ranks=num_ranks,
         factor=torch_private.premul_factor(op) if kind == _KIND.PREMUL_SUM else None,
     )

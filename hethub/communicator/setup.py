@@ -21,6 +21,7 @@ from hethub.communicator.liveness import Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.shm_connect import connect_same_host, host_identity
+from hethub.communicator.wire import check_wire
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -60,9 +61,11 @@ def make_context(
     device: Device,
     islands: Sequence[Sequence[int]] | None,
     relay: str,
+    wire: str,
     timeout_seconds: float,
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
+    check_wire(wire)
     given = check_islands(islands, rendezvous.size) if islands is not None else None
     facts = exchange_facts(rendezvous, RankFacts.here(device))
     check_versions(facts)
@@ -82,6 +85,7 @@ def make_context(
         hub=hub,
         timeout_seconds=timeout_seconds,
         tuning=Tuning(),
+        wire=wire,
     )
     liveness.when_failed(context.abort)
     return context

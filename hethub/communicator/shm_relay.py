@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import torch
 
@@ -50,7 +50,9 @@ class ShmLink:
         self._own_blocks: dict[int, Block] = {}
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._peer_blocks: dict[int, Block] = {}
-        self._arrived: dict[int, deque[tuple[Block, int]]] = defaultdict(deque)
+        self._arrived: dict[tuple[int, int], tuple[Block, int]] = {}
+        self._num_expected: dict[int, int] = defaultdict(int)
+        self._num_arrived: dict[int, int] = defaultdict(int)
         self._news = threading.Condition()
         self._is_being_read = False
         self._sending = threading.Lock()
@@ -61,16 +63,22 @@ class ShmLink:
         block.memory[: source.numel()].copy_(source)
         self._ring(_DATA, tag, block.number, source.numel())
 
-    def take(self, tag: int) -> tuple[Block, int]:
-        """The next message with `tag`, as its block and its size in bytes; blocks until it is there.
+    def expect(self, tag: int) -> int:
+        """The number, among all messages with `tag`, of the next one not yet expected."""
+        with self._news:
+            self._num_expected[tag] += 1
+            return self._num_expected[tag]
+
+    def take(self, tag: int, number: int) -> tuple[Block, int]:
+        """That message, as its block and its size in bytes; blocks until it is there.
 
         Whichever thread finds nobody reading the socket reads it, and hands what it finds to the others: so there is
         no thread that only reads, and a lone waiter is woken by the kernel itself.
         """
         while True:
             with self._news:
-                if self._arrived[tag]:
-                    return self._arrived[tag].popleft()
+                if (tag, number) in self._arrived:
+                    return self._arrived.pop((tag, number))
                 if self._is_being_read:
                     self._news.wait()
                     continue
@@ -151,7 +159,8 @@ class ShmLink:
         kind, tag, number, num_bytes = _BELL.unpack(bell)
         with self._news:
             if kind == _DATA:
-                self._arrived[tag].append((self._peer_blocks[number], num_bytes))
+                self._num_arrived[tag] += 1
+                self._arrived[tag, self._num_arrived[tag]] = (self._peer_blocks[number], num_bytes)
             elif kind == _FREE:
                 block = self._own_blocks[number]
                 self._free[block.memory.numel()].append(block)
@@ -173,10 +182,11 @@ class Borrowed:
     def __init__(self, link: ShmLink, tag: int, dtype: torch.dtype) -> None:
         self._link = link
         self._tag = tag
+        self._number = link.expect(tag)
         self._dtype = dtype
 
     def wait(self) -> torch.Tensor:
-        self._block, num_bytes = self._link.take(self._tag)
+        self._block, num_bytes = self._link.take(self._tag, self._number)
         return self._block.view(num_bytes, self._dtype)
 
     def release(self) -> None:

@@ -1,0 +1,92 @@
+"""Narrow wires: smaller messages, bounded error, the same bits everywhere, and feedback that makes the error vanish."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import all_reduce_with_feedback
+from hethub.communicator.crossing import encode_pieces
+from hethub.communicator.wire import make_wire
+from hethub.spec.ranges import Range
+from tests.support.ranks import run_ranks
+
+BOUNDS = {"exact": 1e-6, "bf16": 8e-3, "int8": 2e-2, "fp8": 6e-2}
+SHRUNK = {"exact": 1.0, "bf16": 0.5, "int8": 0.254, "fp8": 0.254}
+
+
+def contribution(rank, size=60_000):
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
+
+
+def reduce_over_wire(world):
+    tensor = contribution(world.rank)
+    exact = sum(contribution(rank).double() for rank in range(world.size))
+    dist.all_reduce(tensor)
+    other = torch.full((1000,), 3, dtype=torch.int64)
+    dist.all_reduce(other)
+    assert (other == 3 * world.size).all()
+    error = ((tensor - exact).norm() / exact.norm()).item()
+    return tensor, error
+
+
+@pytest.mark.parametrize(
+    "islands", [[[0, 1], [2, 3]], [[0], [1, 2, 3]], [[0, 3], [1], [2]]], ids=["2+2", "1+3", "2+1+1"]
+)
+@pytest.mark.parametrize("wire", BOUNDS)
+def test_error_is_bounded_and_bits_agree(wire, islands):
+    results = run_ranks(4, reduce_over_wire, islands=islands, wire=wire)
+    for tensor, error in results:
+        assert torch.equal(tensor, results[0][0])
+        assert error <= BOUNDS[wire]
+    if wire != "exact":
+        assert results[0][1] > BOUNDS["exact"]
+
+
+def bridge_bytes(world):
+    dist.all_reduce(torch.ones(60_000))
+    return sum(link["bytes"] for link in world.counters()["links"] if link["level"] == "bridge")
+
+
+@pytest.mark.parametrize("wire", SHRUNK)
+def test_bytes_over_the_bridge(wire):
+    for sent in run_ranks(4, bridge_bytes, islands=[[0, 1], [2, 3]], wire=wire):
+        assert sent == pytest.approx(60_000 * 4 / 2 * SHRUNK[wire], rel=0.01)
+
+
+def average_over_steps(world, steps):
+    """The mean over steps of the same sum, with feedback: rounding errors cancel over time."""
+    exact = sum(contribution(rank, 5000).double() for rank in range(world.size))
+    residual, total = torch.zeros(5000), torch.zeros(5000, dtype=torch.float64)
+    errors = []
+    for step in range(1, steps + 1):
+        tensor = contribution(world.rank, 5000)
+        all_reduce_with_feedback(world.default_group, tensor, residual, async_op=False)
+        total += tensor
+        errors.append(((total / step - exact).norm() / exact.norm()).item())
+    return errors
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("islands", [[[0, 1], [2]], [[0], [1], [2]]], ids=["2+1", "1+1+1"])
+def test_feedback_makes_the_mean_error_vanish(wire, islands):
+    for errors in run_ranks(3, average_over_steps, 20, islands=islands, wire=wire):
+        assert errors[-1] < errors[0] / 10
+
+
+def test_encoding_pieces_is_what_the_receiver_decodes():
+    partial = torch.randn(1000)
+    wire = make_wire("int8", torch.float32)
+    pieces = [Range(0, 300), Range(300, 1000)]
+    residual = torch.zeros(1000)
+    messages, own = encode_pieces(partial, pieces, wire, residual)
+    received = torch.cat([wire.decode(m, p.size) for m, p in zip(messages, pieces, strict=True)])
+    assert torch.equal(own, received)
+    torch.testing.assert_close(own + residual, partial, rtol=0, atol=1e-6)
+
+
+def test_unknown_wires_are_refused():
+    from hethub.communicator.wire import check_wire
+    from hethub.spec.errors import BadInput
+
+    with pytest.raises(BadInput, match="did you mean 'bf16'"):
+        check_wire("bf61")
