@@ -28,12 +28,17 @@ MAY_IMPORT = {
     "communicator": {"kernels", "spec"},
     "runtime": {"planner", "predictor", "communicator", "kernels", "spec"},
     "report": {"runtime", "planner", "predictor", "spec"},
-    "cli": {"report", "runtime", "planner", "predictor", "communicator", "kernels", "spec"},
+    "commands": {"report", "runtime", "planner", "predictor", "communicator", "kernels", "spec"},
+    "cli": {"commands", "spec"},
     "__main__": {"cli"},
     "__init__": set(),
 }
-# The device layer; and the doctor, which reports what a vendor's libraries say of themselves.
-NAMES_DEVICES = (PACKAGE / "kernels" / "device.py", PACKAGE / "runtime" / "doctor.py")
+# The device layer; kernels launched on torch's stream; and the doctor, which reports what a vendor's libraries say.
+NAMES_DEVICES = (
+    PACKAGE / "kernels" / "device.py",
+    PACKAGE / "kernels" / "compiled.py",
+    PACKAGE / "runtime" / "doctor.py",
+)
 TORCH_FREE = ("spec", "predictor", "planner")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

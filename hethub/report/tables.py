@@ -1,6 +1,6 @@
 """Plans and predictions as tables on the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hethub.planner import PlanDiff
 from hethub.predictor import Prediction
 from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
@@ -20,9 +21,7 @@ GIB = 2**30
 def print_plan(result: Any, model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
     """The planner's result: its stages, then what is predicted of them."""
     console = make_console()
-    console.print(
-        f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)"
-    )
+    console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
     print_prediction(result.strategy, result.prediction, console)
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
@@ -100,3 +99,39 @@ def print_findings(findings: Sequence[Any]) -> None:
         console.print(f"{finding.state:8}{finding.what:16}{finding.found}", markup=False)
         if finding.remedy:
             console.print(f"{'':24}{finding.remedy}", markup=False)
+
+
+def print_diff(result: PlanDiff) -> None:
+    """What differs between two plans, and the seconds that it costs."""
+    console = make_console()
+    table = Table("key", "first", "second")
+    for difference in result.differences:
+        table.add_row(difference.key, difference.first or "", difference.second or "")
+    console.print(table if result.differences else "the plans are equal")
+    first, second = result.first.step_seconds, result.second.step_seconds
+    slower = result.slower_percent
+    console.print(
+        f"step {first:.4g} s and {second:.4g} s: the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    )
+    parts = ", ".join(f"{part} {seconds:+.4g} s" for part, seconds in result.parts().items() if seconds)
+    if parts:
+        console.print(f"of which {parts}")
+
+
+def print_validation(result: Mapping[str, Any]) -> None:
+    """Errors by group, and over all."""
+    console = make_console()
+    table = Table("group", "rows", "mean %", "max %")
+    for name, group in result["by"].items():
+        table.add_row(name, *(_figure(group.get(key)) for key in ("rows", "mape", "max_error")))
+    console.print(table)
+    console.print(
+        f"{len(result['rows'])} rows: MAPE {result['mape']:.1f} %, macro mean {result['macro_mape']:.1f} %, median "
+        f"{result['median_error']:.1f} %, largest {result['max_error']:.1f} %; {len(result['skipped'])} skipped"
+    )
+    for skipped in result["skipped"][:10]:
+        console.print(f"skipped {skipped['id']}: {skipped['why']}")
+
+
+def _figure(value: float | int | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}"

@@ -1,0 +1,1 @@
+"""The commands by theme: what each takes on the command line, and the few calls that do it."""

@@ -1,0 +1,61 @@
+"""hethub launch, doctor and profile: starting jobs, and what machines have and do."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hethub.commands.common import add_job, add_json, command, known_cluster, print_json
+from hethub.spec.errors import RunFailed
+
+
+def add(commands: Any) -> None:
+    _add_launch(commands)
+    _add_doctor(commands)
+
+
+def _add_launch(commands: Any) -> None:
+    parser = command(
+        commands,
+        "launch",
+        launch,
+        "Starts a job on its cluster, every node in its own environment.",
+        "hethub launch configs/jobs/laptop-mixed.yaml --dry-run",
+    )
+    add_job(parser)
+    parser.add_argument("--with", dest="launcher", choices=("mpirun", "torchrun", "srun"), default="mpirun")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
+
+
+def launch(options: argparse.Namespace) -> None:
+    from hethub.runtime.launcher import launch_commands, run_here
+    from hethub.spec.job import load_job
+
+    job = load_job(options.job, options.set)
+    extra = [word for override in options.set for word in ("--set", override)]
+    starts = launch_commands(options.job, known_cluster(job), options.launcher, extra)
+    if options.dry_run:
+        print("\n".join(map(str, starts)))
+    elif code := run_here(starts):
+        raise RunFailed(f"the job ended with exit code {code}; what failed is said above.")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = command(
+        commands, "doctor", doctor, "Says what this machine has, what is missing and what to do.", "hethub doctor"
+    )
+    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="also check this job's files")
+    add_json(parser)
+
+
+def doctor(options: argparse.Namespace) -> None:
+    from hethub.report.tables import print_findings
+    from hethub.runtime.doctor import examine
+    from hethub.spec.job import load_job
+
+    findings = examine()
+    if options.job is not None:
+        load_job(options.job)
+    if options.json:
+        print_json({"findings": [finding.to_dict() for finding in findings]})
+    else:
+        print_findings(findings)

@@ -1,0 +1,43 @@
+"""hethub train."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hethub.commands.common import add_job, command, need_torch
+from hethub.spec.errors import BadInput
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "train",
+        run,
+        "Trains the job on the ranks that the launcher started.",
+        "mpirun -n 4 hethub train configs/jobs/laptop-mixed.yaml",
+    )
+    add_job(parser)
+    parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="run this plan instead of the job's")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-TIME)")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+
+
+def run(options: argparse.Namespace) -> None:
+    need_torch("train")
+    from hethub.report.run import finish_run
+    from hethub.runtime.train import TrainRequest, train
+
+    if options.resume is not None and options.run_dir is not None:
+        raise BadInput(
+            "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
+        )
+    request = TrainRequest(
+        job_path=options.job,
+        plan_path=options.plan,
+        run_dir=options.run_dir,
+        resume=options.resume,
+        overrides=options.set,
+    )
+    summary = train(request)
+    if summary is not None:
+        finish_run(summary)
