@@ -1,4 +1,4 @@
-"""The main job as users start it: under mpirun, alone, under torchrun, as a module; and every file it leaves."""
+"""The main job as users start it: under mpirun and alone (torchrun: test_resume.py), and every file it leaves."""
 
 import json
 import os
@@ -23,7 +23,6 @@ from tests.support.command import (
     needs_mpirun,
     one,
     ranks,
-    start_torchrun,
 )
 from tests.support.job_files import write_job
 
@@ -185,14 +184,6 @@ def test_the_run_folders_job_file_can_be_used_again(alone, tmp_path):
     ended = one(ranks(1, "train", run / "job.yaml", "--run-dir", tmp_path / "again", cwd=tmp_path))
     assert ended.exit_code == 0, ended.stderr
     assert metrics(tmp_path / "again")[1]["loss"] == metrics(run)[1]["loss"]
-
-
-def test_under_torchrun_as_a_module(tmp_path):
-    job = write_job(tmp_path / "job")
-    ended = start_torchrun(4, "train", job, "--run-dir", "run", cwd=tmp_path).end()
-    assert ended.exit_code == 0, ended.stderr
-    assert len(metrics(tmp_path / "run")) == 4
-    assert ended.paragraphs == []
 
 
 def test_python_m_hethub_is_the_same_program(tmp_path):

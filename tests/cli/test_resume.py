@@ -138,6 +138,7 @@ def test_sigusr1_to_mpirun_saves_and_exits(tmp_path):
 
 
 def test_sigterm_to_one_rank_under_torchrun_saves_and_exits(tmp_path):
+    """Started as `torchrun -m hethub`."""
     job, run = write_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
     running = start_torchrun(4, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
     stop_and_go_on(running, job, run, lambda: os.kill(running.rank_pid(2), signal.SIGTERM))
