@@ -118,9 +118,9 @@ def plain_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tens
 TARGETS = torch.tensor([3, 16, IGNORED, 0, 3, IGNORED, 9])
 
 
-@pytest.mark.parametrize("chunk_logits", [1, 17 * 2, 17 * 7, 10**6])
-def test_head_loss_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk_logits: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 7, 1024])
+def test_head_loss_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int) -> None:
+    monkeypatch.setattr(loss_module, "LOSS_CHUNK_TOKENS", chunk_tokens)
     x, weight = 3 * random(7, 5), random(17, 5, seed=1)
     own = parameter(weight)
     completed = []
@@ -145,7 +145,9 @@ def test_a_tile_of_ignored_targets_costs_nothing() -> None:
 def test_head_loss_of_huge_logits_is_finite(size: float) -> None:
     own = parameter(torch.eye(4, dtype=torch.float64))
     result, grad_x, _ = ours(
-        lambda x: head_loss(x, torch.tensor([1]), 0, 1.0, ALONE, own), torch.tensor([[size, 0, 0, 0]], dtype=torch.float64), own
+        lambda x: head_loss(x, torch.tensor([1]), 0, 1.0, ALONE, own),
+        torch.tensor([[size, 0, 0, 0]], dtype=torch.float64),
+        own,
     )
     assert result == size
     assert torch.isfinite(grad_x).all()

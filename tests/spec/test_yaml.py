@@ -10,22 +10,22 @@ from hethub.spec.base import Spec, build, dump_yaml, load, parse_yaml, read_yaml
 from hethub.spec.errors import BadInput
 
 
-class Inner(Spec):
+class InnerSpec(Spec):
     depth: Annotated[int, Field(ge=1)]
     kind: Literal["oak", "elm"] = "oak"
 
 
-class Outer(Spec):
+class OuterSpec(Spec):
     name: str
     rate: float = 0.5
-    main: Inner = Inner(depth=1)
-    others: tuple[Inner, ...] = ()
-    owner: str | Inner = "nobody"
+    main: InnerSpec = InnerSpec(depth=1)
+    others: tuple[InnerSpec, ...] = ()
+    owner: str | InnerSpec = "nobody"
 
 
-def outer(text: str) -> Outer:
+def outer(text: str) -> OuterSpec:
     data, source = parse_yaml(text, "tree.yaml", "tree file")
-    return build(Outer, data, source, "tree file")
+    return build(OuterSpec, data, source, "tree file")
 
 
 def refusal(text: str) -> str:
@@ -37,7 +37,7 @@ def refusal(text: str) -> str:
 
 def test_what_is_written_is_what_is_read() -> None:
     spec = outer("name: a\nothers: [{depth: 2}, {depth: 3, kind: elm}]\n")
-    assert spec.others == (Inner(depth=2), Inner(depth=3, kind="elm"))
+    assert spec.others == (InnerSpec(depth=2), InnerSpec(depth=3, kind="elm"))
     assert outer(dump_yaml(spec.to_dict())) == spec
 
 
@@ -78,7 +78,7 @@ def test_all_mistakes_come_at_once() -> None:
 
 def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"nowhere\.yaml: there is no such tree file"):
-        load(Outer, tmp_path / "nowhere.yaml", "tree file")
+        load(OuterSpec, tmp_path / "nowhere.yaml", "tree file")
     with pytest.raises(BadInput, match=r"the tree file cannot be read: .*directory"):
         read_yaml(tmp_path, "tree file")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -87,9 +87,9 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 def test_specs_are_frozen_and_replace_validates() -> None:
-    spec = Inner(depth=2)
+    spec = InnerSpec(depth=2)
     with pytest.raises(ValueError, match="frozen"):
         spec.depth = 3  # type: ignore[misc]
-    assert spec.replace(depth=3) == Inner(depth=3)
+    assert spec.replace(depth=3) == InnerSpec(depth=3)
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         spec.replace(depth=0)
