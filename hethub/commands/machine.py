@@ -4,13 +4,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hethub.commands.common import add_job, add_json, command, known_cluster, print_json
+from hethub.commands.common import add_job, add_json, check_writable, command, known_cluster, need_torch, print_json
 from hethub.spec.errors import RunFailed
 
 
 def add(commands: Any) -> None:
     _add_launch(commands)
     _add_doctor(commands)
+    _add_profile(commands)
 
 
 def _add_launch(commands: Any) -> None:
@@ -59,3 +60,36 @@ def doctor(options: argparse.Namespace) -> None:
         print_json({"findings": [finding.to_dict() for finding in findings]})
     else:
         print_findings(findings)
+
+
+def _add_profile(commands: Any) -> None:
+    parser = command(
+        commands,
+        "profile",
+        profile,
+        "Measures the accelerators it is started on, and under a launcher the links between them.",
+        "mpirun -n 4 hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
+    )
+    parser.add_argument(
+        "job",
+        type=Path,
+        nargs="?",
+        metavar="JOB.yaml",
+        help="measure this job's model (default: a layer of usual size)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="PROFILE.json")
+
+
+def profile(options: argparse.Namespace) -> None:
+    need_torch("profile")
+    from hethub.predictor.profile import save_profile
+    from hethub.report.progress import counted
+    from hethub.runtime.profile_run import profile_ranks
+    from hethub.spec.job import load_job
+
+    check_writable(options.out)
+    with counted("profiling") as progress:
+        measured, speaks = profile_ranks(load_job(options.job) if options.job is not None else None, progress)
+    if speaks:
+        save_profile(measured, options.out)
+        print(f"written to {options.out}")

@@ -129,7 +129,7 @@ def agree(request: TrainRequest, prepared: Prepared, meeting: Rendezvous) -> Agr
     job = prepared.job
     facts = facts_from(exchange(meeting, "versions and data", to_row(prepared.facts)))
     warnings = together(meeting, "versions", lambda: check_versions(facts))
-    cluster = together(meeting, "cluster", lambda: _cluster(job, facts))
+    cluster = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
     shared = decided(meeting, "plan", lambda: _decide(request, job, cluster), patience_seconds=_PLANNING_SECONDS)
     return Agreed(
         layout=bind(PlanSpec.model_validate(shared["plan"]), job.model, cluster),
@@ -139,8 +139,9 @@ def agree(request: TrainRequest, prepared: Prepared, meeting: Rendezvous) -> Agr
     )
 
 
-def _cluster(job: Job, facts: list[Facts]) -> ClusterSpec:
-    if job.cluster is None:
+def agreed_cluster(job: Job | None, facts: list[Facts]) -> ClusterSpec:
+    """The job's cluster, which the ranks must match, or what the ranks found. Raises BadInput."""
+    if job is None or job.cluster is None:
         named = os.environ.get("HETHUB_ISLANDS")
         return detect_cluster(facts, parse_islands(named, len(facts)) if named else None)
     check_cluster(job.cluster, facts)
