@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hethub.spec.base import Spec
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from hethub.spec.base import Spec
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
     from hethub.spec.model import ModelSpec
     from hethub.spec.plan import PlanSpec
 
-NamedT = TypeVar("NamedT", bound=Spec)
+NamedT = TypeVar("NamedT", bound="Spec")
 
 
 def command(

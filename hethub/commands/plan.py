@@ -85,19 +85,19 @@ def predict(options: argparse.Namespace) -> None:
 
     check_writable(options.trace)
     job = load_job(options.job, options.set)
-    cluster, plan_file = known_cluster(job), options.plan or job.plan_path
+    cluster, plan_file, bound = known_cluster(job), options.plan or job.plan_path, None
     if plan_file is not None:
         strategy, chosen = "plan file", load_plan_of(job, plan_file)
     else:
         from hethub.planner import plan as make_plan
 
         strategy = job.spec.plan
-        chosen = make_plan(
-            job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy, with_bounds=False
-        ).plan
+        result = make_plan(job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy)
+        chosen, bound = result.plan, result.prediction.upper_bound_tokens_per_second
     prediction = make_prediction(
         bind(chosen, job.model, cluster),
         reserve=job.spec.constraints.reserve,
+        upper_bound_tokens_per_second=bound,
         with_timeline=options.trace is not None,
         profile=None if options.profile is None else load_profile(options.profile),
     )
