@@ -83,7 +83,7 @@ def read_row(row: Mapping[str, str]) -> Case:
         raise ValueError(f"micro_batch {given} does not divide the {batch // dp} samples of a replica")
     cluster = _cluster(row, number, total)
     layers = _layers_per_stage(row, model.layers, pp)
-    stages = [_stages(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none") for size in sizes]
+    stages = [stage_specs(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none") for size in sizes]
     plan_precision: Any = {"fp8": "bf16", "tf32": "fp32"}.get(precision, precision)
     plans = [
         PlanSpec.model_construct(model=model.name, cluster=cluster.name, global_batch=batch, seq_len=seq, precision=plan_precision,
@@ -155,18 +155,18 @@ def _layers_per_stage(row: Mapping[str, str], layers: int, pp: int) -> list[int]
         if layers % pp == 0:
             return [layers // pp] * pp
         if (layers + 2) % pp == 0:
-            return _without_ends([(layers + 2) // pp] * pp, 2)
+            return without_ends([(layers + 2) // pp] * pp, 2)
         return [layers // pp + (stage < layers % pp) for stage in range(pp)]
     given = [int(part) for part in row["layers_per_stage"].split("/")]
     if len(given) != pp:
         raise ValueError(f"layers_per_stage {row['layers_per_stage']} names {len(given)} stages, pp is {pp}")
-    counts = _without_ends(given, sum(given) - layers)
+    counts = without_ends(given, sum(given) - layers)
     if sum(counts) != layers or min(counts) < 0:
         raise ValueError(f"layers_per_stage {row['layers_per_stage']} does not hold {layers} layers")
     return counts
 
 
-def _without_ends(counts: list[int], extra: int) -> list[int]:
+def without_ends(counts: list[int], extra: int) -> list[int]:
     """The counts without the embedding (one at the front) and the rest of the extra modules at the back."""
     if extra <= 0:
         return counts
@@ -175,7 +175,7 @@ def _without_ends(counts: list[int], extra: int) -> list[int]:
     return counts
 
 
-def _stages(
+def stage_specs(
     layers: list[int], replica_ranks: int, dp: int, micro_batch: int, batch: int, zero: int, recompute: Any
 ) -> tuple[StageSpec, ...]:
     """Megatron's order of ranks: tensor-parallel innermost, replicas next, stages outermost."""

@@ -1,0 +1,125 @@
+"""Other published tables as the same rows: vTrain's single-node set and measured plans on mixed clusters."""
+
+import csv
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hethub.predictor.links import PCIE_GBYTES_PER_SECOND
+from hethub.predictor.software import Software
+from hethub.predictor.tables import Case, read_row, stage_specs, without_ends
+from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout import Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+
+_SINGLE_NODE = {
+    "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
+    "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism", "pp": "pipeline parallelism",
+}  # fmt: skip
+
+
+def read_single_node(path: Path) -> list[Case]:
+    """vTrain's steps on 2, 4 and 8 A100 (GPT, fp16, full recompute, Megatron-DeepSpeed)."""
+    cases = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, line in enumerate(csv.DictReader(file), 2):
+            row = {ours: line[theirs] for ours, theirs in _SINGLE_NODE.items()}
+            ranks = line["# GPUs"]
+            fixed = {
+                "id": f"line {number}", "source": "vTrain, single node", "family": "gpt", "model": f"GPT-{row['layers']}x{row['hidden']}",
+                "ffn": str(4 * int(row["hidden"])), "vocab": "51200", "accelerator": "A100-SXM4-80GB", "n_accelerators": ranks,
+                "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": "megatron-deepspeed", "flash_attention": "0",
+                "step_seconds": str(float(line["iteration time (ms)"]) / 1e3),
+            }  # fmt: skip
+            cases.append(read_row({**row, **fixed}))
+    return cases
+
+
+def read_mixed(path: Path) -> list[Case]:
+    """Measured plans on clusters of unlike accelerators: AMP's in modules over nodes in order, Sailor's stage by stage."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [_amp(row, f"case {index}") if "tp" in row else _sailor(row, f"case {index}") for index, row in enumerate(rows)]
+
+
+def _model(row: dict[str, Any]) -> ModelSpec:
+    shape = {key: row["model"][key] for key in ("family", "layers", "hidden", "heads", "ffn", "vocab")}
+    return ModelSpec(name="mixed", max_seq_len=row["model"]["seq"], tied_head=True, **shape)
+
+
+def _linked(name: str, measured_gbps: float) -> AcceleratorSpec:
+    """The accelerator with a measured in-node link where that is of another class than its data sheet's.
+
+    Within a class the sheet's figure stays: the fitted fractions are fractions of sheets.
+    """
+    accelerator = find_accelerator(name)
+    if accelerator.link_gbytes_per_second > PCIE_GBYTES_PER_SECOND >= measured_gbps / 8:
+        return accelerator.replace(name=name, link_gbytes_per_second=measured_gbps / 8)
+    return accelerator
+
+
+def _amp(row: dict[str, Any], name: str) -> Case:
+    given = row["cluster"]
+    nodes = [
+        {"name": f"n{i}", "accelerator": _linked(kind, inside), "accelerators": count,
+         "nics": 1, "gbps_per_nic": outside}
+        for i, ((kind, count), inside, outside) in enumerate(zip(given["nodes"], given["intra_gbps"], given["inter_gbps"], strict=True))
+    ]  # fmt: skip
+    cluster = ClusterSpec.model_validate({"name": row["source"], "nodes": nodes})
+    model, cuts = _model(row), row["cut_points_of_30_modules"]
+    modules = [b - a for a, b in pairwise(cuts)]
+    layers = without_ends(modules, sum(modules) - model.layers)
+    stages = stage_specs(layers, row["tp"], row["dp"], row["micro_batch"], row["global_batch"], 0, "none")
+    return _case(row, name, model, cluster, stages, Software(stack="deepspeed", **_EAGER_MEGATRON))
+
+
+_EAGER_MEGATRON: dict[str, Any] = {
+    "math": "fp16", "fused_attention": False, "fused_elementwise": True, "overlapped_reduction": False, "gradient_wire_bytes": 2,
+    "chunked_loss": False,
+}  # fmt: skip
+
+
+def _sailor(row: dict[str, Any], name: str) -> Case:
+    """One machine per replica, as Sailor's cluster was; stages count embedding and head as layers."""
+    model = _model(row)
+    layers = without_ends([stage["layers"] for stage in row["stages"]], sum(stage["layers"] for stage in row["stages"]) - model.layers)
+    nodes: list[dict[str, Any]] = []
+    stages, rank, first = [], 0, 0
+    for stage, count in zip(row["stages"], layers, strict=True):
+        replicas = []
+        for replica in stage["replicas"]:
+            samples = row["global_batch"] // len(stage["replicas"])
+            ranks = tuple(range(rank, rank + replica["tp"]))
+            replicas.append(ReplicaSpec(ranks=ranks, micro_batch=row["micro_batch"], samples=samples))
+            nodes.append({"name": f"n{len(nodes)}", "accelerator": find_accelerator(replica["accelerator"]), "accelerators": replica["tp"],
+                          "gbps_per_nic": SAILOR_GBPS})  # fmt: skip
+            rank += replica["tp"]
+        stages.append(StageSpec(layers=((first, first + count),), replicas=tuple(replicas)))
+        first += count
+    cluster = ClusterSpec.model_validate({"name": row["source"], "nodes": nodes})
+    return _case(row, name, model, cluster, tuple(stages), Software(stack="megatron-deepspeed", **_EAGER_MEGATRON))
+
+
+SAILOR_GBPS = 10.0  # between the machines of Sailor's mixed cluster; not published, assumed
+
+
+def _case(
+    row: dict[str, Any], name: str, model: ModelSpec, cluster: ClusterSpec, stages: tuple[StageSpec, ...], software: Software
+) -> Case:
+    plan = PlanSpec.model_construct(
+        model=model.name, cluster=cluster.name, global_batch=row["global_batch"], seq_len=model.max_seq_len, precision="fp16",
+        schedule="1f1b", stages=stages,
+    )  # fmt: skip
+    return Case(
+        id=row.get("case", name),
+        source=row["source"],
+        group=row["source"],
+        layouts=(Layout(plan, model, cluster),),
+        software=software,
+        measured_seconds=row["step_seconds"],
+        measured_memory_bytes=row.get("peak_memory_bytes"),
+        suspect=False,
+        row={"micro_batch": str(row["micro_batch"])},
+    )

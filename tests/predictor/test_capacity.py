@@ -1,0 +1,75 @@
+"""Which cluster to rent: against an ideal judge whose throughput is known."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hethub.predictor.capacity import Assumptions, CatalogueSpec, best, cluster_of, mark_frontier, rank_additions, size
+from hethub.spec.cluster import ClusterSpec
+from tests.predictor.plans import cluster
+
+CATALOGUE = CatalogueSpec.model_validate(
+    {
+        "currency": "EUR", "date": "2026-01-01",
+        "nodes": [
+            {"name": "fast", "accelerator": "H100-SXM5-80GB", "accelerators": 8, "count": 8, "price_per_hour": 40.0, "gbps_per_nic": 400},
+            {"name": "slow", "accelerator": "A100-SXM4-80GB", "accelerators": 8, "count": 8, "price_per_hour": 10.0, "gbps_per_nic": 200},
+        ],
+    }
+)  # fmt: skip
+SPEED = {"H100-SXM5-80GB": 300.0, "A100-SXM4-80GB": 100.0}
+NO_FAILURES = Assumptions(node_mtbf_hours=1e12, checkpoint_seconds=0.0, restart_seconds=0.0)
+
+
+def judge(on: ClusterSpec):
+    """Perfect scaling: tokens/s add up; a single slow node cannot hold the model."""
+    if [(node.device.name, node.count) for node in on.nodes] == [("A100-SXM4-80GB", 1)]:
+        return None
+    speed = sum(node.count * node.accelerators * SPEED[node.device.name] for node in on.nodes)
+    return SimpleNamespace(tokens_per_second=speed, breakdown={"compute": 0.5}, step_seconds=1.0)
+
+
+def test_the_cheapest_that_meets_the_deadline() -> None:
+    tokens = 800 * 4 * 86400 * 10  # four slow nodes, ten days
+    options = size(CATALOGUE, judge, tokens, deadline_days=10.01, assumptions=NO_FAILURES)
+    found = best(options)
+    assert found is not None
+    assert found.nodes == {"slow": 4}
+    assert found.cost == pytest.approx(4 * 10 * 24 * 10, rel=1e-3)
+    assert all(option.days <= 10.01 for option in options if option.meets)
+
+
+def test_the_fastest_within_a_budget_is_on_the_frontier() -> None:
+    options = size(CATALOGUE, judge, 1e12, budget=1e5, assumptions=NO_FAILURES)
+    assert all(option.cost <= 1e5 for option in options if option.meets)
+    assert any(option.on_frontier for option in options if option.meets)
+
+
+def test_owned_nodes_cost_nothing() -> None:
+    have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
+    options = size(CATALOGUE, judge, 1e12, have=have, assumptions=NO_FAILURES)
+    assert next(option for option in options if option.nodes == {}).cost == 0
+    assert cluster_of(CATALOGUE, {"slow": 1}, have).size == 40
+
+
+def test_additions_are_ranked_by_throughput_per_price() -> None:
+    have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
+    assert [addition.node for addition in rank_additions(CATALOGUE, judge, have)] == ["slow", "fast"]
+
+
+def test_failures_cost_more_on_more_nodes() -> None:
+    assumptions = Assumptions(node_mtbf_hours=1000)
+    assert 1 > assumptions.efficiency(1) > assumptions.efficiency(100) > 0
+
+
+def test_frontier_has_no_beaten_option() -> None:
+    options = mark_frontier(size(CATALOGUE, judge, 1e12, assumptions=NO_FAILURES))
+    front = [option for option in options if option.on_frontier]
+    assert front
+    for a in front:
+        assert not any(b.days < a.days and b.cost < a.cost for b in options)
+
+
+def test_prices_need_a_currency_and_a_date() -> None:
+    with pytest.raises(ValueError, match="currency and the date"):
+        CatalogueSpec.model_validate({"nodes": [CATALOGUE.nodes[0].to_dict()]})
