@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hethub.planner import PlanDiff
+from hethub.planner import PlanDiff, PlanResult
 from hethub.predictor import Prediction
+from hethub.report.explanation import print_explanation
 from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
@@ -18,12 +19,13 @@ from hethub.spec.plan import PlanSpec
 GIB = 2**30
 
 
-def print_plan(result: Any, model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
+def print_plan(result: PlanResult, model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
     """The planner's result: its stages, then what is predicted of them."""
     console = make_console()
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
     print_prediction(result.strategy, result.prediction, console)
+    print_explanation(result, console)
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
     if out is not None:
         console.print(f"written to {out}")
