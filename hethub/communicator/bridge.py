@@ -26,6 +26,7 @@ class Tuning:
 
     chunk_bytes: int = 4 << 20
     unchunked_bytes: int = 2 << 20
+    small_bytes: int = 256 << 10
     lag: int = 2
 
     def num_chunks(self, num_bytes: int) -> int:
@@ -49,6 +50,11 @@ class Bridge:
 
         `residual` (fp32, as many elements) carries a narrow wire's rounding errors from call to call.
         """
+        if not flat.numel():
+            return
+        if flat.nbytes * self._size <= self._tuning.small_bytes and reduction.wire.dtype == flat.dtype:
+            self._all_reduce_small(flat, reduction)
+            return
         stages = self._exchange_stages if len(self._islands) == 2 else self._owner_stages
         pieces = split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
         run_pipelined((stages(flat, piece, reduction, residual) for piece in pieces), self._tuning.lag)
@@ -89,6 +95,23 @@ class Bridge:
         _wait(arrivals)
         _wait(sends)
 
+    def _all_reduce_small(self, flat: torch.Tensor, reduction: Reduction) -> None:
+        """One hop instead of three: everybody's input to everybody, added in the same order as large messages."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        incoming = {r: self._links.expect(flat.numel(), flat.dtype, r, Stage.SMALL) for r in others}
+        sends = [self._links.send(flat, rank, Stage.SMALL) for rank in others]
+        inputs = {rank: message.wait() for rank, message in incoming.items()} | {self._rank: flat}
+        partials = []
+        for island in self._islands:
+            if len(island) == 1:
+                partials.append(inputs[island[0]])
+            else:
+                partials.append(torch.empty_like(flat))
+                reduction.partial([inputs[rank] for rank in island], partials[-1])
+        _wait(sends)
+        reduction.total(partials, flat)
+        _release(list(incoming.values()))
+
     def _owner_stages(
         self, flat: torch.Tensor, whole: Range, reduction: Reduction, residual: torch.Tensor | None
     ) -> Iterator[None]:
@@ -107,9 +130,14 @@ class Bridge:
         gathered = [self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]]
         foreign = self._expect_carried(mine, [[part] for part in parts], reduction)
         yield
-        if mine:
+        peers = [(peer, common) for peer in self._others()[0] if (common := overlap(mine, parts[peer]))]
+        lent = None
+        if len(peers) == 1 and self._neighbours and reduction.wire.dtype == flat.dtype:
+            lent = self._links.outgoing(mine.size, flat.dtype, peers[0][0])
+            own = self._island_partial(flat, mine, incoming[0], reduction, lent.tensor)
+            exchanged = [self._links.send_outgoing(lent, peers[0][0], Stage.EXCHANGE)]
+        elif mine:
             partial = self._island_partial(flat, mine, incoming[0], reduction)
-            peers = [(peer, common) for peer in self._others()[0] if (common := overlap(mine, parts[peer]))]
             pieces = [common.shift(-mine.start) for _, common in peers]
             messages, own = encode_pieces(partial, pieces, reduction.wire, _part(residual, mine))
             exchanged = [
@@ -122,6 +150,8 @@ class Bridge:
             _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
             reduction.total(partials, _sub(flat, mine))
             _release(foreign)
+            if lent is not None:
+                lent.release()
             sends += [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours]
         yield
         _wait(gathered)
@@ -239,13 +269,18 @@ class Bridge:
         return expected
 
     def _island_partial(
-        self, flat: torch.Tensor, piece: Range, incoming: dict[int, Incoming], reduction: Reduction
+        self,
+        flat: torch.Tensor,
+        piece: Range,
+        incoming: dict[int, Incoming],
+        reduction: Reduction,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the tensor's type."""
+        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the tensor's type; in `out` if given."""
         own = _sub(flat, piece)
         if not incoming:
             return own
-        partial = torch.empty(piece.size, dtype=flat.dtype)
+        partial = torch.empty(piece.size, dtype=flat.dtype) if out is None else out
         order = self._islands[self._home]
         reduction.partial([own if rank == self._rank else incoming[rank].wait() for rank in order], partial)
         for message in incoming.values():

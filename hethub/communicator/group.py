@@ -15,11 +15,11 @@ from hethub.communicator.context import Context
 from hethub.communicator.point_to_point import PointToPoint
 from hethub.communicator.reduction import Reduction, make_reduction
 from hethub.communicator.staging import Staged, join
-from hethub.communicator.work import HethubWork, Operation, Worker
+from hethub.communicator.work import HethubWork, Job, Operation, Worker
 from hethub.spec.ranges import Range, from_sizes, split
 
 Tensors = list[torch.Tensor]
-Job = Callable[[], None]
+Run = Callable[[], None]
 
 
 class HethubGroup(torch_private.GroupBase):
@@ -55,14 +55,14 @@ class HethubGroup(torch_private.GroupBase):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> HethubWork:
         if tensors[0].is_sparse:
             return self._submit("all_reduce", lambda: _completed(self._gloo.allreduce(tensors, opts)), tensors)
-        return self._all_reduce(tensors, _op(opts), "all_reduce")
+        return self._all_reduce(tensors, opts, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> HethubWork:
-        return self._all_reduce(tensors, _op(opts), "all_reduce_coalesced")
+        return self._all_reduce(tensors, opts, "all_reduce_coalesced")
 
-    def _all_reduce(self, tensors: Tensors, op: Any, name: str) -> HethubWork:
+    def _all_reduce(self, tensors: Tensors, opts: Any, name: str) -> HethubWork:
         staged = [self._stage(tensor) for tensor in tensors]
-        reductions = [self._reduction(op, tensor.dtype) for tensor in tensors]
+        reductions = [self._reduction(_op(opts), tensor.dtype) for tensor in tensors]
 
         def job() -> None:
             for place, reduction in zip(staged, reductions, strict=True):
@@ -73,7 +73,7 @@ class HethubGroup(torch_private.GroupBase):
                 self._bridge.all_reduce(flat, reduction)
                 place.store()
 
-        return self._submit(name, job, tensors)
+        return self._submit(name, job, tensors, opts)
 
     def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
         """As all-reduce; what a narrow wire rounds away on this rank is kept in `residual` and added next time."""
@@ -98,7 +98,7 @@ class HethubGroup(torch_private.GroupBase):
             if mine:
                 staged.store()
 
-        return self._submit("reduce", job, tensors)
+        return self._submit("reduce", job, tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> HethubWork:
         ranges = from_sizes([part.numel() for part in inputs[0]])
@@ -119,7 +119,7 @@ class HethubGroup(torch_private.GroupBase):
             self._scatter_job(out, [source], from_sizes([out.numel()] * self._size), _op(opts))
             for out, source in zip(outputs, inputs, strict=True)
         ]
-        return self._submit(name, _in_turn(jobs), outputs)
+        return self._submit(name, _in_turn(jobs), outputs, opts)
 
     def reduce_scatter_ranges(
         self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any, name: str
@@ -127,7 +127,7 @@ class HethubGroup(torch_private.GroupBase):
         """`output` becomes this rank's range of the reduction over the joined, flat `sources`."""
         return self._submit(name, self._scatter_job(output, sources, ranges, op), [output])
 
-    def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Job:
+    def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Run:
         staged = [self._stage(source) for source in sources]
         out = self._stage(output)
         reduction = self._reduction(op, output.dtype)
@@ -151,10 +151,10 @@ class HethubGroup(torch_private.GroupBase):
             self._bridge.all_gather(flat, ranges)
             staged.store()
 
-        return self._submit("broadcast", job, tensors)
+        return self._submit("broadcast", job, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
-        return self._submit("all_gather", self._gather_job(outputs[0], inputs[0]), outputs[0])
+        return self._submit("all_gather", self._gather_job(outputs[0], inputs[0]), outputs[0], opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
         """`outputs[rank][i]` becomes rank's `inputs[i]`."""
@@ -162,7 +162,7 @@ class HethubGroup(torch_private.GroupBase):
         return self._submit("all_gather_coalesced", _in_turn(jobs), [tensor for row in outputs for tensor in row])
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> HethubWork:
-        return self._submit("all_gather_into_tensor", self._gather_job([output], source), [output])
+        return self._submit("all_gather_into_tensor", self._gather_job([output], source), [output], opts)
 
     all_gather_single = _allgather_base
 
@@ -172,7 +172,7 @@ class HethubGroup(torch_private.GroupBase):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def _gather_job(self, outputs: Tensors, source: torch.Tensor) -> Job:
+    def _gather_job(self, outputs: Tensors, source: torch.Tensor) -> Run:
         """The outputs, one per rank or one for all, become every rank's source in rank order."""
         sizes = [out.numel() for out in outputs] if len(outputs) == self._size else [source.numel()] * self._size
         ranges = from_sizes(sizes)
@@ -258,7 +258,7 @@ class HethubGroup(torch_private.GroupBase):
         return self._submit("all_to_all", job, outputs)
 
     def barrier(self, opts: Any = None) -> HethubWork:
-        return self._submit("barrier", lambda: _completed(self._gloo.barrier()), [])
+        return self._submit("barrier", lambda: _completed(self._gloo.barrier()), [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self._gloo.monitored_barrier(timeout, wait_all_ranks)
@@ -302,12 +302,15 @@ class HethubGroup(torch_private.GroupBase):
     def _operation(self, name: str, tensors: Tensors) -> Operation:
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
-    def _submit(self, name: str, job: Job, tensors: Tensors) -> HethubWork:
+    def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None) -> HethubWork:
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(self._operation(name, tensors), tensors, self.context.callbacks, self._timeout_seconds)
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
         count = self.context.counters.count_operation
-        return self._worker.submit(job, work, lambda seconds: count(self._label, name, num_bytes, seconds))
+        return self._worker.submit(
+            Job(run=job, work=work, count=lambda seconds: count(self._label, name, num_bytes, seconds)),
+            caller_waits=opts is not None and not opts.asyncOp,
+        )
 
 
 def _op(opts: Any) -> Any:
@@ -327,7 +330,7 @@ def _by_rank(flat: torch.Tensor, ranges: Sequence[Range]) -> dict[int, torch.Ten
     return {rank: flat[piece.start : piece.stop] for rank, piece in enumerate(ranges)}
 
 
-def _in_turn(jobs: Sequence[Job]) -> Job:
+def _in_turn(jobs: Sequence[Run]) -> Run:
     def job() -> None:
         for each in jobs:
             each()

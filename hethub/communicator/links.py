@@ -6,7 +6,7 @@ from enum import IntEnum
 import torch
 
 from hethub.communicator.counters import Counters
-from hethub.communicator.relay import Incoming, Relay, Transfer
+from hethub.communicator.relay import Incoming, Outgoing, Relay, Transfer
 
 
 class Stage(IntEnum):
@@ -17,6 +17,7 @@ class Stage(IntEnum):
     GATHER = 2
     SPREAD = 3
     DIRECT = 4
+    SMALL = 5
 
 
 _NUM_STAGES = 8
@@ -45,6 +46,15 @@ class Links:
         relay = self._relays[peer]
         self._counters.count_sent(relay.name, is_bridge=to not in self._near, num_bytes=tensor.nbytes)
         return relay.send(tensor, peer, self._first_tag + stage)
+
+    def outgoing(self, num_elements: int, dtype: torch.dtype, to: int) -> Outgoing:
+        peer = self._members[to]
+        return self._relays[peer].outgoing(num_elements, dtype, peer)
+
+    def send_outgoing(self, message: Outgoing, to: int, stage: Stage) -> Transfer:
+        relay = self._relays[self._members[to]]
+        self._counters.count_sent(relay.name, is_bridge=to not in self._near, num_bytes=message.tensor.nbytes)
+        return message.send(self._first_tag + stage)
 
     def receive(self, tensor: torch.Tensor, source: int, stage: Stage) -> Transfer:
         peer = self._members[source]

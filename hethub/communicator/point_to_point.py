@@ -14,7 +14,7 @@ import torch
 from hethub.communicator import torch_private
 from hethub.communicator.gloo_relay import GlooTransfer
 from hethub.communicator.staging import Staged
-from hethub.communicator.work import CallbackThreads, HethubWork, NativeWork, Operation, Worker
+from hethub.communicator.work import CallbackThreads, HethubWork, Job, NativeWork, Operation, Worker
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -76,7 +76,9 @@ class PointToPoint:
 
         with self._lock:
             lane = self._lanes.setdefault(peer, Worker(f"hethub-send-{peer}"))
-        return lane.submit(job, HethubWork(operation, [tensor], self._callbacks), lambda seconds: None)
+        return lane.submit(
+            Job(run=job, work=HethubWork(operation, [tensor], self._callbacks), count=lambda seconds: None)
+        )
 
 
 class StagedReceive(torch_private.WorkBase):

@@ -36,6 +36,17 @@ class Incoming(Protocol):
         """Gives the memory back; the tensor must not be used any more."""
 
 
+class Outgoing(Protocol):
+    """A message about to be written in memory the relay lends; after `send` it may still be read until `release`."""
+
+    tensor: torch.Tensor
+
+    def send(self, tag: int) -> Transfer: ...
+
+    def release(self) -> None:
+        """The sender has no more use for the tensor."""
+
+
 class Relay(ABC):
     """Carries messages between this rank and any other rank of the world (ranks are the world's)."""
 
@@ -52,12 +63,31 @@ class Relay(ABC):
         tensor = torch.empty(num_elements, dtype=dtype)
         return ReceivedInto(tensor, self.receive(tensor, peer, tag))
 
+    def outgoing(self, num_elements: int, dtype: torch.dtype, peer: int) -> Outgoing:
+        """Memory to write a message for `peer` into: a relay that can lends what the peer will read."""
+        return OwnMemory(self, torch.empty(num_elements, dtype=dtype), peer)
+
     @abstractmethod
     def abort(self) -> None:
         """Makes every pending and later transfer of this process fail soon; may be called from any thread."""
 
     def close(self) -> None:  # noqa: B027  most relays hold nothing that outlives the process group
         """Frees what the relay holds, when all ranks are done with it."""
+
+
+class OwnMemory:
+    """An outgoing message in a tensor of its own."""
+
+    def __init__(self, relay: Relay, tensor: torch.Tensor, peer: int) -> None:
+        self.tensor = tensor
+        self._relay = relay
+        self._peer = peer
+
+    def send(self, tag: int) -> Transfer:
+        return self._relay.send(self.tensor, self._peer, tag)
+
+    def release(self) -> None:
+        return None
 
 
 class ReceivedInto:

@@ -16,7 +16,7 @@ from collections import defaultdict
 
 import torch
 
-from hethub.communicator.relay import Incoming, PeerError, Relay, Transfer
+from hethub.communicator.relay import Incoming, Outgoing, PeerError, Relay, Transfer
 
 _BELL = struct.Struct("=BQQQ")
 _DATA, _FREE, _BLOCK = 1, 2, 3
@@ -28,6 +28,7 @@ class Block:
 
     def __init__(self, number: int, memory: mmap.mmap) -> None:
         self.number = number
+        self.num_users = 0
         self.memory = torch.frombuffer(memory, dtype=torch.uint8)
 
     def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -53,15 +54,39 @@ class ShmLink:
         self._arrived: dict[tuple[int, int], tuple[Block, int]] = {}
         self._num_expected: dict[int, int] = defaultdict(int)
         self._num_arrived: dict[int, int] = defaultdict(int)
-        self._news = threading.Condition()
+        self._news = threading.Condition(threading.RLock())
         self._is_being_read = False
         self._sending = threading.Lock()
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         source = tensor.view(torch.uint8)
-        block = self._take_block(source.numel())
+        block = self.take_block(source.numel())
         block.memory[: source.numel()].copy_(source)
-        self._ring(_DATA, tag, block.number, source.numel())
+        self.ring(block, source.numel(), tag)
+        self.release(block)
+
+    def take_block(self, num_bytes: int) -> Block:
+        """A block to write a message into, in use by the writer until `release`."""
+        size = max(_SMALLEST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
+        self._read_returned_blocks()
+        with self._news:
+            block = self._free[size].pop() if self._free[size] else None
+        block = block or self._make_block(size)
+        block.num_users = 1
+        return block
+
+    def ring(self, block: Block, num_bytes: int, tag: int) -> None:
+        """Tells the peer that the block holds a message; it uses the block too from now on."""
+        with self._news:
+            block.num_users += 1
+        self._ring(_DATA, tag, block.number, num_bytes)
+
+    def release(self, block: Block) -> None:
+        """One user less; without users the block is free for the next message."""
+        with self._news:
+            block.num_users -= 1
+            if block.num_users == 0:
+                self._free[block.memory.numel()].append(block)
 
     def expect(self, tag: int) -> int:
         """The number, among all messages with `tag`, of the next one not yet expected."""
@@ -99,14 +124,6 @@ class ShmLink:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
-
-    def _take_block(self, num_bytes: int) -> Block:
-        size = max(_SMALLEST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
-        self._read_returned_blocks()
-        with self._news:
-            if self._free[size]:
-                return self._free[size].pop()
-        return self._make_block(size)
 
     def _make_block(self, size: int) -> Block:
         descriptor = os.memfd_create("hethub", os.MFD_CLOEXEC)
@@ -162,8 +179,7 @@ class ShmLink:
                 self._num_arrived[tag] += 1
                 self._arrived[tag, self._num_arrived[tag]] = (self._peer_blocks[number], num_bytes)
             elif kind == _FREE:
-                block = self._own_blocks[number]
-                self._free[block.memory.numel()].append(block)
+                self.release(self._own_blocks[number])
             else:
                 self._peer_blocks[number] = _map_block(number, num_bytes, rights)
         return True
@@ -205,6 +221,23 @@ class CopiedOut:
         self._incoming.release()
 
 
+class Lent:
+    """An outgoing message written where the peer reads it."""
+
+    def __init__(self, link: ShmLink, num_elements: int, dtype: torch.dtype) -> None:
+        self._link = link
+        self._num_bytes = num_elements * dtype.itemsize
+        self._block = link.take_block(self._num_bytes)
+        self.tensor = self._block.view(self._num_bytes, dtype)
+
+    def send(self, tag: int) -> Transfer:
+        self._link.ring(self._block, self._num_bytes, tag)
+        return Sent()
+
+    def release(self) -> None:
+        self._link.release(self._block)
+
+
 class ShmRelay(Relay):
     """Any message to a rank of the same host."""
 
@@ -222,6 +255,9 @@ class ShmRelay(Relay):
 
     def expect(self, num_elements: int, dtype: torch.dtype, peer: int, tag: int) -> Incoming:
         return Borrowed(self._links[peer], tag, dtype)
+
+    def outgoing(self, num_elements: int, dtype: torch.dtype, peer: int) -> Outgoing:
+        return Lent(self._links[peer], num_elements, dtype)
 
     def abort(self) -> None:
         for link in self._links.values():
