@@ -11,7 +11,7 @@ from typing import Any
 from hethub.predictor import Prediction, predict
 from hethub.predictor.timeline import Span
 from hethub.report.drawing import curve, legend, stacked, timeline
-from hethub.report.tables import GIB, compact, parameter_count
+from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, bind
@@ -139,14 +139,7 @@ def _cluster(layout: Layout) -> str:
 
 
 def _plan(layout: Layout) -> str:
-    rows = []
-    for index, stage in enumerate(layout.stages):
-        layers = ", ".join(f"[{start}, {stop})" for start, stop in stage.layers)
-        for replica in stage.replicas:
-            name = layout.cluster.places[replica.ranks[0]].accelerator.name
-            counts = [str(replica.micro_batch), str(replica.samples)]
-            rows.append([str(index), layers, compact(replica.ranks), name, *counts, str(stage.zero), stage.recompute])
-    return _table(["stage", "layers", "ranks", "accelerator", "micro-batch", "samples", "ZeRO", "recompute"], rows)
+    return _table(STAGE_COLUMNS, stage_rows(layout.plan, layout.cluster))
 
 
 def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:

@@ -1,7 +1,7 @@
 """Plans and predictions as tables on the terminal."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hethub.report.explanation import print_explanation
 from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec
+from hethub.spec.plan import PlanSpec, ReplicaSpec
 
 GIB = 2**30
 
@@ -37,24 +37,35 @@ def parameter_count(model: ModelSpec) -> str:
     return f"{number / 1e9:.4g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
+STAGE_COLUMNS = ("stage", "layers", "replicas", "ranks", "accelerator", "micro-batch", "samples", "ZeRO", "recompute")
+
+
 def stage_table(plan: PlanSpec, cluster: ClusterSpec) -> Table:
-    """One row per replica."""
-    table = Table("stage", "layers", "ranks", "accelerator", "micro-batch", "samples", "ZeRO", "recompute")
+    """One row per run of equal replicas."""
+    table = Table(*STAGE_COLUMNS)
+    for row in stage_rows(plan, cluster):
+        table.add_row(*row)
+    return table
+
+
+def stage_rows(plan: PlanSpec, cluster: ClusterSpec) -> list[list[str]]:
+    """The cells of STAGE_COLUMNS, a row per run of equal replicas; samples are each replica's."""
+    rows = []
     for index, stage in enumerate(plan.stages):
         layers = ", ".join(f"[{start}, {stop})" for start, stop in stage.layers)
-        for position, replica in enumerate(stage.replicas):
-            first = position == 0
-            table.add_row(
-                str(index) if first else "",
-                layers if first else "",
-                compact(replica.ranks),
-                cluster.places[replica.ranks[0]].accelerator.name,
-                str(replica.micro_batch),
-                str(replica.samples),
-                str(stage.zero) if first else "",
-                stage.recompute if first else "",
-            )
-    return table
+        ends = ["", "", "", ""]
+        whole = [str(index), layers, str(stage.zero), stage.recompute]
+        alike = groupby(stage.replicas, key=lambda r: (r.tp, r.micro_batch, r.samples, _accelerator(r, cluster)))
+        for position, ((tp, micro_batch, samples, name), group) in enumerate(alike):
+            replicas = list(group)
+            ranks = compact(tuple(rank for replica in replicas for rank in replica.ranks))
+            first, last = (whole[:2], whole[2:]) if position == 0 else (ends[:2], ends[2:])
+            rows.append([*first, f"{len(replicas)} x TP {tp}", ranks, name, str(micro_batch), str(samples), *last])
+    return rows
+
+
+def _accelerator(replica: ReplicaSpec, cluster: ClusterSpec) -> str:
+    return cluster.places[replica.ranks[0]].accelerator.name
 
 
 def compact(ranks: tuple[int, ...]) -> str:
