@@ -35,6 +35,7 @@ class DraftStage:
     recompute: Recompute = "none"
     zero: int = 1
     state_shares: tuple[tuple[int, float], ...] = ()
+    nudges: tuple[int, ...] = ()  # samples more or fewer than by speed, per seat; empty: none
 
     @cached_property
     def sorts(self) -> tuple[tuple[tuple[int, int, int], int], ...]:
@@ -55,6 +56,11 @@ class Draft:
     def with_stage(self, index: int, stage: DraftStage) -> "Draft":
         return replace(self, stages=(*self.stages[:index], stage, *self.stages[index + 1 :]))
 
+    @property
+    def shape(self) -> object:
+        """Which sorts of units form which stage, whatever their layers and micro-batches."""
+        return tuple(tuple((sort[:2], count) for sort, count in stage.sorts) for stage in self.stages)
+
     @cached_property
     def replica_counts(self) -> tuple[int, ...]:
         return tuple(len(stage.seats) for stage in self.stages)
@@ -74,14 +80,17 @@ def to_draft(
 
 
 def complete(draft: Draft, problem: Problem, costs: UnitCosts) -> PlanSpec | None:
-    """The plan of a draft with samples divided by speed; None where some stage has more replicas than samples."""
+    """The plan of a draft with samples divided by speed; None where some replica would have no sample."""
     counts = draft.replica_counts
     if max(counts) > problem.batch.global_batch:
         return None
     divided = _divided(draft, problem, costs)
     stages, start = [], 0
     near = _nearly_even(divided)
-    for index, (stage, samples) in enumerate(zip(draft.stages, divided, strict=True)):
+    for index, (stage, by_speed) in enumerate(zip(draft.stages, divided, strict=True)):
+        samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
+        if min(samples) < 1:
+            return None
         stages.append(_stage(draft, index, stage, samples, start, problem, explicit=near or draft.slack > 0))
         start += stage.layers
     return PlanSpec(

@@ -5,7 +5,7 @@ all layers follows by bisection.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from hethub.planner.costs import Rate, UnitCosts
 from hethub.planner.footprint import FIRST, LAST, MIDDLE, ONLY, Coefficients
 from hethub.planner.problem import Combination, Problem, Unit
+from hethub.planner.samples import Worker, earliest_finish
 
 
 class Cut(NamedTuple):
@@ -34,6 +35,7 @@ class Sorts:
     tile: np.ndarray  # seconds of one layer of one micro-batch
     capacity: np.ndarray  # bytes
     memory: Coefficients  # each [sort, position]
+    mixed: dict[tuple[int, ...], float] = field(default_factory=dict)  # seconds per layer by counts, as they are asked for
 
     @property
     def rate(self) -> float:
@@ -91,11 +93,26 @@ def _linear(problem: Problem, sorts: Sorts, composition: np.ndarray) -> tuple[np
     # Samples come whole: alike replicas end with the one that has the most.
     rounding = np.where(alone, np.ceil(samples / count) * count / samples, 1.0)
     per_layer = samples / speed * rounding
+    for stage in np.flatnonzero(~alone):
+        per_layer[stage] = _mixed(samples, sorts, tuple(int(n) for n in composition[stage]))
     extra = np.zeros(composition.shape[0])
     extra[0] += per_layer[0] * float((composition[0] * sorts.embedding).sum() / (composition[0] * sorts.layer).sum())
     extra[-1] += per_layer[-1] * float((composition[-1] * sorts.head).sum() / (composition[-1] * sorts.layer).sum())
     latency = np.where(present, sorts.tile, 0.0).max(axis=1)
     return per_layer, extra, latency
+
+
+def _mixed(samples: int, sorts: Sorts, counts: tuple[int, ...]) -> float:
+    """Busy seconds per layer of a stage of unlike units, samples coming whole."""
+    found = sorts.mixed.get(counts)
+    if found is None:
+        workers = []
+        for sort, count in enumerate(counts):
+            if count:
+                b = round(sorts.tile[sort] / sorts.layer[sort])
+                workers.append((Worker(b, tuple(float(sorts.layer[sort]) * (i + 1) for i in range(b))), count))
+        found = sorts.mixed[counts] = earliest_finish(samples, workers)
+    return found
 
 
 def _most_layers(problem: Problem, sorts: Sorts, composition: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from itertools import combinations
 from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.problem import Problem
 
+MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
 
 
@@ -21,6 +22,8 @@ def neighbours(draft: Draft, problem: Problem, slowest: int) -> Iterator[Draft]:
     yield from _micro_batches(draft, problem)
     yield from _modes(draft, problem)
     yield from _seats(draft, problem, pairs)
+    if problem.size <= MOST_NUDGED:
+        yield from _nudges(draft)
 
 
 def _layers(draft: Draft, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
@@ -103,6 +106,18 @@ def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iter
                     yield _exchanged(draft, a, i, b, j)
 
 
+def _nudges(draft: Draft) -> Iterator[Draft]:
+    """One sample from one replica of a stage to another: where a stage waits anyway, speed is not all that counts."""
+    for index, stage in enumerate(draft.stages):
+        count = len(stage.seats)
+        now = stage.nudges or (0,) * count
+        for giver in range(count):
+            for taker in range(count):
+                if giver != taker:
+                    moved = tuple(n - (i == giver) + (i == taker) for i, n in enumerate(now))
+                    yield draft.with_stage(index, replace(stage, nudges=moved if any(moved) else ()))
+
+
 def _sort(seat: Seat) -> tuple[int, int]:
     return seat.unit.kind, seat.unit.tp
 
@@ -116,7 +131,8 @@ def _moved(draft: Draft, index: int, position: int, other: int) -> Draft:
     stage, target = draft.stages[index], draft.stages[other]
     seat = stage.seats[position]
     left = stage.seats[:position] + stage.seats[position + 1 :]
-    return draft.with_stage(index, replace(stage, seats=left)).with_stage(other, replace(target, seats=(*target.seats, seat)))
+    moved = replace(target, seats=(*target.seats, seat), nudges=())
+    return draft.with_stage(index, replace(stage, seats=left, nudges=())).with_stage(other, moved)
 
 
 def _exchanged(draft: Draft, a: int, i: int, b: int, j: int) -> Draft:

@@ -23,6 +23,28 @@ class Worker(NamedTuple):
         return whole * self.micro_batch + min(rest, self.micro_batch - 1)
 
 
+def earliest_finish(total: int, counts: Sequence[tuple[Worker, int]]) -> float:
+    """When the last of several sorts of workers, `count` of each, ends `total` samples divided best, each having one."""
+    if len(counts) == 1:
+        worker, count = counts[0]
+        return worker.seconds(-(-total // count))
+
+    def done(seconds: float) -> int:
+        return sum(count * max(1, worker.within(seconds)) for worker, count in counts)
+
+    low = total / sum(count * worker.micro_batch / worker.tile_seconds[-1] for worker, count in counts) * 0.999
+    high = low + max(worker.tile_seconds[-1] for worker, _ in counts)
+    while done(high) < total:
+        high *= 1.1
+    for _ in range(30):
+        middle = (low + high) / 2
+        if done(middle) >= total:
+            high = middle
+        else:
+            low = middle
+    return max(high, *(worker.seconds(1) for worker, _ in counts))
+
+
 def divide(total: int, workers: Sequence[Worker]) -> list[int]:
     """Samples per worker, each at least one, that sum to `total` with the smallest largest finishing time.
 

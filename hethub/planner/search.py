@@ -36,7 +36,7 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
     """More for small clusters, whose plans are judged in a millisecond; less for a part of the upper bound."""
     size = problem.size
     if size <= 16:
-        full = Effort(cuts=96, free_cells=4_000_000, finalists=32, descents=6, climbs=4, steps=40, tried_per_step=16, tiles=100_000)
+        full = Effort(cuts=96, free_cells=4_000_000, finalists=48, descents=6, climbs=4, steps=40, tried_per_step=16, tiles=100_000)
     elif size <= 128:
         full = Effort(cuts=64, free_cells=2_000_000, finalists=24, descents=3, climbs=2, steps=12, tried_per_step=8, tiles=40_000)
     else:
@@ -113,14 +113,29 @@ def promising(problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, 
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
     cuts = best_cuts(problem, bounded, effort.cuts, memory_counts=memory_counts)
     entries = [*cuts, *reordered(problem, cuts, memory_counts=memory_counts)]
-    estimates = {draft: judge.surrogate.seconds(draft) for draft in (entry.draft(problem) for entry in entries)}
+    estimates = {draft: judge.surrogate.seconds(draft) for entry in entries for draft in slacks(problem, judge, entry.draft(problem))}
     best = min(estimates.values(), default=float("inf"))
     for draft in small_drafts(problem, bounded, best, memory_counts):
         estimates[draft] = judge.surrogate.seconds(draft)
     if problem.constraints.dp is None and not judge.out_of_time:
         for draft in free_drafts(problem, judge, effort, bounded, best, memory_counts):
-            estimates[draft] = judge.surrogate.seconds(draft)
-    return heapq.nsmallest(effort.finalists, estimates, key=lambda draft: estimates[draft])
+            estimates.update((d, judge.surrogate.seconds(d)) for d in slacks(problem, judge, draft))
+    ranked = sorted(estimates, key=lambda draft: estimates[draft])
+    shapes = {draft.shape: draft for draft in reversed(ranked)}  # the best of every arrangement of units
+    unlike = sorted(shapes.values(), key=lambda draft: estimates[draft])
+    return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
+
+
+SLACKS = (1, 3)  # more tiles in flight than the default, tried from the start
+
+
+def slacks(problem: Problem, judge: Judge, draft: Draft) -> list[Draft]:
+    """The draft, and with more tiles in flight where they are likely to fit and shorten the estimate."""
+    if len(draft.stages) == 1 or problem.schedule != "1f1b" or not problem.capabilities.chooses_in_flight:
+        return [draft]
+    now = judge.surrogate.seconds(draft)
+    more = [replace(draft, slack=slack) for slack in SLACKS]
+    return [draft, *(d for d in more if judge.surrogate.seconds(d) < now and judge.surrogate.likely_fits(d))]
 
 
 def free_drafts(

@@ -74,11 +74,24 @@ def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def combinations(problem: Problem) -> Iterator[Combination]:
-    """All combinations, micro-batches equal over kinds."""
+    """All combinations. On small clusters kinds may have unlike micro-batches, up to four times apart."""
     for degrees in degree_choices(problem):
-        for micro_batch in problem.micro_batches:
+        for micro_batches in micro_batch_choices(problem):
             for recompute in problem.recomputes:
-                yield Combination(degrees, (micro_batch,) * len(problem.kinds), recompute)
+                yield Combination(degrees, micro_batches, recompute)
+
+
+MOST_UNLIKE = 16  # accelerators: beyond, all kinds start with one micro-batch and differ by local search only
+
+
+def micro_batch_choices(problem: Problem) -> list[tuple[int, ...]]:
+    """Micro-batches per kind."""
+    kinds, sizes = len(problem.kinds), problem.micro_batches
+    if kinds == 1 or problem.size > MOST_UNLIKE:
+        return [(size,) * kinds for size in sizes]
+    parts = (1, 2, 4) if kinds == 2 or problem.size <= 4 else (1, 2)
+    unlike = (tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=kinds))
+    return list(dict.fromkeys(choice for choice in unlike if set(choice) <= set(sizes)))
 
 
 def lines(problem: Problem, counts: tuple[int, ...]) -> Iterator[Line]:

@@ -42,8 +42,17 @@ def small_drafts(problem: Problem, bounded: Bounded, best: float, memory_counts:
             if constraints.dp is not None and any(sum(stage) != constraints.dp for stage in composition):
                 continue
             cut = cut_equally(problem, sorts, np.array(composition), memory_counts=memory_counts)
-            if cut is not None:
-                yield _draft(problem, combination, sorts, composition, cut.layers)
+            for layers in _near(cut.layers) if cut is not None else ():
+                yield _draft(problem, combination, sorts, composition, layers)
+
+
+def _near(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The balanced cut, and those with one layer moved: fill and drain count as well as balance."""
+    yield layers
+    for giver in range(len(layers)):
+        for taker in range(len(layers)):
+            if giver != taker and layers[giver] > 1:
+                yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(layers))
 
 
 def _draft(

@@ -10,7 +10,7 @@ from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.footprint import position
 from hethub.planner.problem import Problem
-from hethub.planner.samples import Worker
+from hethub.planner.samples import Worker, earliest_finish
 from hethub.predictor.costs import BUCKET_BYTES
 
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
@@ -110,14 +110,17 @@ class Surrogate:
         samples = self.problem.batch.global_batch
         share = -(-samples // len(stage.seats))
         busy = max(worker.seconds(share) for worker, _ in counts) if even else earliest_finish(samples, counts)
-        tiles = [
-            self.costs.rate(seat.unit, seat.micro_batch, stage.recompute).tile(stage.layers, first, last) for seat in seats.values()
-        ]
-        slowest = max(tiles, key=lambda tile: tile.total)
+        forward = backward = tiles = 0.0
+        for sort, count in stage.sorts:
+            unit, b = seats[sort].unit, sort[2]
+            own = min(samples, max(1, workers[sort].within(busy)))
+            tile = self.costs.rate(unit, min(b, own), stage.recompute).tile(stage.layers, first, last)
+            part = own * count / samples  # what of the samples passes this sort
+            forward, backward = forward + part * tile.forward, backward + part * tile.backward
+            tiles = max(tiles, own / min(b, own))
         reduce, tail, gather = self._reduction(stage, first, last)
-        return StageEstimate(
-            busy, slowest.forward, slowest.backward, busy / slowest.total, reduce, tail, gather + self._optimizer(stage, first, last)
-        )
+        finish = gather + self._optimizer(stage, first, last)
+        return StageEstimate(busy, forward, backward, tiles, reduce, tail, finish)
 
     def _worker(self, stage: DraftStage, seat: Seat, first: bool, last: bool) -> Worker:
         """The seat with whole tiles and proportional parts of them; exact shares of short tiles come with the plan."""
@@ -173,22 +176,3 @@ class Surrogate:
                 found += network.link(*receiver.unit.ranks[:2]).seconds(num_bytes)
             self._crossings[key] = found
         return found
-
-
-def earliest_finish(total: int, counts: list[tuple[Worker, int]]) -> float:
-    """When the last of several sorts of workers, `count` of each, ends `total` samples divided best."""
-    if len(counts) == 1:
-        worker, count = counts[0]
-        return worker.seconds(-(-total // count))
-    rate = sum(count * worker.micro_batch / worker.tile_seconds[-1] for worker, count in counts)
-    low = total / rate * 0.999
-    high = low + max(worker.tile_seconds[-1] for worker, _ in counts)
-    while sum(count * worker.within(high) for worker, count in counts) < total:
-        high *= 1.1
-    for _ in range(30):
-        middle = (low + high) / 2
-        if sum(count * worker.within(middle) for worker, count in counts) >= total:
-            high = middle
-        else:
-            low = middle
-    return high
