@@ -16,6 +16,7 @@ from hethub.runtime.run_folder import RunFolder, StepMetrics
 from hethub.runtime.stop_signal import StopSignal
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job, load_plan_of
+from hethub.spec.layout import bind
 from tests.support.job_files import plan, write_job, write_yaml
 
 
@@ -76,7 +77,7 @@ def test_the_job_in_a_run_folder_names_whole_paths(tmp_path):
     relative = os.path.relpath(tmp_path / "job" / "job.yaml")
     folder = RunFolder(tmp_path / "far" / "run")
     job = load_job(relative)
-    folder.start(job, load_plan_of(job, job.plan_path), {}, {})
+    folder.start(job, bind(load_plan_of(job, job.plan_path), job.model, job.cluster), {}, {})
     again = load_job(folder.path / "job.yaml")
     assert again.model == job.model
     assert again.cluster == job.cluster

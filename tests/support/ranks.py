@@ -109,10 +109,20 @@ class _Servers:
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         if self._process is None or self._process.poll() is not None:
             self._start()
-        pickle.dump(request, self._stream)
-        self._stream.flush()
-        answer: list[dict[str, Any]] = pickle.load(self._stream)
+        try:
+            pickle.dump(request, self._stream)
+            self._stream.flush()
+            answer: list[dict[str, Any]] = pickle.load(self._stream)
+        except BaseException:  # a test's timeout, say: the answer would otherwise reach the next test that asks
+            self._stop()
+            raise
         return answer
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
