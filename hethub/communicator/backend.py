@@ -105,6 +105,7 @@ def context_from_environment(options: Any) -> Context:
         relay=os.environ.get("HETHUB_RELAY", "auto"),
         wire=os.environ.get("HETHUB_WIRE", "exact"),
         timeout_seconds=options.timeout.total_seconds(),
+        debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
     )
 
 

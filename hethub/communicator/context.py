@@ -36,8 +36,8 @@ class Context:
     liveness: Liveness
     hub: Hub | None
     timeout_seconds: float
-    tuning: Tuning
     wire: str = "exact"
+    debug: bool = False
     callbacks: CallbackThreads = field(default_factory=CallbackThreads)
     counters: Counters = field(default_factory=Counters)
     spanning: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +86,7 @@ class Context:
         islands = restrict(self.islands, members)
         rank = members.index(self.rank)
         near = frozenset(islands[island_index(islands, rank)])
+        tuning = Tuning.over({self.relays[member].name for member in members if member != self.rank})
         links = Links(
             relays=self.relays,
             members=members,
@@ -93,7 +94,7 @@ class Context:
             near=near,
             counters=self.counters,
         )
-        return Bridge(links=links, islands=islands, rank=rank, size=len(members), tuning=self.tuning)
+        return Bridge(links=links, islands=islands, rank=rank, size=len(members), tuning=tuning)
 
     def _agree_on_number(self, name: str, *, is_first: bool) -> int:
         """A number no other group of the world has, drawn by the group's first member."""

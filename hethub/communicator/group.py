@@ -10,13 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import torch_private
+from hethub.communicator import fingerprint, torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.point_to_point import PointToPoint
 from hethub.communicator.reduction import Reduction, make_reduction
 from hethub.communicator.staging import Staged, join
 from hethub.communicator.work import HethubWork, Job, Operation, Worker
 from hethub.spec.ranges import Range, from_sizes, split
+
+_ALIKE = {
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+}
+"""Operations whose result tensors have the same shape on every rank."""
 
 Tensors = list[torch.Tensor]
 Run = Callable[[], None]
@@ -44,6 +54,7 @@ class HethubGroup(torch_private.GroupBase):
         self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
         self._bridge = context.bridge(name, members)
         self._worker = Worker(f"hethub-{name}")
+        self._num_operations = 0
         self.point_to_point = PointToPoint(gloo, context.device, context.callbacks)
         torch_private.attach_backend(self, gloo)
 
@@ -283,6 +294,17 @@ class HethubGroup(torch_private.GroupBase):
         self._worker.stop()
         self.point_to_point.close()
 
+    def _compared(self, name: str, job: Run, tensors: Tensors) -> Run:
+        """The job, run once all members have said that they are about to do the same."""
+        self._num_operations += 1
+        own = fingerprint.describe(name, self._num_operations, tensors, alike=name in _ALIKE)
+
+        def compared() -> None:
+            fingerprint.compare(self._gloo, own, self.context.rank, self.members)
+            job()
+
+        return compared
+
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
         return make_reduction(op, dtype, self._size, self.context.wire)
 
@@ -303,6 +325,8 @@ class HethubGroup(torch_private.GroupBase):
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
     def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None) -> HethubWork:
+        if self.context.debug:
+            job = self._compared(name, job, tensors)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(self._operation(name, tensors), tensors, self.context.callbacks, self._timeout_seconds)
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")

@@ -22,6 +22,7 @@ from hethub.spec.errors import RunFailed
 
 _HEARTBEAT_SECONDS = 1.0
 _HELLO_SECONDS = 10.0
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Connection:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None when the connection has ended."""
+        """The messages that have arrived; None when the connection has ended or does not speak our language."""
         try:
             block = self.socket.recv(65536)
         except (BlockingIOError, TimeoutError):
@@ -67,7 +68,13 @@ class Connection:
             return None
         self.heard = time.monotonic()
         *lines, self._unread = (self._unread + block).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+        if len(self._unread) > _MAX_LINE_BYTES:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines if line]
+        except ValueError:
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -135,22 +142,25 @@ class Hub:
             return
         for message in messages:
             if connection.rank is None:
-                self._admit(connection, message)
+                if not self._admit(connection, message):
+                    return
             elif message["type"] == "failed":
                 self._spread(Failure(rank=message["rank"], reason=message["reason"]))
             elif message["type"] == "goodbye":
                 connection.left = True
 
-    def _admit(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _admit(self, connection: Connection, message: dict[str, Any]) -> bool:
+        """Whether the connection has proved to be a rank of this job; it is dropped otherwise."""
         rank = message.get("rank")
         expected = proof(self._token, self._nonces.pop(connection, ""), rank if isinstance(rank, int) else -1)
         if not hmac.compare_digest(expected, str(message.get("proof"))):
             self._drop(connection)
-            return
+            return False
         connection.rank = rank
         connection.send(type="welcome")
         if self._failure is not None:
             connection.send(type="failure", rank=self._failure.rank, reason=self._failure.reason)
+        return True
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import hethub
 from hethub.communicator import torch_private
-from hethub.communicator.bridge import Tuning
 from hethub.communicator.context import Context
 from hethub.communicator.gloo_relay import GlooRelay
 from hethub.communicator.islands import check_islands, islands_by_label
@@ -63,6 +62,7 @@ def make_context(
     relay: str,
     wire: str,
     timeout_seconds: float,
+    debug: bool = False,
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
     check_wire(wire)
@@ -84,7 +84,7 @@ def make_context(
         liveness=liveness,
         hub=hub,
         timeout_seconds=timeout_seconds,
-        tuning=Tuning(),
+        debug=debug,
         wire=wire,
     )
     liveness.when_failed(context.abort)

@@ -7,6 +7,7 @@ a dead peer, which ends every wait for it.
 """
 
 import array
+import contextlib
 import mmap
 import os
 import socket
@@ -118,12 +119,18 @@ class ShmLink:
     def give_back(self, block: Block) -> None:
         self._ring(_FREE, 0, block.number, 0)
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Ends every wait on this link."""
-        try:
+        with contextlib.suppress(OSError):  # the peer may have closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
+
+    def close(self) -> None:
+        """Frees the socket and this side of the memory, when nobody waits any more."""
+        self.abort()
+        self._socket.close()
+        self._own_blocks.clear()
+        self._peer_blocks.clear()
+        self._free.clear()
 
     def _make_block(self, size: int) -> Block:
         descriptor = os.memfd_create("hethub", os.MFD_CLOEXEC)
@@ -261,7 +268,8 @@ class ShmRelay(Relay):
 
     def abort(self) -> None:
         for link in self._links.values():
-            link.close()
+            link.abort()
 
     def close(self) -> None:
-        self.abort()
+        for link in self._links.values():
+            link.close()

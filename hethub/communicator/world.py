@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hethub.communicator import backend, torch_private
 from hethub.communicator.context import Context
+from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import Islands, island_index
 from hethub.communicator.liveness import Failure
 from hethub.communicator.point_to_point import PointToPoint
@@ -34,10 +35,12 @@ def connect(
     relay: str = "auto",
     wire: str = "exact",
     timeout_seconds: float = 120.0,
+    debug: bool = False,
 ) -> "World":
     """The connected world, once every rank of `rendezvous` has called it with the same arguments.
 
-    `islands` emulates islands; without it, ranks of one vendor form one. Raises BadInput where ranks do not fit
+    `islands` emulates islands; without it, ranks of one vendor form one. With `debug`, bridged operations compare first
+    what each rank is about to do, and name the rank that does something else. Raises BadInput where ranks do not fit
     together (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
     try:
@@ -48,6 +51,7 @@ def connect(
             relay=relay,
             wire=wire,
             timeout_seconds=timeout_seconds,
+            debug=debug,
         )
         return World(context, backend.init_default_group(context))
     except (dist.DistError, OSError) as error:
@@ -181,6 +185,10 @@ class World:
             self.barrier()
         self._closed.set()
         self._messages.close()
+        for group in self._groups.values():
+            if isinstance(group, HethubGroup):
+                group.shutdown()
+        self._groups.clear()
         self._context.close()
         dist.destroy_process_group()
         if clean and self._context.rendezvous.finalize is not None:

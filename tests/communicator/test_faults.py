@@ -1,14 +1,21 @@
 """Faults: every surviving rank is told within seconds who failed at what, and no process is left behind."""
 
+import gc
+import json
 import os
+import re
 import signal
+import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import start_ranks
+from hethub.communicator import Rendezvous, connect
+from hethub.communicator.liveness import Liveness
+from hethub.spec.errors import RunFailed
+from tests.support.ranks import start_ranks, values
 
 TWO_ISLANDS = {"islands": [[0, 2], [1, 3]], "timeout_seconds": 60}
 
@@ -119,3 +126,91 @@ def test_a_clean_end_is_not_taken_for_a_death():
     assert [(outcome.value, outcome.exit_code, outcome.stderr) for outcome in outcomes] == [
         (rank, 0, "") for rank in range(4)
     ]
+
+
+def rebuild_after_a_death(rank, store):
+    """Survivors learn of the death, leave the broken world and build one of their own."""
+    first = connect(Rendezvous.on_one_host(dist.PrefixStore("first", store), rank, 4), islands=[[0, 1], [2, 3]])
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RunFailed, match="rank 3 is gone"):
+        dist.all_reduce(torch.ones(200_000))
+    first.close()
+    second = connect(Rendezvous.on_one_host(dist.PrefixStore("second", store), rank, 3), islands=[[0, 1], [2]])
+    tensor = torch.full((200_000,), float(rank))
+    dist.all_reduce(tensor)
+    second.close()
+    return tensor[0].item()
+
+
+def test_survivors_rebuild_a_world():
+    outcomes = start_ranks(4, rebuild_after_a_death, timeout_seconds=60)
+    assert [outcome.value for outcome in outcomes[:3]] == [3.0] * 3, [o.traceback for o in outcomes]
+
+
+def enter_another_operation(world):
+    if world.rank == 2:
+        dist.broadcast(torch.ones(5), 0)
+    else:
+        dist.all_reduce(torch.ones(5))
+
+
+def use_another_shape(world):
+    dist.all_reduce(torch.ones(6 if world.rank == 1 else 5))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (enter_another_operation, "rank 0 enters all_reduce .* while rank 2 enters broadcast"),
+        (use_another_shape, r"rank 0 enters all_reduce .*float32\[5\].* while rank 1 enters .*float32\[6\]"),
+    ],
+)
+def test_debug_mode_names_the_rank_that_does_something_else(function, message):
+    outcomes = start_ranks(3, function, connect={"islands": [[0, 2], [1]], "debug": True}, timeout_seconds=60)
+    assert re.search(message, outcomes[0].error[1]), outcomes[0]
+    assert all(outcome.error[0] == "RunFailed" for outcome in outcomes)
+
+
+def knock_without_the_token(rank, store):
+    world = connect(Rendezvous.on_one_host(store, rank, 2), islands=[[0], [1]])
+    if rank == 1:
+        host, port = json.loads(store.get("liveness"))
+        with pytest.raises(RunFailed, match="refused"):
+            Liveness(hub_address=(host, port), rank=0, token="guessed", silence_seconds=10)
+        with socket.create_connection((host, port)) as stranger:
+            stranger.sendall(b"not even json\n" * 1000)
+            time.sleep(0.2)
+    world.barrier()
+    failure = world.failure
+    if rank == 1:
+        world.abort("on purpose")
+    learned = world._context.liveness.wait_for_failure(10)
+    world.close()
+    return failure, learned.reason
+
+
+def test_a_stranger_neither_joins_nor_ends_a_world():
+    for failure, learned in values(start_ranks(2, knock_without_the_token, timeout_seconds=60)):
+        assert failure is None
+        assert learned == "failed: on purpose"
+
+
+def leaked(rank, store):
+    """What is left of shared memory and sockets after a world has closed."""
+    before = set(os.listdir("/dev/shm"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        world = connect(Rendezvous.on_one_host(dist.PrefixStore(str(number), store), rank, 2), islands=[[0], [1]])
+        dist.all_reduce(torch.ones(500_000))
+        world.close()
+        del world
+        gc.collect()
+    time.sleep(1.0)
+    return set(os.listdir("/dev/shm")) - before, len(os.listdir("/proc/self/fd")) - descriptors
+
+
+def test_nothing_is_left_behind():
+    for names, num_descriptors in values(start_ranks(2, leaked, timeout_seconds=60)):
+        assert names == set()
+        assert num_descriptors <= 6  # the last Gloo group's, which torch frees when it likes

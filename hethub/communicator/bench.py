@@ -1,0 +1,125 @@
+"""Times of bridged, native and flat communication in a connected world: what `hethub bench comm` prints."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hethub.communicator.islands import lower_bound_bridge_elements
+from hethub.communicator.world import World
+
+DEFAULT_SIZES = (4096, 1 << 20, 16 << 20, 64 << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """One operation at one size: the slowest rank's median time and its algorithm bandwidth."""
+
+    operation: str
+    path: str
+    ranks: int
+    bytes: int
+    seconds: float
+    bytes_per_second: float
+    bridge_bytes: int
+    bridge_bytes_over_bound: float | None
+
+
+def run(world: World, sizes: Sequence[int] = DEFAULT_SIZES, repeats: int = 5) -> list[dict[str, Any]]:
+    """A row per operation, path and size in bytes, the same on every rank.
+
+    Paths: "world" is the default group (bridged where there are several islands), "island" this rank's native group,
+    "flat" one Gloo group over all ranks on host tensors. Every rank of the world calls it.
+    """
+    rows = []
+    flat = dist.new_group(list(range(world.size)), backend="gloo")
+    for size in sizes:
+        for name, call in _operations(world, world.default_group, size, world.device.torch_device).items():
+            rows.append(_row(world, name, "world", range(world.size), size, repeats, call))
+        for island in world.islands:
+            group = world.group(island)
+            if len(island) > 1:
+                calls = _operations(world, group, size, world.device.torch_device) if group is not None else {}
+                rows.append(_row(world, "all_reduce", "island", island, size, repeats, calls.get("all_reduce")))
+        for name, call in _operations(world, flat, size, torch.device("cpu")).items():
+            rows.append(_row(world, name, "flat", range(world.size), size, repeats, call))
+        rows.append(_row(world, "send_receive", "world", range(world.size), size, repeats, _ring(world, size)))
+    return [asdict(row) for row in rows]
+
+
+def _operations(
+    world: World, group: dist.ProcessGroup | None, size: int, device: torch.device
+) -> dict[str, Callable[[], None]]:
+    members = dist.get_world_size(group)
+    part = max(1, size // 4 // members)
+    whole = torch.ones(part * members, device=device)
+    piece = torch.ones(part, device=device)
+    return {
+        "all_reduce": lambda: _wait(dist.all_reduce(whole, group=group, async_op=True)),
+        "all_gather": lambda: _wait(dist.all_gather_into_tensor(whole, piece, group=group, async_op=True)),
+        "reduce_scatter": lambda: _wait(dist.reduce_scatter_tensor(piece, whole, group=group, async_op=True)),
+    }
+
+
+def _ring(world: World, size: int) -> Callable[[], None]:
+    """Every rank sends to the next and receives from the one before."""
+    sent = torch.ones(max(1, size // 4), device=world.device.torch_device)
+    received = torch.empty_like(sent)
+
+    def call() -> None:
+        work = world.receive(received, (world.rank - 1) % world.size, tag=1)
+        sending = world.send(sent, (world.rank + 1) % world.size, tag=1)
+        work.wait()
+        sending.wait()
+
+    return call if world.size > 1 else lambda: None
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
+
+def _row(
+    world: World,
+    name: str,
+    path: str,
+    ranks: Sequence[int],
+    size: int,
+    repeats: int,
+    call: Callable[[], None] | None,
+) -> BenchRow:
+    """Times `call` on the ranks that have one; all ranks take part in the exchange of results."""
+    seconds: list[float] = []
+    world.barrier()
+    before = _bridge_bytes(world)
+    if call is not None:
+        for repeat in range(repeats + 1):
+            start = time.perf_counter()
+            call()
+            world.device.synchronize()
+            if repeat > 0:
+                seconds.append(time.perf_counter() - start)
+    sent = (_bridge_bytes(world) - before) // (repeats + 1)
+    of_ranks = world.all_gather_objects({"seconds": seconds, "sent": sent})
+    slowest = [max(times) for times in zip(*(r["seconds"] for r in of_ranks if r["seconds"]), strict=True)]
+    median = statistics.median(slowest)
+    total_sent = sum(r["sent"] for r in of_ranks)
+    least = lower_bound_bridge_elements(world.islands, size) if name == "all_reduce" and path == "world" else 0
+    return BenchRow(
+        operation=name,
+        path=path,
+        ranks=len(ranks),
+        bytes=size,
+        seconds=median,
+        bytes_per_second=size / median,
+        bridge_bytes=total_sent,
+        bridge_bytes_over_bound=total_sent / least if least else None,
+    )
+
+
+def _bridge_bytes(world: World) -> int:
+    return sum(link["bytes"] for link in world.counters()["links"] if link["level"] == "bridge")

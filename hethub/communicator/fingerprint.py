@@ -1,0 +1,38 @@
+"""Debug mode: before each bridged operation the ranks compare what they are about to do."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hethub.spec.errors import RunFailed
+
+_BYTES = 256
+
+
+def describe(name: str, number: int, tensors: Sequence[torch.Tensor], *, alike: bool) -> str:
+    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be."""
+    shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if alike else []
+    return json.dumps([name, number, ", ".join(shapes)[:150]])
+
+
+def compare(gloo: Any, own: str, rank: int, members: Sequence[int]) -> None:
+    """Returns when all members say the same. Raises RunFailed naming the first rank that differs from this one."""
+    padded = torch.zeros(_BYTES, dtype=torch.uint8)
+    data = own.encode()[:_BYTES]
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in members]
+    gloo.allgather([rows], [padded]).wait()
+    for member, row in zip(members, rows, strict=True):
+        theirs = bytes(row.numpy()).rstrip(b"\0").decode()
+        if theirs != own:
+            raise RunFailed(
+                f"rank {rank} enters {_readable(own)} while rank {member} enters {_readable(theirs)}: all ranks of a"
+                " group must call the same operations in the same order with equal tensors."
+            )
+
+
+def _readable(text: str) -> str:
+    name, number, tensors = json.loads(text)
+    return f"{name} (operation {number} of the group{', ' + tensors if tensors else ''})"

@@ -1,0 +1,146 @@
+"""What crosses the bridge: no more than must, and nothing for a group inside one island."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hethub.communicator import bench
+from hethub.communicator.islands import (
+    carried_pieces,
+    check_islands,
+    chunked,
+    islands_by_label,
+    lower_bound_bridge_elements,
+    owner_ranges,
+    parse_islands,
+    restrict,
+    split_pieces,
+)
+from hethub.spec.errors import BadInput
+from hethub.spec.ranges import Range, from_sizes, tiles_exactly
+from tests.support.ranks import run_ranks
+
+LAYOUTS = [
+    [[0, 1], [2, 3]],
+    [[0, 2], [1, 3]],
+    [[0], [1, 2, 3]],
+    [[3], [0, 2], [1]],
+    [[0], [1], [2], [3]],
+]
+
+
+def all_reduce_bytes(world, sizes):
+    sent = []
+    for size in sizes:
+        before = world._context.counters.bridge_bytes()
+        dist.all_reduce(torch.ones(size))
+        sent.append(world._context.counters.bridge_bytes() - before)
+    return sent
+
+
+@pytest.mark.parametrize("islands", LAYOUTS, ids=str)
+@pytest.mark.parametrize("relay", ["gloo", "shm"])
+def test_all_reduce_sends_the_least_possible(islands, relay):
+    sizes = [65_537, 300_007, 2_000_003]
+    sent = run_ranks(4, all_reduce_bytes, sizes, islands=islands, relay=relay)
+    for index, size in enumerate(sizes):
+        total = sum(of_rank[index] for of_rank in sent)
+        assert total == 4 * lower_bound_bridge_elements(islands, size)
+    if islands == LAYOUTS[0]:
+        # Every rank relays its own part.
+        assert max(of_rank[2] for of_rank in sent) <= 4 * (sizes[2] // 2 + 8)
+
+
+def one_island_groups(world):
+    for ranks in world.islands:
+        group = world.group(ranks)
+        if group is not None:
+            dist.all_reduce(torch.ones(100_000), group=group)
+            assert type(group) is dist.ProcessGroup
+            assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    return world.counters()["links"]
+
+
+def test_a_group_inside_one_island_is_native_and_bridges_nothing():
+    assert run_ranks(4, one_island_groups, islands=[[0, 1], [2, 3]]) == [[]] * 4
+
+
+def bench_rows(world):
+    return bench.run(world, sizes=[4096, 1 << 20], repeats=1)
+
+
+def test_bench_measures_every_path():
+    rows = run_ranks(4, bench_rows, islands=[[0, 1], [2, 3]])[0]
+    assert {row["path"] for row in rows} == {"world", "island", "flat"}
+    assert {row["operation"] for row in rows} == {"all_reduce", "all_gather", "reduce_scatter", "send_receive"}
+    large = [row for row in rows if row["bridge_bytes_over_bound"] is not None and row["bytes"] == 1 << 20]
+    assert [row["bridge_bytes_over_bound"] for row in large] == [1.0]
+
+
+def more_than_2_gib(world):
+    tensor = torch.zeros(2**31 + 1, dtype=torch.uint8)
+    tensor[-1] = world.rank + 1
+    tensor[0] = 1
+    dist.all_reduce(tensor)
+    return tensor[0].item(), tensor[-1].item(), tensor[2**30].item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relay", ["gloo", "shm"])
+def test_more_than_2_gib(relay):
+    assert run_ranks(2, more_than_2_gib, islands=[[0], [1]], relay=relay, timeout_seconds=200) == [(2, 3, 0)] * 2
+
+
+def ranges_of(draw, size):
+    return from_sizes(draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)))
+
+
+@st.composite
+def problems(draw):
+    size = draw(st.integers(1, 7))
+    labels = draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size))
+    return islands_by_label(labels), ranges_of(draw, size)
+
+
+@given(problems())
+def test_each_island_carries_exactly_what_others_own(problem):
+    islands, ranges = problem
+    carried = carried_pieces(islands, ranges)
+    for island in islands:
+        foreign = [ranges[rank] for other in islands if other is not island for rank in other]
+        ours = [piece for rank in island for piece in carried[rank]]
+        assert sorted(i for p in ours for i in range(*p)) == sorted(i for p in foreign for i in range(*p))
+        sizes = [sum(p.size for p in carried[rank]) for rank in island]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(problems(), st.integers(0, 50))
+def test_owners_tile_the_data(problem, num_elements):
+    islands, ranges = problem
+    owned = owner_ranges(islands, Range(3, 3 + num_elements), len(ranges))
+    assert tiles_exactly(owned, Range(3, 3 + num_elements))
+
+
+@given(problems(), st.integers(1, 5))
+def test_chunks_cover_every_range_once(problem, num_chunks):
+    _, ranges = problem
+    for rank, whole in enumerate(ranges):
+        assert tiles_exactly([chunk[rank] for chunk in chunked(ranges, num_chunks)], whole)
+
+
+@given(st.lists(st.integers(0, 6), max_size=5), st.integers(1, 4))
+def test_split_pieces_keeps_every_integer(sizes, parts):
+    pieces = from_sizes(sizes)
+    cut = [i for part in split_pieces(pieces, parts) for piece in part for i in range(*piece)]
+    assert cut == list(range(sum(sizes)))
+
+
+def test_islands_of_a_group_keep_their_order():
+    assert restrict(((2, 3), (0, 1)), [1, 2, 3]) == ((1, 2), (0,))
+    assert parse_islands("0,2|1", 3) == ((0, 2), (1,))
+    with pytest.raises(BadInput, match=r"write e\.g\. '0,1"):
+        parse_islands("0;1", 2)
+    with pytest.raises(BadInput, match="exactly once"):
+        check_islands([[0], [0, 1]], 2)
