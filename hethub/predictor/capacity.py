@@ -16,6 +16,7 @@ from hethub.predictor.prediction import Prediction
 from hethub.spec.accelerator import Positive
 from hethub.spec.base import Spec, load
 from hethub.spec.cluster import ClusterSpec, LinksSpec, NodeSpec, NonNegative
+from hethub.spec.errors import BadInput
 
 SECONDS_PER_DAY = 86400.0
 Judge = Callable[[ClusterSpec], Prediction | None]  # None: no plan fits that cluster
@@ -33,7 +34,9 @@ class CatalogueSpec(Spec):
     def _prices_have_a_currency(self) -> "CatalogueSpec":
         priced = [node.name for node in self.nodes if node.price_per_hour is not None]
         if priced and not (self.currency and self.date):
-            raise ValueError(f"node '{priced[0]}' has a price_per_hour; say its currency and the date of the prices too.")
+            raise ValueError(
+                f"node '{priced[0]}' has a price_per_hour; say its currency and the date of the prices too."
+            )
         return self
 
 
@@ -63,7 +66,9 @@ class Assumptions(Spec):
         rated = [node.device.tdp_watts for node in cluster.nodes]
         if None in rated:
             return None
-        total = sum(node.count * node.accelerators * (watts or 0.0) for node, watts in zip(cluster.nodes, rated, strict=True))
+        total = sum(
+            node.count * node.accelerators * (watts or 0.0) for node, watts in zip(cluster.nodes, rated, strict=True)
+        )
         used = self.idle_power_fraction + (1.0 - self.idle_power_fraction) * busy_fraction
         return total * used * (1.0 + self.node_overhead_power_fraction)
 
@@ -142,7 +147,7 @@ def size(
     assumptions: Assumptions | None = None,
     limit: int = 60,
 ) -> list[Option]:
-    """All options looked at, those that meet deadline and budget first, cheapest then fastest; the frontier is marked.
+    """All options looked at, those that meet deadline and budget first, cheapest then smallest; the frontier is marked.
 
     An option is on the frontier if none is both faster and cheaper.
     """
@@ -153,7 +158,7 @@ def size(
         prediction = judge(cluster)
         if prediction is not None:
             options.append(_option(catalogue, counts, cluster, prediction, tokens, deadline_days, budget, assumptions))
-    return sorted(mark_frontier(options), key=lambda o: (not o.meets, _or_infinite(o.cost), o.days))
+    return sorted(mark_frontier(options), key=lambda o: (not o.meets, _or_infinite(o.cost), o.accelerators, o.days))
 
 
 def _option(
@@ -188,11 +193,18 @@ def _option(
 
 
 def mark_frontier(options: Sequence[Option]) -> list[Option]:
-    """The options with `on_frontier` set where no other is at least as fast and as cheap, and better in one."""
+    """The options with `on_frontier` set where no other is at least as fast and as cheap, and better in one.
+
+    Without prices the number of accelerators stands for them.
+    """
+    priced = any(option.cost is not None for option in options)
+
+    def price(option: Option) -> float:
+        return _or_infinite(option.cost) if priced else option.accelerators
 
     def beaten(option: Option) -> bool:
-        mine = (option.days, _or_infinite(option.cost))
-        others = [(other.days, _or_infinite(other.cost)) for other in options if other is not option]
+        mine = (option.days, price(option))
+        others = [(other.days, price(other)) for other in options if other is not option]
         return any(days <= mine[0] and cost <= mine[1] and (days, cost) != mine for days, cost in others)
 
     return [Option(**{**asdict(option), "on_frontier": not beaten(option)}) for option in options]
@@ -201,11 +213,11 @@ def mark_frontier(options: Sequence[Option]) -> list[Option]:
 def rank_additions(catalogue: CatalogueSpec, judge: Judge, have: ClusterSpec) -> list[Addition]:
     """Every node type added once to what is owned, best tokens/s per price first (per node where there is no price).
 
-    Raises ValueError where nothing fits the owned nodes themselves.
+    Raises BadInput where nothing fits the owned nodes themselves.
     """
     now = judge(have)
     if now is None:
-        raise ValueError(f"no plan fits cluster '{have.name}' as it is; ask for a size instead of an addition.")
+        raise BadInput(f"no plan fits cluster '{have.name}' as it is; ask for a size instead of an addition.")
     found = []
     for node in catalogue.nodes:
         after = judge(cluster_of(catalogue, {node.name: 1}, have))
@@ -213,7 +225,11 @@ def rank_additions(catalogue: CatalogueSpec, judge: Judge, have: ClusterSpec) ->
             gained = after.tokens_per_second - now.tokens_per_second
             per_price = gained / node.price_per_hour if node.price_per_hour else None
             rate = after.tokens_per_second
-            found.append(Addition(node=node.name, tokens_per_second=rate, gained_tokens_per_second=gained, gained_per_price=per_price))
+            found.append(
+                Addition(
+                    node=node.name, tokens_per_second=rate, gained_tokens_per_second=gained, gained_per_price=per_price
+                )
+            )
     return sorted(found, key=lambda a: (-(a.gained_per_price or float("-inf")), -a.gained_tokens_per_second))
 
 

@@ -77,6 +77,7 @@ class Efficiency:
     logit_bytes: Any  # moved per score over the vocabulary and pass by the loss
     kernel_seconds: Any  # ramp-up and tail of one kernel on the device
     narrow: Any  # the dimension at which a product runs at half its rate
+    wave_area: Any  # elements of a product's result that keep the whole device busy; a last wave is never full
     launch_seconds: Any  # host time to launch one kernel
     scale: Any  # of the device's time: family, accelerator and software stack
     throttle: Any  # by how much sustained load is slower than a burst
@@ -115,6 +116,7 @@ class Constants:
             logit_bytes=common["logit_bytes"],
             kernel_seconds=common["kernel_seconds"],
             narrow=common["narrow"],
+            wave_area=common["wave_area"],
             launch_seconds=common["launch_seconds"],
             scale=exp(scale),
             throttle=max(throttle, -0.5),

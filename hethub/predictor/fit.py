@@ -20,8 +20,10 @@ from hethub.predictor.fit_steps import Linear, fit_steps, refit_without
 from hethub.predictor.intervals import widths
 from hethub.predictor.layer_table import LayerRow, LayerTable, read_layer_times
 from hethub.predictor.tables import Case, read_table
+from hethub.predictor.tables_more import read_single_node
 
 FOLDS = 5
+SINGLE_NODE_STRIDE = 6  # of 1,440 rows in sweep order, every sixth tells the fit enough; the others check it
 
 
 def folds(groups: list[str], seed: int = 0) -> np.ndarray:
@@ -46,6 +48,7 @@ def fit_all(data: Path) -> Constants:
     unseen_accelerator = report_layers(layers, base)
     cases, skipped = read_table(data / "measured_steps.csv")
     cases = [case for case in cases if not case.suspect]
+    cases += read_single_node(data / "single_node_steps_a100.csv")[::SINGLE_NODE_STRIDE]
     print(f"\nmeasured_steps.csv: {len(cases)} rows, {len(skipped)} skipped, suspects left out")
     repricers = [Repricer(case, base) for case in cases]
     constants, linear = fit_steps(base, cases, repricers)

@@ -23,6 +23,7 @@ ROOFLINE = [
     common("launch_seconds", 1e-5, 0.3),
     common("narrow", 40.0, 0.5),
     common("burst_seconds", 0.1, 1.0),
+    common("wave_area", 3e5, 0.7),
 ]
 
 

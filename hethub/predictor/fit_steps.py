@@ -29,6 +29,7 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
         common("launch_seconds", 1.5e-5, 0.4),
         common("kernel_seconds", base.common["kernel_seconds"], 0.3),
         common("logit_bytes", 12.0, 0.4),
+        common("wave_area", base.common["wave_area"], 0.7),
         *[stack(name) for name in sorted({case.software.stack for case in cases})],
         *scales("accelerators", accelerators, 0.1, None),
         *scales("families", [name for name in families if name not in base.families], 0.1, None),

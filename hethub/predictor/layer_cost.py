@@ -32,7 +32,7 @@ def pass_seconds(
     """
     products = fit.backward if backward else 1.0
     device = products * (
-        (work.flops + fit.narrow * work.narrow_flops) / (fit.matmul * peak)
+        (work.flops + fit.narrow * work.narrow_flops + fit.wave_area * work.wave_depth) / (fit.matmul * peak)
         + (fit.traffic * work.flops + work.operand_bytes / fit.memory) / bandwidth
     )
     device += work.attention_flops / (fit.attention * attention_peak) + work.kernels * fit.kernel_seconds

@@ -31,6 +31,7 @@ class Work(NamedTuple):
     gradients: float = 0.0  # parameters whose gradient the pass accumulates
     logits: float = 0.0  # scores over the vocabulary that the loss reads and writes
     fused_bytes: float = 0.0  # moved by fused kernels: exactly what is counted
+    wave_depth: float = 0.0  # summed depth of the products: FLOPs per element of a wave that is not full
 
     @staticmethod
     def of(
@@ -43,13 +44,14 @@ class Work(NamedTuple):
         logits: float = 0.0,
         fused_bytes: float = 0.0,
     ) -> "Work":
-        flops = narrow = operands = 0.0
+        flops = narrow = operands = depth = 0.0
         for product in products:
             rows, columns, inner, times = product
             flops += product.flops
             narrow += product.flops * (1.0 / rows + 1.0 / columns + 1.0 / inner)
+            depth += 2.0 * inner
             operands += times * (rows * inner + inner * columns + rows * columns)
-        return Work(flops, narrow, operands * width, attention_flops, elementwise_bytes, kernels, gradients, logits, fused_bytes)
+        return Work(flops, narrow, operands * width, attention_flops, elementwise_bytes, kernels, gradients, logits, fused_bytes, depth)
 
 
 class Shape(NamedTuple):

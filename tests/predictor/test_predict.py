@@ -139,3 +139,37 @@ def test_a_missing_link_speed_is_asked_for_by_name():
 def test_importing_the_predictor_brings_neither_torch_nor_scipy():
     code = "import sys, hethub.predictor; print([m for m in ('torch', 'scipy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def random_plan(draw: st.DrawFn) -> PlanSpec:
+    """Any plan of TINY on four ranks of two kinds: stages, replicas, samples, micro-batches, recompute, ZeRO."""
+    ranks, cuts = list(range(4)), sorted(draw(st.sets(st.integers(1, 3), max_size=2)))
+    groups = [ranks[a:b] for a, b in pairwise([0, *cuts, 4])]
+    layers = sorted(draw(st.sets(st.integers(1, 3), min_size=len(cuts), max_size=len(cuts))))
+    stages = []
+    for (start, stop), group in zip(pairwise([0, *layers, 4]), groups, strict=True):
+        split_up = len(group) > 1 and (draw(st.booleans()) or group[0] < 2 <= group[-1])
+        own = [[rank] for rank in group] if split_up else [group]
+        if len(own) == 1 and len(group) == 3:
+            own = [group[:2], group[2:]] if group[1] < 2 or group[0] >= 2 else [[rank] for rank in group]
+        samples = [8 // len(own) + (1 if i < 8 % len(own) else 0) for i in range(len(own))]
+        replicas = [{"ranks": r, "micro_batch": draw(st.integers(1, 4)), "samples": s} for r, s in zip(own, samples, strict=True)]
+        recompute = draw(st.sampled_from(["none", "selective", "full"]))
+        stages.append({"layers": [[start, stop]], "replicas": replicas, "recompute": recompute, "zero": 1})
+    return PlanSpec.model_validate(
+        {"model": "tiny", "cluster": "test", "global_batch": 8, "seq_len": 128, "precision": "fp32", "stages": stages}
+    )
+
+
+MIXED = cluster(("V100-SXM2-16GB", 1, 2), ("MI100", 1, 2))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_no_random_plan_beats_the_ceiling_and_parts_sum(data: st.DataObject) -> None:
+    layout = bind(data.draw(st.composite(random_plan)()), TINY, MIXED)
+    prediction = predict(layout)
+    assert 0 < prediction.percent_of_ceiling <= 100
+    assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds, rel=1e-9)
+    low, high = prediction.step_seconds_interval
+    assert low < prediction.step_seconds < high
