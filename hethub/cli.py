@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import hethub
-from hethub.commands import data, machine, plan, report, train
+from hethub.commands import data, machine, plan, report, size, train
 from hethub.spec.errors import BadInput, RunFailed
 
 
@@ -60,6 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hethub", description=hethub.__doc__)
     parser.add_argument("--version", action="version", version=hethub.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for theme in (train, plan, machine, report, data):
+    for theme in (train, plan, size, machine, report, data):
         theme.add(commands)
     return parser

@@ -1,0 +1,69 @@
+"""`hethub size` through the command line: a deadline, owned nodes, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.command import hethub
+from tests.support.job_files import write_job, write_yaml
+
+CATALOGUE = {
+    "currency": "EUR",
+    "date": "2026-01-01",
+    "nodes": [
+        {"name": "big", "accelerator": "A100-SXM4-80GB", "accelerators": 8, "count": 2, "price_per_hour": 20.0, "gbps_per_nic": 200},
+        {"name": "small", "accelerator": "T4", "accelerators": 2, "count": 2, "price_per_hour": 1.0, "gbps_per_nic": 25},
+    ],
+}  # fmt: skip
+
+
+def ask(folder: Path, *arguments: Any) -> Any:
+    job = write_job(folder, constraints={"time_limit_seconds": 1})
+    return hethub("size", job, "--set", "plan=auto", *arguments, cwd=folder)
+
+
+def test_a_deadline_is_met_by_the_cheapest(tmp_path: Path) -> None:
+    catalogue = write_yaml(tmp_path / "catalogue.yaml", CATALOGUE)
+    ended = ask(tmp_path, "--tokens", "1e9", "--deadline", 100, "--catalogue", catalogue, "--json")
+    assert ended.exit_code == 0, ended.stderr
+    answer = json.loads(ended.stdout)
+    meeting = [option for option in answer["options"] if option["meets"]]
+    assert meeting
+    assert meeting[0]["cost"] == min(option["cost"] for option in meeting)
+    assert all(option["days"] <= 100 for option in meeting)
+    assert answer["currency"] == "EUR"
+
+
+def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
+    catalogue = write_yaml(tmp_path / "catalogue.yaml", CATALOGUE)
+    have = {"name": "ours", "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 2, "gbps_per_nic": 25}]}
+    owned = write_yaml(tmp_path / "ours.yaml", have)
+    ended = ask(tmp_path, "--tokens", "1e9", "--catalogue", catalogue, "--have", owned, "--add", "--json")
+    assert ended.exit_code == 0, ended.stderr
+    gains = [addition["gained_per_price"] for addition in json.loads(ended.stdout)["additions"]]
+    assert gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "-3"], "--tokens is -3"),
+        (["--tokens", "1e9", "--add"], "--have CLUSTER.yaml"),
+        (["--tokens", "1e9", "--budget", "10"], "invents none"),
+    ],
+)
+def test_bad_questions_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
+    ended = ask(tmp_path, *arguments)
+    assert ended.exit_code == 2
+    assert words in ended.stderr
+
+
+def test_prices_need_a_currency(tmp_path: Path) -> None:
+    catalogue = tmp_path / "catalogue.yaml"
+    catalogue.write_text(yaml.safe_dump({"nodes": CATALOGUE["nodes"]}))
+    ended = ask(tmp_path, "--tokens", "1e9", "--catalogue", catalogue)
+    assert ended.exit_code == 2
+    assert "currency" in ended.stderr
