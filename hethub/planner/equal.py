@@ -54,8 +54,9 @@ def sorts_of(problem: Problem, costs: UnitCosts, combination: Combination) -> So
     rates: list[Rate] = [
         costs.rate(e, combination.micro_batches[e.kind], combination.recompute) for e in examples
     ]
-    footprints = problem.footprints
-    held = [footprints.coefficients(e.tp, combination.micro_batches[e.kind], combination.recompute) for e in examples]
+    held = [
+        problem.coefficients(e.kind, e.tp, combination.micro_batches[e.kind], combination.recompute) for e in examples
+    ]
     return Sorts(
         examples=tuple(examples),
         counts=np.array(counts),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.predictor import memory
+from hethub.predictor.constants import family
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout import Layout
@@ -64,36 +65,28 @@ class Footprints:
     model: ModelSpec
     seq_len: int
     precision: Precision
-    _known: dict[tuple[int, int, Recompute], Coefficients] = field(default_factory=dict)
-    _framework: dict[str, int] = field(default_factory=dict)
+    _known: dict[tuple[bool, int, int, Recompute], Coefficients] = field(default_factory=dict)
 
-    def coefficients(self, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
-        """For one of `tp` ranks; between probed micro-batches by interpolation."""
-        key = (tp, micro_batch, recompute)
+    def coefficients(self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
+        """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
+        whether they are CPUs."""
+        on_cpu = family(accelerator) == "cpu"
+        key = (on_cpu, tp, micro_batch, recompute)
         found = self._known.get(key)
         if found is None:
             if micro_batch in PROBED_MICRO_BATCHES:
-                found = self._probe(tp, micro_batch, recompute)
+                found = self._probe(ON_CPU if on_cpu else PROBE, tp, micro_batch, recompute)
             else:
                 low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
                 high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
-                a, b = self.coefficients(tp, low, recompute), self.coefficients(tp, high, recompute)
+                a, b = (self.coefficients(accelerator, tp, size, recompute) for size in (low, high))
                 part = (micro_batch - low) / (high - low)
                 found = Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
             self._known[key] = found
         return found
 
-    def framework_bytes(self, accelerator: AcceleratorSpec) -> int:
-        """What the software takes on an accelerator beyond what it takes on the probes'."""
-        found = self._framework.get(accelerator.vendor)
-        if found is None:
-            device = PROBE.replace(vendor=accelerator.vendor)
-            one, two = (sum(self._parts(1, 1, "none", 1, 1, d)[MIDDLE].values()) for d in (device, PROBE))
-            found = self._framework[accelerator.vendor] = one - two
-        return found
-
-    def _probe(self, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
-        grid = {(x, k): self._parts(tp, micro_batch, recompute, x, k, PROBE) for x in (1, 2) for k in (1, 2)}
+    def _probe(self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
+        grid = {(x, k): self._parts(tp, micro_batch, recompute, x, k, accelerator) for x in (1, 2) for k in (1, 2)}
         rest = {key: np.array([sum(p.values()) - p["optimizer"] for p in parts], dtype=float) for key, parts in grid.items()}
         state = {x: np.array([p["optimizer"] for p in grid[x, 1]], dtype=float) for x in (1, 2)}
         layer_tile = rest[2, 2] - rest[2, 1] - rest[1, 2] + rest[1, 1]
@@ -116,14 +109,17 @@ class Footprints:
         self, tp: int, micro_batch: int, recompute: Recompute, layers: int, held: int, accelerator: AcceleratorSpec, stages: int
     ) -> list[dict[str, int]]:
         samples = 4 * micro_batch
+        replicas = 2 if stages == 1 else 1  # a rank among others: alone it would need no communicator
         model = self.model.replace(layers=stages * layers)
-        cluster = ClusterSpec(
-            name="probe", emulated=True, nodes=(NodeSpec(name="probe", accelerator=accelerator, accelerators=stages * tp),)
-        )
+        node = NodeSpec(name="probe", accelerator=accelerator, accelerators=stages * replicas * tp)
+        cluster = ClusterSpec(name="probe", emulated=True, nodes=(node,))
         drafted = [
             StageSpec(
                 layers=((s * layers, (s + 1) * layers),),
-                replicas=(ReplicaSpec(ranks=tuple(range(s * tp, (s + 1) * tp)), micro_batch=micro_batch, samples=samples, in_flight=held),),
+                replicas=tuple(
+                    ReplicaSpec(ranks=tuple(range(r * tp, (r + 1) * tp)), micro_batch=micro_batch, samples=samples, in_flight=held)
+                    for r in range(s, s + replicas)
+                ),
                 recompute=recompute,
             )
             for s in range(stages)
@@ -131,7 +127,7 @@ class Footprints:
         plan = PlanSpec(
             model=model.name,
             cluster=cluster.name,
-            global_batch=samples,
+            global_batch=replicas * samples,
             seq_len=self.seq_len,
             precision=self.precision,
             stages=tuple(drafted),
@@ -140,6 +136,9 @@ class Footprints:
         return [found[s * tp].parts for s in range(stages)]
 
 
+ON_CPU = AcceleratorSpec(
+    name="probe", vendor="cpu", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
+)
 PROBE = AcceleratorSpec(
     name="probe", vendor="probe", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
 )

@@ -136,8 +136,8 @@ class Partitioner:
             place, sharded = position(first, depth == 1), max(self.problem.zeros) > 0
             found = self._replicas[depth, first] = np.array(
                 [
-                    self.problem.footprints.coefficients(
-                        unit.tp, self._micro_batch(unit), self.setting.recompute
+                    self.problem.coefficients(
+                        unit.kind, unit.tp, self._micro_batch(unit), self.setting.recompute
                     ).least_replicas(self.num_layers, depth, place, self.problem.capacity(unit.kind), sharded)
                     for unit in self.examples
                 ]

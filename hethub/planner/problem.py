@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.capabilities import RUNTIME, Capabilities
-from hethub.planner.footprint import Footprints
+from hethub.planner.footprint import Coefficients, Footprints
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
@@ -74,9 +74,12 @@ class Problem:
     footprints: Footprints
 
     def capacity(self, kind: int) -> float:
-        """Bytes of an accelerator that a rank may use, what its software takes beyond the probes' already off."""
-        found = self.kinds[kind]
-        return found.memory_bytes * (1 - self.constraints.reserve) - self.footprints.framework_bytes(found.accelerator)
+        """Bytes of an accelerator that a rank may use."""
+        return self.kinds[kind].memory_bytes * (1 - self.constraints.reserve)
+
+    def coefficients(self, kind: int, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
+        """What a rank of the kind needs of memory."""
+        return self.footprints.coefficients(self.kinds[kind].accelerator, tp, micro_batch, recompute)
 
     @property
     def size(self) -> int:

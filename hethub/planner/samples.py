@@ -32,11 +32,10 @@ def earliest_finish(total: int, counts: Sequence[tuple[Worker, int]]) -> float:
     def done(seconds: float) -> int:
         return sum(count * max(1, worker.within(seconds)) for worker, count in counts)
 
-    low = total / sum(count * worker.micro_batch / worker.tile_seconds[-1] for worker, count in counts) * 0.999
-    high = low + max(worker.tile_seconds[-1] for worker, _ in counts)
+    low, high = 0.0, total / sum(count * worker.micro_batch / worker.tile_seconds[-1] for worker, count in counts)
     while done(high) < total:
         high *= 1.1
-    for _ in range(30):
+    for _ in range(34):
         middle = (low + high) / 2
         if done(middle) >= total:
             high = middle

@@ -93,7 +93,7 @@ class Surrogate:
         return found
 
     def _bytes(self, stage: DraftStage, seat: Seat, held: int, place: int, shards: int) -> float:
-        found = self.problem.footprints.coefficients(seat.unit.tp, seat.micro_batch, stage.recompute)
+        found = self.problem.coefficients(seat.unit.kind, seat.unit.tp, seat.micro_batch, stage.recompute)
         return float(found.fixed(stage.layers, held, place) + found.state(stage.layers, place) / shards)
 
     def stage(self, stage: DraftStage, first: bool, last: bool, even: bool = False) -> StageEstimate:

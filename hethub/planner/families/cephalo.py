@@ -34,7 +34,7 @@ def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, 
     sizes = {}
     for kind in range(len(problem.kinds)):
         unit = problem.units(kind, 1)[0]
-        options = {b: problem.footprints.coefficients(1, b, recompute) for b in problem.micro_batches if b <= most}
+        options = {b: problem.coefficients(kind, 1, b, recompute) for b in problem.micro_batches if b <= most}
         able = [b for b, held in options.items() if _room(problem, kind, held) >= 0]
         if not able:
             return None

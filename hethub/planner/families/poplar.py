@@ -34,7 +34,7 @@ def _peak(problem: Problem, costs: UnitCosts, unit: Unit, recompute: Recompute, 
     fitting = [
         b
         for b in problem.micro_batches
-        if problem.footprints.coefficients(1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
+        if problem.coefficients(unit.kind, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
         <= problem.size
     ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole tile

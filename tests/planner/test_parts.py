@@ -1,0 +1,119 @@
+"""The pieces of the search by themselves: exact divisions, short cuts that must agree with the full way, estimates."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.cuts import best_cuts, bounded_combinations
+from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal
+from hethub.planner.planning import answer
+from hethub.planner.problem import Batch, pose
+from hethub.planner.samples import Worker, divide, earliest_finish
+from hethub.planner.scaled import Scale, scaled
+from hethub.planner.small import ordered_partitions
+from hethub.predictor import memory
+from hethub.predictor.constants import packaged
+from hethub.predictor.costs import PlanCosts
+from hethub.predictor.software import HETHUB
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout import bind
+from hethub.spec.model import ModelSpec
+from tests.planner.test_plan import TINY, cluster
+
+workers = st.builds(
+    lambda b, first, more: Worker(b, tuple(first + more * i for i in range(b))),
+    st.integers(1, 4),
+    st.floats(0.5, 4.0),
+    st.floats(0.1, 2.0),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(workers, min_size=2, max_size=3), st.integers(3, 12))
+def test_samples_are_divided_with_the_earliest_finish(given_workers, total):
+    counts = divide(total, given_workers)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    found = max(w.seconds(n) for w, n in zip(given_workers, counts, strict=True))
+    choices = (c for c in product(range(1, total + 1), repeat=len(given_workers)) if sum(c) == total)
+    best = min(max(w.seconds(n) for w, n in zip(given_workers, c, strict=True)) for c in choices)
+    assert found <= best * (1 + 1e-6)
+    assert earliest_finish(total, [(w, 1) for w in given_workers]) <= best * (1 + 1e-6)
+
+
+def test_ordered_partitions_are_all_of_them():
+    assert len(ordered_partitions((1, 1, 1, 1))) == 75  # the ordered Bell number
+    assert ordered_partitions((2,)) == (((1,), (1,)), ((2,),))
+
+
+def mixed():
+    return pose(TINY, cluster(("amd", 2, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"))
+
+
+def every_plan(problem, number=40):
+    judge = Judge(problem, UnitCosts(problem))
+    entries = best_cuts(problem, bounded_combinations(problem, judge.costs), number)
+    return [v for v in (judge(entry.draft(problem)) for entry in entries) if v is not None]
+
+
+def test_tiles_in_flight_of_alike_plans_need_no_dealing():
+    problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1))
+    seen = 0
+    for verdict in every_plan(problem):
+        if is_equal(verdict.plan):
+            short = AlikeLayout(verdict.plan, problem.model, problem.cluster).in_flight
+            assert short == bind(verdict.plan, problem.model, problem.cluster).in_flight
+            seen += len(verdict.plan.stages) > 1
+    assert seen > 1
+
+
+def test_unit_costs_are_the_predictors():
+    problem = mixed()
+    for verdict in every_plan(problem, 12):
+        layout = bind(verdict.plan, problem.model, problem.cluster)
+        full, last = PlanCosts(layout, HETHUB, packaged()), layout.num_stages - 1
+        costs = UnitCosts(problem)
+        for s, stage in enumerate(verdict.draft.stages):
+            for r, seat in enumerate(stage.seats):
+                b = verdict.plan.stages[s].replicas[r].micro_batch
+                mine = costs.rate(seat.unit, b, stage.recompute).tile(stage.layers, s == 0, s == last)
+                theirs = full.tile(s, r, b)
+                assert mine.forward == pytest.approx(theirs.forward.total, rel=1e-6)
+                assert mine.backward == pytest.approx(theirs.backward.total, rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_footprints_are_the_predictors_memory(tied):
+    model = ModelSpec(name="m", layers=9, hidden=256, heads=8, kv_heads=2, ffn=704, vocab=1024, max_seq_len=256, tied_head=tied)
+    problem = pose(model, cluster(("amd", 4, 0.05, 4.0), ("nvidia", 4, 0.1, 4.0)), Batch(16, 128, "bf16"))
+    for verdict in every_plan(problem, 60):
+        stages = verdict.plan.stages
+        found = memory(bind(verdict.plan, model, problem.cluster))
+        in_flight = bind(verdict.plan, model, problem.cluster).in_flight
+        for s, stage in enumerate(stages):
+            replica = stage.replicas[0]
+            place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
+            kind = verdict.draft.stages[s].seats[0].unit.kind
+            coefficients = problem.coefficients(kind, replica.tp, replica.micro_batch, stage.recompute)
+            shards = len(stage.replicas) if stage.zero else 1
+            mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
+            mine += coefficients.state(stage.num_layers, place) / shards
+            assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
+
+
+def test_the_estimate_is_near_the_prediction():
+    problem = mixed()
+    judge = Judge(problem, UnitCosts(problem))
+    for verdict in every_plan(problem, 20):
+        if is_alike(verdict.plan):
+            assert judge.surrogate.seconds(verdict.draft) == pytest.approx(verdict.seconds, rel=0.25)
+
+
+def test_faster_links_and_compute_never_make_the_best_plan_slower():
+    problem = mixed()
+    best = answer(problem)
+    better = problem.on(scaled(problem.cluster, Scale(compute={k.accelerator.name: 1.1 for k in problem.kinds}, in_node=1.1)))
+    assert answer(better).seconds <= best.seconds
