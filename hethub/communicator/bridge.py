@@ -61,12 +61,12 @@ class Bridge:
         """
         if not flat.numel():
             return
-        if flat.nbytes * self._size <= self._tuning.small_bytes and reduction.wire.dtype == flat.dtype:
+        if self.is_small(flat, reduction):
             self._all_reduce_small(flat, reduction)
             return
         stages = self._exchange_stages if len(self._islands) == 2 else self._owner_stages
-        pieces = split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
-        run_pipelined((stages(flat, piece, reduction, residual) for piece in pieces), self._tuning.lag)
+        chunks = (stages(flat, piece, reduction, residual) for piece in self.chunks_of(flat))
+        run_pipelined(chunks, self._tuning.lag)
 
     def reduce_scatter(
         self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
@@ -166,6 +166,52 @@ class Bridge:
         _wait(gathered)
         _wait(sends)
 
+    def exchange_partial(self, partial: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
+        """`partial`, this rank's part of its island's sum over `whole`, becomes that part of the total over two islands.
+
+        For islands whose own legs run elsewhere (`native_legs`); the messages are those of a host all-reduce, so the
+        other island may be made of CPUs.
+        """
+        parts = self._island_parts(whole)
+        mine = parts[self._rank]
+        foreign = self._expect_carried(mine, [[part] for part in parts], reduction)
+        peers = [(peer, common) for peer in self._others()[0] if (common := overlap(mine, parts[peer]))]
+        pieces = [common.shift(-mine.start) for _, common in peers]
+        messages, own = encode_pieces(partial, pieces, reduction.wire)
+        exchanged = [
+            self._links.send(message, peer, Stage.EXCHANGE) for (peer, _), message in zip(peers, messages, strict=True)
+        ]
+        yield
+        if mine:
+            partials = self._in_island_order(own, [part.wait() for part in foreign])
+            _wait(exchanged)  # they are sent from `partial` itself, which the total overwrites
+            reduction.total(partials, partial)
+            _release(foreign)
+
+    @property
+    def home(self) -> tuple[int, ...]:
+        """The ranks of this rank's island, in the group's numbers."""
+        return self._islands[self._home]
+
+    @property
+    def num_islands(self) -> int:
+        return len(self._islands)
+
+    @property
+    def lag(self) -> int:
+        return self._tuning.lag
+
+    def chunks_of(self, flat: torch.Tensor) -> list[Range]:
+        return split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
+
+    def part_of(self, whole: Range) -> Range:
+        """This rank's part of `whole` inside its island."""
+        return self._island_parts(whole)[self._rank]
+
+    def is_small(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
+        """Whether an all-reduce of `tensor` goes to everybody in one hop."""
+        return tensor.nbytes * self._size <= self._tuning.small_bytes and reduction.wire.dtype == tensor.dtype
+
     def _scatter_stages(
         self,
         flat: torch.Tensor,
@@ -239,8 +285,10 @@ class Bridge:
         """Per rank, its equal part of `whole` inside its island: every island covers all of it."""
         parts = [whole] * self._size
         for island in self._islands:
-            for rank, part in zip(island, split(whole.size, len(island)), strict=True):
-                parts[rank] = part.shift(whole.start)
+            part_size = -(-whole.size // len(island))  # what a native reduce-scatter gives: all equal but the last
+            for place, rank in enumerate(island):
+                start = min(whole.stop, whole.start + place * part_size)
+                parts[rank] = Range(start, min(whole.stop, start + part_size))
         return parts
 
     def _others(self) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hethub.communicator import fingerprint, torch_private
 from hethub.communicator.context import Context
+from hethub.communicator.native_legs import NativeLegs
 from hethub.communicator.point_to_point import PointToPoint
 from hethub.communicator.reduction import Reduction, make_reduction
 from hethub.communicator.staging import Staged, join
@@ -53,6 +54,7 @@ class HethubGroup(torch_private.GroupBase):
         # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
         self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
         self._bridge = context.bridge(name, members)
+        self._legs = self._make_legs(name, timeout_seconds)
         self._worker = Worker(f"hethub-{name}")
         self._num_operations = 0
         self.point_to_point = PointToPoint(gloo, context.device, context.callbacks)
@@ -76,7 +78,10 @@ class HethubGroup(torch_private.GroupBase):
         reductions = [self._reduction(_op(opts), tensor.dtype) for tensor in tensors]
 
         def job() -> None:
-            for place, reduction in zip(staged, reductions, strict=True):
+            for tensor, place, reduction in zip(tensors, staged, reductions, strict=True):
+                if self._legs is not None and place.is_on_device and self._reduces_natively(tensor, reduction):
+                    self._legs.all_reduce(tensor.view(-1), place.ready, reduction)
+                    continue
                 flat = place.load()
                 contribution = reduction.prepared(flat)
                 if contribution is not flat:
@@ -96,6 +101,22 @@ class HethubGroup(torch_private.GroupBase):
             _store([staged, kept])
 
         return self._submit("all_reduce_with_feedback", job, [tensor])
+
+    def _reduces_natively(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
+        """Whether the island's library does its leg: large contiguous tensors; all ranks of the island agree."""
+        assert self._legs is not None
+        large = not self._bridge.is_small(tensor, reduction) and tensor.numel() > 0
+        return large and tensor.is_contiguous() and self._legs.can_reduce(reduction)
+
+    def _make_legs(self, name: str, timeout_seconds: float) -> NativeLegs | None:
+        if not self.context.device.is_gpu or self._bridge.num_islands != 2:
+            return None
+        island = self._bridge.home
+        native = None
+        if len(island) > 1:
+            store = dist.PrefixStore(f"native/{name}/{island[0]}", self.context.rendezvous.store)
+            native = torch_private.create_nccl_group(store, island.index(self._rank), len(island), timeout_seconds)
+        return NativeLegs(self._bridge, native, self.context.device)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
         ranges = self._all_at(opts.rootRank, tensors[0].numel())

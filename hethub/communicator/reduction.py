@@ -50,6 +50,16 @@ class Reduction:
         """What this rank contributes: `flat` itself, or a scaled copy for PREMUL_SUM."""
         return flat * self.factor if self.kind == _KIND.PREMUL_SUM else flat
 
+    @property
+    def is_native(self) -> bool:
+        """Whether NCCL, RCCL and Gloo all know the operation (none of the first two knows the bitwise ones)."""
+        return self.kind not in _BITWISE and self.kind != _KIND.PREMUL_SUM
+
+    @property
+    def native_op(self) -> Any:
+        """What the native library computes inside an island: the division of AVG comes last, over all ranks."""
+        return torch_private.ReduceKind.SUM if self.kind == _KIND.AVG else self.kind
+
     def partial(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """`out` (of the tensor's type) becomes the island's partial of `sources`, given in ascending rank order."""
         self._fold(sources, out)

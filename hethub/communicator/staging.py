@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hethub.kernels.device import Device
+from hethub.kernels.device import Device, Event
 
 
 class Staged:
@@ -17,15 +17,15 @@ class Staged:
     def __init__(self, tensor: torch.Tensor, device: Device) -> None:
         self._tensor = tensor
         self._device = device
-        self._ready = device.current_stream().record() if tensor.is_cuda else None
+        self.is_on_device = tensor.is_cuda
+        self.ready = device.current_stream().record() if tensor.is_cuda else Event(None)
         self._is_host_memory = not tensor.is_cuda and tensor.is_contiguous() and not tensor.is_conj()
 
     def load(self) -> torch.Tensor:
         """The tensor's elements, flat on the host."""
         self.flat = self.empty()
         if not self._is_host_memory:
-            if self._ready is not None:
-                self._ready.synchronize()
+            self.ready.synchronize()
             self.flat.view(self._tensor.shape).copy_(self._tensor)
         return self.flat
 

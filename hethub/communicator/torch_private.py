@@ -96,6 +96,23 @@ def op_options(options_type: type, timeout: Any = None, **fields: Any) -> Any:
     return options
 
 
+def native_reduce_scatter(native: Any, part: torch.Tensor, whole: torch.Tensor, op: Any) -> None:
+    """NCCL's or Gloo's reduce-scatter; on a device it is ordered on the current stream when this returns."""
+    native._reduce_scatter_base(part, whole, op_options(dist.ReduceScatterOptions, reduceOp=op)).wait()
+
+
+def native_all_gather(native: Any, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """As `native_reduce_scatter`, for the all-gather."""
+    native._allgather_base(whole, part).wait()
+
+
+def create_nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
+    """An NCCL (or RCCL) group that torch's registry does not know; it connects at its first operation."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_seconds)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 def gloo_send(group: GlooGroup, tensor: torch.Tensor, peer: int, tag: int) -> Any:
     return group.send([tensor], peer, tag)
 

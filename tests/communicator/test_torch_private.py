@@ -1,0 +1,53 @@
+"""What we use of torch's unpublished interfaces still behaves as we rely on."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import torch_private
+from tests.support.ranks import start_ranks, values
+
+
+def wait_for_nothing(rank, store):
+    """A receive nobody answers, broken from another thread after a moment."""
+    gloo = torch_private.create_gloo_group(store, rank, 2, 60, "127.0.0.1")
+    gloo.barrier().wait()
+    if rank == 0:
+        threading.Timer(0.3, torch_private.break_gloo_group, (gloo, 0, 2)).start()
+    with pytest.raises(RuntimeError):
+        torch_private.gloo_receive(gloo, torch.empty(4), 1 - rank, 5).wait()
+    return True
+
+
+def test_breaking_a_gloo_group_wakes_waiters_on_both_sides():
+    assert all(values(start_ranks(2, wait_for_nothing, timeout_seconds=30)))
+
+
+def test_a_futures_error_is_one_for_torch():
+    future, end = torch_private.future_of([torch.ones(1)])
+    end(ValueError("the reason"))
+    with pytest.raises(ValueError, match="the reason"):
+        future.wait()
+    with pytest.raises(RuntimeError, match="the reason"):
+        future.then(lambda done: done.value()).wait()
+
+
+def test_a_future_gives_its_result():
+    future, end = torch_private.future_of([torch.ones(1)])
+    assert not future.done()
+    end(None)
+    assert future.wait()[0].item() == 1.0
+
+
+def test_reduce_operations_are_told_apart():
+    premul = dist._make_nccl_premul_sum(0.25)
+    assert torch_private.reduce_op_kind(premul) == torch_private.ReduceKind.PREMUL_SUM
+    assert torch_private.premul_factor(premul) == 0.25
+    assert torch_private.reduce_op_kind(dist.ReduceOp.AVG) == torch_private.ReduceKind.AVG
+    assert torch_private.reduce_op_kind(dist.AllreduceOptions().reduceOp) == torch_private.ReduceKind.SUM
+
+
+def test_no_profiler_no_range():
+    assert torch_private.profiled_range("nothing") is None

@@ -1,0 +1,55 @@
+"""The device layer on a machine without a GPU, and its rules for visible devices."""
+
+import pytest
+import torch
+
+from hethub.kernels import device as device_layer
+from hethub.kernels.device import Device, choose_device, visible_devices
+from hethub.spec.errors import BadInput
+
+
+def test_a_cpu_needs_no_index():
+    device = choose_device(3, 8, kind="cpu")
+    assert (device.vendor, device.native_backend, device.torch_device) == ("cpu", "gloo", torch.device("cpu"))
+    with device.new_stream().active():
+        event = device.current_stream().record()
+    event.synchronize()
+    assert event.is_done()
+    assert device.host_buffer(10).numel() == 10
+    assert device.peak_memory_bytes() is None
+    assert device.supports(torch.bfloat16)
+
+
+def test_a_gpu_of_either_maker_is_cuda_for_torch():
+    for vendor in ("nvidia", "amd"):
+        device = Device(vendor=vendor, index=2)
+        assert (device.native_backend, device.torch_device) == ("nccl", torch.device("cuda", 2))
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "local_rank", "index"),
+    [(1, "5", 3, 0), (4, None, 2, 2), (4, "0,1,2,3", 3, 3), (1, None, 0, 0)],
+)
+def test_which_device_a_rank_drives(monkeypatch, count, visible, local_rank, index):
+    pretend_gpus(monkeypatch, count, visible)
+    assert choose_device(local_rank, 4 if visible or count > 1 else 1).index == index
+
+
+def test_more_ranks_than_devices_is_an_error_that_counts_them(monkeypatch):
+    pretend_gpus(monkeypatch, 2, None)
+    with pytest.raises(BadInput, match="local rank 2 of 4 has no device: torch sees 2"):
+        choose_device(2, 4)
+
+
+def pretend_gpus(monkeypatch, count, visible):
+    monkeypatch.setattr(device_layer, "detect_vendor", lambda: "amd")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    if visible is not None:
+        monkeypatch.setenv("HIP_VISIBLE_DEVICES", visible)
+
+
+def test_the_first_visible_devices_variable_counts():
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "0,2"}) == ["0", "2"]
+    assert visible_devices({}) is None
