@@ -28,7 +28,7 @@ def test_breaking_a_gloo_group_wakes_waiters_on_both_sides():
 def test_a_futures_error_is_one_for_torch():
     future, end = torch_private.future_of([torch.ones(1)])
     end(ValueError("the reason"))
-    with pytest.raises(ValueError, match="the reason"):
+    with pytest.raises(RuntimeError, match="ValueError: the reason"):
         future.wait()
     with pytest.raises(RuntimeError, match="the reason"):
         future.then(lambda done: done.value()).wait()
