@@ -63,13 +63,26 @@ def fit_all(data: Path) -> Constants:
     unseen = leave_sources_out(base, linear, cases, repricers)
     by_source = report_steps(cases, inside, errors, unseen)
     stacks = [case.software.stack for case in cases]
+    covered = coverage(errors, stacks, fold)
+    print(f"  80 % intervals, their widths from the other folds, cover {100 * covered:.0f} % of the cross-validated rows")
     residuals = {f"{source} (cross-validated MAPE, %)": round(value, 2) for source, value in by_source.items()}
     return replace(
         constants,
         interval=widths(errors.tolist(), stacks, unseen[1].tolist(), unseen_accelerator.tolist()),
-        residuals=residuals,
+        residuals={**residuals, "coverage of the 80 % interval, %": round(100 * covered, 1)},
         provenance=f"fitted by hethub.predictor.fit on {len(layers)} layer times and {len(cases)} training steps, published measurements",
     )
+
+
+def coverage(errors: np.ndarray, stacks: list[str], fold: np.ndarray) -> float:
+    """The fraction of rows inside intervals whose widths come from the other folds."""
+    inside = np.zeros(len(errors), dtype=bool)
+    for number in range(FOLDS):
+        others = np.flatnonzero(fold != number)
+        table = widths(errors[others].tolist(), [stacks[row] for row in others], [0.0], [0.0])
+        for row in np.flatnonzero(fold == number):
+            inside[row] = abs(errors[row]) <= table.get(f"stack {stacks[row]}", table["known"])
+    return float(inside.mean())
 
 
 def report_layers(rows: list[LayerRow], constants: Constants) -> np.ndarray:

@@ -83,6 +83,16 @@ class Network:
         fraction = "pcie_fraction" if sheet <= PCIE_GBYTES_PER_SECOND else "in_node_fraction"
         return sheet * 1e9 * self.fit[fraction]
 
+    def _sharing_inside(self, node: NodeSpec, num_nodes: int, sharing: int) -> int:
+        """How many like groups share the way between a node's accelerators.
+
+        Rings that leave a node over PCIe all pass its host; inside, neighbours may sit under switches of their own, and
+        NVLink is for each pair alone.
+        """
+        sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
+        through_host = num_nodes > 1 and sheet <= PCIE_GBYTES_PER_SECOND
+        return min(sharing, node.accelerators) if through_host else 1
+
     def _in_node_latency(self, node: NodeSpec) -> float:
         given = self.cluster.links.in_node.latency_seconds
         return self.fit["in_node_latency_seconds"] if given is None else given
@@ -123,7 +133,8 @@ class Network:
         if measured is not None:
             return measured.latency_seconds / 2 + num_bytes * (group.size - 1) / group.size / (measured.gbytes_per_second * 1e9)
         nodes = {machine: self.machines[machine] for machine, _ in group.machines}
-        slowest = max(1.0 / self._in_node(node) for node in nodes.values()) if group.most_per_machine > 1 else 0.0
+        inside = [self._sharing_inside(node, len(nodes), sharing) / self._in_node(node) for node in nodes.values()]
+        slowest = max(inside) if group.most_per_machine > 1 else 0.0
         steps = (group.size - 1) * self.fit["collective_step_seconds"]
         latency = self.fit["collective_latency_seconds"] + min(steps, 2e-4)
         if len(nodes) > 1:

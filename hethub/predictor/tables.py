@@ -69,8 +69,8 @@ def read_row(row: Mapping[str, str]) -> Case:
     total, batch, seq = number("n_accelerators"), number("global_batch"), number("seq")
     if tp * pp * cp * dp != total:
         raise ValueError(f"tp {tp} x pp {pp} x cp {cp} x dp {dp} is not n_accelerators {total}")
-    if batch % dp:
-        raise ValueError(f"global_batch {batch} is not a multiple of dp {dp}")
+    if batch < dp:
+        raise ValueError(f"global_batch {batch} leaves some of the {dp} replicas without a sample")
     seconds = float(row["step_seconds"])
     if not 0 < seconds < 1e7:
         raise ValueError(f"step_seconds {row['step_seconds']} is no positive time")
@@ -79,8 +79,8 @@ def read_row(row: Mapping[str, str]) -> Case:
         raise ValueError(f"precision {precision} is unknown")
     given = number("micro_batch", 0)
     sizes = [given] if given else [1 << i for i in range(8) if batch // dp % (1 << i) == 0]
-    if given and batch // dp % given:
-        raise ValueError(f"micro_batch {given} does not divide the {batch // dp} samples of a replica")
+    if given > batch // dp:
+        raise ValueError(f"micro_batch {given} is more than the {batch // dp} samples of a replica")
     cluster = _cluster(row, number, total)
     layers = _layers_per_stage(row, model.layers, pp)
     stages = [stage_specs(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none") for size in sizes]
@@ -139,14 +139,15 @@ def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
 
 def _cluster(row: Mapping[str, str], number: _Numbers, total: int) -> ClusterSpec:
     per_node = min(number("per_node", 0) or min(total, 8), total)
-    if total % per_node:
-        raise ValueError(f"n_accelerators {total} is not a multiple of per_node {per_node}")
     accelerator = find_accelerator(row["accelerator"])
     node: dict[str, Any] = {"name": "node", "accelerator": accelerator, "count": total // per_node, "accelerators": per_node}
     if row.get("inter_node_gbps"):
         gbps = float(row["inter_node_gbps"])
         node |= {"nics": min(IN_NODE_NICS, per_node), "gbps_per_nic": gbps / min(IN_NODE_NICS, per_node)}
-    return ClusterSpec.model_validate({"name": f"{total} {row['accelerator']}", "nodes": [node]})
+    nodes = [node]
+    if total % per_node:
+        nodes.append({**node, "name": "last", "count": 1, "accelerators": total % per_node})
+    return ClusterSpec.model_validate({"name": f"{total} {row['accelerator']}", "nodes": nodes})
 
 
 def _layers_per_stage(row: Mapping[str, str], layers: int, pp: int) -> list[int]:
@@ -182,9 +183,10 @@ def stage_specs(
     stages, first, rank = [], 0, 0
     for count in layers:
         replicas = []
-        for _ in range(dp):
+        for position in range(dp):
             ranks = tuple(range(rank, rank + replica_ranks))
-            shape: dict[str, Any] = {"micro_batch": micro_batch, "samples": batch // dp, "in_flight": None, "tensor_shares": None}
+            samples = batch // dp + (position < batch % dp)
+            shape: dict[str, Any] = {"micro_batch": micro_batch, "samples": samples, "in_flight": None, "tensor_shares": None}
             replicas.append(ReplicaSpec.model_construct(ranks=ranks, **shape))
             rank += replica_ranks
         chunk: Any = ((first, first + count),)

@@ -19,7 +19,7 @@ ROW = {
     "pp": 2,
     "cp": 1, "dp": 2, "zero": 0, "micro_batch": 1,
     "global_batch": 16, "precision": "bf16", "recompute": "none", "stack": "mine", "flash_attention": 1,
-    "optimizer_included": 1, "suspect": 0, "step_seconds": 0.2,
+    "optimizer_included": 1, "suspect": 0, "step_seconds": 0.2, "inter_node_gbps": "",
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_suspects_are_listed_but_in_no_mean(tmp_path: Path) -> None:
     [
         ({"accelerator": "A100-SXM4-80G"}, "did you mean 'A100-SXM4-80GB'"),
         ({"tp": 3}, "is not n_accelerators 8"),
-        ({"micro_batch": 3}, "does not divide"),
+        ({"micro_batch": 9}, "more than the 8 samples"),
         ({"step_seconds": -1}, "no positive time"),
         ({"layers": 2.5}, "whole number"),
         ({"n_accelerators": 16, "dp": 4}, "gbps_per_nic"),
@@ -56,6 +56,14 @@ def test_a_bad_row_is_skipped_by_name(tmp_path: Path, change: dict[str, object],
     assert [entry["id"] for entry in result["skipped"]] == ["row1"]
     assert why in result["skipped"][0]["why"]
     assert result["covered_percent"] == 50.0
+
+
+def test_uneven_rows_are_predicted_as_they_are(tmp_path: Path) -> None:
+    """A batch that replicas cannot share equally, micro-batches that do not divide it, a last node not full."""
+    uneven = {"micro_batch": 3, "global_batch": 17, "n_accelerators": 12, "dp": 3, "inter_node_gbps": 800}
+    result = validate(table(tmp_path, uneven))
+    assert not result["skipped"]
+    assert 0 < result["rows"][0]["predicted_seconds"] < 10
 
 
 def test_an_empty_micro_batch_is_chosen_and_named(tmp_path: Path) -> None:
