@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from hethub.commands.common import add_job, add_json, check_writable, command, known_cluster, need_torch, print_json
-from hethub.spec.errors import RunFailed
+from hethub.spec.errors import BadInput, RunFailed
 
 
 def add(commands: Any) -> None:
     _add_launch(commands)
     _add_doctor(commands)
     _add_profile(commands)
+    _add_bench(commands)
 
 
 def _add_launch(commands: Any) -> None:
@@ -93,3 +94,41 @@ def profile(options: argparse.Namespace) -> None:
     if speaks:
         save_profile(measured, options.out)
         print(f"written to {options.out}")
+
+
+def _add_bench(commands: Any) -> None:
+    parser = command(
+        commands,
+        "bench",
+        bench,
+        "Times communication between the ranks it is started on: bridged, native and flat.",
+        'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 hethub bench comm --sizes 4096,1048576',
+    )
+    parser.add_argument("what", choices=("comm",))
+    parser.add_argument("--sizes", metavar="BYTES,…", help="message sizes (default 4 KiB to 64 MiB)")
+    add_json(parser)
+
+
+def bench(options: argparse.Namespace) -> None:
+    need_torch("bench")
+    from hethub.communicator.bench import DEFAULT_SIZES, run
+    from hethub.report.tables import print_communication
+    from hethub.runtime.session import session
+
+    sizes = DEFAULT_SIZES if options.sizes is None else _sizes(options.sizes)
+    with session(None) as (world, _):
+        rows, speaks = run(world, sizes), world.rank == 0
+    if speaks and options.json:
+        print_json({"rows": rows})
+    elif speaks:
+        print_communication(rows)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise BadInput(f"--sizes {text}: give positive numbers of bytes between commas, for example 4096,1048576.")
+    return sizes

@@ -148,3 +148,15 @@ def print_validation(result: Mapping[str, Any]) -> None:
 
 def _figure(value: float | int | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}"
+
+
+def print_communication(rows: Sequence[Mapping[str, Any]]) -> None:
+    """What `hethub bench comm` timed, a row per operation, path and size."""
+    table = Table("operation", "path", "ranks", "bytes", "ms", "GB/s", "bridge bytes / lower bound")
+    for row in rows:
+        bound = row["bridge_bytes_over_bound"]
+        table.add_row(
+            row["operation"], row["path"], str(row["ranks"]), f"{row['bytes']:,}", f"{row['seconds'] * 1e3:.3f}",
+            f"{row['bytes_per_second'] / 1e9:.2f}", "" if bound is None else f"{bound:.2f}",
+        )  # fmt: skip
+    make_console().print(table)

@@ -1,16 +1,13 @@
 """A profiling on all ranks the launcher started: meet, connect, measure; one profile for all of them."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hethub.communicator import connect
-from hethub.kernels.device import Device, choose_device
+from hethub.kernels.device import Device
 from hethub.predictor.profile import ProfileSpec
-from hethub.runtime.agreement import check_versions, facts_from, own_facts, to_row
-from hethub.runtime.launch import launch_info, rendezvous
-from hethub.runtime.prepare import agreed_cluster
 from hethub.runtime.profiler import profile_world
-from hethub.runtime.together import exchange, together
+from hethub.runtime.session import session
 from hethub.spec.job import Job, TrainSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.tensors import tp_degrees
@@ -58,31 +55,13 @@ def profile_ranks(job: Job | None, progress: Callable[[int, int, str], None]) ->
 
     `progress(done, total, what)` is told of every point. Raises BadInput as `hethub train` does, RunFailed afterwards.
     """
-    info = launch_info()
-    network = job.cluster.network if job is not None and job.cluster is not None else None
-    meeting = rendezvous(info, network=network)
-    named = job is not None and job.cluster is not None and job.cluster.places[info.rank].node.vendor is not None
-    device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
-    device.activate()
-    own = own_facts(
-        rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
-        memory_bytes=device.memory_bytes(), job="", tokens="",
-    )  # fmt: skip
-    facts = facts_from(exchange(meeting, "who", to_row(own)))
-    together(meeting, "versions", lambda: check_versions(facts))
-    cluster = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
-    world = connect(meeting, device=device, islands=list(cluster.islands.values()))
-    world.watch()
-    subject, place = subject_of(job, device), cluster.places[info.rank]
-    total, done = subject.num_points(info.local_size) + 1, iter(range(1_000_000))
-    try:
+    with session(job) as (world, cluster):
+        subject, place = subject_of(job, world.device), cluster.places[world.rank]
+        ranks_of_a_node = sum(other.machine == place.machine for other in cluster.places)
+        total, done = subject.num_points(ranks_of_a_node) + 1, itertools.count()
         profile = profile_world(
             world, subject.model, place.accelerator, subject.train.precision, [p.machine for p in cluster.places],
-            seq_lens=[subject.train.seq_len], micro_batches=subject.micro_batches, tps=subject.tps(info.local_size),
+            seq_lens=[subject.train.seq_len], micro_batches=subject.micro_batches, tps=subject.tps(ranks_of_a_node),
             progress=lambda what: progress(next(done), total, what),
         )  # fmt: skip
-    except BaseException as error:
-        world.abort(f"{type(error).__name__}: {error}")
-        raise
-    world.close()
-    return profile, info.rank == 0
+        return profile, world.rank == 0

@@ -1,0 +1,43 @@
+"""A world of the started ranks for commands that measure: meet, agree who is who, connect; and end together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hethub.communicator import World, connect
+from hethub.kernels.device import choose_device
+from hethub.runtime.agreement import check_versions, facts_from, own_facts, to_row
+from hethub.runtime.launch import launch_info, rendezvous
+from hethub.runtime.prepare import agreed_cluster
+from hethub.runtime.together import exchange, together
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import Job
+
+
+@contextmanager
+def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
+    """The connected world and its cluster: the job's, or what the ranks find (HETHUB_ISLANDS emulates islands).
+
+    Raises BadInput where the ranks do not fit together or the cluster, RunFailed where one fails later.
+    """
+    info = launch_info()
+    cluster = None if job is None else job.cluster
+    meeting = rendezvous(info, network=None if cluster is None else cluster.network)
+    named = cluster is not None and cluster.places[info.rank].node.vendor is not None
+    device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
+    device.activate()
+    own = own_facts(
+        rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
+        memory_bytes=device.memory_bytes(), job="", tokens="",
+    )  # fmt: skip
+    facts = facts_from(exchange(meeting, "who", to_row(own)))
+    together(meeting, "versions", lambda: check_versions(facts))
+    found = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
+    world = connect(meeting, device=device, islands=list(found.islands.values()))
+    world.watch()
+    try:
+        with world.guard("measure"):
+            yield world, found
+    except BaseException as error:
+        world.abort(f"{type(error).__name__}: {error}")
+        raise
+    world.close()

@@ -1,0 +1,46 @@
+"""`hethub profile` and `hethub bench comm` on real ranks, and a prediction from the profile."""
+
+import json
+import os
+from pathlib import Path
+
+from tests.support.command import hethub, ranks
+from tests.support.job_files import ALONE, plan, write_job
+
+
+def two_islands(rank: int) -> None:
+    os.environ["HETHUB_ISLANDS"] = "0|1"
+
+
+def test_a_profile_of_a_job_predicts_its_plan(tmp_path: Path) -> None:
+    job = write_job(tmp_path, cluster_name="detect", plan_file=plan(ALONE, cluster="detected"))
+    (ended,) = ranks(1, "profile", job, "--out", tmp_path / "profile.json", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert profile["model"]["name"] == "tiny"
+    assert {layer["micro_batch"] for layer in profile["devices"][0]["layers"]} == {1, 2, 4, 8}
+    nodes = [{"name": "here", "accelerator": "CPU-core", "accelerators": 1}]
+    described = write_job(
+        tmp_path, cluster={"name": "detected", "nodes": nodes}, plan_file=plan(ALONE, cluster="detected")
+    )
+    ended = hethub(
+        "predict", described, "--plan", "plan.yaml", "--profile", tmp_path / "profile.json", "--json", cwd=tmp_path
+    )
+    assert ended.exit_code == 0, ended.stderr
+    assert json.loads(ended.stdout)["step_seconds"] > 0
+
+
+def test_bench_times_bridge_and_flat_side_by_side(tmp_path: Path) -> None:
+    first, second = ranks(2, "bench", "comm", "--sizes", "4096,300000", "--json", cwd=tmp_path, hook=two_islands)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert second.stdout == ""
+    rows = json.loads(first.stdout)["rows"]
+    assert {(row["path"], row["bytes"]) for row in rows} >= {("world", 4096), ("flat", 300000)}
+    large = next(r for r in rows if r["operation"] == "all_reduce" and r["path"] == "world" and r["bytes"] == 300000)
+    assert 0.99 <= large["bridge_bytes_over_bound"] <= 1.01
+
+
+def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:
+    ended = hethub("bench", "comm", "--sizes", "4096,big", cwd=tmp_path)
+    assert ended.exit_code == 2
+    assert "4096,big" in ended.stderr
