@@ -12,7 +12,7 @@ from tests.support.command import HETHUB, files_below, mpirun, needs_mpirun, one
 from tests.support.job_files import CLUSTER, MODEL, STAGES, plan, write_job, write_yaml
 
 
-def refused(results, *words, speaker=0):
+def check_refused(results, *words, speaker=0):
     """Checks that all ranks ended with 2 and one of them said why, in one paragraph with `words`; returns it."""
     assert [ended.exit_code for ended in results] == [2] * len(results), [ended.stderr for ended in results]
     assert [len(ended.paragraphs) for ended in results] == [int(rank == speaker) for rank in range(len(results))]
@@ -165,7 +165,7 @@ def test_a_mistake_in_the_files_is_one_paragraph(name, tmp_path):
         (tmp_path / "job" / "text.txt").write_text(text)
     if model_name is not None:
         write_yaml(job, {**yaml.safe_load(job.read_text()), "model": model_name})
-    refused(train(tmp_path, "--run-dir", "run"), *words)
+    check_refused(train(tmp_path, "--run-dir", "run"), *words)
 
 
 # Each: the arguments, and what the paragraph must say.
@@ -186,28 +186,28 @@ ARGUMENTS = {
 def test_a_mistake_in_the_arguments_is_one_paragraph(name, tmp_path):
     arguments, words = ARGUMENTS[name]
     write_job(tmp_path / "job", cluster_name="detect", plan="auto")
-    refused(train(tmp_path, *arguments, size=1), *words)
+    check_refused(train(tmp_path, *arguments, size=1), *words)
 
 
 def test_a_missing_job_file_is_named(tmp_path):
-    refused(ranks(2, "train", "nothing.yaml", cwd=tmp_path), "nothing.yaml", "no such job file")
+    check_refused(ranks(2, "train", "nothing.yaml", cwd=tmp_path), "nothing.yaml", "no such job file")
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     write_job(tmp_path / "job", cluster_name="detect", plan="auto")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    refused(train(tmp_path, "--run-dir", "run", size=1), "holds a run already", "--resume")
+    check_refused(train(tmp_path, "--run-dir", "run", size=1), "holds a run already", "--resume")
 
 
 def test_a_world_of_another_size_than_the_cluster_is_refused(tmp_path):
     write_job(tmp_path / "job")
-    refused(train(tmp_path, size=2), "4 accelerators", "2 ranks", "mpirun -n 4")
+    check_refused(train(tmp_path, size=2), "4 accelerators", "2 ranks", "mpirun -n 4")
 
 
 def test_a_world_of_another_size_than_the_plan_is_refused(tmp_path):
     write_job(tmp_path / "job", cluster_name="detect", plan_file=plan(cluster="detected"))
-    refused(train(tmp_path, size=2), "4 ranks", "2 accelerators")
+    check_refused(train(tmp_path, size=2), "4 ranks", "2 accelerators")
 
 
 def hugging_face_job(folder):
@@ -229,7 +229,7 @@ def test_damaged_weights_are_named_and_leave_no_run_folder(tmp_path):
     hugging_face_job(tmp_path)
     (weights,) = (tmp_path / "job" / "llama").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1000])
-    refused(train(tmp_path, "--run-dir", "run"), "model.safetensors", "damaged or cut short")
+    check_refused(train(tmp_path, "--run-dir", "run"), "model.safetensors", "damaged or cut short")
 
 
 def test_weights_that_only_one_rank_cannot_read_end_all(tmp_path):
@@ -241,7 +241,7 @@ def test_weights_that_only_one_rank_cannot_read_end_all(tmp_path):
     results = ranks(
         4, "train", "job/job.yaml", "--run-dir", tmp_path / "run", cwd=tmp_path, hook=partial(move, tmp_path / "other")
     )
-    refused(results, "rank 2: ", "damaged or cut short", speaker=2)
+    check_refused(results, "rank 2: ", "damaged or cut short", speaker=2)
     assert not (tmp_path / "run").exists()
 
 
@@ -259,7 +259,7 @@ def test_a_rank_that_reads_other_files_is_named(name, tmp_path):
     results = ranks(
         4, "train", "job/job.yaml", "--run-dir", tmp_path / "run", cwd=tmp_path, hook=partial(move, tmp_path / "other")
     )
-    refused(results, "tokens differs" if name == "text.txt" else "job differs", "rank 0", "rank 2", "copy")
+    check_refused(results, "tokens differs" if name == "text.txt" else "job differs", "rank 0", "rank 2", "copy")
     assert not (tmp_path / "run").exists()
 
 

@@ -101,10 +101,12 @@ def exchange_messages(world):
         assert (tensor == 100.0 * peer + tag).all()
     for work in sends:
         work.wait()
+    return len(sends)
 
 
 def test_messages_by_tag():
-    run_ranks(3, exchange_messages, islands=[[0, 2], [1]])
+    counts = run_ranks(3, exchange_messages, islands=[[0, 2], [1]])
+    assert counts[0] == counts[1] == counts[2] > 0
 
 
 def objects(world):

@@ -63,7 +63,7 @@ def test_any_in_flight_from_the_smallest_up_runs(case: Case, data: st.DataObject
         for r in range(len(layout.stages[s].replicas)):
             more = data.draw(st.sampled_from([0, 0, 1, 3]))
             plan = with_in_flight(plan, {(s, r): minimum(plan, layout, (s, r)) + more})
-    execution_order(Layout(plan, layout.model, layout.cluster))
+    assert execution_order(Layout(plan, layout.model, layout.cluster))
 
 
 def test_the_classical_order_of_two_stages() -> None:

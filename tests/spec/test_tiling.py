@@ -131,7 +131,7 @@ def test_all_replicas_at_their_smallest_run_too(case: Case) -> None:
     for s in range(layout.num_stages - 1, -1, -1):  # what a stage needs depends on those below
         for r in range(len(layout.stages[s].replicas)):
             plan = with_in_flight(plan, {(s, r): minimum(plan, layout, (s, r))})
-    execution_order(Layout(plan, layout.model, layout.cluster))
+    assert execution_order(Layout(plan, layout.model, layout.cluster))
 
 
 def test_fewer_than_the_smallest_would_deadlock() -> None:
