@@ -85,6 +85,7 @@ def best_cuts(
     """
     kept = Kept(number)
     order = count()
+    sharded = max(problem.zeros) > 0
     for bound, combination, sorts in bounded:
         if bound >= kept.limit:
             break
@@ -93,6 +94,8 @@ def best_cuts(
         own = []
         for line in lines(problem, tuple(int(n) for n in sorts.counts)):
             if bound + through * (1 - 2 / (units // line.replicas + 1)) >= kept.limit:
+                continue
+            if memory_counts and not sorts.room_for(problem.model.layers, line.replicas, sharded):
                 continue
             composition = line.composition(sorts)
             if accept is not None and not accept(composition):

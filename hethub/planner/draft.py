@@ -20,7 +20,7 @@ class Seat:
     unit: Unit
     micro_batch: int
 
-    @property
+    @cached_property
     def sort(self) -> tuple[int, int, int]:
         """Seats of one sort are interchangeable: kind, TP degree, micro-batch."""
         return (self.unit.kind, self.unit.tp, self.micro_batch)

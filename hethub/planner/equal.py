@@ -43,6 +43,15 @@ class Sorts:
         return float((self.counts / self.layer).sum())
 
 
+    def room_for(self, layers: int, replicas: int, sharded: bool) -> bool:
+        """Whether all stages together could hold the layers if only one tile were held and nothing but layers: what
+        fails here needs no cut. A stage that straddles sorts counts in full for each."""
+        state = self.memory.state_layer[:, MIDDLE] / (replicas if sharded else 1)
+        per_layer = self.memory.layer[:, MIDDLE] + self.memory.layer_tile[:, MIDDLE] + state
+        stages = np.ceil(self.counts / replicas) + 1
+        return bool((stages * self.capacity / per_layer).sum() >= layers)
+
+
 def sorts_of(problem: Problem, costs: UnitCosts, combination: Combination) -> Sorts:
     """The sorts of units that a combination makes of the cluster."""
     examples, counts = [], []

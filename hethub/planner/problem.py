@@ -15,6 +15,8 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute, ScheduleName
 from hethub.spec.tensors import tp_degrees
 
+MANY = 128  # accelerators
+
 
 class Batch(NamedTuple):
     """What of a job's training the plan depends on."""
@@ -96,7 +98,8 @@ class Problem:
         """Micro-batch sizes the search tries: powers of two up to what the job allows."""
         if self.constraints.micro_batch:
             return (self.constraints.micro_batch,)
-        top = min(self.batch.global_batch, self.constraints.max_micro_batch or 64)
+        usual = 64 if self.size <= MANY else 8  # many accelerators leave few samples to each
+        top = min(self.batch.global_batch, self.constraints.max_micro_batch or usual)
         return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import permutations, product
 from math import gcd
 
@@ -36,13 +36,19 @@ class Line:
 
     def composition(self, sorts: Sorts) -> np.ndarray:
         """[stage, sort]: how many replicas of each sort a stage has."""
-        total = int(sorts.counts.sum())
-        stages = total // self.replicas
-        if self.side_by_side:
-            return np.broadcast_to(sorts.counts // stages, (stages, len(sorts.examples)))
-        position = [index for kind in self.order for index, e in enumerate(sorts.examples) if e.kind == kind]
-        line = np.repeat(position, sorts.counts[position]).reshape(stages, self.replicas)
-        return (line[:, :, None] == np.arange(len(sorts.examples))).sum(axis=1)
+        kinds = tuple(example.kind for example in sorts.examples)
+        return _composition(self, tuple(int(count) for count in sorts.counts), kinds)
+
+
+@lru_cache(maxsize=4096)
+def _composition(line: Line, counts: tuple[int, ...], kinds: tuple[int, ...]) -> np.ndarray:
+    """The same for many micro-batches and both recomputes, so remembered; nobody writes to it."""
+    stages = sum(counts) // line.replicas
+    if line.side_by_side:
+        return np.broadcast_to(np.array(counts) // stages, (stages, len(counts)))
+    position = [index for kind in line.order for index, own in enumerate(kinds) if own == kind]
+    units = np.repeat(position, np.array(counts)[position]).reshape(stages, line.replicas)
+    return np.stack([(units == sort).sum(axis=1) for sort in range(len(counts))], axis=1)
 
 
 def main_orders(problem: Problem) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from hethub.planner.cuts import Bounded
+from hethub.planner.cuts import ESTIMATE_ERR, Bounded
 from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.equal import Sorts, cut_equally
 from hethub.planner.problem import Combination, Problem, Unit
@@ -42,7 +42,10 @@ def small_drafts(problem: Problem, bounded: Bounded, best: float, memory_counts:
             if constraints.dp is not None and any(sum(stage) != constraints.dp for stage in composition):
                 continue
             cut = cut_equally(problem, sorts, np.array(composition), memory_counts=memory_counts)
-            for layers in _near(cut.layers) if cut is not None else ():
+            if cut is None or cut.seconds > ESTIMATE_ERR * best:
+                continue
+            best = min(best, cut.seconds)
+            for layers in _near(cut.layers):
                 yield _draft(problem, combination, sorts, composition, layers)
 
 
