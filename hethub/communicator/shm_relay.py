@@ -14,13 +14,16 @@ import socket
 import struct
 import threading
 from collections import defaultdict
+from typing import Any
 
 import torch
 
 from hethub.communicator.relay import Incoming, Outgoing, PeerError, Relay, Transfer
 
 _BELL = struct.Struct("=BQQQ")
-_DATA, _FREE, _BLOCK = 1, 2, 3
+_DATA, _FREE, _BLOCK, _INLINE = 1, 2, 3, 4
+_INLINE_BYTES = 4096
+"""Messages up to this size ride with the bell: no block, and nothing to give back."""
 _SMALLEST_BLOCK_BYTES = 64 << 10
 
 
@@ -34,6 +37,16 @@ class Block:
 
     def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[:num_bytes].view(dtype)
+
+
+class Carried:
+    """A short message that came with the bell."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.memory = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+    def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory.view(dtype)
 
 
 class Sent:
@@ -52,7 +65,7 @@ class ShmLink:
         self._own_blocks: dict[int, Block] = {}
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._peer_blocks: dict[int, Block] = {}
-        self._arrived: dict[tuple[int, int], tuple[Block, int]] = {}
+        self._arrived: dict[tuple[int, int], tuple[Block | Carried, int]] = {}
         self._num_expected: dict[int, int] = defaultdict(int)
         self._num_arrived: dict[int, int] = defaultdict(int)
         self._news = threading.Condition(threading.RLock())
@@ -61,6 +74,10 @@ class ShmLink:
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         source = tensor.view(torch.uint8)
+        if source.numel() <= _INLINE_BYTES:
+            with self._sending:
+                self._send_bell(_BELL.pack(_INLINE, tag, 0, source.numel()), payload=source.numpy())
+            return
         block = self.take_block(source.numel())
         block.memory[: source.numel()].copy_(source)
         self.ring(block, source.numel(), tag)
@@ -95,7 +112,7 @@ class ShmLink:
             self._num_expected[tag] += 1
             return self._num_expected[tag]
 
-    def take(self, tag: int, number: int) -> tuple[Block, int]:
+    def take(self, tag: int, number: int) -> tuple[Block | Carried, int]:
         """That message, as its block and its size in bytes; blocks until it is there.
 
         Whichever thread finds nobody reading the socket reads it, and hands what it finds to the others: so there is
@@ -116,8 +133,9 @@ class ShmLink:
                     self._is_being_read = False
                     self._news.notify_all()
 
-    def give_back(self, block: Block) -> None:
-        self._ring(_FREE, 0, block.number, 0)
+    def give_back(self, block: Block | Carried) -> None:
+        if isinstance(block, Block):
+            self._ring(_FREE, 0, block.number, 0)
 
     def abort(self) -> None:
         """Ends every wait on this link."""
@@ -147,10 +165,10 @@ class ShmLink:
         with self._sending:
             self._send_bell(_BELL.pack(kind, tag, number, num_bytes))
 
-    def _send_bell(self, bell: bytes, descriptor: int | None = None) -> None:
+    def _send_bell(self, bell: bytes, descriptor: int | None = None, payload: Any = b"") -> None:
         rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
-            self._socket.sendmsg([bell], rights)
+            self._socket.sendmsg([bell, payload], rights)
         except OSError as error:
             raise PeerError(self._peer, "connection closed") from error
 
@@ -171,7 +189,7 @@ class ShmLink:
     def _read_one(self, flags: int = 0) -> bool:
         """Reads one bell and files it; False when none is there and `flags` say not to wait."""
         try:
-            bell, rights, _, _ = self._socket.recvmsg(_BELL.size, socket.CMSG_SPACE(4), flags)
+            bell, rights, _, _ = self._socket.recvmsg(_BELL.size + _INLINE_BYTES, socket.CMSG_SPACE(4), flags)
         except BlockingIOError:
             if flags:
                 return False
@@ -180,11 +198,12 @@ class ShmLink:
             raise PeerError(self._peer, "connection closed") from error
         if not bell:
             raise PeerError(self._peer, "connection closed")
-        kind, tag, number, num_bytes = _BELL.unpack(bell)
+        kind, tag, number, num_bytes = _BELL.unpack_from(bell)
         with self._news:
-            if kind == _DATA:
+            if kind in (_DATA, _INLINE):
+                place = self._peer_blocks[number] if kind == _DATA else Carried(bell[_BELL.size :])
                 self._num_arrived[tag] += 1
-                self._arrived[tag, self._num_arrived[tag]] = (self._peer_blocks[number], num_bytes)
+                self._arrived[tag, self._num_arrived[tag]] = (place, num_bytes)
             elif kind == _FREE:
                 self.release(self._own_blocks[number])
             else:
