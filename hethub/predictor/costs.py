@@ -4,7 +4,6 @@ from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.predictor.alike import in_flight, tiles_alike
 from hethub.predictor.constants import Constants
 from hethub.predictor.layer_cost import LayerCost
 from hethub.predictor.links import Group, Network
@@ -107,7 +106,9 @@ class PlanCosts:
 
     @cached_property
     def tiles_alike(self) -> bool:
-        return tiles_alike(self.plan)
+        """Whether all stages tile the samples alike, so that replica r talks only to replica r of its neighbours."""
+        first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
+        return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
 
     @cached_property
     def chains(self) -> tuple[int, ...]:
@@ -120,10 +121,6 @@ class PlanCosts:
             given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
             found.setdefault((kinds, levels, given, spec.micro_batch, spec.samples), replica)
         return tuple(found.values())
-
-    def in_flight(self, stage: int, replica: int) -> int:
-        """Tiles that a replica holds before their backward."""
-        return in_flight(self.layout, self.tiles_alike, stage, replica)
 
     def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""

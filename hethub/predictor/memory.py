@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from hethub.predictor.alike import in_flight, tiles_alike
 from hethub.predictor.constants import family
 from hethub.predictor.software import HETHUB, Software, element_bytes
 from hethub.spec.errors import BadInput
@@ -32,10 +31,10 @@ class RankMemory(NamedTuple):
 def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
     """The peak memory of every rank, in rank order; equal ranks are computed once."""
     known: dict[object, dict[str, int]] = {}
-    alike, result = tiles_alike(layout.plan), []
+    result = []
     for stage, stage_spec in enumerate(layout.stages):
         for replica, spec in enumerate(stage_spec.replicas):
-            flight = in_flight(layout, alike, stage, replica)
+            flight = layout.in_flight[stage][replica]
             for position, rank in enumerate(spec.ranks):
                 place = layout.cluster.places[rank]
                 accelerator, node = place.accelerator, place.node

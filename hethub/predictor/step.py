@@ -64,7 +64,7 @@ def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
         backward=tuple(tile.backward.total for tile in tiles),
         down=across,
         up=across,
-        in_flight=tuple(costs.in_flight(stage, replica) for stage in stages),
+        in_flight=tuple(layout.in_flight[stage][replica] for stage in stages),
     )
 
 

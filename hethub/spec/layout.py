@@ -11,7 +11,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
 from hethub.spec.tensors import RankShares, rank_shares
-from hethub.spec.tiling import Tile, Transfer, deal, in_flight_limits, transfers
+from hethub.spec.tiling import Tile, Transfer, deal, in_flight_limits, is_regular, regular_limits, transfers
 
 
 class Seat(NamedTuple):
@@ -77,7 +77,7 @@ class Layout:
         """Per stage and replica, the tiles held before their backward."""
         if self.plan.schedule == "gpipe":
             return [[len(own) for own in stage] for stage in self._tiles_by_replica]
-        return in_flight_limits(self.plan, self.tiles)
+        return regular_limits(self.plan) if is_regular(self.plan) else in_flight_limits(self.plan, self.tiles)
 
     @cached_property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:

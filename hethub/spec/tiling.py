@@ -78,6 +78,20 @@ def transfers(sources: Sequence[Tile], targets: Sequence[Tile], first_tag: int =
     return crossing
 
 
+def is_regular(plan: PlanSpec) -> bool:
+    """Whether all replicas of all stages are equal in load, and none says how many tiles it holds: plain 1F1B."""
+    loads = {(r.micro_batch, r.samples, r.in_flight) for stage in plan.stages for r in stage.replicas}
+    counts = {len(stage.replicas) for stage in plan.stages}
+    return len(loads) == len(counts) == 1 and next(iter(loads))[2] is None
+
+
+def regular_limits(plan: PlanSpec) -> list[list[int]]:
+    """As `in_flight_limits` for a regular plan, without its tiles: as many as there are stages from here on."""
+    replica = plan.stages[0].replicas[0]
+    num_tiles = -(-replica.samples // replica.micro_batch)
+    return [[min(len(plan.stages) - index, num_tiles)] * len(stage.replicas) for index, stage in enumerate(plan.stages)]
+
+
 def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[list[int]]:
     """Per stage and replica, how many tiles it may hold before their backward under 1F1B.
 

@@ -19,6 +19,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout import bind
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule import schedule
+from hethub.spec.tiling import in_flight_limits, regular_limits
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 TWO_MAKERS = cluster(("A100-SXM4-80GB", 1, 8), ("MI250X-GCD", 1, 8))
@@ -74,6 +75,14 @@ def test_a_chain_of_equal_tiles_equals_the_full_replay():
     short, full = (replay_plan(layout, PlanCosts(layout, HETHUB, packaged()), full=full).ends for full in (False, True))
     for seat, ends in short.items():
         assert ends == pytest.approx(full[seat], rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
+def test_regular_plans_know_their_tiles_in_flight_without_tiles(pp: int, dp: int, micro_batch: int, samples: int) -> None:
+    on = cluster(("CPU-core", 1, pp * dp))
+    layout = uniform(TINY, on, tp=1, pp=pp, micro_batch=micro_batch, batch=samples * dp, seq=64, precision="fp32")
+    assert regular_limits(layout.plan) == in_flight_limits(layout.plan, layout.tiles)
 
 
 seconds = st.integers(0, 40).map(lambda n: n / 8)
