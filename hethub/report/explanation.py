@@ -1,17 +1,20 @@
 """Why a plan and not another: runners-up, what each named system would have chosen, what binds, what was not searched."""
 
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from hethub.planner import PlanResult
 from hethub.spec.plan import PlanSpec, StageSpec
+
+if TYPE_CHECKING:
+    from hethub.planner import PlanResult
 
 MOST_KINDS = 4  # of stages, shown of a runner-up
 
 
-def print_explanation(result: PlanResult, console: Console) -> None:
+def print_explanation(result: "PlanResult", console: Console) -> None:
     """The planner's notes, as far as it was asked for them."""
     if result.out_of_time:
         console.print("the time limit ended the search: this is the best plan found so far")
@@ -34,7 +37,7 @@ def print_explanation(result: PlanResult, console: Console) -> None:
         console.print(f"not searched: {'; '.join(result.not_searched)}")
 
 
-def _runners_up(result: PlanResult) -> Table:
+def _runners_up(result: "PlanResult") -> Table:
     table = Table("runner-up", "schedule", "stages", "step s", "slower %", "within the interval")
     for index, runner in enumerate(result.runners_up):
         table.add_row(
@@ -61,7 +64,7 @@ def _replicas(stage: StageSpec) -> str:
     return " and ".join(f"{len(list(same))} x {kind}" for kind, same in groupby(kinds))
 
 
-def _families(result: PlanResult) -> Table:
+def _families(result: "PlanResult") -> Table:
     table = Table("system", "step s", "slower than this plan %")
     for row in result.families:
         fits = row.step_seconds is not None

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from hethub.planner import PlanDiff, PlanResult
 from hethub.predictor import Prediction
 from hethub.report.explanation import print_explanation
 from hethub.runtime.console import make_console
@@ -16,10 +15,13 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 
+if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
+    from hethub.planner import PlanDiff, PlanResult
+
 GIB = 2**30
 
 
-def print_plan(result: PlanResult, model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
+def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
     """The planner's result: its stages, then what is predicted of them."""
     console = make_console()
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
@@ -114,7 +116,7 @@ def print_findings(findings: Sequence[Any]) -> None:
             console.print(f"{'':24}{finding.remedy}", markup=False)
 
 
-def print_diff(result: PlanDiff) -> None:
+def print_diff(result: "PlanDiff") -> None:
     """What differs between two plans, and the seconds that it costs."""
     console = make_console()
     table = Table("key", "first", "second")
