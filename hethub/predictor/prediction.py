@@ -63,6 +63,7 @@ def predict(
     constants = constants or packaged()
     if profile is not None:
         profile.check_model(layout.model)
+        profile.check_version()
     costs = PlanCosts(layout, software, constants, profile)
     times = step_times(layout, costs, full=with_timeline)
     extrapolated = costs.extrapolated  # asked now: the ceiling looks at every size

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+import hethub
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Source, Spec, build
 from hethub.spec.cluster import NonNegative
@@ -89,6 +90,14 @@ class ProfileSpec(Spec):
                     f"the profile measured layers of model '{self.model.name}' with {key} {mine}, but model '{model.name}' has "
                     f"{theirs}; run `hethub profile` with this model, or predict without the profile."
                 )
+
+    def check_version(self) -> None:
+        """Raises BadInput unless this hethub measured it: another's layers need not cost the same."""
+        if self.hethub != hethub.__version__:
+            raise BadInput(
+                f"the profile was measured by hethub {self.hethub}, this is {hethub.__version__}, whose layers may cost otherwise; "
+                "run `hethub profile` again."
+            )
 
     def device(self, accelerator: str, precision: Precision) -> DeviceProfile | None:
         """The measurements of an accelerator in a precision, or None."""

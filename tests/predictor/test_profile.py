@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import hethub
 from hethub.predictor import LayerCost, predict
 from hethub.predictor.profile import ProfileSpec, load_profile, merge, save_profile
 from hethub.predictor.profiled import ProfiledLayerCost
@@ -26,7 +27,7 @@ def profile(factor: float = 3.0, **changes: object) -> ProfileSpec:
     ]  # fmt: skip
     device = {"accelerator": "CPU-core", "precision": "fp32", "layers": layers}
     return ProfileSpec.model_validate(
-        {"date": "2026-01-01", "hethub": "0", "software": "test", "model": TINY.to_dict(), "devices": [device], **changes}
+        {"date": "2026-01-01", "hethub": hethub.__version__, "software": "test", "model": TINY.to_dict(), "devices": [device], **changes}
     )
 
 
@@ -62,6 +63,11 @@ def test_another_model_is_refused() -> None:
         predict(layout, profile=profile())
 
 
+def test_another_version_is_refused() -> None:
+    with pytest.raises(BadInput, match="measured by hethub 0, this is"):
+        predict(LAYOUT, profile=profile(hethub="0"))
+
+
 def test_round_trip_and_faults(tmp_path: Path) -> None:
     save_profile(profile(), tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json") == profile()
@@ -77,4 +83,4 @@ def test_merging_keeps_the_slower_of_equal_points() -> None:
     both = merge([profile(2.0), profile(3.0)])
     assert both.devices[0].layers[0].forward_seconds == profile(3.0).devices[0].layers[0].forward_seconds
     with pytest.raises(BadInput, match="cannot be merged"):
-        merge([profile(), profile(hethub="1")])
+        merge([profile(), profile(hethub="0")])
