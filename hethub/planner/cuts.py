@@ -1,7 +1,7 @@
 """The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
@@ -70,41 +70,50 @@ def pure(composition: np.ndarray) -> bool:
     return bool(np.all((composition > 0).sum(axis=1) == 1))
 
 
-def best_cuts(
-    problem: Problem,
-    bounded: Bounded,
-    number: int,
-    *,
-    accept: Callable[[np.ndarray], bool] | None = None,
-    memory_counts: bool = True,
-) -> list[Entry]:
-    """The `number` best cuts whose composition is accepted.
+PURE_CUTS = 32  # kept of those whose stages hold one kind each
+
+
+class Best(NamedTuple):
+    """The best cuts of all, and of those whose stages hold one kind each; best first."""
+
+    cuts: list[Entry]
+    pure: list[Entry]
+
+
+def best_cuts(problem: Problem, bounded: Bounded, number: int, *, memory_counts: bool = True) -> Best:
+    """The `number` best cuts, and the best pure ones, in one pass over all settings.
 
     A setting is not cut where one tile's way through all layers and the busy time of perfect balance exceed the worst
     kept, or the best by more than the estimate can err.
     """
-    kept = Kept(number)
+    kept, kept_pure = Kept(number), Kept(PURE_CUTS)
     order = count()
     sharded = max(problem.zeros) > 0
     for bound, combination, sorts in bounded:
-        if bound >= kept.limit:
+        if bound >= max(kept.limit, kept_pure.limit):
             break
         through = float(sorts.tile.min()) * problem.model.layers
         units = int(sorts.counts.sum())
-        own = []
+        own: list[Entry] = []
+        own_pure: list[Entry] = []
         for line in lines(problem, tuple(int(n) for n in sorts.counts)):
-            if bound + through * (1 - 2 / (units // line.replicas + 1)) >= kept.limit:
+            least = bound + through * (1 - 2 / (units // line.replicas + 1))
+            if least >= max(kept.limit, kept_pure.limit):
                 continue
             if memory_counts and not sorts.room_for(problem.model.layers, line.replicas, sharded):
                 continue
             composition = line.composition(sorts)
-            if accept is not None and not accept(composition):
+            is_pure = pure(composition)
+            if least >= kept.limit and not is_pure:
                 continue
             cut = cut_equally(problem, sorts, composition, memory_counts=memory_counts)
             if cut is not None:
-                own.append(Entry(-cut.seconds, next(order), combination, sorts, line, cut))
+                entry = Entry(-cut.seconds, next(order), combination, sorts, line, cut)
+                own.append(entry)
+                own_pure += [entry] if is_pure else []
         kept.add(own)
-    return sorted(kept.entries, reverse=True)
+        kept_pure.add(own_pure)
+    return Best(sorted(kept.entries, reverse=True), sorted(kept_pure.entries, reverse=True))
 
 
 def reordered(problem: Problem, leaders: Sequence[Entry], *, memory_counts: bool) -> list[Entry]:

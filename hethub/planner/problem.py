@@ -15,7 +15,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute, ScheduleName
 from hethub.spec.tensors import tp_degrees
 
-MANY = 128  # accelerators
+FEW, MANY = 16, 128  # accelerators
 
 
 class Batch(NamedTuple):
@@ -98,7 +98,7 @@ class Problem:
         """Micro-batch sizes the search tries: powers of two up to what the job allows."""
         if self.constraints.micro_batch:
             return (self.constraints.micro_batch,)
-        usual = 64 if self.size <= MANY else 8  # many accelerators leave few samples to each
+        usual = 64 if self.size <= FEW else 16 if self.size <= MANY else 8  # many accelerators leave few samples to each
         top = min(self.batch.global_batch, self.constraints.max_micro_batch or usual)
         return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
 

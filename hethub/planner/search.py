@@ -1,9 +1,10 @@
 """`auto`: all settings cut exactly and estimated, the best judged by the predictor, then improved step by step."""
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hethub.planner.cuts import Bounded, best_cuts, bounded_combinations, reordered
+from hethub.planner.cuts import Best, Bounded, Entry, best_cuts, bounded_combinations, reordered
 from hethub.planner.draft import Draft, to_draft
 from hethub.planner.families import FAMILIES, Family
 from hethub.planner.judge import Judge, Verdict
@@ -57,18 +58,17 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
 def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = True) -> Verdict | None:
     """The best plan found, or None where none fits. With `starts`, every family's leaders are judged first, so the answer
     is never worse than a family's; a family far behind by estimate is left out."""
-    for family in FAMILIES.values() if starts else ():
-        judge.tiles_left = effort.tiles
-        for draft in family_leaders(problem, judge, family):
-            if judge.best is None or judge.surrogate.seconds(draft) < HOPELESS * judge.best.seconds:
-                judge(draft)
-    judge.mark_start()
-    judge.tiles_left = effort.tiles
     bounded = bounded_combinations(problem, judge.costs)
-    found = promising(problem, judge, effort, bounded, memory_counts=not judge.ignore_memory)
+    best = best_cuts(problem, bounded, effort.cuts, memory_counts=not judge.ignore_memory)
+    if starts:
+        _judge_families(problem, judge, effort, best)
+    judge.tiles_left = effort.tiles
+    found = promising(problem, judge, effort, bounded, best.cuts, memory_counts=not judge.ignore_memory)
     _judge_all(judge, found)
     if not judge.fitting:
-        _judge_all(judge, promising(problem, judge, effort, thriftiest(problem, bounded), memory_counts=False))
+        few = thriftiest(problem, bounded)
+        cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
+        _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
     for draft in list(dict.fromkeys(descend(problem, judge, draft, effort) for draft in found[: effort.descents])):
         judge(draft)
     leaders: list[Verdict] = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)[: effort.climbs]
@@ -79,6 +79,17 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
     return judge.best
 
 
+def _judge_families(problem: Problem, judge: Judge, effort: Effort, best: Best) -> None:
+    """Judges every family's leaders; HETHUB's are the pure ones of the cuts made anyway."""
+    for name, family in FAMILIES.items():
+        judge.tiles_left = effort.tiles
+        drafts = [entry.draft(problem) for entry in best.pure] if name == "hethub" else list(family(problem, judge.costs))
+        for draft in leading(judge, drafts):
+            if judge.best is None or judge.surrogate.seconds(draft) < HOPELESS * judge.best.seconds:
+                judge(draft)
+    judge.mark_start()
+
+
 def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
     for draft in drafts:
         if judge.out_of_time:
@@ -86,17 +97,17 @@ def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
         judge(draft)
 
 
-def family_leaders(problem: Problem, judge: Judge, family: Family) -> list[Draft]:
-    """A family's drafts with the smallest estimates that are likely to fit, or the smallest of all where none is."""
-    drafts = list(dict.fromkeys(family(problem, judge.costs)))
-    fitting = [draft for draft in drafts if judge.surrogate.likely_fits(draft)]
-    return heapq.nsmallest(FAMILY_FINALISTS, fitting or drafts, key=judge.surrogate.seconds)
+def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
+    """The drafts with the smallest estimates that are likely to fit, or the smallest of all where none is."""
+    unlike = list(dict.fromkeys(drafts))
+    fitting = [draft for draft in unlike if judge.surrogate.likely_fits(draft)]
+    return heapq.nsmallest(FAMILY_FINALISTS, fitting or unlike, key=judge.surrogate.seconds)
 
 
 def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort) -> Verdict | None:
     """The family's best plan among its leaders, or None where none fits."""
     judge.tiles_left = effort.tiles
-    _judge_all(judge, family_leaders(problem, judge, family))
+    _judge_all(judge, leading(judge, list(family(problem, judge.costs))))
     return judge.best
 
 
@@ -109,9 +120,10 @@ def thriftiest(problem: Problem, bounded: Bounded) -> Bounded:
     ]
 
 
-def promising(problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, *, memory_counts: bool) -> list[Draft]:
+def promising(
+    problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, cuts: Sequence[Entry], *, memory_counts: bool
+) -> list[Draft]:
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
-    cuts = best_cuts(problem, bounded, effort.cuts, memory_counts=memory_counts)
     entries = [*cuts, *reordered(problem, cuts, memory_counts=memory_counts)]
     estimates = {draft: judge.surrogate.seconds(draft) for entry in entries for draft in slacks(problem, judge, entry.draft(problem))}
     best = min(estimates.values(), default=float("inf"))

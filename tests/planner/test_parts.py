@@ -55,7 +55,7 @@ def mixed():
 
 def every_plan(problem, number=40):
     judge = Judge(problem, UnitCosts(problem))
-    entries = best_cuts(problem, bounded_combinations(problem, judge.costs), number)
+    entries = best_cuts(problem, bounded_combinations(problem, judge.costs), number).cuts
     return [v for v in (judge(entry.draft(problem)) for entry in entries) if v is not None]
 
 

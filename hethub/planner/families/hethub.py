@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.cuts import best_cuts, bounded_combinations, pure
+from hethub.planner.cuts import best_cuts, bounded_combinations
 from hethub.planner.draft import Draft
 from hethub.planner.problem import Problem
-
-CUTS = 32
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     """The best cuts over orders of kinds, TP degrees and DP degrees whose stages hold one kind each."""
-    for entry in best_cuts(problem, bounded_combinations(problem, costs), CUTS, accept=pure):
+    for entry in best_cuts(problem, bounded_combinations(problem, costs), 1).pure:
         yield entry.draft(problem)
