@@ -12,6 +12,7 @@ from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import parse_islands, restrict
+from hethub.communicator.network import choose_interface
 from hethub.communicator.rendezvous import Rendezvous, share_token
 from hethub.communicator.setup import make_context
 from hethub.kernels.device import choose_device
@@ -82,18 +83,22 @@ def context_of(default: dist.ProcessGroup) -> Context:
 
 
 def context_from_environment(options: Any) -> Context:
-    """A world for a program that only calls `init_process_group("hethub")`; HETHUB_ISLANDS may emulate islands."""
+    """A world for a program that only calls `init_process_group("hethub")`.
+
+    HETHUB_ISLANDS emulates islands, HETHUB_NETWORK names the network as a CIDR, HETHUB_RELAY, HETHUB_WIRE and
+    HETHUB_DEBUG are what `connect` takes as arguments.
+    """
     rank, size = options.group_rank, options.group_size
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    address = os.environ.get("HETHUB_ADDRESS", "127.0.0.1")
+    interface = choose_interface(os.environ.get("HETHUB_NETWORK"), is_multi_node=local_size < size)
     rendezvous = Rendezvous(
         store=options.store,
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        address=address,
-        interface="lo" if address == "127.0.0.1" else None,
+        address=interface.address,
+        interface=interface.name,
         token=share_token(options.store, rank),
         launcher="init_process_group",
     )

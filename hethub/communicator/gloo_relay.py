@@ -5,7 +5,7 @@ import torch
 from hethub.communicator import torch_private
 from hethub.communicator.relay import PeerError, Relay, Transfer
 
-_STRIPE_BYTES = 8 << 20
+_STRIPE_BYTES = 1 << 20
 
 
 class GlooTransfer:

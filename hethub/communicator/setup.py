@@ -63,6 +63,7 @@ def make_context(
     wire: str,
     timeout_seconds: float,
     debug: bool = False,
+    num_lanes: int = 1,
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
     check_wire(wire)
@@ -80,7 +81,7 @@ def make_context(
         device=device,
         islands=known,
         gloo=gloo,
-        relays=make_relays(rendezvous, facts, relay, timeout_seconds),
+        relays=make_relays(rendezvous, facts, relay, timeout_seconds, num_lanes),
         liveness=liveness,
         hub=hub,
         timeout_seconds=timeout_seconds,
@@ -92,7 +93,7 @@ def make_context(
 
 
 def make_relays(
-    rendezvous: Rendezvous, facts: Sequence[RankFacts], relay: str, timeout_seconds: float
+    rendezvous: Rendezvous, facts: Sequence[RankFacts], relay: str, timeout_seconds: float, num_lanes: int
 ) -> Mapping[int, Relay]:
     """The relay to each other rank. `auto` takes shm inside a host and gloo between hosts."""
     if relay not in RELAYS:
@@ -111,16 +112,24 @@ def make_relays(
         return dict.fromkeys(range(rendezvous.size), MpiRelay.create(rendezvous, timeout_seconds))
     chosen: dict[int, Relay] = {}
     if relay != "shm" and (relay == "gloo" or len(near) < rendezvous.size):
-        chosen = dict.fromkeys(range(rendezvous.size), _gloo_relay(rendezvous, timeout_seconds))
+        chosen = dict.fromkeys(range(rendezvous.size), _gloo_relay(rendezvous, timeout_seconds, num_lanes))
     if relay in ("auto", "shm"):
         chosen |= dict.fromkeys(near, connect_same_host(rendezvous, hosts, timeout_seconds))
     return chosen
 
 
-def _gloo_relay(rendezvous: Rendezvous, timeout_seconds: float) -> GlooRelay:
-    store = dist.PrefixStore("gloo/relay", rendezvous.store)
-    lane = torch_private.create_gloo_group(store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address)
-    return GlooRelay([lane], rendezvous.rank, rendezvous.size)
+def _gloo_relay(rendezvous: Rendezvous, timeout_seconds: float, num_lanes: int) -> GlooRelay:
+    lanes = [
+        torch_private.create_gloo_group(
+            dist.PrefixStore(f"gloo/relay/{lane}", rendezvous.store),
+            rendezvous.rank,
+            rendezvous.size,
+            timeout_seconds,
+            rendezvous.address,
+        )
+        for lane in range(num_lanes)
+    ]
+    return GlooRelay(lanes, rendezvous.rank, rendezvous.size)
 
 
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:

@@ -36,11 +36,13 @@ def connect(
     wire: str = "exact",
     timeout_seconds: float = 120.0,
     debug: bool = False,
+    num_lanes: int = 1,
 ) -> "World":
     """The connected world, once every rank of `rendezvous` has called it with the same arguments.
 
     `islands` emulates islands; without it, ranks of one vendor form one. With `debug`, bridged operations compare first
-    what each rank is about to do, and name the rank that does something else. Raises BadInput where ranks do not fit
+    what each rank is about to do, and name the rank that does something else. `num_lanes` connections per pair carry the gloo
+    relay's large messages: one fills a slow link, a fast one may want 2 to 4. Raises BadInput where ranks do not fit
     together (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
     try:
@@ -52,6 +54,7 @@ def connect(
             wire=wire,
             timeout_seconds=timeout_seconds,
             debug=debug,
+            num_lanes=num_lanes,
         )
         return World(context, backend.init_default_group(context))
     except (dist.DistError, OSError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import hethub
-from hethub.runtime.network import interfaces
+from hethub.communicator.network import interfaces
 
 State = Literal["ok", "missing", "note"]
 

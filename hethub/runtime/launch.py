@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
+from hethub.communicator.network import Interface, choose_interface
 from hethub.communicator.rendezvous import share_token
-from hethub.runtime.network import Interface, choose_interface
 from hethub.spec.errors import BadInput, RunFailed
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "alone"]

@@ -117,3 +117,11 @@ def objects(world):
 def test_objects_on_the_control_lane():
     results = run_ranks(3, objects)
     assert results[2] == [{"rank": r, "text": "x" * r} for r in range(3)]
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3])
+def test_lanes_change_no_bit(num_lanes):
+    sizes = [1009, 3_000_001]
+    one = run_ranks(4, all_reduce_everywhere, sizes, islands=LAYOUTS["2+2"], relay="gloo")
+    several = run_ranks(4, all_reduce_everywhere, sizes, islands=LAYOUTS["2+2"], relay="gloo", num_lanes=num_lanes)
+    assert [row[:3] for row in one[0]] == [row[:3] for row in several[3]]
