@@ -12,11 +12,11 @@ from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import parse_islands, restrict
-from hethub.communicator.network import choose_interface
 from hethub.communicator.rendezvous import Rendezvous, share_token
 from hethub.communicator.setup import make_context
 from hethub.kernels.device import choose_device
 from hethub.spec.errors import BadInput
+from hethub.spec.network import choose_interface
 
 BACKEND = "hethub"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import hethub
-from hethub.communicator.network import interfaces
+from hethub.spec.network import interfaces
 
 State = Literal["ok", "missing", "note"]
 

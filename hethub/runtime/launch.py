@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
-from hethub.communicator.network import Interface, choose_interface
 from hethub.communicator.rendezvous import share_token
 from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.network import Interface, choose_interface
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "alone"]
 

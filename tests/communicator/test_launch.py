@@ -2,9 +2,9 @@
 
 import pytest
 
-from hethub.communicator.network import Interface, choose_interface, interfaces
 from hethub.runtime.launch import expand_tasks_per_node, first_host, launch_info
 from hethub.spec.errors import BadInput
+from hethub.spec.network import Interface, choose_interface, interfaces
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nv1"}
 OPENMPI = {

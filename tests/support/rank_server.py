@@ -165,6 +165,9 @@ def call(rank: int, request: dict[str, Any], listener: socket.socket) -> Any:
     if store.add("ranks/joined", 1) == request["world_size"]:
         store.set("ranks/all-joined", "")
     store.get("ranks/all-joined")
+    store.add("ranks/passed", 1)
+    while is_server and store.add("ranks/passed", 0) < request["world_size"]:
+        time.sleep(0.001)
     if request["connect"] is None:
         return function(rank, store, *arguments)
 
