@@ -170,8 +170,9 @@ def not_searched(problem: Problem) -> list[str]:
     return [
         *problem.capabilities.left_out(),
         "uneven tensor_shares inside a replica",
-        "uneven state_shares",
+        "uneven state_shares, except as the cephalo family proposes them",
         "TP degrees that are no power of two",
         "plans that leave accelerators unused",
-        "stages whose accelerators are not consecutive in an order of kinds, except by local improvement",
+        "stages whose accelerators are not consecutive in an order of kinds, except on five units or fewer and by local improvement",
+        "micro-batches that are no power of two",
     ]

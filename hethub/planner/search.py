@@ -42,6 +42,8 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
         full = Effort(cuts=64, free_cells=2_000_000, finalists=24, descents=3, climbs=2, steps=12, tried_per_step=8, tiles=40_000)
     else:
         full = Effort(cuts=64, free_cells=2_000_000, finalists=20, descents=2, climbs=1, steps=8, tried_per_step=6, tiles=10_000)
+    if size <= 4:
+        full = replace(full, climbs=8, tried_per_step=32)
     if not bound:
         return full
     return replace(

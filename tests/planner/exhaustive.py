@@ -35,6 +35,7 @@ class Option:
     """What one stage may do, with the seconds that its busiest replica works."""
 
     busy: float
+    shortest: float  # its shortest tile, forward and backward
     micro_batches: tuple[int, ...]
     samples: tuple[int, ...]
     recompute: str
@@ -97,10 +98,19 @@ def _search(
     )
     able = [[option for option in own if option.busy < outcome.seconds] for own in options]
     for chosen in product(*able):
-        if max(option.busy for option in chosen) >= outcome.seconds:
+        if _bound(chosen) >= outcome.seconds:
             continue
         for zero in product(*zeros):
             _predict(problem, stages, layers, chosen, zero, outcome)
+
+
+def _bound(chosen: tuple[Option, ...]) -> float:
+    """No plan is shorter: before a stage starts, a tile has passed those above it, and returns through them at the end."""
+    fill = bound = 0.0
+    for option in chosen:
+        bound = max(bound, fill + option.busy)
+        fill += option.shortest
+    return bound
 
 
 def _options(problem: Problem, costs: UnitCosts, units: tuple[Unit, ...], layers: int, first: bool, last: bool) -> list[Option]:
@@ -119,7 +129,8 @@ def _options(problem: Problem, costs: UnitCosts, units: tuple[Unit, ...], layers
                     (n // b) * own[b - 1] + (own[n % b - 1] if n % b else 0.0)
                     for own, b, n in zip(tiles, micro_batches, samples, strict=True)
                 )
-                found.append(Option(busy, micro_batches, samples, recompute))
+                shortest = min(own[(n % b or b) - 1] for own, b, n in zip(tiles, micro_batches, samples, strict=True))
+                found.append(Option(busy, shortest, micro_batches, samples, recompute))
     return sorted(found, key=lambda option: option.busy)
 
 
