@@ -103,7 +103,9 @@ def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iter
         for i in _one_of_each_kind(draft.stages[a]):
             for j in _one_of_each_kind(draft.stages[b]):
                 if _sort(draft.stages[a].seats[i]) != _sort(draft.stages[b].seats[j]):
-                    yield _exchanged(draft, a, i, b, j)
+                    one, two = draft.stages[a].seats[i].micro_batch, draft.stages[b].seats[j].micro_batch
+                    for sizes in dict.fromkeys(((one, two), (two, one), (min(one, two),) * 2)):
+                        yield _exchanged(draft, a, i, b, j, sizes)
 
 
 def _nudges(draft: Draft) -> Iterator[Draft]:
@@ -135,8 +137,9 @@ def _moved(draft: Draft, index: int, position: int, other: int) -> Draft:
     return draft.with_stage(index, replace(stage, seats=left, nudges=())).with_stage(other, moved)
 
 
-def _exchanged(draft: Draft, a: int, i: int, b: int, j: int) -> Draft:
+def _exchanged(draft: Draft, a: int, i: int, b: int, j: int, sizes: tuple[int, ...]) -> Draft:
+    """Two seats exchanged; `sizes` are the micro-batches in stage `a` and in stage `b` afterwards."""
     one, two = list(draft.stages[a].seats), list(draft.stages[b].seats)
-    one[i], two[j] = replace(two[j], micro_batch=one[i].micro_batch), replace(one[i], micro_batch=two[j].micro_batch)
+    one[i], two[j] = replace(two[j], micro_batch=sizes[0]), replace(one[i], micro_batch=sizes[1])
     first, second = replace(draft.stages[a], seats=tuple(one)), replace(draft.stages[b], seats=tuple(two))
     return draft.with_stage(a, first).with_stage(b, second)
