@@ -27,7 +27,7 @@ class Tuning:
     chunk_bytes: int = 4 << 20
     unchunked_bytes: int = 2 << 20
     small_bytes: int = 256 << 10
-    lag: int = 2
+    lag: int = 3
 
     @classmethod
     def over(cls, relay_names: set[str]) -> "Tuning":
