@@ -111,7 +111,9 @@ def hethub() -> None:
         found = plan(model, with_ratio(cluster, model, batch, ratio), batch)
         line(f"hethub-768 llama-140b batch 2048 ratio {ratio}", found)
         percents.append(found.prediction.percent_of_upper_bound or 0.0)
-    print(f"mean over ratios: {statistics.mean(percents):.2f} % of upper bound (HETHUB's own best case: 97.49 % of its bound)")
+    print(
+        f"mean over ratios: {statistics.mean(percents):.2f} % of upper bound (HETHUB's own best case: 97.49 % of its bound)"
+    )
 
 
 def joint() -> None:
@@ -152,12 +154,16 @@ def families() -> None:
         if best * bound / tokens > 1.02:
             closed.append(max(1e-3, (best - step) / (best - min(best, tokens / bound))))
     mean = statistics.geometric_mean
-    print(f"auto over the best family, geometric mean of {len(over_best)}: {mean(over_best):.3f}x, worst {min(over_best):.3f}x")
+    print(
+        f"auto over the best family, geometric mean of {len(over_best)}: {mean(over_best):.3f}x, worst {min(over_best):.3f}x"
+    )
     print(f"auto over uniform where rates differ >= 1.5x, of {len(over_uniform)}: {mean(over_uniform):.3f}x")
     print(f"gap to min(upper bound, ceiling) closed, of {len(closed)}: {100 * mean(closed):.0f} %, ", end="")
     print(f"arithmetic {100 * statistics.mean(closed):.0f} %")
     better = [b for b in beaten if b > 1.0001]
-    print(f"the search beat its start in {len(better)} of {len(beaten)}, by {100 * (mean(better or [1.0]) - 1):.1f} % then")
+    print(
+        f"the search beat its start in {len(better)} of {len(beaten)}, by {100 * (mean(better or [1.0]) - 1):.1f} % then"
+    )
     for family, ratios in own.items():
         if ratios:
             listed = ", ".join(f"{r:.2f}x" for r in ratios)
@@ -192,10 +198,28 @@ def grown(count: int) -> tuple[ClusterSpec, ModelSpec, Batch]:
         return cluster_named("hethub-768"), model_named("llama-140b"), Batch(2048, 4096, "bf16")
     if count == 320:
         nodes: list[dict[str, Any]] = [
-            {"name": "a100", "count": 20, "accelerator": "A100-SXM4-40GB", "accelerators": 8, "nics": 4, "gbps_per_nic": 100},
-            {"name": "v100", "count": 20, "accelerator": "V100-SXM2-16GB", "accelerators": 8, "nics": 1, "gbps_per_nic": 100},
+            {
+                "name": "a100",
+                "count": 20,
+                "accelerator": "A100-SXM4-40GB",
+                "accelerators": 8,
+                "nics": 4,
+                "gbps_per_nic": 100,
+            },
+            {
+                "name": "v100",
+                "count": 20,
+                "accelerator": "V100-SXM2-16GB",
+                "accelerators": 8,
+                "nics": 1,
+                "gbps_per_nic": 100,
+            },
         ]
-        return ClusterSpec.model_validate({"name": "two of 160", "nodes": nodes}), model_named("llama-33b"), Batch(1024, 2048, "fp16")
+        return (
+            ClusterSpec.model_validate({"name": "two of 160", "nodes": nodes}),
+            model_named("llama-33b"),
+            Batch(1024, 2048, "fp16"),
+        )
     kinds = [
         ("h100", "H100-SXM5-80GB", "west"),
         ("a100", "A100-SXM4-80GB", "west"),
@@ -203,7 +227,8 @@ def grown(count: int) -> tuple[ClusterSpec, ModelSpec, Batch]:
         ("mi250x", "MI250X-GCD", "north"),
     ]
     nodes = [
-        {"name": n, "count": count // 32, "accelerator": a, "accelerators": 8, "nics": 8, "gbps_per_nic": 200} for n, a, _ in kinds
+        {"name": n, "count": count // 32, "accelerator": a, "accelerators": 8, "nics": 8, "gbps_per_nic": 200}
+        for n, a, _ in kinds
     ]
     regions = {
         "names": ["west", "east", "north"], "of_node": {n: region for n, _, region in kinds},
@@ -222,7 +247,11 @@ def one_time(count: int, seed: int, explain: bool) -> None:
     started = time.perf_counter()
     found = plan(model, cluster, batch, explain=explain)
     seconds = time.perf_counter() - started
-    print(json.dumps({"seconds": seconds, "cpu": time.process_time(), "bound": found.prediction.percent_of_upper_bound or 0.0}))
+    print(
+        json.dumps(
+            {"seconds": seconds, "cpu": time.process_time(), "bound": found.prediction.percent_of_upper_bound or 0.0}
+        )
+    )
 
 
 def times(counts: tuple[int, ...] = (64, 320, 768, 10240)) -> None:
@@ -255,7 +284,10 @@ def exhaustive(number: int) -> None:
         points, predicted = points + grid, predicted + looked
         if auto > best * (1 + 1e-9):
             print(f"seed {seed}: auto {auto / best:.4f}x the optimum", flush=True)
-    print(f"{number} clusters: equal in {equal}, worst {worst:.4f}x; {points:,} points in the grids, {predicted:,} predicted, ", end="")
+    print(
+        f"{number} clusters: equal in {equal}, worst {worst:.4f}x; {points:,} points in the grids, {predicted:,} predicted, ",
+        end="",
+    )
     print("the rest bounded away")
 
 

@@ -54,7 +54,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2": {"stages": [stage(0, 4, replica([0], 8, 1)), stage(4, 8, replica([1], 8, 1))]},
     "pp2, layers 5:3": {"stages": [stage(0, 5, replica([0], 8, 1)), stage(5, 8, replica([1], 8, 1))]},
     "pp2, gpipe": {"stages": [stage(0, 4, replica([0], 8, 2)), stage(4, 8, replica([1], 8, 2))], "schedule": "gpipe"},
-    "pp2 over two islands": {"stages": [stage(0, 4, replica([0], 8, 2)), stage(4, 8, replica([1], 8, 2))], "islands": 2},
+    "pp2 over two islands": {
+        "stages": [stage(0, 4, replica([0], 8, 2)), stage(4, 8, replica([1], 8, 2))],
+        "islands": 2,
+    },
     "pp2, full recompute": {
         "stages": [stage(0, 4, replica([0], 8, 2), recompute="full"), stage(4, 8, replica([1], 8, 2), recompute="full")]
     },
@@ -67,9 +70,18 @@ def layout_of(name: str) -> Layout:
     if plan.pop("islands", 1) == 1:
         nodes = [{"name": "cpu", "accelerator": "CPU-core", "accelerators": 2}]
     else:
-        nodes = [{"name": vendor, "vendor": vendor, "accelerator": "CPU-core", "accelerators": 1} for vendor in ("amd", "nvidia")]
+        nodes = [
+            {"name": vendor, "vendor": vendor, "accelerator": "CPU-core", "accelerators": 1}
+            for vendor in ("amd", "nvidia")
+        ]
     cluster = ClusterSpec.model_validate({"name": "bench", "emulated": True, "nodes": nodes})
-    plan |= {"model": "bench", "cluster": "bench", "global_batch": GLOBAL_BATCH, "seq_len": SEQ_LEN, "precision": "fp32"}
+    plan |= {
+        "model": "bench",
+        "cluster": "bench",
+        "global_batch": GLOBAL_BATCH,
+        "seq_len": SEQ_LEN,
+        "precision": "fp32",
+    }
     return bind(PlanSpec.model_validate(plan), MODEL, cluster)
 
 
@@ -77,7 +89,15 @@ def profile_rank(world: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     accelerator = find_accelerator("CPU-core")
     return profile_world(
-        world, MODEL, accelerator, "fp32", [0] * world.size, seq_lens=[SEQ_LEN], micro_batches=[1, 2], tps=[1, 2], seconds_per_point=0.4
+        world,
+        MODEL,
+        accelerator,
+        "fp32",
+        [0] * world.size,
+        seq_lens=[SEQ_LEN],
+        micro_batches=[1, 2],
+        tps=[1, 2],
+        seconds_per_point=0.4,
     ).to_dict()
 
 
@@ -105,7 +125,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    print(f"model: {MODEL.parameters / 1e6:.1f} M parameters; two ranks, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(
+        f"model: {MODEL.parameters / 1e6:.1f} M parameters; two ranks, {os.cpu_count()} cores, torch {torch.__version__}"
+    )
     print("| plan | predicted s | measured s | error % | control % | memory error % |")
     print("|---|---|---|---|---|---|")
     errors, memory_errors = [], []
@@ -114,8 +136,12 @@ def main() -> None:
         predicted, measured, error, control, memory = (statistics.median(column) for column in zip(*rows, strict=True))
         errors.append(abs(error))
         memory_errors.append(abs(memory))
-        print(f"| {name} | {predicted:.3f} | {measured:.3f} | {error:+.1f} | {control:+.1f} | {memory:+.1f} |", flush=True)
-    print(f"mean |error| {statistics.fmean(errors):.1f} %, largest {max(errors):.1f} %; memory {statistics.fmean(memory_errors):.1f} %")
+        print(
+            f"| {name} | {predicted:.3f} | {measured:.3f} | {error:+.1f} | {control:+.1f} | {memory:+.1f} |", flush=True
+        )
+    print(
+        f"mean |error| {statistics.fmean(errors):.1f} %, largest {max(errors):.1f} %; memory {statistics.fmean(memory_errors):.1f} %"
+    )
 
 
 def one_round(name: str, steps: int) -> tuple[float, float, float, float, float]:

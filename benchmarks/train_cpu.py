@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-packages: only `tests` and `benchmarks` are meant
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from benchmarks.plain_llama import PlainLlama, token_loss
 from hethub.runtime.data import Dataset
@@ -32,9 +35,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.ranks import run_ranks
 
-MODEL = ModelSpec(
-    name="bench", layers=8, hidden=512, heads=8, kv_heads=4, ffn=1408, vocab=4096, max_seq_len=256
-)
+MODEL = ModelSpec(name="bench", layers=8, hidden=512, heads=8, kv_heads=4, ffn=1408, vocab=4096, max_seq_len=256)
 SEQ_LEN, GLOBAL_BATCH, MICRO_BATCHES = 256, 4, 4
 TRAIN = TrainSpec(steps=10_000, warmup_steps=1, lr=1e-4, min_lr=1e-5)
 WARM_UP = 2
@@ -47,8 +48,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     pairs = parser.parse_args().pairs
     print(f"model: {MODEL.parameters / 1e6:.1f} M parameters, {MODEL.to_dict()}")
-    print(f"sequence {SEQ_LEN}, global batch {GLOBAL_BATCH}, fp32, one thread per rank, {os.cpu_count()} cores, torch {torch.__version__}")
-    print("| case | peer | hethub s/step | peer s/step | throughput, hethub / peer: median (min to max) | A/A control |")
+    print(
+        f"sequence {SEQ_LEN}, global batch {GLOBAL_BATCH}, fp32, one thread per rank, {os.cpu_count()} cores, torch {torch.__version__}"
+    )
+    print(
+        "| case | peer | hethub s/step | peer s/step | throughput, hethub / peer: median (min to max) | A/A control |"
+    )
     print("|---|---|---|---|---|---|")
     for name, peer, ranks, build in CASES:
         ours, theirs = run_ranks(ranks, measure, build, pairs, timeout_seconds=1800)[0]
@@ -57,7 +62,7 @@ def main() -> None:
 
 def row(name: str, peer: str, ours: list[float], theirs: list[float]) -> str:
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-    control = [b / a for a, b in zip(ours, ours[1:], strict=False)]
+    control = [b / a for a, b in pairwise(ours)]
     shown = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     spread = f"{statistics.median(control):.3f} ({min(control):.3f} to {max(control):.3f})"
     return f"| {name} | {peer} | {statistics.median(ours):.3f} | {statistics.median(theirs):.3f} | {shown} | {spread} |"

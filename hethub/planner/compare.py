@@ -65,7 +65,9 @@ def _differences(first: PlanSpec, second: PlanSpec) -> list[Difference]:
         one_stage, two_stage = describe_stage(a), describe_stage(b)
         for key in {**one_stage, **two_stage}:
             if one_stage.get(key) != two_stage.get(key):
-                found.append(Difference(key=f"stages[{index}].{key}", first=one_stage.get(key), second=two_stage.get(key)))
+                found.append(
+                    Difference(key=f"stages[{index}].{key}", first=one_stage.get(key), second=two_stage.get(key))
+                )
     return found
 
 

@@ -35,13 +35,14 @@ class Sorts:
     tile: np.ndarray  # seconds of one layer of one micro-batch
     capacity: np.ndarray  # bytes
     memory: Coefficients  # each [sort, position]
-    mixed: dict[tuple[int, ...], float] = field(default_factory=dict)  # seconds per layer by counts, as they are asked for
+    mixed: dict[tuple[int, ...], float] = field(
+        default_factory=dict
+    )  # seconds per layer by counts, as they are asked for
 
     @property
     def rate(self) -> float:
         """Layer-samples per second of all units together."""
         return float((self.counts / self.layer).sum())
-
 
     def room_for(self, layers: int, replicas: int, sharded: bool) -> bool:
         """Whether all stages together could hold the layers if only one tile were held and nothing but layers: what
@@ -60,9 +61,7 @@ def sorts_of(problem: Problem, costs: UnitCosts, combination: Combination) -> So
             examples.append(next(unit for unit in problem.units(kind, tp) if unit.tp == size))
             counts.append(count)
     sizes = np.array([combination.micro_batches[e.kind] for e in examples])
-    rates: list[Rate] = [
-        costs.rate(e, combination.micro_batches[e.kind], combination.recompute) for e in examples
-    ]
+    rates: list[Rate] = [costs.rate(e, combination.micro_batches[e.kind], combination.recompute) for e in examples]
     held = [
         problem.coefficients(e.kind, e.tp, combination.micro_batches[e.kind], combination.recompute) for e in examples
     ]

@@ -41,7 +41,9 @@ class Coefficients(NamedTuple):
 
     def fixed(self, layers: "int | np.ndarray", held: int, place: int) -> "float | np.ndarray":
         """Bytes whatever the replicas."""
-        return self.once[place] + self.layer[place] * layers + held * (self.tile[place] + self.layer_tile[place] * layers)
+        return (
+            self.once[place] + self.layer[place] * layers + held * (self.tile[place] + self.layer_tile[place] * layers)
+        )
 
     def state(self, layers: "int | np.ndarray", place: int) -> "float | np.ndarray":
         """Bytes of state, before replicas share it."""
@@ -67,7 +69,9 @@ class Footprints:
     precision: Precision
     _known: dict[tuple[bool, int, int, Recompute], Coefficients] = field(default_factory=dict)
 
-    def coefficients(self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
+    def coefficients(
+        self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute
+    ) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
         on_cpu = family(accelerator) == "cpu"
@@ -87,7 +91,9 @@ class Footprints:
 
     def _probe(self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
         grid = {(x, k): self._parts(tp, micro_batch, recompute, x, k, accelerator) for x in (1, 2) for k in (1, 2)}
-        rest = {key: np.array([sum(p.values()) - p["optimizer"] for p in parts], dtype=float) for key, parts in grid.items()}
+        rest = {
+            key: np.array([sum(p.values()) - p["optimizer"] for p in parts], dtype=float) for key, parts in grid.items()
+        }
         state = {x: np.array([p["optimizer"] for p in grid[x, 1]], dtype=float) for x in (1, 2)}
         layer_tile = rest[2, 2] - rest[2, 1] - rest[1, 2] + rest[1, 1]
         layer = rest[2, 1] - rest[1, 1] - layer_tile
@@ -106,7 +112,14 @@ class Footprints:
         ]
 
     def _ranks(
-        self, tp: int, micro_batch: int, recompute: Recompute, layers: int, held: int, accelerator: AcceleratorSpec, stages: int
+        self,
+        tp: int,
+        micro_batch: int,
+        recompute: Recompute,
+        layers: int,
+        held: int,
+        accelerator: AcceleratorSpec,
+        stages: int,
     ) -> list[dict[str, int]]:
         samples = 4 * micro_batch
         replicas = 2 if stages == 1 else 1  # a rank among others: alone it would need no communicator
@@ -117,7 +130,12 @@ class Footprints:
             StageSpec(
                 layers=((s * layers, (s + 1) * layers),),
                 replicas=tuple(
-                    ReplicaSpec(ranks=tuple(range(r * tp, (r + 1) * tp)), micro_batch=micro_batch, samples=samples, in_flight=held)
+                    ReplicaSpec(
+                        ranks=tuple(range(r * tp, (r + 1) * tp)),
+                        micro_batch=micro_batch,
+                        samples=samples,
+                        in_flight=held,
+                    )
                     for r in range(s, s + replicas)
                 ),
                 recompute=recompute,

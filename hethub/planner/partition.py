@@ -67,7 +67,11 @@ class Partitioner:
         for step in _DEADLINES:
             deadline = self.bound_seconds * step
             missing = [depth for depth in wanted if depth not in found]
-            if not missing or deadline >= below or (found and step > _GIVE_UP * found[min(found)].deadline_seconds / self.bound_seconds):
+            if (
+                not missing
+                or deadline >= below
+                or (found and step > _GIVE_UP * found[min(found)].deadline_seconds / self.bound_seconds)
+            ):
                 break
             for depth, partition in self._under(deadline, max(missing)).items():
                 if depth in missing:
@@ -77,7 +81,9 @@ class Partitioner:
     def _under(self, deadline: float, deepest: int) -> dict[int, Partition]:
         """Per feasible number of stages, a partition in which no unit is busy longer than `deadline`."""
         num_layers, count = self.num_layers, len(self.line)
-        reach = {key: self._reach(deadline, *key) for key in ((False, False), (True, False), (False, True), (True, True))}
+        reach = {
+            key: self._reach(deadline, *key) for key in ((False, False), (True, False), (False, True), (True, True))
+        }
         rows = np.arange(num_layers + 1)[:, None]  # m: layers held after this stage
         columns = np.arange(1, num_layers + 1)[None, :]  # x: layers of this stage
         before = rows - columns
@@ -104,7 +110,11 @@ class Partitioner:
     def _reach(self, deadline: float, last: bool, first: bool) -> np.ndarray:
         """[x, u]: samples that the first u units of the walked line can process in time, with x layers each."""
         layers = np.arange(self.num_layers + 1)[None, :]
-        seconds = layers * self.layer[:, None] + (self.head[:, None] if last else 0) + (self.embedding[:, None] if first else 0)
+        seconds = (
+            layers * self.layer[:, None]
+            + (self.head[:, None] if last else 0)
+            + (self.embedding[:, None] if first else 0)
+        )
         with np.errstate(divide="ignore"):
             samples = np.floor(deadline / seconds + 1e-9)
         samples = np.minimum(samples, self.samples)
@@ -144,7 +154,9 @@ class Partitioner:
             )
         return found
 
-    def _trace(self, choices: list[np.ndarray], reach: dict[tuple[bool, bool], np.ndarray], deadline: float) -> Partition:
+    def _trace(
+        self, choices: list[np.ndarray], reach: dict[tuple[bool, bool], np.ndarray], deadline: float
+    ) -> Partition:
         """The partition that led to all layers; units left over join the first stage."""
         depth, layers = len(choices), self.num_layers
         held = []
@@ -165,4 +177,6 @@ class Partitioner:
 _NEVER = 1 << 40
 _GIVE_UP = 1.2
 # Multiples of the bound, finer where partitions are good.
-_DEADLINES = tuple(1.0 + d for d in (0.002, 0.006, 0.012, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2, 2.5, 6.0, 20.0))
+_DEADLINES = tuple(
+    1.0 + d for d in (0.002, 0.006, 0.012, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2, 2.5, 6.0, 20.0)
+)

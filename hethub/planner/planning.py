@@ -56,7 +56,9 @@ def plan(
         raise BadInput(nothing_fits(problem, judge, strategy))
     best = _confirmed(problem, judge, best)
     if explain:
-        notes["reasons"] = [{**reason._asdict(), "sentence": reason.sentence()} for reason in reasons(problem, judge, best)]
+        notes["reasons"] = [
+            {**reason._asdict(), "sentence": reason.sentence()} for reason in reasons(problem, judge, best)
+        ]
     alone = kinds_alone(problem, judge.costs) if with_bounds else None
     bound = upper_bound_tokens_per_second(alone)
     prediction = replace(

@@ -98,7 +98,9 @@ class Problem:
         """Micro-batch sizes the search tries: powers of two up to what the job allows."""
         if self.constraints.micro_batch:
             return (self.constraints.micro_batch,)
-        usual = 64 if self.size <= FEW else 16 if self.size <= MANY else 8  # many accelerators leave few samples to each
+        usual = (
+            64 if self.size <= FEW else 16 if self.size <= MANY else 8
+        )  # many accelerators leave few samples to each
         top = min(self.batch.global_batch, self.constraints.max_micro_batch or usual)
         return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
 
@@ -213,9 +215,7 @@ def _check_precision(problem: Problem) -> None:
     for kind in problem.kinds:
         if not kind.accelerator.peak_flops(precision):
             node = problem.cluster.places[kind.ranks[0]].node.name
-            able = [
-                p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.kinds)
-            ]
+            able = [p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.kinds)]
             raise BadInput(
                 f"precision {precision}: accelerator {kind.accelerator.name} (node '{node}') does not compute in it. All of cluster "
                 f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
@@ -232,8 +232,16 @@ def _check_constraints(problem: Problem) -> None:
     pairs = [
         (given.tp and given.tp not in problem.degrees, f"tp: {given.tp}", _degrees(problem)),
         (given.pp and given.pp > model.layers, f"pp: {given.pp}", f"the {model.layers} layers of model '{model.name}'"),
-        (given.pp and given.pp > size, f"pp: {given.pp}", f"the {size} accelerators of cluster '{problem.cluster.name}'"),
-        (given.dp and given.dp > problem.batch.global_batch, f"dp: {given.dp}", f"global_batch {problem.batch.global_batch}"),
+        (
+            given.pp and given.pp > size,
+            f"pp: {given.pp}",
+            f"the {size} accelerators of cluster '{problem.cluster.name}'",
+        ),
+        (
+            given.dp and given.dp > problem.batch.global_batch,
+            f"dp: {given.dp}",
+            f"global_batch {problem.batch.global_batch}",
+        ),
         (
             given.micro_batch and given.max_micro_batch and given.micro_batch > given.max_micro_batch,
             f"micro_batch: {given.micro_batch}",

@@ -32,12 +32,19 @@ def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
         if over > 0:
             number, worst = misses.get(entry.accelerator, (0, 0))
             misses[entry.accelerator] = (number + 1, max(worst, over))
-    listed = "; ".join(f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)" for name, (number, worst) in misses.items())
+    listed = "; ".join(
+        f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
+        for name, (number, worst) in misses.items()
+    )
     helps = [change.words for change in verified(problem)]
     return (
         f"no plan fits: model '{problem.model.name}' with global_batch {problem.batch.global_batch} and seq_len {problem.batch.seq_len} on "
         f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds the memory (of which {reserve:.0%} stay free) of {listed}. "
-        + (f"A plan fits with {'; or with '.join(helps)}." if helps else "No single change tried makes one fit: take a smaller model.")
+        + (
+            f"A plan fits with {'; or with '.join(helps)}."
+            if helps
+            else "No single change tried makes one fit: take a smaller model."
+        )
     )
 
 
@@ -75,7 +82,9 @@ def _shorter(problem: Problem) -> Iterator[Change]:
     for eighths in (6, 4, 3, 2, 1):
         seq_len = batch.seq_len * eighths // 8
         if seq_len:
-            yield Change(f"seq_len {seq_len}", problem.on(problem.cluster, Batch(batch.global_batch, seq_len, batch.precision)))
+            yield Change(
+                f"seq_len {seq_len}", problem.on(problem.cluster, Batch(batch.global_batch, seq_len, batch.precision))
+            )
 
 
 def _more_nodes(problem: Problem) -> Iterator[Change]:
@@ -88,4 +97,7 @@ def _more_nodes(problem: Problem) -> Iterator[Change]:
         grown = nodes[index].replace(count=count + more)
         cluster = problem.cluster.replace(nodes=(*nodes[:index], grown, *nodes[index + 1 :]))
         if cluster.size <= problem.batch.global_batch * problem.model.layers:
-            yield Change(f"{more} more of node '{grown.name}' ({grown.accelerators} {grown.device.name} each)", problem.on(cluster))
+            yield Change(
+                f"{more} more of node '{grown.name}' ({grown.accelerators} {grown.device.name} each)",
+                problem.on(cluster),
+            )

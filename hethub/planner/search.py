@@ -37,11 +37,24 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
     """More for small clusters, whose plans are judged in a millisecond; less for a part of the upper bound."""
     size = problem.size
     if size <= 16:
-        full = Effort(cuts=96, free_cells=4_000_000, finalists=48, descents=6, climbs=4, steps=40, tried_per_step=16, tiles=100_000)
+        full = Effort(
+            cuts=96,
+            free_cells=4_000_000,
+            finalists=48,
+            descents=6,
+            climbs=4,
+            steps=40,
+            tried_per_step=16,
+            tiles=100_000,
+        )
     elif size <= 128:
-        full = Effort(cuts=64, free_cells=2_000_000, finalists=24, descents=3, climbs=2, steps=12, tried_per_step=8, tiles=40_000)
+        full = Effort(
+            cuts=64, free_cells=2_000_000, finalists=24, descents=3, climbs=2, steps=12, tried_per_step=8, tiles=40_000
+        )
     else:
-        full = Effort(cuts=64, free_cells=2_000_000, finalists=20, descents=2, climbs=1, steps=8, tried_per_step=6, tiles=10_000)
+        full = Effort(
+            cuts=64, free_cells=2_000_000, finalists=20, descents=2, climbs=1, steps=8, tried_per_step=6, tiles=10_000
+        )
     if size <= 4:
         full = replace(full, climbs=8, tried_per_step=32)
     if not bound:
@@ -85,7 +98,9 @@ def _judge_families(problem: Problem, judge: Judge, effort: Effort, best: Best) 
     """Judges every family's leaders; HETHUB's are the pure ones of the cuts made anyway."""
     for name, family in FAMILIES.items():
         judge.tiles_left = effort.tiles
-        drafts = [entry.draft(problem) for entry in best.pure] if name == "hethub" else list(family(problem, judge.costs))
+        drafts = (
+            [entry.draft(problem) for entry in best.pure] if name == "hethub" else list(family(problem, judge.costs))
+        )
         for draft in leading(judge, drafts):
             if judge.best is None or judge.surrogate.seconds(draft) < HOPELESS * judge.best.seconds:
                 judge(draft)
@@ -127,7 +142,11 @@ def promising(
 ) -> list[Draft]:
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
     entries = [*cuts, *reordered(problem, cuts, memory_counts=memory_counts)]
-    estimates = {draft: judge.surrogate.seconds(draft) for entry in entries for draft in slacks(problem, judge, entry.draft(problem))}
+    estimates = {
+        draft: judge.surrogate.seconds(draft)
+        for entry in entries
+        for draft in slacks(problem, judge, entry.draft(problem))
+    }
     best = min(estimates.values(), default=float("inf"))
     for draft in small_drafts(problem, bounded, best, memory_counts):
         estimates[draft] = judge.surrogate.seconds(draft)

@@ -31,7 +31,10 @@ class Line:
         stages = sum(map(len, own)) // self.replicas
         runs = [len(units) // stages for units in own]
         return tuple(
-            unit for s in range(stages) for units, run in zip(own, runs, strict=True) for unit in units[s * run : (s + 1) * run]
+            unit
+            for s in range(stages)
+            for units, run in zip(own, runs, strict=True)
+            for unit in units[s * run : (s + 1) * run]
         )
 
     def composition(self, sorts: Sorts) -> np.ndarray:

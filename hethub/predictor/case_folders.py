@@ -21,9 +21,15 @@ def validate_folders(folder: Path) -> dict[str, Any]:
     measured.json holds `step_seconds` and, where known, `peak_memory_bytes` of the fullest rank. Raises BadInput where
     there is no case at all; a case with a fault is skipped with the reason.
     """
-    folders = [folder] if (folder / "measured.json").exists() else sorted(f for f in folder.iterdir() if (f / "measured.json").exists())
+    folders = (
+        [folder]
+        if (folder / "measured.json").exists()
+        else sorted(f for f in folder.iterdir() if (f / "measured.json").exists())
+    )
     if not folders:
-        raise BadInput(f"{folder}: no case here; a case is a folder with {', '.join(CASE_FILES)}, or this folder holds such folders.")
+        raise BadInput(
+            f"{folder}: no case here; a case is a folder with {', '.join(CASE_FILES)}, or this folder holds such folders."
+        )
     rows: list[dict[str, Any]] = []
     skipped = []
     for case in folders:
@@ -58,7 +64,10 @@ def _row(case: Path) -> dict[str, Any]:
         "error_percent": 100.0 * (prediction.step_seconds / measured["step_seconds"] - 1.0),
     }
     if "peak_memory_bytes" in measured:
-        row |= {"measured_bytes": measured["peak_memory_bytes"], "predicted_bytes": max(entry.bytes for entry in prediction.memory)}
+        row |= {
+            "measured_bytes": measured["peak_memory_bytes"],
+            "predicted_bytes": max(entry.bytes for entry in prediction.memory),
+        }
     return row
 
 
@@ -67,6 +76,10 @@ def _measured(path: Path) -> dict[str, float]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: cannot be read as JSON: {error}.") from None
-    if not isinstance(data, dict) or not isinstance(data.get("step_seconds"), (int, float)) or not 0 < data["step_seconds"] < 1e7:
+    if (
+        not isinstance(data, dict)
+        or not isinstance(data.get("step_seconds"), (int, float))
+        or not 0 < data["step_seconds"] < 1e7
+    ):
         raise BadInput(f"{path}: give step_seconds, a positive number of seconds.")
     return data

@@ -101,7 +101,10 @@ class Constants:
         common, kind = self.common, precision_class(precision)
         units = "matrix" if on_matrix_units(accelerator, precision) else "vector"
         scale = throttle = attention = 0.0
-        for values in (self.families.get(f"{family(accelerator)} {kind}"), self.accelerators.get(f"{accelerator.name} {kind}")):
+        for values in (
+            self.families.get(f"{family(accelerator)} {kind}"),
+            self.accelerators.get(f"{accelerator.name} {kind}"),
+        ):
             if values is not None:
                 scale, throttle = scale + values["log_scale"], throttle + values["throttle"]
                 attention += values.get("log_attention", 0.0)

@@ -101,7 +101,12 @@ class PlanCosts:
             places = [self.layout.cluster.places[rank] for rank in spec.ranks]
             names = tuple(place.accelerator.name for place in places)
             spread = tuple(Counter(place.machine for place in places).values())
-            found = self._kinds[stage, replica] = (stage, names if len(set(names)) > 1 else names[:1], spread, spec.tensor_shares)
+            found = self._kinds[stage, replica] = (
+                stage,
+                names if len(set(names)) > 1 else names[:1],
+                spread,
+                spec.tensor_shares,
+            )
         return found
 
     @cached_property
@@ -125,7 +130,10 @@ class PlanCosts:
     def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
         places = self.layout.cluster.places
-        a, b = places[self.layout.replica(stage, source).ranks[0]], places[self.layout.replica(stage + 1, target).ranks[0]]
+        a, b = (
+            places[self.layout.replica(stage, source).ranks[0]],
+            places[self.layout.replica(stage + 1, target).ranks[0]],
+        )
         return (a.machine == b.machine, a.node.name, b.node.name, self._exits(stage)[a.machine])
 
     def tile(self, stage: int, replica: int, samples: int) -> TileCost:
@@ -139,14 +147,21 @@ class PlanCosts:
     def _tile(self, stage: int, replica: int, samples: int) -> TileCost:
         spec = self.layout.replica(stage, replica)
         fractions = self.rank_fractions(spec)
-        unlike = {(self.layer_cost(rank).accelerator.name, fraction): rank for rank, fraction in zip(spec.ranks, fractions, strict=True)}
+        unlike = {
+            (self.layer_cost(rank).accelerator.name, fraction): rank
+            for rank, fraction in zip(spec.ranks, fractions, strict=True)
+        }
         passes = [self._rank_passes(stage, spec, rank, fraction, samples) for (_, fraction), rank in unlike.items()]
         forward, backward = max(p[0] for p in passes), max(p[1] for p in passes)
         tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, samples)
-        dp_forward, dp_backward = self._sharded_weight_seconds(stage, spec, (forward + tp_forward, backward + tp_backward))
+        dp_forward, dp_backward = self._sharded_weight_seconds(
+            stage, spec, (forward + tp_forward, backward + tp_backward)
+        )
         return TileCost(Parts(forward, tp_forward, dp_forward), Parts(backward, tp_backward, dp_backward))
 
-    def _rank_passes(self, stage: int, spec: ReplicaSpec, rank: int, fraction: float, samples: int) -> tuple[float, float]:
+    def _rank_passes(
+        self, stage: int, spec: ReplicaSpec, rank: int, fraction: float, samples: int
+    ) -> tuple[float, float]:
         """Forward and backward compute seconds of a tile on one rank."""
         cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
         layer = cost.layer(samples, self.tensor_parallel(spec), stage_spec.recompute, fraction)
@@ -181,7 +196,9 @@ class PlanCosts:
         machine = group.machines[0][0]
         return max(1, self.network.machines[machine].accelerators // group.most_per_machine)
 
-    def _sharded_weight_seconds(self, stage: int, spec: ReplicaSpec, passes: tuple[float, float]) -> tuple[float, float]:
+    def _sharded_weight_seconds(
+        self, stage: int, spec: ReplicaSpec, passes: tuple[float, float]
+    ) -> tuple[float, float]:
         """What ZeRO-2/3 adds to a forward and a backward beyond what their compute hides."""
         stage_spec = self.layout.stages[stage]
         if stage_spec.zero < 2 or len(stage_spec.replicas) == 1:
@@ -273,7 +290,9 @@ class PlanCosts:
         found = self._shared_exits.get(stage)
         if found is None:
             places = self.layout.cluster.places
-            found = self._shared_exits[stage] = Counter(places[replica.ranks[0]].machine for replica in self.layout.stages[stage].replicas)
+            found = self._shared_exits[stage] = Counter(
+                places[replica.ranks[0]].machine for replica in self.layout.stages[stage].replicas
+            )
         return found
 
 

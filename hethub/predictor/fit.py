@@ -59,12 +59,16 @@ def fit_all(data: Path) -> Constants:
         held = refit_without(base, linear, cases, out)
         predicted[out] = [repricers[row].seconds(held) for row in out]
     errors = np.log(predicted / [case.measured_seconds for case in cases])
-    inside = np.log([repricer.seconds(constants) for repricer in repricers]) - np.log([case.measured_seconds for case in cases])
+    inside = np.log([repricer.seconds(constants) for repricer in repricers]) - np.log(
+        [case.measured_seconds for case in cases]
+    )
     unseen = leave_sources_out(base, linear, cases, repricers)
     by_source = report_steps(cases, inside, errors, unseen)
     stacks = [case.software.stack for case in cases]
     covered = coverage(errors, stacks, fold)
-    print(f"  80 % intervals, their widths from the other folds, cover {100 * covered:.0f} % of the cross-validated rows")
+    print(
+        f"  80 % intervals, their widths from the other folds, cover {100 * covered:.0f} % of the cross-validated rows"
+    )
     residuals = {f"{source} (cross-validated MAPE, %)": round(value, 2) for source, value in by_source.items()}
     return replace(
         constants,
@@ -94,7 +98,11 @@ def report_layers(rows: list[LayerRow], constants: Constants) -> np.ndarray:
     crossed = cross_validate(start_constants(), rows, grouped, "group")
     left_out = cross_validate(start_constants(), rows, {name: index for index, name in enumerate(names)}, "accelerator")
     print(f"layer_times.csv: {len(rows)} transformer rows; mean |error| of forward + backward")
-    for what, seconds in (("in the fit", seen), ("cross-validated by model x accelerator", crossed), ("accelerator left out", left_out)):
+    for what, seconds in (
+        ("in the fit", seen),
+        ("cross-validated by model x accelerator", crossed),
+        ("accelerator left out", left_out),
+    ):
         total = np.abs(seconds.sum(0) / measured.sum(0) - 1)
         single = np.abs(seconds / measured - 1).mean()
         print(f"  {what:<40} {100 * total.mean():5.1f} %   (forward and backward apart {100 * single:.1f} %)")
@@ -120,7 +128,9 @@ def leave_sources_out(
     return factored, nothing
 
 
-def report_steps(cases: list[Case], inside: np.ndarray, crossed: np.ndarray, unseen: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
+def report_steps(
+    cases: list[Case], inside: np.ndarray, crossed: np.ndarray, unseen: tuple[np.ndarray, np.ndarray]
+) -> dict[str, float]:
     """Prints the mean |error| of every source in per cent; returns the cross-validated ones."""
     print(f"  {'source':<44} rows   in fit   cross-validated   left out, stack set on 3   left out")
     result = {}
@@ -131,7 +141,9 @@ def report_steps(cases: list[Case], inside: np.ndarray, crossed: np.ndarray, uns
         figures = [100 * np.abs(np.expm1(errors[own])).mean() for errors in (inside, crossed, *unseen)]
         table.append(figures)
         result[source] = float(figures[1])
-        print(f"  {source[:44]:<44} {len(own):4} {figures[0]:8.1f} {figures[1]:17.1f} {figures[2]:26.1f} {figures[3]:10.1f}")
+        print(
+            f"  {source[:44]:<44} {len(own):4} {figures[0]:8.1f} {figures[1]:17.1f} {figures[2]:26.1f} {figures[3]:10.1f}"
+        )
     print(f"  {'mean of the sources':<49} " + " ".join(f"{value:8.1f}" for value in np.mean(table, axis=0)))
     return result
 
@@ -139,7 +151,9 @@ def report_steps(cases: list[Case], inside: np.ndarray, crossed: np.ndarray, uns
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hethub.predictor.fit", description=__doc__.split("\n")[0])
     parser.add_argument("data", nargs="?", type=Path, default=Path("../shared/data"), help="folder with the tables")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "constants.json", help="where the constants go")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "constants.json", help="where the constants go"
+    )
     args = parser.parse_args()
     constants = fit_all(args.data)
     ranges = ", ".join(f"{key} ±{100 * np.expm1(value):.0f} %" for key, value in constants.interval.items())

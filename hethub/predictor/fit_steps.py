@@ -51,7 +51,9 @@ def _family_key(case: Case) -> str:
 
 def _affected(parameter: Parameter, cases: Sequence[Case]) -> np.ndarray:
     """The rows whose prediction a parameter can change."""
-    key = {"stacks": lambda case: case.software.stack, "accelerators": _accelerator_key, "families": _family_key}.get(parameter.table)
+    key = {"stacks": lambda case: case.software.stack, "accelerators": _accelerator_key, "families": _family_key}.get(
+        parameter.table
+    )
     return np.arange(len(cases)) if key is None else np.flatnonzero([key(case) == parameter.key for case in cases])
 
 
@@ -70,7 +72,11 @@ def start(parameters: list[Parameter]) -> np.ndarray:
 
 
 def linearise(
-    base: Constants, parameters: list[Parameter], point: np.ndarray, cases: Sequence[Case], repricers: Sequence[Repricer]
+    base: Constants,
+    parameters: list[Parameter],
+    point: np.ndarray,
+    cases: Sequence[Case],
+    repricers: Sequence[Repricer],
 ) -> Linear:
     """Derivatives by differences, only of the rows that a parameter can change."""
     constants = apply(base, parameters, point)
@@ -105,7 +111,9 @@ def improve(linear: Linear, cases: Sequence[Case], rows: np.ndarray) -> np.ndarr
     return np.asarray(least_squares(cost, linear.point, bounds=bounds, loss="soft_l1", f_scale=F_SCALE).x)
 
 
-def fit_steps(base: Constants, cases: Sequence[Case], repricers: Sequence[Repricer], rounds: int = 5) -> tuple[Constants, Linear]:
+def fit_steps(
+    base: Constants, cases: Sequence[Case], repricers: Sequence[Repricer], rounds: int = 5
+) -> tuple[Constants, Linear]:
     """The constants that price the cases best, and the linear model around them for refits without some rows."""
     parameters = step_parameters(cases, base)
     point = start(parameters)

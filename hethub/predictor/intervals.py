@@ -14,7 +14,10 @@ def half_width(log_errors: Sequence[float]) -> float:
 
 
 def widths(
-    log_errors: Sequence[float], stacks: Sequence[str], unseen_stack: Sequence[float], unseen_accelerator: Sequence[float]
+    log_errors: Sequence[float],
+    stacks: Sequence[str],
+    unseen_stack: Sequence[float],
+    unseen_accelerator: Sequence[float],
 ) -> dict[str, float]:
     """The widths by software stack, of all known ones, and what an unmeasured stack or accelerator adds."""
     found = {"known": half_width(log_errors)}
@@ -27,7 +30,9 @@ def widths(
     return found
 
 
-def interval(seconds: float, table: dict[str, float], stack: str, known_stack: bool, known_accelerators: bool) -> tuple[float, float]:
+def interval(
+    seconds: float, table: dict[str, float], stack: str, known_stack: bool, known_accelerators: bool
+) -> tuple[float, float]:
     """The 80 % interval around a prediction; independent sources of error add in squares."""
     width = table.get(f"stack {stack}", table["known"]) if known_stack else table["unseen stack"]
     if not known_accelerators:

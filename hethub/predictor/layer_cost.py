@@ -22,9 +22,7 @@ class PassSeconds(NamedTuple):
         return self.forward + self.backward
 
 
-def pass_seconds(
-    work: Work, fit: Efficiency, peak: Any, attention_peak: Any, bandwidth: Any, backward: bool
-) -> Any:
+def pass_seconds(work: Work, fit: Efficiency, peak: Any, attention_peak: Any, bandwidth: Any, backward: bool) -> Any:
     """Seconds of a pass that on a cool device that the host keeps busy.
 
     Products take their FLOPs at the peak's attainable fraction, slower where a dimension is narrow, plus what blocked
@@ -36,7 +34,12 @@ def pass_seconds(
         + (fit.traffic * work.flops + work.operand_bytes / fit.memory) / bandwidth
     )
     device += work.attention_flops / (fit.attention * attention_peak) + work.kernels * fit.kernel_seconds
-    moved = fit.passes * work.elementwise_bytes + fit.gradient_bytes * work.gradients + fit.logit_bytes * work.logits + work.fused_bytes
+    moved = (
+        fit.passes * work.elementwise_bytes
+        + fit.gradient_bytes * work.gradients
+        + fit.logit_bytes * work.logits
+        + work.fused_bytes
+    )
     return fit.scale * (device + moved / (fit.memory * bandwidth))
 
 
@@ -48,7 +51,9 @@ def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
 class Device:
     """An accelerator under sustained load in one precision under one software stack."""
 
-    def __init__(self, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software, constants: Constants) -> None:
+    def __init__(
+        self, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software, constants: Constants
+    ) -> None:
         fit = constants.efficiency(accelerator, precision)
         self.fit = replace(fit, scale=fit.scale * constants.stack(software.stack) * (1.0 + fit.throttle))
         self.peak = peak_flops(accelerator, precision)
@@ -85,7 +90,9 @@ class LayerCost:
         self.device = Device(accelerator, self.precision, software, constants or packaged())
         self._layers: dict[tuple[float, float, int, Recompute], PassSeconds] = {}
 
-    def layer(self, samples: float, tp: int = 1, recompute: Recompute = "none", share: float | None = None) -> PassSeconds:
+    def layer(
+        self, samples: float, tp: int = 1, recompute: Recompute = "none", share: float | None = None
+    ) -> PassSeconds:
         """One layer, forward and backward, of a micro-batch of `samples` on one rank that holds `share` (default 1/tp).
 
         Recompute adds the forward (full) or the attention (selective) to the backward.
@@ -124,7 +131,10 @@ class LayerCost:
         written, the weight written in its precision.
         """
         width = max(4, element_bytes(self.precision))
-        return parameters * 10.0 * width / (self.device.bandwidth * self.device.fit.memory) + 30 * self.device.fit.launch_seconds
+        return (
+            parameters * 10.0 * width / (self.device.bandwidth * self.device.fit.memory)
+            + 30 * self.device.fit.launch_seconds
+        )
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
         """The rank's best rate of layer-samples, without any communication: what the ceiling is made of.

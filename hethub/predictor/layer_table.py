@@ -69,7 +69,9 @@ def _row(row: dict[str, str]) -> LayerRow:
     batch, seq = int(row["micro_batch"]), int(row["seq"])
     forward, backward = layer_work(model, Shape(batch, seq, 1.0), precision, software)
     seconds = (float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3)
-    return LayerRow(row["model"], find_accelerator(row["accelerator"]), seq, precision, batch, forward, backward, seconds)
+    return LayerRow(
+        row["model"], find_accelerator(row["accelerator"]), seq, precision, batch, forward, backward, seconds
+    )
 
 
 class LayerTable(NamedTuple):
@@ -102,11 +104,18 @@ class LayerTable(NamedTuple):
     def predict(self, constants: Constants) -> np.ndarray:
         """Seconds (2, rows) of forward and backward as a short benchmark sees them: a burst before the throttle."""
         each = [constants.efficiency(*kind) for kind in self.kinds]
-        fit = Efficiency(**{name: np.array([getattr(e, name) for e in each])[self.kind] for name in Efficiency.__dataclass_fields__})
+        fit = Efficiency(
+            **{name: np.array([getattr(e, name) for e in each])[self.kind] for name in Efficiency.__dataclass_fields__}
+        )
         passes = [
             pass_seconds(self.forward, fit, self.peak, self.peak, self.bandwidth, False),
             pass_seconds(self.backward, fit, self.peak, self.peak, self.bandwidth, True),
         ]
         burst = constants.common["burst_seconds"]
         sustained = [seconds * (1.0 + fit.throttle * seconds / (seconds + burst)) for seconds in passes]
-        return np.array([with_launches(seconds, work, fit) for seconds, work in zip(sustained, (self.forward, self.backward), strict=True)])
+        return np.array(
+            [
+                with_launches(seconds, work, fit)
+                for seconds, work in zip(sustained, (self.forward, self.backward), strict=True)
+            ]
+        )

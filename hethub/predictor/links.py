@@ -60,12 +60,30 @@ class Network:
         measured = self._measured(self._level(a, b), "send")
         if measured is not None:
             return Link(measured.latency_seconds, sharing / (measured.gbytes_per_second * 1e9))
+        near, far = self._near(a, b, sharing), self._between_regions([a.node, b.node], sharing)
+        return Link(max(near.latency_seconds, far.latency_seconds), max(near.seconds_per_byte, far.seconds_per_byte))
+
+    def _near(self, a: Place, b: Place, sharing: float) -> Link:
+        """The way as it is inside one region."""
         if a.island != b.island:
             return self._bridge(a.node, b.node, a.machine == b.machine, sharing)
         if a.machine == b.machine:
             return Link(self._in_node_latency(a.node), 1.0 / self._in_node(a.node))
         rate = min(self._node_rate(node, sharing) for node in (a.node, b.node))
         return Link(self.fit["in_node_latency_seconds"] + self.cluster.links.between_nodes.latency_seconds, 1.0 / rate)
+
+    def _between_regions(self, nodes: Sequence[NodeSpec], sharing: float) -> Link:
+        """The slowest way between the regions of `nodes`, shared by `sharing` flows; no limit inside one region."""
+        regions = self.cluster.links.regions
+        if regions is None:
+            return Link(0.0, 0.0)
+        here = sorted({regions.names.index(regions.of_node[node.name]) for node in nodes})
+        pairs = [(a, b) for a in here for b in here if a != b]
+        rate = min((regions.gbps[a][b] / 8 * 1e9 for a, b in pairs), default=None)
+        latency = (
+            max((regions.latency_seconds[a][b] for a, b in pairs), default=0.0) if regions.latency_seconds else 0.0
+        )
+        return Link(latency, 0.0 if rate is None else sharing / rate)
 
     @staticmethod
     def _level(a: Place, b: Place) -> str:
@@ -128,10 +146,14 @@ class Network:
         """
         if group.size == 1 or not num_bytes:
             return 0.0
-        level = "between_islands" if len(group.islands) > 1 else "between_nodes" if len(group.machines) > 1 else "in_node"
+        level = (
+            "between_islands" if len(group.islands) > 1 else "between_nodes" if len(group.machines) > 1 else "in_node"
+        )
         measured = self._measured(level, "all_reduce")
         if measured is not None:
-            return measured.latency_seconds / 2 + num_bytes * (group.size - 1) / group.size / (measured.gbytes_per_second * 1e9)
+            return measured.latency_seconds / 2 + num_bytes * (group.size - 1) / group.size / (
+                measured.gbytes_per_second * 1e9
+            )
         nodes = {machine: self.machines[machine] for machine, _ in group.machines}
         inside = [self._sharing_inside(node, len(nodes), sharing) / self._in_node(node) for node in nodes.values()]
         slowest = max(inside) if group.most_per_machine > 1 else 0.0
@@ -141,6 +163,8 @@ class Network:
             rates = [self._collective_node_rate(node, min(sharing, node.accelerators)) for node in nodes.values()]
             slowest = max(slowest, 1.0 / min(rates))
             latency += self.cluster.links.between_nodes.latency_seconds * len(nodes).bit_length()
+            far = self._between_regions(list(nodes.values()), sharing)
+            slowest, latency = max(slowest, far.seconds_per_byte), latency + far.latency_seconds
         if len(group.islands) > 1:
             return latency + self._bridged(group, num_bytes, slowest)
         return latency + num_bytes * slowest * (group.size - 1) / group.size

@@ -142,7 +142,9 @@ def _owned_parameters(layout: Layout, seat: Seat, software: Software) -> float:
     return named * _stage_parameters(layout, seat.stage, 1.0)
 
 
-def _tile_activation_bytes(layout: Layout, seat: Seat, flight: int, software: Software, width: int, on_cpu: bool) -> float:
+def _tile_activation_bytes(
+    layout: Layout, seat: Seat, flight: int, software: Software, width: int, on_cpu: bool
+) -> float:
     """Bytes that one tile keeps from its forward to its backward on this rank.
 
     With `full` recompute that is every layer's input, and one layer at a time in full, which the count on CPUs does not
@@ -154,7 +156,9 @@ def _tile_activation_bytes(layout: Layout, seat: Seat, flight: int, software: So
     hidden = model.hidden * (share if software.sequence_parallel else 1.0)
     layer = tokens * _layer_bytes_per_token(layout, share, hidden, software, width)
     if not software.fused_attention and stage.recompute == "none":
-        layer += 2.5 * width * model.heads * share * spec.micro_batch * layout.plan.seq_len**2 / software.context_parallel
+        layer += (
+            2.5 * width * model.heads * share * spec.micro_batch * layout.plan.seq_len**2 / software.context_parallel
+        )
     ends = tokens * 9 if seat.stage == 0 else 0  # token ids and which of them are held
     if seat.stage == layout.num_stages - 1:
         ends += tokens * 2 * hidden * width  # the final norm's input, the loss's gradient

@@ -51,7 +51,18 @@ class Work(NamedTuple):
             narrow += product.flops * (1.0 / rows + 1.0 / columns + 1.0 / inner)
             depth += 2.0 * inner
             operands += times * (rows * inner + inner * columns + rows * columns)
-        return Work(flops, narrow, operands * width, attention_flops, elementwise_bytes, kernels, gradients, logits, fused_bytes, depth)
+        return Work(
+            flops,
+            narrow,
+            operands * width,
+            attention_flops,
+            elementwise_bytes,
+            kernels,
+            gradients,
+            logits,
+            fused_bytes,
+            depth,
+        )
 
 
 class Shape(NamedTuple):
@@ -71,7 +82,9 @@ def layer_work(model: ModelSpec, shape: Shape, precision: MathPrecision, softwar
     tokens = shape.samples * shape.seq_len / software.context_parallel
     width = element_bytes(precision)
     forward = _projections(model, shape, tokens)
-    backward = tuple(p for f in forward for p in (Product(f.rows, f.inner, f.columns), Product(f.inner, f.columns, f.rows)))
+    backward = tuple(
+        p for f in forward for p in (Product(f.rows, f.inner, f.columns), Product(f.inner, f.columns, f.rows))
+    )
     attention, scores, score_bytes = _attention(model, shape, width, software)
     moved = tokens * _passes(model, shape, software) * width
     eager, fused = (0.0, moved) if software.fused_elementwise else (moved, 0.0)
@@ -80,7 +93,15 @@ def layer_work(model: ModelSpec, shape: Shape, precision: MathPrecision, softwar
     weights = sum(p.columns * p.inner for p in forward)
     return (
         Work.of((*forward, *scores), width, attention, eager, kernels, fused_bytes=fused),
-        Work.of((*backward, *scores, *scores), width, 2.5 * attention, 2.0 * eager, 2 * kernels, weights, fused_bytes=2.0 * fused),
+        Work.of(
+            (*backward, *scores, *scores),
+            width,
+            2.5 * attention,
+            2.0 * eager,
+            2 * kernels,
+            weights,
+            fused_bytes=2.0 * fused,
+        ),
     )
 
 
@@ -99,7 +120,9 @@ def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product
 def _passes(model: ModelSpec, shape: Shape, software: Software) -> float:
     """Elements that the elementwise kernels of a forward read or write per token."""
     llama = model.family == "llama"
-    hidden = 14 if llama and not software.fused_elementwise else 10  # two norms, two residuals; RMSNorm computes in fp32
+    hidden = (
+        14 if llama and not software.fused_elementwise else 10
+    )  # two norms, two residuals; RMSNorm computes in fp32
     query = 4 if software.fused_elementwise else 8 if llama else 3  # RoPE, layout changes
     columns = (5 if model.is_gated else 3) if software.fused_activation else 18  # tanh-GELU kernel by kernel
     cut = shape.share if software.sequence_parallel else 1.0
@@ -107,7 +130,9 @@ def _passes(model: ModelSpec, shape: Shape, software: Software) -> float:
     return hidden * model.hidden * cut + query * heads + columns * model.ffn * shape.share
 
 
-def _attention(model: ModelSpec, shape: Shape, width: int, software: Software) -> tuple[float, tuple[Product, ...], float]:
+def _attention(
+    model: ModelSpec, shape: Shape, width: int, software: Software
+) -> tuple[float, tuple[Product, ...], float]:
     """Fused FLOPs, or the two batched products and the bytes of the passes over their scores."""
     heads, seq, cp = model.heads * shape.share, shape.seq_len, software.context_parallel
     if software.fused_attention:

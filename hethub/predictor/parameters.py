@@ -76,7 +76,11 @@ def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> C
 
 
 def solve(
-    base: Constants, parameters: list[Parameter], residuals: Callable[[Constants], np.ndarray], f_scale: float, max_evaluations: int = 40
+    base: Constants,
+    parameters: list[Parameter],
+    residuals: Callable[[Constants], np.ndarray],
+    f_scale: float,
+    max_evaluations: int = 40,
 ) -> Constants:
     """The constants with the least robust sum of squared residuals, priors included (a MAP estimate)."""
     from scipy.optimize import least_squares
@@ -89,6 +93,11 @@ def solve(
         return np.concatenate([residuals(apply(base, parameters, vector)), (vector - start) / sigma * f_scale])
 
     found = least_squares(
-        cost, np.minimum(start, upper - 1e-6), bounds=(-np.inf, upper), loss="soft_l1", f_scale=f_scale, max_nfev=max_evaluations
+        cost,
+        np.minimum(start, upper - 1e-6),
+        bounds=(-np.inf, upper),
+        loss="soft_l1",
+        f_scale=f_scale,
+        max_nfev=max_evaluations,
     )
     return apply(base, parameters, found.x)

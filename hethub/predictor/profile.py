@@ -132,7 +132,9 @@ def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
     for other in profiles[1:]:
         first.check_model(other.model)
         if other.hethub != first.hethub:
-            raise BadInput(f"profiles of hethub {first.hethub} and {other.hethub} cannot be merged; measure again with one version.")
+            raise BadInput(
+                f"profiles of hethub {first.hethub} and {other.hethub} cannot be merged; measure again with one version."
+            )
     devices: dict[tuple[str, str], DeviceProfile] = {}
     for device in (device for profile in profiles for device in profile.devices):
         key = (device.accelerator, device.precision)
@@ -146,7 +148,10 @@ def _slower(a: DeviceProfile, b: DeviceProfile) -> DeviceProfile:
     for timing in (*a.layers, *b.layers):
         key = (timing.micro_batch, timing.seq_len, timing.tp)
         known = layers.get(key)
-        if known is None or known.forward_seconds + known.backward_seconds < timing.forward_seconds + timing.backward_seconds:
+        if (
+            known is None
+            or known.forward_seconds + known.backward_seconds < timing.forward_seconds + timing.backward_seconds
+        ):
             layers[key] = timing
     return a.replace(layers=tuple(layers.values()))
 
@@ -159,11 +164,14 @@ class Corrections:
         self._axes = [sorted({point[axis] for point in points}) for axis in range(3)]
 
     @staticmethod
-    def of(timings: Iterable[LayerTiming | PartTiming], passed: str, estimate: Callable[[int, int, int], float]) -> "Corrections":
+    def of(
+        timings: Iterable[LayerTiming | PartTiming], passed: str, estimate: Callable[[int, int, int], float]
+    ) -> "Corrections":
         """The ratios of one pass ("forward_seconds" or "backward_seconds"); `estimate` prices (samples, seq_len, tp)."""
         return Corrections(
             {
-                (log(t.micro_batch), log(t.seq_len), log(t.tp)): getattr(t, passed) / estimate(t.micro_batch, t.seq_len, t.tp)
+                (log(t.micro_batch), log(t.seq_len), log(t.tp)): getattr(t, passed)
+                / estimate(t.micro_batch, t.seq_len, t.tp)
                 for t in timings
             }
         )
@@ -178,7 +186,9 @@ class Corrections:
         asked = (log(samples), log(seq_len), log(tp))
         corners: list[tuple[Point, float]] = [((), 1.0)]  # type: ignore[list-item]
         for axis, x in zip(self._axes, asked, strict=True):
-            corners = [((*point, value), weight * part) for point, weight in corners for value, part in _bracket(axis, x)]  # type: ignore[misc]
+            corners = [
+                ((*point, value), weight * part) for point, weight in corners for value, part in _bracket(axis, x)
+            ]  # type: ignore[misc]
         if all(point in self._points for point, _ in corners):
             return exp(sum(weight * log(self._points[point]) for point, weight in corners))
         nearest = min(self._points, key=lambda point: sum((p - x) ** 2 for p, x in zip(point, asked, strict=True)))

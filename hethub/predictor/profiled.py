@@ -26,7 +26,9 @@ class ProfiledLayerCost(LayerCost):
 
     def _corrections(self, part: Part, timings: Sequence[LayerTiming | PartTiming]) -> tuple[Corrections, Corrections]:
         forward, backward = (partial(self._estimate_pass, part, which) for which in (0, 1))
-        return Corrections.of(timings, "forward_seconds", forward), Corrections.of(timings, "backward_seconds", backward)
+        return Corrections.of(timings, "forward_seconds", forward), Corrections.of(
+            timings, "backward_seconds", backward
+        )
 
     def _estimate_pass(self, part: Part, which: int, samples: int, seq_len: int, tp: int) -> float:
         return self._estimate(part, samples, seq_len, 1.0 / tp)[which]
@@ -62,6 +64,8 @@ class ProfiledLayerCost(LayerCost):
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
         """As the roofline's; measured ratios need not fall with size or share, so many of each are looked at."""
-        sizes = {max_samples} | {1 << i for i in range(max_samples.bit_length())} | set(range(1, min(64, max_samples) + 1))
+        sizes = (
+            {max_samples} | {1 << i for i in range(max_samples.bit_length())} | set(range(1, min(64, max_samples) + 1))
+        )
         shares = [1.0 / tp for tp in range(1, 9)]
         return max(size * share / self.layer(size, share=share).total for size in sizes for share in shares)

@@ -43,7 +43,10 @@ def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
     base = warm + rest % period
     first, second = _run_chain(chain, base), _run_chain(chain, base + period)
     repeats = (num_tiles - base) // period
-    return [Ends(*(a + repeats * (b - a) for a, b in zip(one, two, strict=True))) for one, two in zip(first, second, strict=True)]
+    return [
+        Ends(*(a + repeats * (b - a) for a, b in zip(one, two, strict=True)))
+        for one, two in zip(first, second, strict=True)
+    ]
 
 
 def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
@@ -111,7 +114,10 @@ def interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
     if groups <= 4:
         return _run_interleaved(chain, num_tiles, chunks)
     first, second = _run_interleaved(chain, 3 * stages, chunks), _run_interleaved(chain, 4 * stages, chunks)
-    return [Ends(*(a + (groups - 3) * (b - a) for a, b in zip(one, two, strict=True))) for one, two in zip(first, second, strict=True)]
+    return [
+        Ends(*(a + (groups - 3) * (b - a) for a, b in zip(one, two, strict=True)))
+        for one, two in zip(first, second, strict=True)
+    ]
 
 
 def _run_interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
@@ -137,7 +143,9 @@ def _run_interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
         forward=[chain.forward[v % stages] / chunks for v in range(virtual) for _ in range(num_tiles)],
         backward=[chain.backward[v % stages] / chunks for v in range(virtual) for _ in range(num_tiles)],
         needs_forward=[[(tile(v - 1, i), down[v - 1])] if v else [] for v in range(virtual) for i in range(num_tiles)],
-        needs_backward=[[(tile(v + 1, i), down[v])] if v < last else [] for v in range(virtual) for i in range(num_tiles)],
+        needs_backward=[
+            [(tile(v + 1, i), down[v])] if v < last else [] for v in range(virtual) for i in range(num_tiles)
+        ],
     )
     return replay(programme)
 

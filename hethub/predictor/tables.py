@@ -83,7 +83,10 @@ def read_row(row: Mapping[str, str]) -> Case:
         raise ValueError(f"micro_batch {given} is more than the {batch // dp} samples of a replica")
     cluster = _cluster(row, number, total)
     layers = _layers_per_stage(row, model.layers, pp)
-    stages = [stage_specs(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none") for size in sizes]
+    stages = [
+        stage_specs(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none")
+        for size in sizes
+    ]
     plan_precision: Any = {"fp8": "bf16", "tf32": "fp32"}.get(precision, precision)
     plans = [
         PlanSpec.model_construct(model=model.name, cluster=cluster.name, global_batch=batch, seq_len=seq, precision=plan_precision,
@@ -140,7 +143,12 @@ def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
 def _cluster(row: Mapping[str, str], number: _Numbers, total: int) -> ClusterSpec:
     per_node = min(number("per_node", 0) or min(total, 8), total)
     accelerator = find_accelerator(row["accelerator"])
-    node: dict[str, Any] = {"name": "node", "accelerator": accelerator, "count": total // per_node, "accelerators": per_node}
+    node: dict[str, Any] = {
+        "name": "node",
+        "accelerator": accelerator,
+        "count": total // per_node,
+        "accelerators": per_node,
+    }
     if row.get("inter_node_gbps"):
         gbps = float(row["inter_node_gbps"])
         node |= {"nics": min(IN_NODE_NICS, per_node), "gbps_per_nic": gbps / min(IN_NODE_NICS, per_node)}
@@ -186,7 +194,12 @@ def stage_specs(
         for position in range(dp):
             ranks = tuple(range(rank, rank + replica_ranks))
             samples = batch // dp + (position < batch % dp)
-            shape: dict[str, Any] = {"micro_batch": micro_batch, "samples": samples, "in_flight": None, "tensor_shares": None}
+            shape: dict[str, Any] = {
+                "micro_batch": micro_batch,
+                "samples": samples,
+                "in_flight": None,
+                "tensor_shares": None,
+            }
             replicas.append(ReplicaSpec.model_construct(ranks=ranks, **shape))
             rank += replica_ranks
         chunk: Any = ((first, first + count),)

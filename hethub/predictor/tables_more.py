@@ -41,7 +41,9 @@ def read_single_node(path: Path) -> list[Case]:
 def read_mixed(path: Path) -> list[Case]:
     """Measured plans on clusters of unlike accelerators: AMP's in modules over nodes in order, Sailor's stage by stage."""
     rows = json.loads(path.read_text(encoding="utf-8"))
-    return [_amp(row, f"case {index}") if "tp" in row else _sailor(row, f"case {index}") for index, row in enumerate(rows)]
+    return [
+        _amp(row, f"case {index}") if "tp" in row else _sailor(row, f"case {index}") for index, row in enumerate(rows)
+    ]
 
 
 def _model(row: dict[str, Any]) -> ModelSpec:
@@ -84,7 +86,9 @@ _EAGER_MEGATRON: dict[str, Any] = {
 def _sailor(row: dict[str, Any], name: str) -> Case:
     """One machine per replica, as Sailor's cluster was; stages count embedding and head as layers."""
     model = _model(row)
-    layers = without_ends([stage["layers"] for stage in row["stages"]], sum(stage["layers"] for stage in row["stages"]) - model.layers)
+    layers = without_ends(
+        [stage["layers"] for stage in row["stages"]], sum(stage["layers"] for stage in row["stages"]) - model.layers
+    )
     nodes: list[dict[str, Any]] = []
     stages, rank, first = [], 0, 0
     for stage, count in zip(row["stages"], layers, strict=True):
@@ -106,7 +110,12 @@ SAILOR_GBPS = 10.0  # between the machines of Sailor's mixed cluster; not publis
 
 
 def _case(
-    row: dict[str, Any], name: str, model: ModelSpec, cluster: ClusterSpec, stages: tuple[StageSpec, ...], software: Software
+    row: dict[str, Any],
+    name: str,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    stages: tuple[StageSpec, ...],
+    software: Software,
 ) -> Case:
     plan = PlanSpec.model_construct(
         model=model.name, cluster=cluster.name, global_batch=row["global_batch"], seq_len=model.max_seq_len, precision="fp16",

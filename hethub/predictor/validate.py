@@ -115,7 +115,14 @@ def sweeps(cases: Sequence[tuple[Case, Outcome]]) -> list[dict[str, Any]]:
             chosen = min(pairs)[1]
             best = min(measured for _, measured in pairs)
             job = dict(zip(SWEEP_COLUMNS, key, strict=True))
-            result.append({**job, "plans": len(pairs), "spearman": spearman(pairs), "regret_percent": 100.0 * (chosen / best - 1.0)})
+            result.append(
+                {
+                    **job,
+                    "plans": len(pairs),
+                    "spearman": spearman(pairs),
+                    "regret_percent": 100.0 * (chosen / best - 1.0),
+                }
+            )
     return result
 
 

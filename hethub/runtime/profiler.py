@@ -77,10 +77,14 @@ def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
     return cls(**place, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
-def _build(model: ModelSpec, accelerator: AcceleratorSpec, precision: Precision, device: Device, seq_len: int, tp: int) -> Stage:
+def _build(
+    model: ModelSpec, accelerator: AcceleratorSpec, precision: Precision, device: Device, seq_len: int, tp: int
+) -> Stage:
     """A one-layer model's first shard of `tp`, with embedding and head."""
     one = model.replace(layers=1)
-    cluster = ClusterSpec.model_validate({"name": "bench", "nodes": [{"name": "n", "accelerator": accelerator, "accelerators": tp}]})
+    cluster = ClusterSpec.model_validate(
+        {"name": "bench", "nodes": [{"name": "n", "accelerator": accelerator, "accelerators": tp}]}
+    )
     replica = {"ranks": list(range(tp)), "micro_batch": 1, "samples": 1}
     plan = PlanSpec.model_validate(
         {"model": one.name, "cluster": "bench", "global_batch": 1, "seq_len": seq_len, "precision": precision,
@@ -121,7 +125,9 @@ class _Bench:
 
     def _hidden(self, batch: int) -> Tensor:
         weights = self.stage.storage.weights
-        return torch.randn(batch * self.stage.seq_len, self.stage.hidden, dtype=weights.dtype, device=weights.device).requires_grad_()
+        return torch.randn(
+            batch * self.stage.seq_len, self.stage.hidden, dtype=weights.dtype, device=weights.device
+        ).requires_grad_()
 
     def _tokens(self, batch: int) -> Tensor:
         held = self.stage.shares.vocab.size
@@ -231,13 +237,16 @@ def _send(world: World, level: Level, a: int, b: int) -> LinkTiming:
 def _all_reduce(world: World, level: Level, members: tuple[int, ...]) -> LinkTiming:
     group = world.group(members)
     small, large = (
-        _timed(world, members, num_bytes, lambda buffer: dist.all_reduce(buffer, group=group)) for num_bytes in (SMALL_BYTES, LARGE_BYTES)
+        _timed(world, members, num_bytes, lambda buffer: dist.all_reduce(buffer, group=group))
+        for num_bytes in (SMALL_BYTES, LARGE_BYTES)
     )
     carried = 2 * LARGE_BYTES * (len(members) - 1) / len(members)
     return _link(level, "all_reduce", small, large, carried, len(members))
 
 
-def _link(level: Level, operation: Literal["send", "all_reduce"], small: float, large: float, carried: float, ranks: int) -> LinkTiming:
+def _link(
+    level: Level, operation: Literal["send", "all_reduce"], small: float, large: float, carried: float, ranks: int
+) -> LinkTiming:
     rate = carried / max(large - small, 1e-9) / 1e9
     return LinkTiming(level=level, operation=operation, latency_seconds=small, gbytes_per_second=rate, ranks=ranks)
 

@@ -88,7 +88,8 @@ def _search(
 ) -> None:
     last = len(stages) - 1
     options = [
-        _options(problem, costs, units, x, s == 0, s == last) for s, (units, x) in enumerate(zip(stages, layers, strict=True))
+        _options(problem, costs, units, x, s == 0, s == last)
+        for s, (units, x) in enumerate(zip(stages, layers, strict=True))
     ]
     zeros = [_zeros(problem, units) for units in stages]
     batch = problem.batch.global_batch
@@ -113,7 +114,9 @@ def _bound(chosen: tuple[Option, ...]) -> float:
     return bound
 
 
-def _options(problem: Problem, costs: UnitCosts, units: tuple[Unit, ...], layers: int, first: bool, last: bool) -> list[Option]:
+def _options(
+    problem: Problem, costs: UnitCosts, units: tuple[Unit, ...], layers: int, first: bool, last: bool
+) -> list[Option]:
     """All choices of a stage, shortest busy time first. Micro-batches beyond a replica's samples are the same plan."""
     batch = problem.batch.global_batch
     found = []

@@ -31,8 +31,13 @@ def random_cluster(seed: int, size: int) -> ClusterSpec:
                 "nics": 1,
                 "gbps_per_nic": draw.choice((25, 100, 400)),
                 "accelerator": {
-                    "name": f"a{len(nodes)}", "vendor": draw.choice(VENDORS), "memory_gb": draw.choice((8, 16, 40)),
-                    "memory_gbytes_per_second": 12 * tflops, "fp32_tflops": tflops / 2, "fp16_tflops": tflops, "bf16_tflops": tflops,
+                    "name": f"a{len(nodes)}",
+                    "vendor": draw.choice(VENDORS),
+                    "memory_gb": draw.choice((8, 16, 40)),
+                    "memory_gbytes_per_second": 12 * tflops,
+                    "fp32_tflops": tflops / 2,
+                    "fp16_tflops": tflops,
+                    "bf16_tflops": tflops,
                     "link_gbytes_per_second": draw.choice((16, 64, 200)),
                 },
             }
@@ -44,7 +49,11 @@ def compare(seed: int, size: int, global_batch: int, model: ModelSpec = MODEL) -
     """Auto's step restricted to the grid, the grid's optimum, its points and how many were predicted."""
     capabilities = RUNTIME.limited(chooses_in_flight=False)
     problem = pose(
-        model, random_cluster(seed, size), Batch(global_batch, 512, "bf16"), ConstraintsSpec(max_micro_batch=4), capabilities
+        model,
+        random_cluster(seed, size),
+        Batch(global_batch, 512, "bf16"),
+        ConstraintsSpec(max_micro_batch=4),
+        capabilities,
     )
     found = answer(problem)
     outcome = exhaustive(problem, start=found.seconds)

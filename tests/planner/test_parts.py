@@ -60,7 +60,9 @@ def every_plan(problem, number=40):
 
 
 def test_tiles_in_flight_of_alike_plans_need_no_dealing():
-    problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1))
+    problem = pose(
+        TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1)
+    )
     seen = 0
     for verdict in every_plan(problem):
         if is_equal(verdict.plan):
@@ -87,7 +89,9 @@ def test_unit_costs_are_the_predictors():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_footprints_are_the_predictors_memory(tied):
-    model = ModelSpec(name="m", layers=9, hidden=256, heads=8, kv_heads=2, ffn=704, vocab=1024, max_seq_len=256, tied_head=tied)
+    model = ModelSpec(
+        name="m", layers=9, hidden=256, heads=8, kv_heads=2, ffn=704, vocab=1024, max_seq_len=256, tied_head=tied
+    )
     problem = pose(model, cluster(("amd", 4, 0.05, 4.0), ("nvidia", 4, 0.1, 4.0)), Batch(16, 128, "bf16"))
     for verdict in every_plan(problem, 60):
         stages = verdict.plan.stages
@@ -115,5 +119,7 @@ def test_the_estimate_is_near_the_prediction():
 def test_faster_links_and_compute_never_make_the_best_plan_slower():
     problem = mixed()
     best = answer(problem)
-    better = problem.on(scaled(problem.cluster, Scale(compute={k.accelerator.name: 1.1 for k in problem.kinds}, in_node=1.1)))
+    better = problem.on(
+        scaled(problem.cluster, Scale(compute={k.accelerator.name: 1.1 for k in problem.kinds}, in_node=1.1))
+    )
     assert answer(better).seconds <= best.seconds

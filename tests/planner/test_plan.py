@@ -27,7 +27,11 @@ def cluster(*nodes):
             "name": "test",
             "emulated": True,
             "nodes": [
-                {"name": f"n{i}", "accelerator": cpu(f"{vendor}-{tflops}", tflops, memory, vendor), "accelerators": count}
+                {
+                    "name": f"n{i}",
+                    "accelerator": cpu(f"{vendor}-{tflops}", tflops, memory, vendor),
+                    "accelerators": count,
+                }
                 for i, (vendor, count, tflops, memory) in enumerate(nodes)
             ],
         }

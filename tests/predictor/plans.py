@@ -14,14 +14,30 @@ TINY = ModelSpec(name="tiny", layers=4, hidden=64, heads=4, kv_heads=2, ffn=176,
 def cluster(*nodes: tuple[str, int, int], gbps: float | None = 200.0, name: str = "test") -> ClusterSpec:
     """A cluster of (accelerator, machines, accelerators per machine)."""
     entries = [
-        {"name": f"n{i}", "accelerator": a, "count": count, "accelerators": per, "nics": min(per, 8), "gbps_per_nic": gbps}
+        {
+            "name": f"n{i}",
+            "accelerator": a,
+            "count": count,
+            "accelerators": per,
+            "nics": min(per, 8),
+            "gbps_per_nic": gbps,
+        }
         for i, (a, count, per) in enumerate(nodes)
     ]
     return ClusterSpec.model_validate({"name": name, "nodes": entries})
 
 
 def uniform(
-    model: ModelSpec, on: ClusterSpec, *, tp: int, pp: int, micro_batch: int, batch: int, seq: int, precision: str = "bf16", **stage: object
+    model: ModelSpec,
+    on: ClusterSpec,
+    *,
+    tp: int,
+    pp: int,
+    micro_batch: int,
+    batch: int,
+    seq: int,
+    precision: str = "bf16",
+    **stage: object,
 ) -> Layout:
     """tp x pp x dp with equal stages; tensor-parallel groups innermost, stages outermost."""
     dp = on.size // (tp * pp)
@@ -29,10 +45,21 @@ def uniform(
     for s in range(pp):
         first = s * dp * tp
         replicas = [
-            {"ranks": list(range(first + d * tp, first + (d + 1) * tp)), "micro_batch": micro_batch, "samples": batch // dp}
+            {
+                "ranks": list(range(first + d * tp, first + (d + 1) * tp)),
+                "micro_batch": micro_batch,
+                "samples": batch // dp,
+            }
             for d in range(dp)
         ]
         layers = [[s * model.layers // pp, (s + 1) * model.layers // pp]]
         stages.append({"layers": layers, "replicas": replicas, **stage})
-    plan = {"model": model.name, "cluster": on.name, "global_batch": batch, "seq_len": seq, "precision": precision, "stages": stages}
+    plan = {
+        "model": model.name,
+        "cluster": on.name,
+        "global_batch": batch,
+        "seq_len": seq,
+        "precision": precision,
+        "stages": stages,
+    }
     return bind(PlanSpec.model_validate(plan), model, on)

@@ -17,7 +17,9 @@ from hethub.runtime.storage import FlatStorage  # noqa: E402
 from hethub.runtime.tensor_parallel import TensorGroup  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
-PLAIN = ModelSpec(name="plain", layers=6, hidden=128, heads=4, kv_heads=4, ffn=344, vocab=512, max_seq_len=256, tied_head=True)
+PLAIN = ModelSpec(
+    name="plain", layers=6, hidden=128, heads=4, kv_heads=4, ffn=344, vocab=512, max_seq_len=256, tied_head=True
+)
 
 
 def counted_bytes(layout: Layout, rank: int) -> int:
@@ -47,7 +49,15 @@ def counted_bytes(layout: Layout, rank: int) -> int:
 @pytest.mark.parametrize("model", [GROUPED, PLAIN], ids=lambda model: model.name)
 def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, precision: str) -> None:
     layout = uniform(
-        model, cluster(("CPU-core", 1, 3)), tp=1, pp=3, micro_batch=2, batch=16, seq=128, precision=precision, recompute=recompute
+        model,
+        cluster(("CPU-core", 1, 3)),
+        tp=1,
+        pp=3,
+        micro_batch=2,
+        batch=16,
+        seq=128,
+        precision=precision,
+        recompute=recompute,
     )
     for entry in memory(layout):
         parts = entry.parts["weights"] + entry.parts["gradients"] + entry.parts["activations"]

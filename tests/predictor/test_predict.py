@@ -38,7 +38,9 @@ uneven = PlanSpec.model_validate(
 
 LAYOUTS = {
     "tp4 pp2 dp2": uniform(LLAMA_8B, TWO_MAKERS, tp=4, pp=2, micro_batch=1, batch=32, seq=4096, zero=1),
-    "tp1 pp4 dp4, recompute": uniform(LLAMA_8B, TWO_MAKERS, tp=1, pp=4, micro_batch=2, batch=32, seq=4096, zero=1, recompute="full"),
+    "tp1 pp4 dp4, recompute": uniform(
+        LLAMA_8B, TWO_MAKERS, tp=1, pp=4, micro_batch=2, batch=32, seq=4096, zero=1, recompute="full"
+    ),
     "cpu pp2 dp2": uniform(TINY, LAPTOP, tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32"),
     "cpu, unlike tiles": bind(uneven, TINY, LAPTOP),
 }
@@ -79,7 +81,9 @@ def test_a_chain_of_equal_tiles_equals_the_full_replay():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
-def test_regular_plans_know_their_tiles_in_flight_without_tiles(pp: int, dp: int, micro_batch: int, samples: int) -> None:
+def test_regular_plans_know_their_tiles_in_flight_without_tiles(
+    pp: int, dp: int, micro_batch: int, samples: int
+) -> None:
     on = cluster(("CPU-core", 1, pp * dp))
     layout = uniform(TINY, on, tp=1, pp=pp, micro_batch=micro_batch, batch=samples * dp, seq=64, precision="fp32")
     assert regular_limits(layout.plan) == in_flight_limits(layout.plan, layout.tiles)
@@ -95,7 +99,9 @@ def test_steady_state_is_found_exactly(data, stages, num_tiles):
     draw = lambda n: tuple(data.draw(st.lists(seconds, min_size=n, max_size=n)))  # noqa: E731
     chain = Chain(draw(stages), draw(stages), draw(stages - 1), draw(stages - 1), tuple(range(stages, 0, -1)))
     expected = replay(_programme(chain, num_tiles))
-    assert [e.last_backward_end for e in pipeline(chain, num_tiles)] == pytest.approx([e.last_backward_end for e in expected])
+    assert [e.last_backward_end for e in pipeline(chain, num_tiles)] == pytest.approx(
+        [e.last_backward_end for e in expected]
+    )
 
 
 def _programme(chain: Chain, m: int) -> Programme:
@@ -134,20 +140,27 @@ def test_memory_over_the_limit_is_refused_by_name():
 
 
 def test_zero_1_keeps_a_share_of_the_optimizer_state_per_rank():
-    whole, cut = (memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z)) for z in (0, 1))
+    whole, cut = (
+        memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z))
+        for z in (0, 1)
+    )
     assert cut[0].parts["optimizer"] * 4 == pytest.approx(whole[0].parts["optimizer"], rel=0.01)
     assert cut[0].parts["gradients"] == whole[0].parts["gradients"] == 4 * TINY.parameters
 
 
 def test_a_missing_link_speed_is_asked_for_by_name():
-    layout = uniform(TINY, cluster(("A100-SXM4-80GB", 2, 2), gbps=None), tp=1, pp=4, micro_batch=1, batch=8, seq=64, precision="fp32")
+    layout = uniform(
+        TINY, cluster(("A100-SXM4-80GB", 2, 2), gbps=None), tp=1, pp=4, micro_batch=1, batch=8, seq=64, precision="fp32"
+    )
     with pytest.raises(BadInput, match=r"node 'n0' gives no gbps_per_nic"):
         predict(layout)
 
 
 def test_importing_the_predictor_brings_neither_torch_nor_scipy():
     code = "import sys, hethub.predictor; print([m for m in ('torch', 'scipy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def random_plan(draw: st.DrawFn) -> PlanSpec:
@@ -162,7 +175,10 @@ def random_plan(draw: st.DrawFn) -> PlanSpec:
         if len(own) == 1 and len(group) == 3:
             own = [group[:2], group[2:]] if group[1] < 2 or group[0] >= 2 else [[rank] for rank in group]
         samples = [8 // len(own) + (1 if i < 8 % len(own) else 0) for i in range(len(own))]
-        replicas = [{"ranks": r, "micro_batch": draw(st.integers(1, 4)), "samples": s} for r, s in zip(own, samples, strict=True)]
+        replicas = [
+            {"ranks": r, "micro_batch": draw(st.integers(1, 4)), "samples": s}
+            for r, s in zip(own, samples, strict=True)
+        ]
         recompute = draw(st.sampled_from(["none", "selective", "full"]))
         stages.append({"layers": [[start, stop]], "replicas": replicas, "recompute": recompute, "zero": 1})
     return PlanSpec.model_validate(

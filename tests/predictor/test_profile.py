@@ -27,7 +27,14 @@ def profile(factor: float = 3.0, **changes: object) -> ProfileSpec:
     ]  # fmt: skip
     device = {"accelerator": "CPU-core", "precision": "fp32", "layers": layers}
     return ProfileSpec.model_validate(
-        {"date": "2026-01-01", "hethub": hethub.__version__, "software": "test", "model": TINY.to_dict(), "devices": [device], **changes}
+        {
+            "date": "2026-01-01",
+            "hethub": hethub.__version__,
+            "software": "test",
+            "model": TINY.to_dict(),
+            "devices": [device],
+            **changes,
+        }
     )
 
 
@@ -58,7 +65,9 @@ def test_measured_links_replace_the_data_sheet() -> None:
 
 
 def test_another_model_is_refused() -> None:
-    layout = uniform(LLAMA_8B, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    layout = uniform(
+        LLAMA_8B, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32"
+    )
     with pytest.raises(BadInput, match="measured layers of model 'tiny' with hidden 64"):
         predict(layout, profile=profile())
 

@@ -92,7 +92,7 @@ def test_islands_can_be_named_over_cpus():
 
 
 def test_a_device_without_a_description_is_refused():
-    with pytest.raises(BadInput, match="device 'Abacus 3' .*is not in the accelerator catalogue"):
+    with pytest.raises(BadInput, match=r"device 'Abacus 3' .*is not in the accelerator catalogue"):
         detect_cluster([replace(FIRST, device="Abacus 3")])
 
 

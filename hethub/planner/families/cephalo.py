@@ -18,7 +18,12 @@ from hethub.spec.plan import Recompute
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     """A draft per recompute and largest micro-batch, where the state can be cut so that all fit."""
     sharded = [zero for zero in problem.zeros if zero]
-    if problem.constraints.tp not in (None, 1) or not allowed(problem, 1, problem.size) or not sharded or problem.size == 1:
+    if (
+        problem.constraints.tp not in (None, 1)
+        or not allowed(problem, 1, problem.size)
+        or not sharded
+        or problem.size == 1
+    ):
         return
     for recompute in problem.recomputes:
         for most in problem.micro_batches:
@@ -38,7 +43,9 @@ def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, 
         able = [b for b, held in options.items() if _room(problem, kind, held) >= 0]
         if not able:
             return None
-        sizes[kind] = max(able, key=lambda b: b / costs.rate(unit, b, recompute).tile(problem.model.layers, True, True).total)
+        sizes[kind] = max(
+            able, key=lambda b: b / costs.rate(unit, b, recompute).tile(problem.model.layers, True, True).total
+        )
         prints[kind] = options[sizes[kind]]
     state = float(prints[0].state(problem.model.layers, ONLY))
     rooms = [_room(problem, unit.kind, prints[unit.kind]) / state for unit in units]

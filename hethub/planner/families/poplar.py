@@ -19,8 +19,7 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     for recompute in problem.recomputes:
         for zero in problem.zeros:
             sizes = [
-                _peak(problem, costs, problem.units(kind, 1)[0], recompute, zero)
-                for kind in range(len(problem.kinds))
+                _peak(problem, costs, problem.units(kind, 1)[0], recompute, zero) for kind in range(len(problem.kinds))
             ]
             if all(sizes):
                 seats = tuple(Seat(unit, sizes[unit.kind] or 1) for unit in units)

@@ -40,7 +40,9 @@ def _by_memory(problem: Problem, nodes: list[list[Unit]], groups: list[list[int]
     """Groups from the most memory per accelerator to the least: the first stages hold the most tiles."""
 
     def memory(group: list[int]) -> float:
-        return sum(problem.kinds[nodes[n][0].kind].memory_bytes * len(nodes[n]) for n in group) / sum(len(nodes[n]) for n in group)
+        return sum(problem.kinds[nodes[n][0].kind].memory_bytes * len(nodes[n]) for n in group) / sum(
+            len(nodes[n]) for n in group
+        )
 
     return sorted((sorted(group) for group in groups), key=memory, reverse=True)
 
@@ -75,7 +77,9 @@ def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> 
 
 def _split_once(groups: list[list[int]], weights: np.ndarray) -> list[list[int]]:
     """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT)."""
-    cuts = [(*_minimum_cut(weights[np.ix_(group, group)]), index) for index, group in enumerate(groups) if len(group) > 1]
+    cuts = [
+        (*_minimum_cut(weights[np.ix_(group, group)]), index) for index, group in enumerate(groups) if len(group) > 1
+    ]
     _, side, index = min(cuts, key=lambda cut: (cut[0], cut[2]))
     chosen = [groups[index][i] for i in side]
     rest = [node for node in groups[index] if node not in set(chosen)]
@@ -115,10 +119,14 @@ def _draft(problem: Problem, costs: UnitCosts, stages: list[tuple[Seat, ...]], r
     for seats in stages:
         counts = Counter(seat.unit.kind for seat in seats)
         example = {seat.unit.kind: seat for seat in seats}
-        rates = {k: s.micro_batch / costs.rate(s.unit, s.micro_batch, recompute).layer.total for k, s in example.items()}
+        rates = {
+            k: s.micro_batch / costs.rate(s.unit, s.micro_batch, recompute).layer.total for k, s in example.items()
+        }
         speeds.append(sum(count * rates[kind] for kind, count in counts.items()))
     spare = problem.model.layers - len(stages)
     shares = [max(speed / sum(speeds) * problem.model.layers - 1.0, 0.0) for speed in speeds]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
-    drafted = (DraftStage(1 + more, seats, recompute, max(problem.zeros)) for seats, more in zip(stages, extra, strict=True))
+    drafted = (
+        DraftStage(1 + more, seats, recompute, max(problem.zeros)) for seats, more in zip(stages, extra, strict=True)
+    )
     return Draft(tuple(drafted), alike=False)
