@@ -23,6 +23,10 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+# torch's own DistributedTest under three layouts of islands, and messages above 2 GiB.
+test-communicator: $(INSTALLED)
+	$(BIN)/python -m pytest tests/communicator -m "slow or not slow" -s
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
