@@ -187,8 +187,10 @@ class Corrections:
         corners: list[tuple[Point, float]] = [((), 1.0)]  # type: ignore[list-item]
         for axis, x in zip(self._axes, asked, strict=True):
             corners = [
-                ((*point, value), weight * part) for point, weight in corners for value, part in _bracket(axis, x)
-            ]  # type: ignore[misc]
+                ((*point, value), weight * part)  # type: ignore[misc]
+                for point, weight in corners
+                for value, part in _bracket(axis, x)
+            ]
         if all(point in self._points for point, _ in corners):
             return exp(sum(weight * log(self._points[point]) for point, weight in corners))
         nearest = min(self._points, key=lambda point: sum((p - x) ** 2 for p, x in zip(point, asked, strict=True)))
