@@ -27,11 +27,6 @@ class Verdict(NamedTuple):
     def seconds(self) -> float:
         return self.prediction.step_seconds
 
-    @property
-    def over_bytes(self) -> int:
-        """Bytes over the limit, over all ranks, before any reserve; what the search drives to zero where nothing fits."""
-        return sum(max(0, entry.bytes - entry.limit) for entry in self.prediction.memory)
-
 
 def is_alike(plan: PlanSpec) -> bool:
     """Whether nothing needs dealing: all stages have the same replicas, of equal tiles or with tiles in flight given."""

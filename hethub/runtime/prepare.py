@@ -88,11 +88,7 @@ def prepare(job: Job | BadInput, info: LaunchInfo) -> Prepared:
             f"{job.path}: model '{job.model.name}' is of family {job.model.family}; hethub plans and predicts it, but trains "
             "only llama. Choose a model of that family."
         )
-    if job.cluster is not None:
-        _check_cluster_alone(job.cluster, info)
-    named = job.cluster is not None and job.cluster.places[info.rank].node.vendor is not None
-    device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
-    device.activate()
+    device = device_in(job.cluster, info)
     train = job.spec.train
     if not device.supports(DTYPES[train.precision]):
         raise BadInput(
@@ -106,6 +102,16 @@ def prepare(job: Job | BadInput, info: LaunchInfo) -> Prepared:
         memory_bytes=device.memory_bytes(), job=fingerprint(read), tokens=dataset.fingerprint(),
     )  # fmt: skip
     return Prepared(job=job, device=device, dataset=dataset, facts=facts)
+
+
+def device_in(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
+    """This rank's device, made current: a CPU where the cluster names the vendor to emulate. Raises BadInput."""
+    if cluster is not None:
+        _check_cluster_alone(cluster, info)
+    named = cluster is not None and cluster.places[info.rank].node.vendor is not None
+    device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
+    device.activate()
+    return device
 
 
 def _check_cluster_alone(cluster: ClusterSpec, info: LaunchInfo) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hethub.communicator import World, connect
-from hethub.kernels.device import choose_device
 from hethub.runtime.agreement import check_versions, facts_from, own_facts, to_row
 from hethub.runtime.launch import launch_info, rendezvous
-from hethub.runtime.prepare import agreed_cluster
+from hethub.runtime.prepare import agreed_cluster, device_in
 from hethub.runtime.together import exchange, together
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 
 
@@ -22,9 +22,7 @@ def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
     info = launch_info()
     cluster = None if job is None else job.cluster
     meeting = rendezvous(info, network=None if cluster is None else cluster.network)
-    named = cluster is not None and cluster.places[info.rank].node.vendor is not None
-    device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
-    device.activate()
+    device = together(meeting, "device", lambda: device_in(cluster, info))
     own = own_facts(
         rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
         memory_bytes=device.memory_bytes(), job="", tokens="",
@@ -32,12 +30,24 @@ def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
     facts = facts_from(exchange(meeting, "who", to_row(own)))
     together(meeting, "versions", lambda: check_versions(facts))
     found = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
-    world = connect(meeting, device=device, islands=list(found.islands.values()))
+    with watched(connect(meeting, device=device, islands=list(found.islands.values())), "measure") as world:
+        yield world, found
+
+
+@contextmanager
+def watched(world: World, what: str) -> Iterator[World]:
+    """The world for the block; when this rank fails in it, all others are told why and end too.
+
+    What all ranks found alike ends them cleanly, without one of them passing for dead.
+    """
     world.watch()
     try:
-        with world.guard("measure"):
-            yield world, found
+        with world.guard(what):
+            yield world
     except BaseException as error:
-        world.abort(f"{type(error).__name__}: {error}")
+        if isinstance(error, BadInput | RunFailed) and error.agreed:
+            world.close()
+        else:
+            world.abort(f"{type(error).__name__}: {error}")
         raise
     world.close()

@@ -9,9 +9,10 @@ from hethub.runtime.initial import load_hugging_face
 from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
 from hethub.runtime.prepare import Agreed, Prepared, TrainRequest, agree, prepare, read_job
 from hethub.runtime.run import Run, RunSummary
+from hethub.runtime.session import watched
 from hethub.runtime.together import together
 from hethub.runtime.trainer import Trainer
-from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
 
 _BUILDING_SECONDS = 3600.0  # how long ranks wait for each other's weights; a dead one is noticed by the watch
@@ -32,7 +33,7 @@ def train(request: TrainRequest) -> RunSummary | None:
         meeting = rendezvous(info, network=network, timeout_seconds=timeout)
     prepared = together(meeting, "job", lambda: prepare(job, info))
     agreed = agree(request, prepared, meeting)
-    with _connected(meeting, prepared, agreed) as world:
+    with watched(_connect(meeting, prepared, agreed), "train") as world:
         trainer = together(
             meeting, "weights", lambda: _build(request, prepared, agreed, world), patience_seconds=_BUILDING_SECONDS
         )
@@ -55,11 +56,10 @@ def _one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _connected(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> Iterator[World]:
-    """The world of the run; when this rank fails in it, all others are told why and end too."""
+def _connect(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> World:
+    """The world of the run, as the job wants its ranks bridged."""
     spec = prepared.job.spec.communicator
-    world = connect(
+    return connect(
         meeting,
         device=prepared.device,
         islands=list(agreed.layout.cluster.islands.values()),
@@ -67,17 +67,6 @@ def _connected(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> Itera
         wire=spec.wire,
         timeout_seconds=spec.timeout_seconds,
     )
-    world.watch()
-    try:
-        with world.guard("train"):
-            yield world
-    except BaseException as error:
-        if isinstance(error, BadInput | RunFailed) and error.agreed:
-            world.close()
-        else:
-            world.abort(f"{type(error).__name__}: {error}")
-        raise
-    world.close()
 
 
 def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: World) -> Trainer:

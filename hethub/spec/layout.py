@@ -9,7 +9,6 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
-from hethub.spec.ranges import Range
 from hethub.spec.tensors import RankShares, rank_shares
 from hethub.spec.tiling import Tile, Transfer, deal, in_flight_limits, is_regular, regular_limits, transfers
 
@@ -105,9 +104,6 @@ class Layout:
     def head_is_apart(self) -> bool:
         """Whether a tied head lives on another stage than the embedding that owns its weight."""
         return self.model.tied_head and self.num_stages > 1
-
-    def layers_of(self, stage: int) -> list[Range]:
-        return list(self.plan.stages[stage].chunks)
 
 
 def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:

@@ -44,3 +44,11 @@ def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:
     ended = hethub("bench", "comm", "--sizes", "4096,big", cwd=tmp_path)
     assert ended.exit_code == 2
     assert "4096,big" in ended.stderr
+
+
+def test_a_profile_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    for ended in ranks(2, "profile", job, cwd=tmp_path):
+        assert ended.exit_code == 2, ended.stderr
+    assert "4 accelerators" in ranks(2, "profile", job, cwd=tmp_path)[0].stderr
+    assert not (tmp_path / "profile.json").exists()
