@@ -183,6 +183,7 @@ def knock_without_the_token(rank, store):
             time.sleep(0.2)
     world.barrier()
     failure = world.failure
+    world.barrier()
     if rank == 1:
         world.abort("on purpose")
     learned = world._context.liveness.wait_for_failure(10)

@@ -1,10 +1,11 @@
 """Runs torch's own DistributedTest, with "gloo" meaning the backend hethub, and prints one JSON object of outcomes.
 
-    python torch_suite_driver.py LAYOUT [TEST …]        LAYOUT: native, or HETHUB_ISLANDS such as '0,1|2,3'
+    python torch_suite_driver.py LAYOUT BACKEND [TEST …]        LAYOUT: native, or HETHUB_ISLANDS such as '0,1|2,3'
 
-Many of torch's tests ask for the backend by its name "gloo"; a backend under another name would skip them. So this
-driver, and nothing else, makes torch create ours where "gloo" is asked for. Ranks are forked: spawning them imports
-torch anew for each of 4 x 285 processes.
+BACKEND is what torch's own suite calls its parameter, `gloo` or `hethub`. Many of torch's tests ask for the backend by
+its name "gloo"; a backend under another name would skip them. So under `gloo` this driver, and nothing else, makes
+torch create ours where "gloo" is asked for; under `hethub` nothing is renamed. Ranks are forked: spawning them
+imports torch anew for each of 4 x 285 processes.
 """
 
 import functools
@@ -19,12 +20,12 @@ from pathlib import Path
 WORLD_SIZE = 4
 
 
-def prepare_environment(layout: str) -> None:
+def prepare_environment(layout: str, backend: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="torch-suite-"))
     (folder / "barrier").touch()
     (folder / "test_dir").mkdir()
     os.environ.update(
-        BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), TEMP_DIR=str(folder), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
+        BACKEND=backend, WORLD_SIZE=str(WORLD_SIZE), TEMP_DIR=str(folder), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
     )
     if layout != "native":
         os.environ["HETHUB_ISLANDS"] = layout
@@ -52,6 +53,16 @@ def make_gloo_mean_hethub() -> None:
     import torch.distributed as dist
 
     dist.get_backend = name_as_asked
+
+
+def name_hethub_a_backend() -> None:
+    """Adds our name to the sets of backends that torch's suite knows, as its own plugins do."""
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    import hethub.communicator  # noqa: F401  registers the backend
+
+    for feature in ("ddp", "subgroup", "plugin"):
+        DistTestCases.backend_feature[feature].add("hethub")
 
 
 def suite_class() -> type[unittest.TestCase]:
@@ -118,9 +129,11 @@ class Recorder(unittest.TestResult):
 
 
 def main() -> None:
-    layout, *names = sys.argv[1:]
-    prepare_environment(layout)
-    if layout != "native":
+    layout, backend, *names = sys.argv[1:]
+    prepare_environment(layout, backend)
+    if backend == "hethub":
+        name_hethub_a_backend()
+    elif layout != "native":
         make_gloo_mean_hethub()
     case = suite_class()
     wanted = names or unittest.TestLoader().getTestCaseNames(case)
