@@ -84,7 +84,7 @@ def _parts(layout: Layout, seat: Seat, flight: int, software: Software, on_cpu: 
     gradients = parameters / shards if stage.zero >= 2 else parameters
     master = wide if width < 4 else 0
     spec = layout.replica(seat.stage, seat.replica)
-    activations = flight * _tile_activation_bytes(layout, seat, flight, software, width, on_cpu)
+    activations = flight * _tile_activation_bytes(layout, seat, flight, software, width)
     hidden = spec.micro_batch * layout.plan.seq_len * layout.model.hidden * width // software.context_parallel
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
@@ -142,13 +142,10 @@ def _owned_parameters(layout: Layout, seat: Seat, software: Software) -> float:
     return named * _stage_parameters(layout, seat.stage, 1.0)
 
 
-def _tile_activation_bytes(
-    layout: Layout, seat: Seat, flight: int, software: Software, width: int, on_cpu: bool
-) -> float:
+def _tile_activation_bytes(layout: Layout, seat: Seat, flight: int, software: Software, width: int) -> float:
     """Bytes that one tile keeps from its forward to its backward on this rank.
 
-    With `full` recompute that is every layer's input, and one layer at a time in full, which the count on CPUs does not
-    see.
+    With `full` recompute that is every layer's input, and one layer at a time in full.
     """
     model, stage, spec = layout.model, layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
     share = _fraction(layout, seat, software)
@@ -160,10 +157,11 @@ def _tile_activation_bytes(
             2.5 * width * model.heads * share * spec.micro_batch * layout.plan.seq_len**2 / software.context_parallel
         )
     ends = tokens * 9 if seat.stage == 0 else 0  # token ids and which of them are held
+    one_input = tokens * hidden * width
+    if stage.recompute == "full":  # the head is through before a layer is run again, and each layer has its own input
+        return ends + stage.num_layers * one_input + (layer - one_input) / flight
     if seat.stage == layout.num_stages - 1:
-        ends += tokens * 2 * hidden * width  # the final norm's input, the loss's gradient
-    if stage.recompute == "full":
-        return ends + stage.num_layers * tokens * hidden * width + (0.0 if on_cpu else layer / flight)
+        ends += 2 * one_input  # the final norm's input, the loss's gradient
     if stage.recompute == "selective" and software.selective_fraction is not None:
         layer *= KEPT_UNDER_SELECTIVE
     return ends + stage.num_layers * layer

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 
-class _Kept:
-    """A tensor that autograd keeps; its bytes are given back when autograd lets go of it."""
+class Kept:
+    """A tensor kept for backward; its bytes are given back when nobody holds this any more."""
 
     __slots__ = ("_meter", "tensor")
 
@@ -36,8 +36,12 @@ class MemoryMeter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Counts what the graphs built in this block keep, until they are freed."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
             yield
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Counts a tensor for as long as the result lives."""
+        return Kept(tensor, self)
 
     def take(self, tensor: Tensor) -> None:
         """Counts a tensor that stays alive; storages already counted add nothing."""

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
-from hethub.runtime.reduction import Reducer
+from hethub.runtime.passes import Itinerary, TilePass, Visit
+from hethub.runtime.residency import Residency
 from hethub.runtime.spans import SpanLog
 from hethub.runtime.stage import Stage, TileInput
 from hethub.spec.layout import Layout, Seat
@@ -29,20 +30,12 @@ class _Arrival:
 
 
 @dataclass
-class _Running:
-    """A tile between its forward and its backward."""
-
-    source: Tensor | None
-    result: Tensor
-
-
-@dataclass
 class _Step:
     """What a step has under way."""
 
     load: Callable[[Tile], TileInput]
     loss_scale: float
-    running: dict[Tile, _Running] = field(default_factory=dict)
+    running: dict[Tile, TilePass] = field(default_factory=dict)
     arrivals: dict[tuple[Kind, Tile], _Arrival] = field(default_factory=dict)
     sends: deque[tuple["dist.Work", Tensor]] = field(default_factory=deque)
     losses: list[Tensor] = field(default_factory=list)
@@ -51,16 +44,24 @@ class _Step:
 class Executor:
     """One rank's interpreter of the schedule. `run_step` executes all forward and backward actions and reductions."""
 
-    def __init__(self, layout: Layout, seat: Seat, world: World, stage: Stage, reducer: Reducer) -> None:
-        self.layout, self.seat, self.world, self.stage, self.reducer = layout, seat, world, stage, reducer
+    def __init__(self, layout: Layout, seat: Seat, world: World, stage: Stage, residency: Residency) -> None:
+        self.layout, self.seat, self.world, self.stage, self.residency = layout, seat, world, stage, residency
         self._group_ranks = sorted(layout.replica(seat.stage, seat.replica).ranks)
         self._compute = [action for action in actions(layout, seat.stage, seat.replica) if action.tile is not None]
+        self._layers = Range(0, len(stage.layers))
+        self._itinerary = Itinerary(residency, self._visits())
         self.tiles = layout.tiles_of(seat.stage, seat.replica)
         self._before = self._by_tile(seat.stage - 1, "target")
         self._after = self._by_tile(seat.stage, "source")
         # Gradients cross the same boundaries as activations; their tags follow after all of those.
         self._gradient_tags = sum(map(len, layout.transfers))
         self.log = SpanLog(seat.rank)
+
+    def _visits(self) -> list[Visit]:
+        """The layers of all compute actions, in the order in which they are entered."""
+        forward = range(*self._layers)
+        order = {Kind.FORWARD: forward, Kind.BACKWARD: forward[::-1]}
+        return [(action.kind, layer) for action in self._compute for layer in order[action.kind]]
 
     def _by_tile(self, boundary: int, end: str) -> dict[Tile, list[Transfer]]:
         """The transfers of a stage boundary that this replica takes part in, by its own tile."""
@@ -79,14 +80,15 @@ class Executor:
         """
         step = self._step = _Step(load, loss_scale)
         self.log.start_step()
-        self.reducer.start_step(len(self.tiles))
+        self.residency.start_step(len(self.tiles))
+        self._itinerary.start_step()
         for index, action in enumerate(self._compute):
             self._post_receives(index)
             assert action.tile is not None
             with self.log.timed(action):
                 (self._forward if action.kind is Kind.FORWARD else self._backward)(action.tile)
         with self.log.timed(Action(Kind.REDUCE, self.seat.stage)):
-            self.reducer.finish()
+            self.residency.finish()
             for work, _ in step.sends:
                 work.wait()
         return float(torch.stack(step.losses).sum()) if step.losses else 0.0
@@ -147,22 +149,18 @@ class Executor:
 
     def _forward(self, tile: Tile) -> None:
         source = self._arrived(Kind.FORWARD, tile)
-        if source is not None:
-            source.requires_grad_()
-        result = self.stage.forward(source, self._step.load(tile), self._step.loss_scale)
+        running = TilePass(self.stage, self._itinerary, self._layers, self._step.load(tile), self._step.loss_scale)
+        result = running.forward(source)
         if self.stage.is_last:
-            self._step.losses.append(result.detach())
+            self._step.losses.append(result)
         else:
-            self._send(Kind.FORWARD, tile, result.detach(), self._after[tile])
-        self._step.running[tile] = _Running(source, result)
+            self._send(Kind.FORWARD, tile, result, self._after[tile])
+        self._step.running[tile] = running
 
     def _backward(self, tile: Tile) -> None:
-        grad = self._arrived(Kind.BACKWARD, tile)
-        running = self._step.running.pop(tile)
-        torch.autograd.backward(running.result, grad)
-        if running.source is not None:
-            assert running.source.grad is not None
-            self._send(Kind.BACKWARD, tile, running.source.grad, self._before[tile])
+        grad = self._step.running.pop(tile).backward(self._arrived(Kind.BACKWARD, tile))
+        if grad is not None:
+            self._send(Kind.BACKWARD, tile, grad, self._before[tile])
 
     def _send(self, kind: Kind, tile: Tile, tensor: Tensor, outgoing: list[Transfer]) -> None:
         """Starts sending a tile's result to every tile that overlaps it; the replica's leader sends for all."""

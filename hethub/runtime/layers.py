@@ -71,7 +71,10 @@ class TokenLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLayer:
-    """One transformer layer: attention and SwiGLU MLP, each behind a norm and added to its input."""
+    """One transformer layer: attention and SwiGLU MLP, each behind a norm and added to its input.
+
+    Selective recompute is done here; full recompute by whoever runs the layer, from the input that is kept.
+    """
 
     head_dim: int
     eps: float
@@ -89,11 +92,6 @@ class LlamaLayer:
 
     def __call__(self, x: Tensor, tokens: TokenLayout) -> Tensor:
         """x and result (tokens, hidden)."""
-        if self.recompute == "full":
-            return checkpoint(self._forward, x, tokens, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(x, tokens)
-
-    def _forward(self, x: Tensor, tokens: TokenLayout) -> Tensor:
         x = x + self._attention(rms_norm(x, self.attention_norm, self.eps), tokens)
         return x + self._mlp(rms_norm(x, self.mlp_norm, self.eps))
 

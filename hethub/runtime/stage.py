@@ -26,10 +26,9 @@ class TileInput:
 
 
 class Stage:
-    """The layers of this rank's stage, ready to run tiles forward.
+    """The layers of this rank's stage in model order, with `embed` and `loss` at the ends of the model.
 
-    `forward` takes the hidden states (batch * seq, hidden) of the stage before, or embeds tokens where this is the
-    first; it gives hidden states, or the loss where this is the last.
+    Each of them is a graph of its own when a tile passes (hethub.runtime.passes).
     """
 
     def __init__(self, layout: Layout, seat: Seat, storage: FlatStorage, group: TensorGroup) -> None:
@@ -39,6 +38,7 @@ class Stage:
         self.is_first, self.is_last = seat.stage == 0, seat.stage == layout.num_stages - 1
         self.shares: RankShares = layout.shares(seat.stage, seat.replica)[seat.position]
         spec = layout.stages[seat.stage]
+        self.recompute = spec.recompute
         self.layers = [self._layer(layer, spec.recompute) for chunk in spec.chunks for layer in range(*chunk)]
         self.embedding = self._use(EMBEDDING) if self.is_first else None
         self.norm = self._use(FINAL_NORM) if self.is_last else None
@@ -63,31 +63,37 @@ class Stage:
             attention_norm=use("input_layernorm"), mlp_norm=use("post_attention_layernorm"),
         )  # fmt: skip
 
-    def run_layers(self, x: Tensor | None, data: TileInput) -> Tensor:
-        """Hidden states (batch * seq, hidden) behind this stage's last layer."""
-        if self.embedding is not None:
-            assert data.tokens is not None
-            x = embed(data.tokens.reshape(-1), self.shares.vocab.start, self.group, self.embedding)
-        assert x is not None
-        mask = None if data.segments is None else document_mask(data.segments)
-        tokens = TokenLayout(batch=data.batch, seq_len=self.seq_len, cos=self.cos, sin=self.sin, mask=mask)
-        for layer in self.layers:
-            x = layer(x, tokens)
-        return x
+    def is_end(self, layer: int) -> bool:
+        """Whether the head follows this layer of the stage."""
+        return self.is_last and layer == len(self.layers) - 1
 
-    def forward(self, x: Tensor | None, data: TileInput, loss_scale: float) -> Tensor:
-        """Hidden states for the next stage, or, on the last, the summed token losses times `loss_scale` (0-d)."""
-        x = self.run_layers(x, data)
-        if self.norm is None or self.head is None:
-            return x
+    def embed(self, data: TileInput) -> Tensor:
+        """Hidden states (batch * seq, hidden) of the tile's tokens; the first stage only."""
+        assert self.embedding is not None
+        assert data.tokens is not None
+        return embed(data.tokens.reshape(-1), self.shares.vocab.start, self.group, self.embedding)
+
+    def token_layout(self, data: TileInput) -> TokenLayout:
+        """What every layer must know of the tile's tokens."""
+        mask = None if data.segments is None else document_mask(data.segments)
+        return TokenLayout(batch=data.batch, seq_len=self.seq_len, cos=self.cos, sin=self.sin, mask=mask)
+
+    def loss(self, x: Tensor, data: TileInput, scale: float) -> Tensor:
+        """The summed token losses times `scale` (0-d) of the last layer's hidden states; the last stage only."""
+        assert self.head is not None
         assert data.targets is not None
-        x = rms_norm(x, self.norm, self.eps)
-        return head_loss(x, data.targets.reshape(-1), self.shares.vocab.start, loss_scale, self.group, self.head)
+        first = self.shares.vocab.start
+        return head_loss(self._normed(x), data.targets.reshape(-1), first, scale, self.group, self.head)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        return rms_norm(x, self.norm, self.eps)
 
     @torch.no_grad()
-    def logits(self, x: Tensor | None, data: TileInput) -> Tensor:
-        """The rank's columns of the logits, (batch * seq, vocab_local), without gradients; the last stage only."""
-        x = self.run_layers(x, data)
-        assert self.norm is not None
+    def logits(self, data: TileInput) -> Tensor:
+        """The rank's columns of the logits, (batch * seq, vocab_local), without gradients; where a stage is the model."""
         assert self.head is not None
-        return column_parallel(rms_norm(x, self.norm, self.eps), self.group, (self.head,))[0]
+        x, tokens = self.embed(data), self.token_layout(data)
+        for layer in self.layers:
+            x = layer(x, tokens)
+        return column_parallel(self._normed(x), self.group, (self.head,))[0]

@@ -17,6 +17,7 @@ from hethub.runtime.executor import Executor
 from hethub.runtime.initial import initialise
 from hethub.runtime.optimizer import LossScale, Optimizer, clip_scale, learning_rate, ordered_sum
 from hethub.runtime.reduction import Reducer, build_groups
+from hethub.runtime.residency import Residency
 from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.stage import Stage, TileInput
 from hethub.runtime.storage import FlatStorage
@@ -64,9 +65,10 @@ class Trainer:
         )
         self.reducer = Reducer(self.state, self.storage, group_of, replica.ranks)
         self.optimizer = Optimizer(self.storage, self.reducer, train)
-        self.executor = Executor(layout, self.seat, world, self.stage, self.reducer)
-        self.loss_scale = LossScale(layout.plan.precision)
         self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
+        self.residency = Residency(self.reducer, self._meter)
+        self.executor = Executor(layout, self.seat, world, self.stage, self.residency)
+        self.loss_scale = LossScale(layout.plan.precision)
         self._steps_counted = 0
         self._speaks_for_loss = self.stage.is_last and self.seat.position == 0
 

@@ -5,6 +5,8 @@ import pytest
 from hethub.predictor import memory
 from hethub.spec.layout import Layout
 from hethub.spec.model import ModelSpec
+from hethub.spec.ranges import Range
+from hethub.spec.schedule import Kind
 from hethub.spec.state import StateMap
 from tests.predictor.plans import cluster, uniform
 
@@ -12,6 +14,9 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install hethub[tra
 
 from hethub.runtime.accounting import MemoryMeter  # noqa: E402
 from hethub.runtime.initial import initialise  # noqa: E402
+from hethub.runtime.passes import Itinerary, TilePass  # noqa: E402
+from hethub.runtime.reduction import Reducer  # noqa: E402
+from hethub.runtime.residency import Residency  # noqa: E402
 from hethub.runtime.stage import Stage, TileInput  # noqa: E402
 from hethub.runtime.storage import FlatStorage  # noqa: E402
 from hethub.runtime.tensor_parallel import TensorGroup  # noqa: E402
@@ -30,17 +35,22 @@ def counted_bytes(layout: Layout, rank: int) -> int:
     stage = Stage(layout, seat, storage, TensorGroup(None))
     meter = MemoryMeter([storage.weights, storage.grads, stage.cos, stage.sin])
     spec, seq = layout.replica(seat.stage, seat.replica), layout.plan.seq_len
+    residency = Residency(Reducer(storage.state, storage, lambda ranks: None, spec.ranks), meter)
+    residency.start_step(10**6)
+    flight, layers = layout.in_flight[seat.stage][seat.replica], range(len(stage.layers))
+    visits = [(Kind.FORWARD, layer) for _ in range(flight) for layer in layers]
+    itinerary = Itinerary(residency, visits + [(Kind.BACKWARD, layer) for layer in reversed(layers)])
     tokens = torch.zeros(spec.micro_batch, seq, dtype=torch.long)
+    data = TileInput(batch=spec.micro_batch, tokens=tokens, targets=tokens)
     running = []
-    for parameter in storage.parameters.values():
-        parameter.start_step(10**6, lambda done: None)
     with meter.counting():
-        for _ in range(layout.in_flight[seat.stage][seat.replica]):
+        for _ in range(flight):
             x = None
             if not stage.is_first:
-                x = torch.zeros(spec.micro_batch * seq, stage.hidden, dtype=storage.weights.dtype).requires_grad_()
-            running.append(stage.forward(x, TileInput(batch=spec.micro_batch, tokens=tokens, targets=tokens), 1.0))
-        running[0].backward(None if stage.is_last else torch.zeros_like(running[0]))
+                x = torch.zeros(spec.micro_batch * seq, stage.hidden, dtype=storage.weights.dtype)
+            running.append(TilePass(stage, itinerary, Range(0, len(stage.layers)), data, 1.0))
+            result = running[-1].forward(x)
+        running[0].backward(None if stage.is_last else torch.zeros_like(result))
     return storage.weights.nbytes + storage.grads.nbytes + meter.peak_bytes
 
 

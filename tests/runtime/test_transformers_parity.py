@@ -58,7 +58,7 @@ def ours(
     logits = np.empty((0, 0), np.float32)
     if len(case.stages) == 1:
         tokens = torch.from_numpy(batch(case, 1)[:, :-1])
-        logits = trainer.stage.logits(None, TileInput(batch=case.global_batch, tokens=tokens)).numpy()
+        logits = trainer.stage.logits(TileInput(batch=case.global_batch, tokens=tokens)).numpy()
     outcomes = [trainer.run_step(step) for step in range(1, 6)]
     store = CheckpointStore(RunFolder(run).checkpoints, 1, world)
     trainer.save(store, 5, blocking=True)
