@@ -8,9 +8,9 @@ import torch
 
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
-from hethub.kernels.sources import NAMES, THREADS_PER_BLOCK, num_blocks, source
+from hethub.kernels.sources import COMPILE_OPTIONS, NAMES, THREADS_PER_BLOCK, num_blocks, source
 
-_MAX_BLOCKS = 4096
+_MAX_BLOCKS = 8192
 _SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _QUANTISED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -33,9 +33,7 @@ class CompiledKernels(TorchKernels):
         self._cupy = cupy
         self._device = device
         with cupy.cuda.Device(device.index):
-            # No fused multiply-add: the reference rounds product and sum one after the other.
-            options = ("-ffp-contract=off",) if device.vendor == "amd" else ("--fmad=false",)
-            module = cupy.RawModule(code=source(), options=options)
+            module = cupy.RawModule(code=source(), options=COMPILE_OPTIONS[device.vendor])
             self._functions = {name: module.get_function(name) for name in NAMES}
 
     def pack(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
@@ -87,7 +85,7 @@ class CompiledKernels(TorchKernels):
         sizes = torch.tensor([0, *(tensor.numel() * tensor.itemsize for tensor in tensors)], dtype=torch.int64)
         places = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
         offsets = sizes.cumsum(0).to(flat.device, non_blocking=True)
-        grid = (min(num_blocks(int(sizes.max())), _MAX_BLOCKS), min(len(tensors), 65_535))
+        grid = (min(num_blocks(int(sizes.max()) // 4), _MAX_BLOCKS), min(len(tensors), 65_535))
         self._run(name, grid, (flat, places.to(flat.device, non_blocking=True), offsets, len(tensors)))
 
     def _run(self, name: str, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:

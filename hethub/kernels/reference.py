@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hethub.kernels.sources import QUANTISED_BLOCK
+from hethub.kernels.sources import QUANTISED_BLOCK, SMALLEST_MAXIMUM
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude of a quantised type."""
@@ -38,19 +38,20 @@ class TorchKernels:
         """`values` (int8 or float8_e4m3fn) and one fp32 scale per block of 256 stand for `source` (fp32).
 
         A scale is the block's largest magnitude over the type's largest. A block with an infinity or a NaN comes back
-        as NaN: overflow must be seen, not smoothed.
+        as NaN: overflow must be seen, not smoothed. A block below `SMALLEST_MAXIMUM` everywhere comes back as zeros.
         """
         largest = LARGEST[values.dtype]
         blocks = _blocks(source)
-        scale = blocks.abs().amax(dim=1) / largest
-        scale[scale == 0] = 1.0
-        finite = torch.isfinite(scale)
-        quotient = torch.where(finite[:, None], blocks / scale[:, None], 0.0)
+        maximum = blocks.abs().amax(dim=1)
+        finite, vanishes = torch.isfinite(maximum), maximum < SMALLEST_MAXIMUM
+        # One division per block and a product per element: an element's own division would take most of the time.
+        inverse = torch.where(finite & ~vanishes, largest / maximum, 0.0)
+        quotient = torch.where(finite[:, None], blocks * inverse[:, None], 0.0)
         if values.dtype == torch.int8:
             quotient = quotient.round()
         quotient = quotient.clamp(-largest, largest).view(-1)[: source.numel()]
         values.copy_(quotient)
-        scales.copy_(torch.where(finite, scale, float("nan")))
+        scales.copy_(torch.where(finite, torch.where(vanishes, 1.0, maximum / largest), float("nan")))
 
     def dequantise(self, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """`out` (fp32) becomes what `values` and `scales` stand for."""

@@ -1,13 +1,20 @@
 """The staging kernels' source: one text for CUDA and ROCm.
 
-No warp size is assumed (64 on AMD, 32 on NVIDIA), bfloat16 and float16 are 16-bit integers, and fp8 is OCP e4m3fn by
+No warp size but a multiple of 32 is assumed (64 on AMD, 32 on NVIDIA), bfloat16 and float16 are 16-bit integers, and fp8 is OCP e4m3fn by
 bit operations, because the fp8 hardware of MI300 speaks another dialect (FNUZ). Without a GPU the tests compile this
 text with a C++ compiler and run it, threads and all.
 """
 
+from math import log2
+
 THREADS_PER_BLOCK = 256
 QUANTISED_BLOCK = 256
-"""Elements that share one scale; one thread block quantises them, a thread each."""
+"""Elements that share one scale."""
+TEAM = 32
+"""Threads that quantise one such block, 8 elements each: a warp on NVIDIA, half a wavefront on AMD."""
+SMALLEST_MAXIMUM = 2.0**-117
+"""A block with no larger magnitude becomes zeros: below, 448 over the magnitude would overflow."""
+ELEMENTS_PER_THREAD = 4
 
 CONVERSIONS = r"""
 typedef unsigned char u8;
@@ -64,10 +71,13 @@ __device__ inline float widen_e4m3(u8 x) {
     return float_of(sign | bits_of((float)fraction * 0.001953125f));  // fraction * 2^-9
 }
 
-// `x` must not exceed 448 in magnitude.
+// `x` must not exceed 448 in magnitude. Below 2^-6 the types' steps are all 2^-9, which is the step of floats at 2^14.
 __device__ inline u8 round_to_e4m3(float x) {
     u32 u = bits_of(x), sign = (u >> 24) & 0x80u;
-    return (u8)(sign | round_magnitude(u & 0x7fffffffu, 3u, 121u));
+    u &= 0x7fffffffu;
+    u32 subnormal = bits_of(float_of(u) + 16384.0f) - 0x46800000u;
+    u32 normal = ((u + 0x7ffffu + ((u >> 20) & 1u)) >> 20) - (120u << 3);
+    return (u8)(sign | (u < 0x3c800000u ? subnormal : normal));
 }
 """
 
@@ -75,89 +85,189 @@ KERNELS = r"""
 #define EACH(i, n) \
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (n); i += (u64)gridDim.x * blockDim.x)
 
-extern "C" __global__ void add_bf16(float* sum, const u16* x, u64 n) { EACH(i, n) sum[i] += widen_bf16(x[i]); }
-extern "C" __global__ void add_f16(float* sum, const u16* x, u64 n) { EACH(i, n) sum[i] += widen_f16(x[i]); }
-extern "C" __global__ void add_f32(float* sum, const float* x, u64 n) { EACH(i, n) sum[i] += x[i]; }
+template <class T> struct alignas(4 * sizeof(T)) Four { T v[4]; };
+struct alignas(16) Sixteen { u32 v[4]; };
 
-extern "C" __global__ void widen_bf16_all(float* out, const u16* x, u64 n) { EACH(i, n) out[i] = widen_bf16(x[i]); }
-extern "C" __global__ void widen_f16_all(float* out, const u16* x, u64 n) { EACH(i, n) out[i] = widen_f16(x[i]); }
-extern "C" __global__ void round_bf16_all(u16* out, const float* x, u64 n) { EACH(i, n) out[i] = round_to_bf16(x[i]); }
-extern "C" __global__ void round_f16_all(u16* out, const float* x, u64 n) { EACH(i, n) out[i] = round_to_f16(x[i]); }
+// out[i] = f(out[i], x[i]) for all i below n, four at a time where the addresses allow it: one memory transaction of
+// a thread then moves up to 16 bytes, without which a copy stays far below the memory's bandwidth.
+template <class Out, class In, class F> __device__ inline void each(Out* out, const In* x, u64 n, F f) {
+    bool aligned = (u64)out % sizeof(Four<Out>) == 0 && (u64)x % sizeof(Four<In>) == 0;
+    u64 fours = aligned ? n / 4 : 0;
+    EACH(i, fours) {
+        Four<Out> o;
+        if (F::reads_out) o = ((const Four<Out>*)out)[i];
+        Four<In> in = ((const Four<In>*)x)[i];
+        for (int k = 0; k < 4; k++) o.v[k] = f(o.v[k], in.v[k]);
+        ((Four<Out>*)out)[i] = o;
+    }
+    EACH(j, n - 4 * fours) out[4 * fours + j] = f(out[4 * fours + j], x[4 * fours + j]);
+}
+
+template <bool reads> struct Function { static const bool reads_out = reads; };
+struct AddBf16 : Function<true> { __device__ float operator()(float a, u16 x) const { return a + widen_bf16(x); } };
+struct AddF16 : Function<true> { __device__ float operator()(float a, u16 x) const { return a + widen_f16(x); } };
+struct AddF32 : Function<true> { __device__ float operator()(float a, float x) const { return a + x; } };
+struct WidenBf16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_bf16(x); } };
+struct WidenF16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_f16(x); } };
+struct RoundBf16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_bf16(x); } };
+struct RoundF16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_f16(x); } };
+
+extern "C" __global__ void add_bf16(float* sum, const u16* x, u64 n) { each(sum, x, n, AddBf16()); }
+extern "C" __global__ void add_f16(float* sum, const u16* x, u64 n) { each(sum, x, n, AddF16()); }
+extern "C" __global__ void add_f32(float* sum, const float* x, u64 n) { each(sum, x, n, AddF32()); }
+extern "C" __global__ void widen_bf16_all(float* out, const u16* x, u64 n) { each(out, x, n, WidenBf16()); }
+extern "C" __global__ void widen_f16_all(float* out, const u16* x, u64 n) { each(out, x, n, WidenF16()); }
+extern "C" __global__ void round_bf16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundBf16()); }
+extern "C" __global__ void round_f16_all(u16* out, const float* x, u64 n) { each(out, x, n, RoundF16()); }
+
+// Copies by the widest word that both addresses are aligned to; the last bytes one by one.
+template <class Word> __device__ inline void move_words(u8* to, const u8* from, u64 bytes) {
+    EACH(i, bytes / sizeof(Word)) ((Word*)to)[i] = ((const Word*)from)[i];
+    u64 done = bytes / sizeof(Word) * sizeof(Word);
+    EACH(j, bytes - done) to[done + j] = from[done + j];
+}
+
+__device__ inline void move(u8* to, const u8* from, u64 bytes) {
+    u64 both = (u64)to | (u64)from;
+    if (both % 16 == 0) move_words<Sixteen>(to, from, bytes);
+    else if (both % 4 == 0) move_words<u32>(to, from, bytes);
+    else if (both % 2 == 0) move_words<u16>(to, from, bytes);
+    else move_words<u8>(to, from, bytes);
+}
 
 // Tensor t of `count` lies at address places[t] and in the flat buffer at bytes [offsets[t], offsets[t + 1]).
 extern "C" __global__ void pack(u8* flat, const u64* places, const u64* offsets, u32 count) {
-    for (u32 t = blockIdx.y; t < count; t += gridDim.y) {
-        const u8* source = (const u8*)places[t];
-        EACH(i, offsets[t + 1] - offsets[t]) flat[offsets[t] + i] = source[i];
-    }
+    for (u32 t = blockIdx.y; t < count; t += gridDim.y)
+        move(flat + offsets[t], (const u8*)places[t], offsets[t + 1] - offsets[t]);
 }
 
 extern "C" __global__ void unpack(const u8* flat, const u64* places, const u64* offsets, u32 count) {
-    for (u32 t = blockIdx.y; t < count; t += gridDim.y) {
-        u8* target = (u8*)places[t];
-        EACH(i, offsets[t + 1] - offsets[t]) target[i] = flat[offsets[t] + i];
+    for (u32 t = blockIdx.y; t < count; t += gridDim.y)
+        move((u8*)places[t], flat + offsets[t], offsets[t + 1] - offsets[t]);
+}
+
+#if defined(__HIP__) || defined(__HIPCC_RTC__)
+#define FROM_LANE_XOR(x, mask) __shfl_xor((int)(x), (int)(mask), TEAM)
+#elif defined(__CUDACC__)
+#define FROM_LANE_XOR(x, mask) __shfl_xor_sync(0xffffffffu, (x), (mask), TEAM)
+#endif
+
+// A team of 32 threads, half or all of a wavefront, holds one block of 256 values: thread t the values 4t to 4t + 3 of
+// both halves, so that neighbouring threads read neighbouring 16 bytes.
+struct Values { float v[PER_THREAD]; };
+
+__device__ inline u64 place_in_block(u32 k) { return (k / 4) * (4 * TEAM) + threadIdx.x % TEAM * 4 + k % 4; }
+
+__device__ inline Values load_block(const float* x, u64 start, u64 n) {
+    Values mine;
+    if (start + BLOCK <= n && (u64)x % 16 == 0) {
+        for (u32 k = 0; k < PER_THREAD; k += 4) {
+            Four<float> four = *(const Four<float>*)(x + start + place_in_block(k));
+            for (u32 j = 0; j < 4; j++) mine.v[k + j] = four.v[j];
+        }
+    } else {
+        for (u32 k = 0; k < PER_THREAD; k++) {
+            u64 i = start + place_in_block(k);
+            mine.v[k] = i < n ? x[i] : 0.0f;
+        }
+    }
+    return mine;
+}
+
+__device__ inline void store_block(u8* out, const u8* bytes, u64 start, u64 n) {
+    if (start + BLOCK <= n && (u64)out % 4 == 0) {
+        for (u32 k = 0; k < PER_THREAD; k += 4) {
+            Four<u8> four;
+            for (u32 j = 0; j < 4; j++) four.v[j] = bytes[k + j];
+            *(Four<u8>*)(out + start + place_in_block(k)) = four;
+        }
+    } else {
+        for (u32 k = 0; k < PER_THREAD; k++) {
+            u64 i = start + place_in_block(k);
+            if (i < n) out[i] = bytes[k];
+        }
     }
 }
 
-// The largest magnitude of the thread block's values, on every thread; NaN if one is.
-__device__ inline float block_maximum(float mine) {
-    __shared__ float shared[BLOCK];
-    shared[threadIdx.x] = mine;
-    __syncthreads();
-    for (u32 half = BLOCK / 2; half > 0; half /= 2) {
-        if (threadIdx.x < half) {
-            float a = shared[threadIdx.x], b = shared[threadIdx.x + half];
-            shared[threadIdx.x] = (a != a || a >= b) ? a : b;
-        }
-        __syncthreads();
+// The bits of the block's largest magnitude, on every thread of the team. As integers an infinity is above every
+// number and a NaN above that.
+__device__ inline u32 largest_magnitude(const Values& mine) {
+    u32 maximum = 0;
+    for (u32 k = 0; k < PER_THREAD; k++) {
+        u32 magnitude = bits_of(mine.v[k]) & 0x7fffffffu;
+        maximum = magnitude > maximum ? magnitude : maximum;
     }
-    float maximum = shared[0];
-    __syncthreads();
+    for (u32 mask = TEAM / 2; mask > 0; mask /= 2) {
+        u32 other = (u32)FROM_LANE_XOR(maximum, mask);
+        maximum = other > maximum ? other : maximum;
+    }
     return maximum;
 }
 
-// Finite for blocks of finite values; a block with an infinity or a NaN comes back as NaN, so that none is hidden.
-__device__ inline float block_scale(const float* x, u64 i, u64 n, float largest) {
-    float maximum = block_maximum(i < n ? float_of(bits_of(x[i]) & 0x7fffffffu) : 0.0f);
-    float scale = maximum / largest;
-    return scale == 0.0f ? 1.0f : scale;
-}
+struct Int8 {
+    __device__ static float largest() { return 127.0f; }
+    __device__ static u8 round(float x) { return (u8)(signed char)fminf(fmaxf(rintf(x), -127.0f), 127.0f); }
+    __device__ static float widen(u8 x) { return (float)(signed char)x; }
+};
 
-__device__ inline int is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+struct Fp8 {
+    __device__ static float largest() { return 448.0f; }
+    __device__ static u8 round(float x) { return round_to_e4m3(fminf(fmaxf(x, -448.0f), 448.0f)); }
+    __device__ static float widen(u8 x) { return widen_e4m3(x); }
+};
 
-extern "C" __global__ void quantise_int8(signed char* out, float* scales, const float* x, u64 n) {
-    for (u64 block = blockIdx.x; block * BLOCK < n; block += gridDim.x) {
-        u64 i = block * BLOCK + threadIdx.x;
-        float scale = block_scale(x, i, n, 127.0f);
-        if (threadIdx.x == 0) scales[block] = is_finite(scale) ? scale : float_of(0x7fc00000u);
-        float quotient = i < n && is_finite(scale) ? x[i] / scale : 0.0f;
-        if (i < n) out[i] = (signed char)fminf(fmaxf(rintf(quotient), -127.0f), 127.0f);
+// A block with an infinity or a NaN comes back as NaN, so that none is hidden; one that is all but zero as zeros.
+template <class Type> __device__ inline void quantise(u8* out, float* scales, const float* x, u64 n) {
+    u64 teams = (u64)gridDim.x * (blockDim.x / TEAM);
+    for (u64 block = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / TEAM; block * BLOCK < n; block += teams) {
+        Values mine = load_block(x, block * BLOCK, n);
+        u32 maximum = largest_magnitude(mine);
+        bool finite = maximum < 0x7f800000u, vanishes = maximum < SMALLEST_MAXIMUM;
+        float scale = vanishes ? 1.0f : float_of(maximum) / Type::largest();
+        float inverse = vanishes || !finite ? 0.0f : Type::largest() / float_of(maximum);
+        u8 bytes[PER_THREAD];
+        for (u32 k = 0; k < PER_THREAD; k++) bytes[k] = Type::round(finite ? mine.v[k] * inverse : 0.0f);
+        store_block(out, bytes, block * BLOCK, n);
+        if (threadIdx.x % TEAM == 0) scales[block] = finite ? scale : float_of(0x7fc00000u);
     }
 }
 
-extern "C" __global__ void dequantise_int8(float* out, const float* scales, const signed char* x, u64 n) {
-    EACH(i, n) out[i] = (float)x[i] * scales[i / BLOCK];
-}
-
-extern "C" __global__ void quantise_fp8(u8* out, float* scales, const float* x, u64 n) {
-    for (u64 block = blockIdx.x; block * BLOCK < n; block += gridDim.x) {
-        u64 i = block * BLOCK + threadIdx.x;
-        float scale = block_scale(x, i, n, 448.0f);
-        if (threadIdx.x == 0) scales[block] = is_finite(scale) ? scale : float_of(0x7fc00000u);
-        float quotient = i < n && is_finite(scale) ? x[i] / scale : 0.0f;
-        if (i < n) out[i] = round_to_e4m3(fminf(fmaxf(quotient, -448.0f), 448.0f));
+// Four bytes at a time; a block of 256 holds whole fours, so one scale serves them.
+template <class Type> __device__ inline void dequantise(float* out, const float* scales, const u8* x, u64 n) {
+    u64 fours = (u64)out % 16 == 0 && (u64)x % 4 == 0 ? n / 4 : 0;
+    EACH(i, fours) {
+        Four<u8> in = ((const Four<u8>*)x)[i];
+        float scale = scales[i / (BLOCK / 4)];
+        Four<float> o;
+        for (int k = 0; k < 4; k++) o.v[k] = Type::widen(in.v[k]) * scale;
+        ((Four<float>*)out)[i] = o;
+    }
+    EACH(j, n - 4 * fours) {
+        u64 i = 4 * fours + j;
+        out[i] = Type::widen(x[i]) * scales[i / BLOCK];
     }
 }
 
-extern "C" __global__ void dequantise_fp8(float* out, const float* scales, const u8* x, u64 n) {
-    EACH(i, n) out[i] = widen_e4m3(x[i]) * scales[i / BLOCK];
-}
+extern "C" __global__ void quantise_int8(u8* o, float* s, const float* x, u64 n) { quantise<Int8>(o, s, x, n); }
+extern "C" __global__ void quantise_fp8(u8* o, float* s, const float* x, u64 n) { quantise<Fp8>(o, s, x, n); }
+extern "C" __global__ void dequantise_int8(float* o, const float* s, const u8* x, u64 n) { dequantise<Int8>(o, s, x, n); }
+extern "C" __global__ void dequantise_fp8(float* o, const float* s, const u8* x, u64 n) { dequantise<Fp8>(o, s, x, n); }
 """
+
+
+# No fused multiply-add: the reference rounds product and sum one after the other.
+COMPILE_OPTIONS = {"nvidia": ("--fmad=false",), "amd": ("-ffp-contract=off",)}
 
 
 def source() -> str:
     """The whole text, to be compiled by NVRTC or hipRTC."""
-    return CONVERSIONS + f"\n#define BLOCK {QUANTISED_BLOCK}\n" + KERNELS
+    constants = {
+        "BLOCK": QUANTISED_BLOCK,
+        "TEAM": TEAM,
+        "PER_THREAD": QUANTISED_BLOCK // TEAM,
+        "SMALLEST_MAXIMUM": hex((127 + int(log2(SMALLEST_MAXIMUM))) << 23) + "u",
+    }
+    return CONVERSIONS + "".join(f"\n#define {name} {value}" for name, value in constants.items()) + "\n" + KERNELS
 
 
 NAMES = (
@@ -178,5 +288,5 @@ NAMES = (
 
 
 def num_blocks(num_elements: int) -> int:
-    """Thread blocks that give every element a thread."""
-    return -(-num_elements // THREADS_PER_BLOCK)
+    """Thread blocks that give every four elements a thread."""
+    return -(-num_elements // (ELEMENTS_PER_THREAD * THREADS_PER_BLOCK))

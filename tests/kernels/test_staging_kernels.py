@@ -5,39 +5,53 @@ the text NVRTC and hipRTC compile is executed and compared bit for bit with the 
 """
 
 import ctypes
+import importlib.util
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hethub.kernels.bench import measure
+from hethub.kernels.device import Device
 from hethub.kernels.reference import LARGEST, TorchKernels, num_scales
-from hethub.kernels.sources import NAMES, QUANTISED_BLOCK, source
+from hethub.kernels.sources import COMPILE_OPTIONS, NAMES, QUANTISED_BLOCK, SMALLEST_MAXIMUM, TEAM, source
 
 KERNELS = TorchKernels()
 
 SHIM = r"""
 #include <barrier>
 #include <cmath>
+#include <deque>
 #include <thread>
 #include <vector>
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 thread_local dim3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
-std::barrier<>* barrier;
-static inline void __syncthreads() { barrier->arrive_and_wait(); }
+std::deque<std::barrier<>> teams;
+unsigned lanes[1024];
+static inline unsigned from_lane(unsigned x, unsigned mask) {
+    auto& team = teams[threadIdx.x / TEAM];
+    lanes[threadIdx.x] = x;
+    team.arrive_and_wait();
+    unsigned theirs = lanes[threadIdx.x ^ mask];
+    team.arrive_and_wait();
+    return theirs;
+}
+#define FROM_LANE_XOR(x, mask) from_lane(x, mask)
 #define __device__
 #define __global__
-#define __shared__ static
 """
 
 LAUNCH = r"""
 template <class F> void on_blocks(unsigned blocks, unsigned rows, unsigned threads, F kernel) {
     blockDim = {threads, 1, 1}; gridDim = {blocks, rows, 1};
     for (unsigned y = 0; y < rows; y++) for (unsigned b = 0; b < blocks; b++) {
-        std::barrier<> all(threads); barrier = &all;
+        teams.clear();
+        for (unsigned t = 0; t < threads; t += TEAM) teams.emplace_back(TEAM);
         std::vector<std::thread> running;
         for (unsigned t = 0; t < threads; t++) running.emplace_back([=] {
             threadIdx = {t, 0, 0}; blockIdx = {b, y, 0}; kernel(); });
@@ -45,11 +59,11 @@ template <class F> void on_blocks(unsigned blocks, unsigned rows, unsigned threa
     }
 }
 extern "C" {
-void run_quantise_int8(signed char* o, float* s, const float* x, u64 n) {
-    on_blocks(2, 1, BLOCK, [=] { quantise_int8(o, s, x, n); }); }
+void run_quantise_int8(u8* o, float* s, const float* x, u64 n) {
+    on_blocks(2, 1, 2 * TEAM, [=] { quantise_int8(o, s, x, n); }); }
 void run_quantise_fp8(u8* o, float* s, const float* x, u64 n) {
-    on_blocks(2, 1, BLOCK, [=] { quantise_fp8(o, s, x, n); }); }
-void run_dequantise_int8(float* o, const float* s, const signed char* x, u64 n) {
+    on_blocks(2, 1, 2 * TEAM, [=] { quantise_fp8(o, s, x, n); }); }
+void run_dequantise_int8(float* o, const float* s, const u8* x, u64 n) {
     on_blocks(3, 1, 2, [=] { dequantise_int8(o, s, x, n); }); }
 void run_dequantise_fp8(float* o, const float* s, const u8* x, u64 n) {
     on_blocks(3, 1, 2, [=] { dequantise_fp8(o, s, x, n); }); }
@@ -73,7 +87,7 @@ def compiled(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs a C++20 compiler (g++) to run the GPU source on the host")
     folder = tmp_path_factory.mktemp("kernels")
-    (folder / "kernels.cpp").write_text(SHIM + source() + LAUNCH)
+    (folder / "kernels.cpp").write_text(f"#define TEAM {TEAM}\n" + SHIM + source() + LAUNCH)
     command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-o", "kernels.so"]
     subprocess.run([*command, "kernels.cpp"], cwd=folder, check=True, timeout=240)
     return ctypes.CDLL(str(folder / "kernels.so"))
@@ -197,31 +211,89 @@ def test_overflow_is_not_hidden():
     assert back.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_blocks_that_all_but_vanish_become_zeros(compiled, dtype):
+    edge = torch.full((QUANTISED_BLOCK,), SMALLEST_MAXIMUM)
+    values = torch.cat([edge, -edge * (1 - 2**-24), edge * 0, torch.full((5,), 3.4e38)])
+    name = "int8" if dtype == torch.int8 else "fp8"
+    ours, scales, back = torch.empty(values.numel(), dtype=dtype), torch.empty(4), torch.empty(values.numel())
+    call(compiled[f"run_quantise_{name}"], ours, scales, values, values.numel())
+    call(compiled[f"run_dequantise_{name}"], back, scales, ours, values.numel())
+    torch.testing.assert_close(back[:256], edge)
+    assert (back[256:768] == 0).all()
+    torch.testing.assert_close(back[768:], values[768:])
+    expected, expected_scales = torch.empty_like(ours), torch.empty(4)
+    KERNELS.quantise(values, expected, expected_scales)
+    assert same_bits(ours, expected)
+    assert same_bits(scales, expected_scales)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+def test_addresses_of_any_alignment_give_the_same_bits(compiled, shift):
+    """Where addresses are not multiples of 16 bytes the kernels take narrower steps."""
+    size = 1001
+    values = torch.randn(size + shift)[shift:]
+    scales, expected_scales = torch.empty(num_scales(size)), torch.empty(num_scales(size))
+    ours = torch.empty(size + shift, dtype=torch.int8)[shift:]
+    expected = torch.empty(size, dtype=torch.int8)
+    call(compiled.run_quantise_int8, ours, scales, values, size)
+    KERNELS.quantise(values, expected, expected_scales)
+    assert same_bits(ours, expected)
+    back, expected_back = torch.empty(size + shift)[shift:], torch.empty(size)
+    call(compiled.run_dequantise_int8, back, scales, ours, size)
+    KERNELS.dequantise(expected, expected_scales, expected_back)
+    assert same_bits(back, expected_back)
+    half = torch.randn(size + shift).bfloat16()[shift:]
+    total, expected_total = values.clone(), values.clone()
+    call(compiled.run_add_bf16, total, half, size)
+    KERNELS.add(expected_total, half)
+    assert same_bits(total, expected_total)
+    flat = torch.empty(2 * size, dtype=torch.bfloat16)
+    places = torch.tensor([half.data_ptr(), half.data_ptr()], dtype=torch.int64)
+    offsets = torch.tensor([0, 2 * size, 4 * size], dtype=torch.int64)
+    compiled.run_pack.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_uint32]
+    compiled.run_pack(flat.data_ptr(), places.data_ptr(), offsets.data_ptr(), 2)
+    assert same_bits(flat, torch.cat([half, half]))
+
+
+def nvrtc_library():
+    """NVRTC, the compiler CuPy uses, from NVIDIA's wheel; the extra `test` installs it."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec is not None else ():
+        for library in Path(folder).rglob("libnvrtc.so*"):
+            return ctypes.CDLL(str(library))
+    pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_source_compiles_for_nvidia(tmp_path, architecture):
-    if shutil.which("nvcc") is not None:
-        (tmp_path / "kernels.cu").write_text(source())
-        command = ["nvcc", f"-arch={architecture}", "-cubin", "-o", "kernels.cubin", "kernels.cu"]
-        subprocess.run(command, cwd=tmp_path, check=True, timeout=240)
-        found = (tmp_path / "kernels.cubin").read_bytes()
-        assert all(name.encode() in found for name in NAMES)
-        return
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs nvcc, or NVRTC: pip install cuda-python")
-    _, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
-    flags = [f"--gpu-architecture={architecture}".encode()]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+def test_the_source_compiles_for_nvidia(architecture):
+    nvrtc, program = nvrtc_library(), ctypes.c_void_p()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None) == 0
+    flags = [f"--gpu-architecture={architecture}", *COMPILE_OPTIONS["nvidia"]]
+    failed = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not failed, log.value.decode()
+    assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
+    binary = ctypes.create_string_buffer(size.value)
+    assert nvrtc.nvrtcGetCUBIN(program, binary) == 0
+    assert [name for name in NAMES if f".text.{name}".encode() not in binary.raw] == []
 
 
 @pytest.mark.parametrize("architecture", ["gfx908", "gfx90a"])
 def test_the_source_compiles_for_amd(tmp_path, architecture):
     if shutil.which("hipcc") is None:
-        pytest.skip("needs hipcc (Debian: apt install hipcc)")
+        pytest.skip("needs hipcc (Debian: apt-get install hipcc)")
     (tmp_path / "kernels.hip").write_text("#include <hip/hip_runtime.h>\n" + source())
-    command = ["hipcc", f"--offload-arch={architecture}", "-c", "-o", "kernels.o", "kernels.hip"]
+    options = [f"--offload-arch={architecture}", "--offload-device-only", "-O1", *COMPILE_OPTIONS["amd"]]
     environment = {"PATH": "/usr/bin:/usr/local/bin:/bin:/opt/rocm/bin", "HIP_PLATFORM": "amd"}
+    command = ["hipcc", *options, "-S", "-o", "kernels.s", "kernels.hip"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=240)
-    assert (tmp_path / "kernels.o").stat().st_size > 0
+    assembly = (tmp_path / "kernels.s").read_text()
+    assert architecture in assembly
+    assert [name for name in NAMES if f"\n{name}:" not in assembly] == []
 
 
 @pytest.mark.gpu
@@ -250,3 +322,23 @@ def test_compiled_kernels_equal_the_reference_on_the_device():
     kernels.add(total, on_device.bfloat16())
     KERNELS.add(expected, values.bfloat16())
     assert same_bits(total.cpu(), expected)
+
+
+def test_the_benchmark_covers_every_kernel():
+    rates = measure(KERNELS, Device(vendor="cpu"), num_elements=3000, repeats=1)
+    kinds = {rate.kernel.split()[0] for rate in rates}
+    assert kinds == {"copy", "pack", "unpack", "cast", "add", "quantise", "dequantise"}
+    assert rates[0].over_copy == 1.0
+    assert all(rate.bytes_per_second > 0 for rate in rates)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device and CuPy")
+def test_compiled_kernels_reach_the_devices_copy_bandwidth():
+    pytest.importorskip("cupy", reason="pip install 'hethub[nvidia]' or 'hethub[amd]'")
+    from hethub.kernels.compiled import kernels_for
+    from hethub.kernels.device import choose_device
+
+    device = choose_device(0, 1)
+    rates = measure(kernels_for(device), device, num_elements=1 << 26, repeats=11)
+    assert {rate.kernel: rate.over_copy for rate in rates if rate.over_copy < 0.8} == {}
