@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hethub.predictor.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
-from hethub.predictor.operators import Shape, Work, attention_share, embedding_work, head_work, layer_work
+from hethub.predictor.operators import Shape, Work, attention_share, embedding_work, head_work, layer_work, weight_work
 from hethub.predictor.software import HETHUB, MathPrecision, Software, element_bytes
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
@@ -115,6 +115,13 @@ class LayerCost:
             given = self.software.selective_fraction
             return attention_share(self.model, self.seq_len, self.software) if given is None else given
         return 1.0 if recompute == "full" else 0.0
+
+    def weight_share(self, samples: float, share: float) -> float:
+        """The part of a layer's backward that is its weights' gradients, which zero_bubble puts off."""
+        shape = Shape(samples, self.seq_len, share)
+        whole = layer_work(self.model, shape, self.precision, self.software)[1]
+        weights = weight_work(self.model, shape, self.precision, self.software)
+        return self.device.seconds(weights, backward=True) / self.device.seconds(whole, backward=True)
 
     def embedding(self, samples: float) -> PassSeconds:
         """Looking tokens up, and adding their gradients."""

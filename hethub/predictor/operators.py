@@ -105,6 +105,14 @@ def layer_work(model: ModelSpec, shape: Shape, precision: MathPrecision, softwar
     )
 
 
+def weight_work(model: ModelSpec, shape: Shape, precision: MathPrecision, software: Software) -> Work:
+    """The products of a layer's backward that make its weights' gradients."""
+    forward = _projections(model, shape, shape.samples * shape.seq_len / software.context_parallel)
+    products = tuple(Product(f.inner, f.columns, f.rows) for f in forward)
+    gradients = sum(p.columns * p.inner for p in forward)
+    return Work.of(products, element_bytes(precision), 0.0, 0.0, len(products), gradients)
+
+
 def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product, ...]:
     query = model.heads * model.head_size * shape.share
     kv = max(model.num_kv_heads * shape.share, 1.0) * model.head_size  # beyond one KV head per rank they are replicated

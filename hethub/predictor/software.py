@@ -20,6 +20,7 @@ class Software:
     fused_activation: bool = True  # GELU and the like in one kernel
     fused_elementwise: bool = False  # torch.compile, Megatron: norms, dropout, residuals in few kernels
     overlapped_reduction: bool = True  # gradients summed under the last backward
+    gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
     gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (design rule 11)
     sequence_parallel: bool = False  # Megatron's: norms and residuals cut over the tensor-parallel ranks
     context_parallel: int = 1  # ranks of a replica that share the sequence; the rest of it is tensor-parallel

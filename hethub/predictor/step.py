@@ -101,7 +101,7 @@ def _order(acts: list[Action], number: dict[Tile, int]) -> list[int]:
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
     """The step from its first forward to the last new weight, and what the bottleneck replica spent it on."""
     played = replay_plan(layout, costs, full)
-    reductions = [costs.reduction(stage) for stage in range(layout.num_stages)]
+    reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
     reduce_end, ready = [], []
     for stage, reduction in enumerate(reductions):
         own = [ends for (s, _), ends in played.ends.items() if s == stage]

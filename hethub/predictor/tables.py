@@ -222,6 +222,7 @@ def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
         fused_activation="eager" not in stack or row["family"] != "gpt",
         fused_elementwise="compile" in stack or "megatron" in stack or "deepspeed" in stack,
         overlapped_reduction=sharded,
+        gathers_ahead=False,
         gradient_wire_bytes=4 if row["precision"] in ("fp32", "tf32") else 2,
         sequence_parallel=row.get("sequence_parallel") == "1",
         context_parallel=cp,

@@ -1,0 +1,188 @@
+"""What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+from hethub.predictor.links import Group, Network
+from hethub.predictor.overlap import beside_backward, beside_forward, exposed
+from hethub.predictor.software import Software, element_bytes
+from hethub.spec.layout import Layout
+from hethub.spec.plan import ReplicaSpec
+
+BUCKET_BYTES = 16 * 2**20  # of fp32 gradients; the last one cannot overlap with any backward
+
+
+class Portion(NamedTuple):
+    """Layers that one action runs: how many, whether the embedding comes before them and the head behind."""
+
+    layers: int
+    first: bool
+    last: bool
+
+
+class Reduction(NamedTuple):
+    """A stage's gradients summed over replicas: all of it, what no backward can hide, and new weights sent back."""
+
+    seconds: float
+    tail_seconds: float
+    gather_seconds: float
+
+
+class StateCosts:
+    """Seconds of a layout's collectives over replicas, whatever the tiles."""
+
+    def __init__(self, layout: Layout, software: Software, network: Network) -> None:
+        self.layout, self.software, self.network, self.model = layout, software, network, layout.model
+        self.width = element_bytes(software.math_precision(layout.plan.precision))
+        self._parameters: dict[tuple[object, ...], float] = {}
+
+    @cached_property
+    def portions(self) -> tuple[tuple[Portion, ...], ...]:
+        """Per stage, what each of its parts runs: a chunk, or under `layered` a layer."""
+        total, layered = self.model.layers, self.layout.plan.schedule == "layered"
+        return tuple(
+            tuple(
+                Portion(stop - start, start == 0, stop == total)
+                for chunk in stage.chunks
+                for start, stop in ([(i, i + 1) for i in range(*chunk)] if layered else [chunk])
+            )
+            for stage in self.layout.stages
+        )
+
+    def whole(self, stage: int) -> Portion:
+        """All layers of a stage at once."""
+        stage_spec = self.layout.stages[stage]
+        return Portion(stage_spec.num_layers, stage == 0, stage == self.layout.num_stages - 1)
+
+    def tensor_parallel(self, replica: ReplicaSpec) -> int:
+        """The replica's tensor-parallel degree; context-parallel ranks are the rest of it."""
+        return replica.tp // self.software.context_parallel
+
+    def rank_fractions(self, replica: ReplicaSpec) -> list[float]:
+        """Each rank's fraction of heads, columns and vocabulary."""
+        tp = self.tensor_parallel(replica)
+        if replica.tensor_shares is None:
+            return [1.0 / tp] * replica.tp
+        whole = sum(replica.tensor_shares)
+        return [share / whole for share in replica.tensor_shares]
+
+    @property
+    def gradient_wire_bytes(self) -> int:
+        """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (design rule 11)."""
+        return self.software.gradient_wire_bytes or max(4, self.width)
+
+    def replica_group(self, stage: int, position: int) -> Group:
+        """The ranks at one position of every replica: who sums one shard's gradients."""
+        replicas = self.layout.stages[stage].replicas
+        return self.network.group([replica.ranks[min(position, replica.tp - 1)] for replica in replicas])
+
+    def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
+        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank."""
+        key = (stage, spec.tp, spec.tensor_shares, portion)
+        found = self._parameters.get(key)
+        if found is None:
+            found = self._parameters[key] = self._count_parameters(spec, portion or self.whole(stage))
+        return found
+
+    def _count_parameters(self, spec: ReplicaSpec, portion: Portion) -> float:
+        model = self.model
+        fraction = max(self.rank_fractions(spec))
+        count = float(portion.layers * model.layer_parameters)
+        if portion.first:
+            count += model.embedding_parameters
+        if portion.last:
+            count += model.head_parameters
+            if self.layout.head_is_apart:
+                count += model.vocab * model.hidden
+        return count * fraction
+
+    def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
+        """Parameters that a rank steps: all it holds, an equal part of them, or its share of the stage's state."""
+        stage_spec = self.layout.stages[stage]
+        held, shares = self.rank_parameters(stage, spec, portion), stage_spec.state_shares
+        if not stage_spec.zero:
+            return held
+        if not shares:
+            return held / (len(stage_spec.replicas) * self.software.context_parallel)
+        rest = (1.0 - sum(shares.values())) / max(len(stage_spec.ranks) - len(shares), 1)
+        return shares.get(rank, rest) * held / max(self.rank_fractions(spec))
+
+    def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
+        """Seconds to sum the gradients of a portion, by default of the stage, over its replicas, and to send new weights
+        back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the tiles."""
+        stage_spec = self.layout.stages[stage]
+        if len(stage_spec.replicas) * self.software.context_parallel == 1:
+            return Reduction(0.0, 0.0, 0.0)
+        parameters = max(self.rank_parameters(stage, replica, portion) for replica in stage_spec.replicas)
+        group = self.replica_group(stage, 0)
+        sharing = self.groups_per_machine(group)
+        num_bytes = parameters * self.gradient_wire_bytes
+        tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
+        if stage_spec.zero == 0:
+            seconds = self.network.all_reduce(group, num_bytes, sharing)
+            return Reduction(seconds, seconds * tail, 0.0)
+        gather = self.network.all_gather(group, parameters * self.width, sharing)
+        if stage_spec.zero == 1:
+            seconds = self.network.reduce_scatter(group, num_bytes, sharing)
+            return Reduction(seconds, seconds * tail, gather)
+        last = self.reduce_seconds(stage, portion or self.whole(stage))[0] if self.software.gathers_ahead else 0.0
+        return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
+
+    def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
+        """What the collectives of a round (ZeRO-2/3) add to a forward and a backward beyond what compute hides."""
+        zero, forward, backward = self.layout.stages[stage].zero, *passes
+        if zero < 2 or not self.in_rounds(stage):
+            return 0.0, 0.0
+        gathers = self.gather_seconds(stage, portion)
+        reductions = self.reduce_seconds(stage, portion)[::-1]
+        if not self.software.gathers_ahead:
+            gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
+            return _exposed(gather, forward, layers), _exposed(gather + reduce, backward, layers)
+        ahead, behind = beside_forward(gathers), beside_backward(gathers[::-1], reductions)
+        return exposed(forward, ahead), exposed(backward, behind)
+
+    def in_rounds(self, stage: int) -> bool:
+        """Whether every tile of a stage goes with collectives of its own: its replicas are then in lockstep."""
+        stage_spec = self.layout.stages[stage]
+        alone = len(stage_spec.replicas) * self.software.context_parallel == 1
+        return stage_spec.zero >= 2 and not alone and self.layout.plan.schedule not in ("layered", "ministages")
+
+    def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
+        """Seconds to gather each layer's weights under ZeRO-3, in model order; ends of the model with their layer."""
+        if self.layout.stages[stage].zero < 3:
+            return [0.0] * portion.layers
+        return self._by_layer(stage, portion, self.width)
+
+    def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
+        """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""
+        return self._by_layer(stage, portion, self.gradient_wire_bytes)
+
+    def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
+        """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
+        stage_spec, one = self.layout.stages[stage], Portion(1, False, False)
+        group = self.replica_group(stage, 0)
+        sharing = self.groups_per_machine(group)
+
+        def seconds(of: Portion) -> float:
+            held = max(self.rank_parameters(stage, replica, of) for replica in stage_spec.replicas)
+            return self.network.reduce_scatter(group, held * bytes_per_parameter, sharing)
+
+        if portion.layers == 1:
+            return [seconds(portion)]
+        middle = seconds(one) if portion.layers > 2 or not (portion.first and portion.last) else 0.0
+        times = [middle] * portion.layers
+        if portion.first:
+            times[0] = seconds(one._replace(first=True))
+        if portion.last:
+            times[-1] = seconds(one._replace(last=True))
+        return times
+
+    def groups_per_machine(self, group: Group) -> int:
+        """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""
+        machine = group.machines[0][0]
+        return max(1, self.network.machines[machine].accelerators // group.most_per_machine)
+
+
+def _exposed(communication: float, compute: float, layers: int) -> float:
+    """What stays visible of communication that runs one layer ahead of compute: the first layer's, and any excess."""
+    return max(0.0, communication - compute * (layers - 1) / layers) if layers > 1 else communication
