@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hethub.spec.errors import BadInput
+from hethub.spec.ranges import Range, split, split_by_shares
+
+# Of the elements that could be cut evenly: all of them would leave the smallest owner nothing of the other buckets, and
+# the vendors' collectives take no empty parts.
+EVEN_PART = 0.9
 
 Owners = tuple[tuple[int, ...], int]  # the ranks that may own elements of a group, and the group's size
 
@@ -31,6 +36,33 @@ def owner_fractions(
         {rank: max(0.0, amounts[column]) / max(size, 1) for rank, column in zip(owners, columns, strict=True)}
         for (owners, size), columns in zip(groups, programme.columns, strict=True)
     ]
+
+
+def cut_buckets(sizes: Sequence[int], fractions: Sequence[float]) -> list[list[Range]]:
+    """Per bucket of `sizes` elements, the range of it that each owner steps; totals are `fractions` of all, to an element.
+
+    Nearly as many buckets as the smallest fraction allows are cut evenly, spread over the whole, and only the others
+    unevenly (Cephalo, arXiv 2411.01075): even collectives are the vendors' fast ones.
+    """
+    if len(set(fractions)) == 1:
+        return [split(size, len(fractions)) for size in sizes]
+    left = [part.size for part in split_by_shares(sum(sizes), fractions)]
+    limit = EVEN_PART * len(fractions) * min(fractions)
+    result: list[list[Range]] = []
+    even = seen = 0
+    for size in sizes:
+        seen += size
+        parts = split(size, len(fractions))
+        fits = all(part.size <= rest for part, rest in zip(parts, left, strict=True))
+        result.append(parts if even + size <= limit * seen and fits else [])
+        if result[-1]:
+            even += size
+            left = [rest - part.size for part, rest in zip(parts, left, strict=True)]
+    for index, size in enumerate(sizes):
+        if not result[index]:
+            result[index] = split_by_shares(size, left)
+            left = [rest - part.size for part, rest in zip(result[index], left, strict=True)]
+    return result
 
 
 class _Programme:

@@ -4,25 +4,36 @@ All parameters lie on one flat axis: stage after stage, each stage's matrices in
 tensor with its cut dimension first. Shards, reductions, owners and checkpoints are ranges of this axis.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hethub.spec.layout import Layout, Seat
-from hethub.spec.ranges import Range, overlap, refine, split_by_shares
-from hethub.spec.shares import owner_fractions
-from hethub.spec.tensors import EMBEDDING, RankShares, TensorInfo, stage_tensors
+from hethub.spec.plan import StageSpec
+from hethub.spec.ranges import Range, overlap, refine
+from hethub.spec.shares import cut_buckets, owner_fractions
+from hethub.spec.tensors import EMBEDDING, RankShares, TensorInfo, layer_tensors, stage_tensors
 
 BUCKET_ELEMENTS = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A parameter, its run on the flat axis and the stage whose state counts it."""
+    """A parameter, its run on the flat axis and the stage whose state counts it.
+
+    `unit` is what comes and goes together where a rank does not hold all of its stage: the stage's layer (counted in
+    model order; the embedding goes with the first, the head with the last), or, one above the last, a tied embedding
+    that both ends use. Norms, and an embedding tied to the head of another stage, have none: they stay.
+
+    `chunk` is the chunk of the stage whose backward, of all tiles, completes the gradient; None where that takes
+    another stage too.
+    """
 
     info: TensorInfo
     span: Range
     stage: int
+    unit: int | None
+    chunk: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +73,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring tensors reduced together; all matrices or all norms of a stage."""
+    """Neighbouring tensors reduced together: matrices or norms of one chunk of a stage, of one unit where units move.
+
+    `unit` is given where the stage's matrices come and go (`StateMap.moves`).
+    """
 
     stage: int
     span: Range
     decays: bool
     pieces: tuple[Piece, ...]
+    unit: int | None
+    chunk: int | None
 
 
 def slice_runs(runs: Sequence[Range], cut: Range) -> list[Range]:
@@ -92,10 +108,49 @@ class StateMap:
         """All parameters in order of the flat axis."""
         placed, position = [], 0
         for stage, spec in enumerate(self.layout.stages):
+            layer_of = self._layers_by_name(spec)
             for info in stage_tensors(self.layout.model, spec.chunks):
-                placed.append(PlacedTensor(info, Range(position, position + info.numel), stage))
+                span = Range(position, position + info.numel)
+                layer = layer_of.get(info.name, 0 if info.name == EMBEDDING else spec.num_layers - 1)
+                placed.append(
+                    PlacedTensor(info, span, stage, self._unit(spec, info, layer), self._chunk(spec, info, layer))
+                )
                 position += info.numel
         return tuple(placed)
+
+    def _layers_by_name(self, spec: StageSpec) -> dict[str, int]:
+        """The stage's layer, counted in model order, of every tensor inside a layer."""
+        layers = [layer for chunk in spec.chunks for layer in range(*chunk)]
+        return {
+            info.name: index for index, layer in enumerate(layers) for info in layer_tensors(self.layout.model, layer)
+        }
+
+    def _unit(self, spec: StageSpec, info: TensorInfo, layer: int) -> int | None:
+        if not info.decays:
+            return None
+        if info.name == EMBEDDING and self.layout.model.tied_head:
+            return None if self.layout.head_is_apart else spec.num_layers
+        return layer
+
+    def _chunk(self, spec: StageSpec, info: TensorInfo, layer: int) -> int | None:
+        if info.name == EMBEDDING and self.layout.head_is_apart:
+            return None
+        return chunk_of(spec, layer)
+
+    def level(self, stage: int) -> int:
+        """The ZeRO level at which the stage's ranks hold state: its own, but 1 at most where one replica holds it all."""
+        spec = self.layout.stages[stage]
+        return spec.zero if len(spec.replicas) > 1 else min(spec.zero, 1)
+
+    def moves(self, stage: int) -> bool:
+        """Whether weights or gradients of the stage's matrices come and go, unit by unit."""
+        return self.level(stage) >= 2 or "parameters" in self.layout.stages[stage].offload
+
+    def units_at(self, stage: int, layer: int) -> tuple[int, ...]:
+        """The units that a layer of the stage computes with."""
+        last = self.layout.stages[stage].num_layers - 1
+        shared = self.layout.model.tied_head and not self.layout.head_is_apart and layer in (0, last)
+        return (layer, last + 1) if shared else (layer,)
 
     @cached_property
     def by_name(self) -> dict[str, PlacedTensor]:
@@ -127,25 +182,29 @@ class StateMap:
         """All buckets in order of the flat axis; backward fills a stage's in the reverse order, norms last."""
         runs = {id(tensor): self._runs(tensor) for tensor in self.tensors}
         grouped = [(tensors, self._collect(runs[id(t)] for t in tensors)) for tensors in self._bucketed()]
-        fractions = self._fractions(grouped)
-        return tuple(self._bucket(tensors, by_group, fractions) for tensors, by_group in grouped)
+        cuts = self._cuts(grouped)
+        return tuple(self._bucket(tensors, by_group, cuts) for tensors, by_group in grouped)
 
     def _bucketed(self) -> list[list[PlacedTensor]]:
-        """The tensors cut into buckets of about BUCKET_ELEMENTS, never across a stage or from matrices into norms.
+        """The tensors cut into buckets of about BUCKET_ELEMENTS, never across a stage or chunk, or from matrices into norms.
 
-        A tied embedding on two stages is a bucket of its own: its reduction waits for both.
+        A tied embedding on two stages is a bucket of its own: its reduction waits for both. Where units come and go,
+        no bucket holds parts of two.
         """
         buckets: list[list[PlacedTensor]] = []
         for tensor in self.tensors:
             last = buckets[-1] if buckets else []
             full = sum(t.span.size for t in last) >= BUCKET_ELEMENTS
-            apart = bool(last) and (last[0].stage, last[0].info.decays) != (tensor.stage, tensor.info.decays)
-            tied = bool(last) and self.layout.head_is_apart and last[0] is self.tensors[0]
-            if not last or full or apart or tied:
+            if not last or full or self._apart(last[0], tensor):
                 buckets.append([tensor])
             else:
                 last.append(tensor)
         return buckets
+
+    def _apart(self, a: PlacedTensor, b: PlacedTensor) -> bool:
+        """Whether two tensors cannot be in one bucket."""
+        kind = (a.stage, a.chunk, a.info.decays) != (b.stage, b.chunk, b.info.decays)
+        return kind or (self.moves(a.stage) and a.unit != b.unit)
 
     def _runs(self, tensor: PlacedTensor) -> list[tuple[Range, Group]]:
         """The tensor cut where its contributors change."""
@@ -182,33 +241,45 @@ class StateMap:
                     own.append(run)
         return by_group
 
-    def _fractions(
+    def _cuts(
         self, grouped: list[tuple[list[PlacedTensor], dict[Group, list[Range]]]]
-    ) -> dict[Group, list[float]]:
-        """For each sharded group, the fraction of it that each contributor owns: the stage's state shares, spread."""
-        sizes: dict[Group, int] = {}
+    ) -> dict[Group, Iterator[list[Range]]]:
+        """For each sharded group, what its contributors own of it in one bucket after the other: the stage's shares."""
+        sizes: dict[Group, list[int]] = {}
         for _, by_group in grouped:
             for group, runs in by_group.items():
-                sizes[group] = sizes.get(group, 0) + sum(run.size for run in runs)
-        fractions: dict[Group, list[float]] = {}
+                sizes.setdefault(group, []).append(sum(run.size for run in runs))
+        cuts: dict[Group, Iterator[list[Range]]] = {}
         for stage, spec in enumerate(self.layout.stages):
             groups = [group for group in sizes if group.stage == stage and group.sharded]
             if groups:
-                total = sum(size for group, size in sizes.items() if group.stage == stage)
-                owners = [(group.owners, sizes[group]) for group in groups]
+                total = sum(sum(size) for group, size in sizes.items() if group.stage == stage)
+                owners = [(group.owners, sum(sizes[group])) for group in groups]
                 for group, own in zip(groups, owner_fractions(stage, owners, total, spec.state_shares), strict=True):
-                    fractions[group] = [own.get(rank, 0.0) for rank in group.contributors]
-        return fractions
+                    fractions = [own.get(rank, 0.0) for rank in group.contributors]
+                    cuts[group] = iter(cut_buckets(sizes[group], fractions))
+        return cuts
 
-    @staticmethod
     def _bucket(
-        tensors: list[PlacedTensor], by_group: dict[Group, list[Range]], fractions: dict[Group, list[float]]
+        self,
+        tensors: list[PlacedTensor],
+        by_group: dict[Group, list[Range]],
+        cuts: dict[Group, Iterator[list[Range]]],
     ) -> Bucket:
         pieces = []
         for group, runs in by_group.items():
             numel = sum(run.size for run in runs)
             whole = [Range(0, numel)] * len(group.contributors)
-            cuts = split_by_shares(numel, fractions[group]) if group.sharded else whole
-            pieces.append(Piece(group, tuple(runs), tuple(cuts)))
-        span = Range(tensors[0].span.start, tensors[-1].span.stop)
-        return Bucket(tensors[0].stage, span, tensors[0].info.decays, tuple(pieces))
+            pieces.append(Piece(group, tuple(runs), tuple(next(cuts[group]) if group.sharded else whole)))
+        first, span = tensors[0], Range(tensors[0].span.start, tensors[-1].span.stop)
+        unit = first.unit if self.moves(first.stage) else None
+        return Bucket(first.stage, span, first.info.decays, tuple(pieces), unit, first.chunk)
+
+
+def chunk_of(spec: StageSpec, layer: int) -> int:
+    """The chunk that holds a layer of the stage, both counted in model order."""
+    for index, chunk in enumerate(spec.chunks):
+        if layer < chunk.size:
+            return index
+        layer -= chunk.size
+    raise AssertionError("the stage has fewer layers")

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
-from hethub.spec.ranges import Range, merge, overlap, tiles_exactly
+from hethub.spec.ranges import Range, merge, overlap, split_by_shares, tiles_exactly
+from hethub.spec.shares import cut_buckets
 from hethub.spec.state import Piece, StateMap, slice_runs
 from tests.spec.random_plans import TIED, cases
 from tests.support.layouts import MODEL, Case, replica, stage
@@ -185,3 +187,50 @@ def test_slices_of_runs_by_hand() -> None:
     assert slice_runs(runs, Range(2, 6)) == [Range(12, 14), Range(20, 22)]
     assert slice_runs(runs, Range(0, 7)) == list(runs)
     assert slice_runs(runs, Range(3, 3)) == []
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_buckets_are_cut_to_exact_totals(sizes: list[int], weights: list[int]) -> None:
+    weights[0] += 1
+    fractions = [weight / sum(weights) for weight in weights]
+    cuts = cut_buckets(sizes, fractions)
+    for size, parts in zip(sizes, cuts, strict=True):
+        assert tiles_exactly(parts, Range(0, size))
+        assert len(parts) == len(weights)
+    if len(set(fractions)) > 1:
+        exact = [part.size for part in split_by_shares(sum(sizes), fractions)]
+        assert [sum(parts[i].size for parts in cuts) for i in range(len(weights))] == exact
+
+
+def test_most_buckets_stay_even_where_the_smallest_share_allows_it() -> None:
+    """Cephalo's rule: 30 % against 70 % leaves 0.9 x 2 x 30 % of the buckets even, spread over all of them."""
+    cuts = cut_buckets([1000] * 100, [0.7, 0.3])
+    even = [index for index, parts in enumerate(cuts) if parts[0].size == parts[1].size]
+    assert len(even) == 54
+    assert max(b - a for a, b in pairwise(even)) <= 2
+    assert all(all(parts) for parts in cuts)  # the vendors' collectives take no empty parts
+    assert sum(parts[1].size for parts in cuts) == 30_000
+
+
+def test_where_units_move_no_bucket_holds_two_of_them() -> None:
+    case = Case(name="units", stages=[stage((0, 4), replica([0], 4), replica([1], 4), zero=3)], model=TIED)
+    state = StateMap(case.layout())
+    for bucket in state.buckets:
+        inside = {t.unit for t in state.tensors if bucket.span.contains(t.span)}
+        assert inside == {bucket.unit}
+    assert {bucket.unit for bucket in state.buckets} == {
+        None,
+        0,
+        1,
+        2,
+        3,
+        4,
+    }  # norms, layers, the embedding of both ends
+    assert state.units_at(0, 0) == (0, 4)
+    assert state.units_at(0, 1) == (1,)
+    assert state.units_at(0, 3) == (3, 4)
+
+
+def test_one_replica_shards_nothing_whatever_its_level() -> None:
+    case = Case(name="alone", stages=[stage((0, 4), replica([0, 1], 8), zero=3)])
+    assert (StateMap(case.layout()).level(0), StateMap(case.layout()).moves(0)) == (1, False)
