@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hethub.planner.cuts import Best, Bounded, Entry, best_cuts, bounded_combinations, reordered
+from hethub.planner.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.draft import Draft, to_draft
 from hethub.planner.families import FAMILIES, Family
 from hethub.planner.judge import Judge, Verdict
@@ -13,6 +13,7 @@ from hethub.planner.partition import Partitioner, Setting
 from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
 from hethub.planner.small import small_drafts
+from hethub.planner.table import Table, tabulate
 
 FAMILY_FINALISTS = 6  # judged of each family
 HOPELESS = 1.25  # times the best so far: a family's plan estimated so is not judged before the search
@@ -73,15 +74,15 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
 def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = True) -> Verdict | None:
     """The best plan found, or None where none fits. With `starts`, every family's leaders are judged first, so the answer
     is never worse than a family's; a family far behind by estimate is left out."""
-    bounded = bounded_combinations(problem, judge.costs)
-    best = best_cuts(problem, bounded, effort.cuts, memory_counts=not judge.ignore_memory)
+    table = tabulate(problem, judge.costs)
+    best = best_cuts(problem, table, effort.cuts, memory_counts=not judge.ignore_memory)
     if starts:
         _judge_families(problem, judge, effort, best)
     judge.tiles_left = effort.tiles
-    found = promising(problem, judge, effort, bounded, best.cuts, memory_counts=not judge.ignore_memory)
+    found = promising(problem, judge, effort, table, best.cuts, memory_counts=not judge.ignore_memory)
     _judge_all(judge, found)
     if not judge.fitting:
-        few = thriftiest(problem, bounded)
+        few = thriftiest(problem, table)
         cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
         _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
     for draft in list(dict.fromkeys(descend(problem, judge, draft, effort) for draft in found[: effort.descents])):
@@ -128,30 +129,28 @@ def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort
     return judge.best
 
 
-def thriftiest(problem: Problem, bounded: Bounded) -> Bounded:
+def thriftiest(problem: Problem, table: Table) -> Table:
     """The combinations that need the least memory, for where no cut fitted."""
-    return [
-        entry
-        for entry in bounded
-        if entry[1].recompute == problem.recomputes[-1] and entry[1].micro_batches[0] == problem.micro_batches[0]
-    ]
+    least = (problem.recomputes[-1], problem.micro_batches[0])
+    rows = [row for row, c in enumerate(table.combinations) if (c.recompute, c.micro_batches[0]) == least]
+    return table.only(rows)
 
 
 def promising(
-    problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, cuts: Sequence[Entry], *, memory_counts: bool
+    problem: Problem, judge: Judge, effort: Effort, table: Table, cuts: Sequence[Entry], *, memory_counts: bool
 ) -> list[Draft]:
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
-    entries = [*cuts, *reordered(problem, cuts, memory_counts=memory_counts)]
+    entries = [*cuts, *reordered(problem, table, cuts, memory_counts=memory_counts)]
     estimates = {
         draft: judge.surrogate.seconds(draft)
         for entry in entries
         for draft in slacks(problem, judge, entry.draft(problem))
     }
     best = min(estimates.values(), default=float("inf"))
-    for draft in small_drafts(problem, bounded, best, memory_counts):
+    for draft in small_drafts(problem, table, best, memory_counts):
         estimates[draft] = judge.surrogate.seconds(draft)
     if problem.constraints.dp is None and not judge.out_of_time:
-        for draft in free_drafts(problem, judge, effort, bounded, best, memory_counts):
+        for draft in free_drafts(problem, judge, effort, table, best, memory_counts):
             estimates.update((d, judge.surrogate.seconds(d)) for d in slacks(problem, judge, draft))
     ranked = sorted(estimates, key=lambda draft: estimates[draft])
     shapes = {draft.shape: draft for draft in reversed(ranked)}  # the best of every arrangement of units
@@ -172,12 +171,12 @@ def slacks(problem: Problem, judge: Judge, draft: Draft) -> list[Draft]:
 
 
 def free_drafts(
-    problem: Problem, judge: Judge, effort: Effort, bounded: Bounded, best: float, memory_counts: bool
+    problem: Problem, judge: Judge, effort: Effort, table: Table, best: float, memory_counts: bool
 ) -> list[Draft]:
     """Partitions with free numbers of replicas, for combinations whose bound leaves room below `best`."""
     drafts: list[Draft] = []
     spent = 0
-    for bound, combination, _ in bounded:
+    for bound, combination in zip(table.bound, table.combinations, strict=True):
         for order in orders(problem):
             units = Line(order, 1).units(problem, combination.degrees)
             setting = Setting(units, combination.micro_batches, combination.recompute)

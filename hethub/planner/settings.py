@@ -2,13 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, reduce
 from itertools import permutations, product
-from math import gcd
 
-import numpy as np
-
-from hethub.planner.equal import Sorts
 from hethub.planner.problem import Combination, Problem, Unit
 
 MOST_ORDERED = 4  # kinds: beyond, only orders by speed and by memory are tried
@@ -36,22 +31,6 @@ class Line:
             for units, run in zip(own, runs, strict=True)
             for unit in units[s * run : (s + 1) * run]
         )
-
-    def composition(self, sorts: Sorts) -> np.ndarray:
-        """[stage, sort]: how many replicas of each sort a stage has."""
-        kinds = tuple(example.kind for example in sorts.examples)
-        return _composition(self, tuple(int(count) for count in sorts.counts), kinds)
-
-
-@lru_cache(maxsize=4096)
-def _composition(line: Line, counts: tuple[int, ...], kinds: tuple[int, ...]) -> np.ndarray:
-    """The same for many micro-batches and both recomputes, so remembered; nobody writes to it."""
-    stages = sum(counts) // line.replicas
-    if line.side_by_side:
-        return np.broadcast_to(np.array(counts) // stages, (stages, len(counts)))
-    position = [index for kind in line.order for index, own in enumerate(kinds) if own == kind]
-    units = np.repeat(position, np.array(counts)[position]).reshape(stages, line.replicas)
-    return np.stack([(units == sort).sum(axis=1) for sort in range(len(counts))], axis=1)
 
 
 def main_orders(problem: Problem) -> list[tuple[int, ...]]:
@@ -101,21 +80,3 @@ def micro_batch_choices(problem: Problem) -> list[tuple[int, ...]]:
     parts = (1, 2, 4) if kinds == 2 or problem.size <= 4 else (1, 2)
     unlike = (tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=kinds))
     return list(dict.fromkeys(choice for choice in unlike if set(choice) <= set(sizes)))
-
-
-def lines(problem: Problem, counts: tuple[int, ...]) -> Iterator[Line]:
-    """Lines of equally many replicas per stage, for `counts` units of each sort, in the main orders."""
-    total, constraints = sum(counts), problem.constraints
-    if constraints.dp:
-        able = [constraints.dp] if total % constraints.dp == 0 else []
-    else:
-        able = [n for n in range(1, total + 1) if total % n == 0 and total // n <= problem.model.layers]
-    if constraints.pp:
-        able = [n for n in able if total // n == constraints.pp]
-    common = reduce(gcd, counts)
-    for replicas in able:
-        for order in main_orders(problem) if total > replicas else main_orders(problem)[:1]:
-            yield Line(order, replicas)
-        stages = total // replicas
-        if stages > 1 and len(counts) > 1 and common % stages == 0:
-            yield Line(tuple(range(len(problem.kinds))), replicas, side_by_side=True)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 
 import numpy as np
 
-from hethub.planner.cuts import ESTIMATE_ERR, Bounded
+from hethub.planner.cuts import ESTIMATE_ERR
 from hethub.planner.draft import Draft, DraftStage, Seat
-from hethub.planner.equal import Sorts, cut_equally
+from hethub.planner.equal import cut_equally
 from hethub.planner.problem import Combination, Problem, Unit
+from hethub.planner.table import Table
 
 MOST_UNITS = 5
 
@@ -29,24 +30,30 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
     return tuple(found)
 
 
-def small_drafts(problem: Problem, bounded: Bounded, best: float, memory_counts: bool) -> Iterator[Draft]:
+def small_drafts(problem: Problem, table: Table, best: float, memory_counts: bool) -> Iterator[Draft]:
     """The best cut of every ordered partition, for combinations of few units whose bound is below `best`."""
-    constraints = problem.constraints
-    for bound, combination, sorts in bounded:
-        counts = tuple(int(count) for count in sorts.counts)
-        if bound >= best or sum(counts) > MOST_UNITS:
-            continue
-        for composition in ordered_partitions(counts):
-            if constraints.pp not in (None, len(composition)):
-                continue
-            if constraints.dp is not None and any(sum(stage) != constraints.dp for stage in composition):
-                continue
-            cut = cut_equally(problem, sorts, np.array(composition), memory_counts=memory_counts)
-            if cut is None or cut.seconds > ESTIMATE_ERR * best:
-                continue
-            best = min(best, cut.seconds)
-            for layers in _near(cut.layers):
-                yield _draft(problem, combination, sorts, composition, layers)
+    for row in np.nonzero((table.counts.sum(axis=1) <= MOST_UNITS) & (table.bound < best))[0]:
+        if table.bound[row] >= best:
+            return
+        combination, examples = table.combinations[row], table.examples[row]
+        counts = tuple(int(count) for count in table.counts[row, : len(examples)])
+        allowed = [c for c in ordered_partitions(counts) if _is_allowed(problem, c)]
+        for _, group in groupby(sorted(allowed, key=len), key=len):
+            same = list(group)
+            width = [(0, 0), (0, 0), (0, table.counts.shape[1] - len(counts))]
+            rows = np.full(len(same), row)
+            cuts = cut_equally(problem, table, rows, np.pad(np.array(same), width), memory_counts=memory_counts)
+            for composition, layers, seconds in zip(same, cuts.layers, cuts.seconds, strict=True):
+                if seconds <= ESTIMATE_ERR * best and np.isfinite(seconds):
+                    best = min(best, float(seconds))
+                    for near in _near(tuple(int(x) for x in layers)):
+                        yield _draft(problem, combination, examples, composition, near)
+
+
+def _is_allowed(problem: Problem, composition: Composition) -> bool:
+    """Whether fixed degrees allow these stages."""
+    given = problem.constraints
+    return given.pp in (None, len(composition)) and all(given.dp in (None, sum(stage)) for stage in composition)
 
 
 def _near(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -59,10 +66,14 @@ def _near(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _draft(
-    problem: Problem, combination: Combination, sorts: Sorts, composition: Composition, layers: tuple[int, ...]
+    problem: Problem,
+    combination: Combination,
+    examples: tuple[Unit, ...],
+    composition: Composition,
+    layers: tuple[int, ...],
 ) -> Draft:
     waiting: list[list[Unit]] = []
-    for example in sorts.examples:
+    for example in examples:
         same = problem.units(example.kind, combination.degrees[example.kind])
         waiting.append([unit for unit in same if unit.tp == example.tp])
     stages = []

@@ -11,7 +11,7 @@ from hethub.planner.draft import Draft, DraftStage, Seat
 from hethub.planner.footprint import position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker, earliest_finish
-from hethub.predictor.costs import BUCKET_BYTES
+from hethub.predictor.state_costs import BUCKET_BYTES
 
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
 

@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.cuts import best_cuts, bounded_combinations
+from hethub.planner.cuts import best_cuts
 from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal
 from hethub.planner.planning import answer
 from hethub.planner.problem import Batch, pose
 from hethub.planner.samples import Worker, divide, earliest_finish
 from hethub.planner.scaled import Scale, scaled
 from hethub.planner.small import ordered_partitions
+from hethub.planner.table import tabulate
 from hethub.predictor import memory
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
@@ -55,13 +56,13 @@ def mixed():
 
 def every_plan(problem, number=40):
     judge = Judge(problem, UnitCosts(problem))
-    entries = best_cuts(problem, bounded_combinations(problem, judge.costs), number).cuts
+    entries = best_cuts(problem, tabulate(problem, judge.costs), number).cuts
     return [v for v in (judge(entry.draft(problem)) for entry in entries) if v is not None]
 
 
 def test_tiles_in_flight_of_alike_plans_need_no_dealing():
     problem = pose(
-        TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1)
+        TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1, pp=2)
     )
     seen = 0
     for verdict in every_plan(problem):

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.cuts import best_cuts, bounded_combinations
+from hethub.planner.cuts import best_cuts
 from hethub.planner.draft import Draft
 from hethub.planner.problem import Problem
+from hethub.planner.table import tabulate
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     """The best cuts over orders of kinds, TP degrees and DP degrees whose stages hold one kind each."""
-    for entry in best_cuts(problem, bounded_combinations(problem, costs), 1).pure:
+    for entry in best_cuts(problem, tabulate(problem, costs), 1).pure:
         yield entry.draft(problem)
