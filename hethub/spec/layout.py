@@ -9,6 +9,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+from hethub.spec.ranges import Range
 from hethub.spec.tensors import RankShares, rank_shares
 from hethub.spec.tiling import Tile, Transfer, deal, in_flight_limits, is_regular, regular_limits, transfers
 
@@ -56,6 +57,13 @@ class Layout:
     def tiles(self) -> tuple[tuple[Tile, ...], ...]:
         """Per stage, its tiles in order of the sample axis."""
         return tuple(deal(index, stage.replicas) for index, stage in enumerate(self.plan.stages))
+
+    def parts(self, stage: int) -> tuple[Range, ...]:
+        """The layers that each of a stage's parts runs: its chunks, or under `layered` its layers one by one."""
+        chunks = self.plan.stages[stage].chunks
+        if self.plan.schedule != "layered":
+            return chunks
+        return tuple(Range(layer, layer + 1) for chunk in chunks for layer in range(*chunk))
 
     def tiles_of(self, stage: int, replica: int) -> tuple[Tile, ...]:
         """A replica's tiles in order."""

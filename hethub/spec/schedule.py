@@ -19,6 +19,7 @@ class Kind(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"  # the gradients of the weights, where a schedule puts them off
     REDUCE = "reduce"  # gradients summed over replicas; overlapped with the last backward, waited for here
     STEP = "step"  # global norm, clipping, optimizer
     GATHER = "gather"  # new weights from their owners to all holders
@@ -30,6 +31,7 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     tile: Tile | None = None
+    part: int = 0  # of the stage's parts (Layout.parts)
 
     @property
     def name(self) -> str:
