@@ -50,12 +50,13 @@ def create_group(options: Any, given: Any) -> dist.ProcessGroup:
 
 def _make_group(context: Context, options: Any, *, is_default: bool) -> dist.ProcessGroup:
     members = torch_private.global_ranks(options)
-    if len(restrict(context.islands, members)) == 1:
+    if context.emulation is None and len(restrict(context.islands, members)) == 1:
         group = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         return with_native_backends(group, context, options)
     timeout_seconds = options.timeout.total_seconds()
     gloo = context.gloo if is_default else context.gloo_group(options.group_id, members, timeout_seconds)
-    return HethubGroup(context, members, options.group_id, gloo, timeout_seconds)
+    make = HethubGroup if context.emulation is None else context.emulation.group
+    return make(context, members, options.group_id, gloo, timeout_seconds)
 
 
 def with_native_backends(group: dist.ProcessGroup, context: Context, options: Any) -> dist.ProcessGroup:

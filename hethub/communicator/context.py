@@ -42,6 +42,8 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     spanning: dict[str, Any] = field(default_factory=dict)
     """Our operations over native groups, by name, where a caller has asked for them."""
+    emulation: Any = None
+    """What makes the groups of a rehearsal (communicator/emulated.py), None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -45,7 +45,7 @@ def connect(
     relay's large messages: one fills a slow link, a fast one may want 2 to 4. Raises BadInput where ranks do not fit
     together (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
-    try:
+    with connecting(rendezvous):
         context = make_context(
             rendezvous,
             device=device or choose_device(rendezvous.local_rank, rendezvous.local_size),
@@ -57,6 +57,13 @@ def connect(
             num_lanes=num_lanes,
         )
         return World(context, backend.init_default_group(context))
+
+
+@contextlib.contextmanager
+def connecting(rendezvous: Rendezvous) -> Iterator[None]:
+    """What goes wrong while ranks connect becomes RunFailed."""
+    try:
+        yield
     except (dist.DistError, OSError) as error:
         raise RunFailed(
             f"rank {rendezvous.rank} could not connect to the other {rendezvous.size - 1} ranks: {error}"

@@ -12,6 +12,7 @@ from hethub.predictor import Prediction, predict
 from hethub.predictor.timeline import Span
 from hethub.report.drawing import curve, legend, stacked, timeline
 from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
+from hethub.report.trace import times_are
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, bind
@@ -112,7 +113,7 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) 
     head = ["", "predicted"]
     if measured is not None:
         tokens = plan.global_batch * plan.seq_len
-        head.append(f"measured (median of {len(measured.steps)} steps)")
+        head.append(f"{times_are(layout.cluster)} (median of {len(measured.steps)} steps)")
         rows[0].append(f"{measured.step_seconds:.4g} s")
         rows[1].append(f"{tokens / measured.step_seconds:,.0f}")
         rows = [[*row, *[""] * (3 - len(row))] for row in rows]
@@ -144,26 +145,27 @@ def _plan(layout: Layout) -> str:
 
 def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:
     sides: dict[str, Sequence[Span]] = {"predicted": prediction.timeline or ()}
+    how = times_are(layout.cluster)
     if measured is not None and measured.spans:
-        sides["measured"] = measured.spans
+        sides[how] = measured.spans
     names = [place.accelerator.name for place in layout.cluster.places]
     drawn = timeline(sides, names, MOST_ROWS) + legend(["forward", "backward", "reduce", "step", "gather"])
-    return drawn + (_differences(sides) if "measured" in sides else "")
+    return drawn + (_differences(sides, how) if how in sides else "")
 
 
-def _differences(sides: Mapping[str, Sequence[Span]], most: int = 10) -> str:
-    """The actions whose measured time is furthest from the predicted one."""
+def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) -> str:
+    """The actions whose time in the run (measured or rehearsed) is furthest from the predicted one."""
     predicted = {(s.rank, s.name): s.stop_seconds - s.start_seconds for s in sides["predicted"]}
     both = [
         (s.rank, s.name, predicted[s.rank, s.name], s.stop_seconds - s.start_seconds)
-        for s in sides["measured"]
+        for s in sides[how]
         if (s.rank, s.name) in predicted
     ]
     both.sort(key=lambda row: -abs(row[3] - row[2]))
     rows = [
         [str(r), name, f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{(b - a) * 1e3:+.2f}"] for r, name, a, b in both[:most]
     ]
-    table = _table(["rank", "action", "predicted ms", "measured ms", "difference ms"], rows)
+    table = _table(["rank", "action", "predicted ms", f"{how} ms", "difference ms"], rows)
     return f"<h3>Largest differences</h3>{table}"
 
 

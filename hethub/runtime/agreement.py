@@ -100,7 +100,7 @@ def _release(version: str) -> str:
 def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
     """Raises BadInput naming the first rank whose accelerator is not of the vendor the cluster file gives it."""
     for place, own in zip(cluster.places, facts, strict=True):
-        named = place.node.vendor is not None and own.vendor == "cpu"
+        named = (cluster.emulated or place.node.vendor is not None) and own.vendor == "cpu"
         if own.vendor != place.island and not named:
             raise BadInput(
                 f"{own.where} runs on {own.device} ({own.vendor}), but cluster '{cluster.name}' places {place.accelerator.name} "

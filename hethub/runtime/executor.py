@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
+from hethub.runtime.pace import Pace
 from hethub.runtime.passes import Itinerary, TilePass, Visit
 from hethub.runtime.residency import Residency
 from hethub.runtime.spans import SpanLog
@@ -44,12 +45,15 @@ class _Step:
 class Executor:
     """One rank's interpreter of the schedule. `run_step` executes all forward and backward actions and reductions."""
 
-    def __init__(self, layout: Layout, seat: Seat, world: World, stage: Stage, residency: Residency) -> None:
+    def __init__(
+        self, layout: Layout, seat: Seat, world: World, stage: Stage, residency: Residency, pace: Pace
+    ) -> None:
         self.layout, self.seat, self.world, self.stage, self.residency = layout, seat, world, stage, residency
+        self.pace = pace
         self._group_ranks = sorted(layout.replica(seat.stage, seat.replica).ranks)
         self._compute = [action for action in actions(layout, seat.stage, seat.replica) if action.tile is not None]
         self._layers = Range(0, len(stage.layers))
-        self._itinerary = Itinerary(residency, self._visits())
+        self._itinerary = Itinerary(residency, self._visits(), pace)
         self.tiles = layout.tiles_of(seat.stage, seat.replica)
         self._before = self._by_tile(seat.stage - 1, "target")
         self._after = self._by_tile(seat.stage, "source")
@@ -85,7 +89,7 @@ class Executor:
         for index, action in enumerate(self._compute):
             self._post_receives(index)
             assert action.tile is not None
-            with self.log.timed(action):
+            with self.log.timed(action), self.pace.action(action):
                 (self._forward if action.kind is Kind.FORWARD else self._backward)(action.tile)
         with self.log.timed(Action(Kind.REDUCE, self.seat.stage)):
             self.residency.finish()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hethub.runtime.accounting import Kept
+from hethub.runtime.pace import Pace
 from hethub.runtime.residency import Residency
 from hethub.runtime.stage import Stage, TileInput
 from hethub.spec.ranges import Range
@@ -22,8 +23,8 @@ Visit = tuple[Kind, int]  # what is done in which layer of the stage
 class Itinerary:
     """The order in which a rank visits its layers in a step; each next visit is announced while the present one runs."""
 
-    def __init__(self, residency: Residency, visits: Sequence[Visit]) -> None:
-        self.residency, self._visits, self._position = residency, visits, 0
+    def __init__(self, residency: Residency, visits: Sequence[Visit], pace: Pace) -> None:
+        self.residency, self._visits, self._position, self._pace = residency, visits, 0, pace
 
     def start_step(self) -> None:
         self._position = 0
@@ -35,9 +36,11 @@ class Itinerary:
         self._position += 1
         if self._position < len(self._visits):
             self.residency.prefetch(*self._visits[self._position])
+        self._pace.enter(kind, layer)
 
     def leave(self, kind: Kind, layer: int) -> None:
         """Ends the visit."""
+        self._pace.leave()
         self.residency.release(kind, layer)
 
 

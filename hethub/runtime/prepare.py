@@ -105,10 +105,10 @@ def prepare(job: Job | BadInput, info: LaunchInfo) -> Prepared:
 
 
 def device_in(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
-    """This rank's device, made current: a CPU where the cluster names the vendor to emulate. Raises BadInput."""
+    """This rank's device, made current: a CPU where the cluster or the node's vendor is emulated. Raises BadInput."""
     if cluster is not None:
         _check_cluster_alone(cluster, info)
-    named = cluster is not None and cluster.places[info.rank].node.vendor is not None
+    named = cluster is not None and (cluster.emulated or cluster.places[info.rank].node.vendor is not None)
     device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
     device.activate()
     return device
@@ -122,11 +122,6 @@ def _check_cluster_alone(cluster: ClusterSpec, info: LaunchInfo) -> None:
             f"cluster '{cluster.name}' has {cluster.size} accelerators, but "
             f"{'one process runs alone' if info.launcher == 'alone' else started}; start one rank per accelerator "
             f"(mpirun -n {cluster.size} hethub train …), or use `cluster: detect`."
-        )
-    if cluster.emulated:
-        raise BadInput(
-            f"cluster '{cluster.name}' is marked emulated: rehearsing a cluster with planned times is not part of this version. "
-            "`hethub plan` and `hethub predict` work with it; to train on CPUs, describe CPU nodes and give each a vendor."
         )
 
 

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from hethub.communicator import World
 from hethub.predictor.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.clock import clock_offset
+from hethub.runtime.pace import StepPace
 from hethub.runtime.prepare import Agreed
 from hethub.runtime.progress import Reporter, Silent, TerminalReporter
 from hethub.runtime.stop_signal import StopSignal
@@ -35,6 +37,7 @@ class RunSummary:
     predicted_step_seconds: float
     measured_step_seconds: float  # median
     layout: Layout
+    rehearsal: dict[str, Any] | None  # how the pace was kept, where accelerators were emulated
     spans: list[Span] = field(repr=False)
 
 
@@ -49,6 +52,7 @@ class Run:
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._spans: list[list[Span]] = []
+        self._paces: list[StepPace] = []
 
     @property
     def _speaks(self) -> bool:
@@ -98,7 +102,9 @@ class Run:
         lines = [f"warning: {warning}" for warning in self.agreed.warnings]
         lines.append(f"run folder {folder.path}")
         lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
-        lines.append(f"predicted {prediction['step_seconds']:.3f} s a step")
+        lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")
+        if self.trainer.pace.time_scale is not None:
+            lines.append(f"rehearsed on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
         if self.done:
             lines.append(f"resumed behind step {self.done}")
         if self.done >= self.last:
@@ -114,7 +120,9 @@ class Run:
     def _step(self, step: int, signals: StopSignal, reporter: Reporter) -> bool:
         start = monotonic()
         outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
-        seconds = monotonic() - start
+        seconds = self.trainer.pace.seconds(monotonic() - start)
+        if self.trainer.step_pace is not None:
+            self._paces.append(self.trainer.step_pace)
         self._losses.append(outcome.loss)
         self._seconds.append(seconds)
         self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
@@ -131,14 +139,20 @@ class Run:
         return outcome.stop_requested
 
     def _finish(self, last_step: int, stopped: bool, offset: float) -> RunSummary | None:
+        seconds = self.trainer.pace.seconds
         spans = [
-            (*span[:3], span.start_seconds + offset, span.stop_seconds + offset) for s in self._spans for span in s
+            (*span[:3], seconds(span.start_seconds + offset), seconds(span.stop_seconds + offset))
+            for s in self._spans
+            for span in s
         ]
         rows = self.world.all_gather_objects(spans)
         counters = self.world.all_gather_objects(self.world.counters())
+        rehearsal = self._rehearsal()
         if not self._speaks:
             return None
         self.agreed.folder.write_counters(counters)
+        if rehearsal is not None:
+            self.agreed.folder.write_rehearsal(rehearsal)
         return RunSummary(
             folder=self.agreed.folder.path,
             last_step=last_step,
@@ -148,5 +162,20 @@ class Run:
             predicted_step_seconds=self.agreed.prediction["step_seconds"],
             measured_step_seconds=statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
             layout=self.agreed.layout,
+            rehearsal=rehearsal,
             spans=[Span(*span) for row in rows for span in row],
         )
+
+    def _rehearsal(self) -> dict[str, Any] | None:
+        """How much of the emulated time, by rank, real work came too late for; None where nothing is emulated."""
+        if self.trainer.pace.time_scale is None:
+            return None
+        settled = self._paces[SETTLING_STEPS:] or self._paces
+        emulated = sum(pace.emulated_seconds for pace in settled)
+        overrun = 100.0 * sum(pace.overrun_seconds for pace in settled) / emulated
+        rows: list[float] = self.world.all_gather_objects(overrun)
+        return {
+            "time_scale": self.trainer.pace.time_scale,
+            "overrun_percent": max(rows),
+            "overrun_percent_by_rank": rows,
+        }

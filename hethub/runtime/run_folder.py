@@ -27,6 +27,7 @@ class StepMetrics:
     lr: float
     memory_bytes: int  # of the rank with the most
     loss_scale: float = 1.0
+    time_scale: float | None = None  # of a rehearsal: `step_seconds` are emulated, real seconds divided by this
 
 
 class RunFolder:
@@ -77,6 +78,10 @@ class RunFolder:
 
     def _write_json(self, name: str, data: Any) -> None:
         (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def write_rehearsal(self, report: dict[str, Any]) -> None:
+        """How a rehearsal kept its pace."""
+        self._write_json("rehearsal.json", report)
 
     def write_counters(self, rows: list[dict[str, Any]]) -> None:
         """What every rank's communicator counted, by rank."""

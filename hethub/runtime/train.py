@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
+from hethub.communicator.emulated import EmulatedWorld, connect_emulated
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.initial import load_hugging_face
 from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
+from hethub.runtime.pace import Pace
 from hethub.runtime.prepare import Agreed, Prepared, TrainRequest, agree, prepare, read_job
+from hethub.runtime.rehearsal import ClusterNetwork, rehearsed_pace
 from hethub.runtime.run import Run, RunSummary
 from hethub.runtime.session import watched
 from hethub.runtime.together import together
@@ -34,8 +38,12 @@ def train(request: TrainRequest) -> RunSummary | None:
     prepared = together(meeting, "job", lambda: prepare(job, info))
     agreed = agree(request, prepared, meeting)
     with watched(_connect(meeting, prepared, agreed), "train") as world:
+        pace = together(meeting, "pace", lambda: _pace(prepared, agreed, world), patience_seconds=_BUILDING_SECONDS)
         trainer = together(
-            meeting, "weights", lambda: _build(request, prepared, agreed, world), patience_seconds=_BUILDING_SECONDS
+            meeting,
+            "weights",
+            lambda: _build(request, prepared, agreed, world, pace),
+            patience_seconds=_BUILDING_SECONDS,
         )
         run = together(
             meeting,
@@ -58,23 +66,38 @@ def _one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
 
 def _connect(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> World:
     """The world of the run, as the job wants its ranks bridged."""
-    spec = prepared.job.spec.communicator
-    return connect(
-        meeting,
-        device=prepared.device,
-        islands=list(agreed.layout.cluster.islands.values()),
-        relay=spec.relay,
-        wire=spec.wire,
-        timeout_seconds=spec.timeout_seconds,
-    )
+    spec, cluster = prepared.job.spec.communicator, agreed.layout.cluster
+    options: dict[str, Any] = {
+        "device": prepared.device, "islands": list(cluster.islands.values()), "relay": spec.relay, "wire": spec.wire,
+        "timeout_seconds": spec.timeout_seconds,
+    }  # fmt: skip
+    if cluster.emulated:
+        return connect_emulated(meeting, ClusterNetwork(cluster), **options)
+    return connect(meeting, **options)
 
 
-def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: World) -> Trainer:
-    """The trainer, with initial weights unless a checkpoint brings them. Nothing is written yet."""
+def _pace(prepared: Prepared, agreed: Agreed, world: World) -> Pace:
+    """As fast as the ranks can, or in a rehearsal as fast as the emulated accelerators."""
+    if not isinstance(world, EmulatedWorld):
+        return Pace()
     job = prepared.job
-    trainer = Trainer(agreed.layout, world, prepared.dataset, job.spec.train, document_mask=job.spec.data.document_mask)
+    return rehearsed_pace(
+        agreed.layout, world, job.spec.rehearsal, agreed.prediction["step_seconds"],
+        lambda pace: _trainer(prepared, agreed, world, pace),
+    )  # fmt: skip
+
+
+def _trainer(prepared: Prepared, agreed: Agreed, world: World, pace: Pace) -> Trainer:
+    spec = prepared.job.spec
+    masked = spec.data.document_mask
+    return Trainer(agreed.layout, world, prepared.dataset, spec.train, document_mask=masked, pace=pace)
+
+
+def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: World, pace: Pace) -> Trainer:
+    """The trainer, with initial weights unless a checkpoint brings them. Nothing is written yet."""
+    trainer = _trainer(prepared, agreed, world, pace)
     if request.resume is None:
-        _fill(trainer, job)
+        _fill(trainer, prepared.job)
     return trainer
 
 

@@ -16,6 +16,7 @@ from hethub.runtime.data import Dataset
 from hethub.runtime.executor import Executor
 from hethub.runtime.initial import initialise
 from hethub.runtime.optimizer import LossScale, Optimizer, clip_scale, learning_rate, ordered_sum
+from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.reduction import Reducer, build_groups
 from hethub.runtime.residency import Residency
 from hethub.runtime.run_folder import StepMetrics
@@ -49,10 +50,19 @@ class Trainer:
     """One rank of a run: its part of the model, its optimizer, and one method that trains a step with all the others."""
 
     def __init__(
-        self, layout: Layout, world: World, dataset: Dataset, train: TrainSpec, *, document_mask: bool = False
+        self,
+        layout: Layout,
+        world: World,
+        dataset: Dataset,
+        train: TrainSpec,
+        *,
+        document_mask: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         self.layout, self.world, self.dataset, self.train = layout, world, dataset, train
         self._document_mask = document_mask
+        self.pace = pace or Pace()
+        self.step_pace: StepPace | None = None  # of the last step of a rehearsal
         self.seat = layout.seats[world.rank]
         self.state = StateMap(layout)
         verify_owners(world, self.state)
@@ -67,7 +77,7 @@ class Trainer:
         self.optimizer = Optimizer(self.storage, self.reducer, train)
         self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
         self.residency = Residency(self.reducer, self._meter)
-        self.executor = Executor(layout, self.seat, world, self.stage, self.residency)
+        self.executor = Executor(layout, self.seat, world, self.stage, self.residency, self.pace)
         self.loss_scale = LossScale(layout.plan.precision)
         self._steps_counted = 0
         self._speaks_for_loss = self.stage.is_last and self.seat.position == 0
@@ -84,6 +94,7 @@ class Trainer:
 
         Raises RunFailed where the loss is not finite, or copies of a parameter differ.
         """
+        self.pace.start_step()
         valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
         with self._counting_memory():
             loss = self.executor.run_step(self._loader(step), self.loss_scale.value / valid_tokens)
@@ -95,6 +106,7 @@ class Trainer:
                 self.reducer.gather()
         if step % VERIFY_EVERY == 0:
             verify_copies(self.world, self.reducer, step)
+        self.step_pace = self.pace.end_step()
         return outcome
 
     def _counting_memory(self):  # type: ignore[no-untyped-def]
@@ -117,7 +129,7 @@ class Trainer:
         fixed = sum(
             tensor.nbytes for tensor in (self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin)
         )
-        return fixed + self.optimizer.state_bytes + self._meter.peak_bytes
+        return self.pace.memory_bytes(fixed + self.optimizer.state_bytes + self._meter.peak_bytes)
 
     def _agree(self, loss: float, stop_requested: bool) -> StepOutcome:
         """Loss, norm, memory and the wish to stop, over all ranks, added in rank order so that all have the same bits."""
@@ -143,7 +155,8 @@ class Trainer:
             )
         if outcome.grad_norm is not None:
             scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
-            self.optimizer.step(step, scale)
+            with self.pace.stepping(sum(run.local.size for run in self.optimizer.runs)):
+                self.optimizer.step(step, scale)
         self.loss_scale.update(overflow=overflow)
 
     def _loader(self, step: int) -> Callable[[Tile], TileInput]:
@@ -198,6 +211,7 @@ class Trainer:
             loss=outcome.loss if math.isfinite(outcome.loss) else None,
             tokens=tokens,
             step_seconds=step_seconds,
+            time_scale=self.pace.time_scale,
             predicted_step_seconds=predicted,
             tokens_per_second=tokens / step_seconds,
             grad_norm=outcome.grad_norm,

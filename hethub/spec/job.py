@@ -96,6 +96,14 @@ class CheckpointSpec(Spec):
     keep: Count = 2
 
 
+class RehearsalSpec(Spec):
+    """How a cluster marked `emulated` is rehearsed."""
+
+    time_scale: Positive | None = None  # real seconds per emulated second; None: chosen at start
+    # What if an accelerator is slower than planned: the factor by rank.
+    slowdown: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=1)]] = {}  # noqa: RUF012
+
+
 class JobSpec(Spec):
     """A job file, one to one."""
 
@@ -107,6 +115,7 @@ class JobSpec(Spec):
     constraints: ConstraintsSpec = ConstraintsSpec()
     communicator: CommunicatorSpec = CommunicatorSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    rehearsal: RehearsalSpec = RehearsalSpec()
 
 
 @dataclass(frozen=True, kw_only=True)

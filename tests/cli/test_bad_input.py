@@ -151,7 +151,11 @@ CASES = {
     "empty data": ({"text": ""}, ["text.txt", "no text"]),
     "tokens outside the vocabulary": ({"model": {"vocab": 40}}, ["vocab", "40"]),
     "a model that is no Llama": ({"model": {"family": "gpt"}}, ["gpt", "llama"]),
-    "an emulated cluster": ({"cluster": {"emulated": True}}, ["emulated", "hethub predict"]),
+    "an emulated cluster over memory": (
+        {"cluster": {"emulated": True, "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 4, "reserved_memory_gb": 15}]}},
+        ["rank", "T4", "GiB"],
+    ),
+    "a slowdown below one": ({"rehearsal": {"slowdown": {0: 0.5}}}, ["rehearsal.slowdown"]),
     "an unknown relay": ({"communicator": {"relay": "carrier-pigeon"}}, ["communicator.relay", "carrier-pigeon"]),
 }
 
