@@ -107,6 +107,11 @@ class PlanCosts:
             found.setdefault((kinds, levels, given, spec.micro_batch, spec.samples), replica)
         return tuple(found.values())
 
+    @cached_property
+    def chains_apart(self) -> bool:
+        """Whether no collective of a round ties unlike chains of replicas together."""
+        return len(self.chains) == 1 or not any(map(self.state.in_rounds, range(self.layout.num_stages)))
+
     def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
         places = self.layout.cluster.places

@@ -1,12 +1,13 @@
-"""The schedule replayed against costs: when every replica works, waits and ends its last backward.
+"""Pipelines of equal tiles without a node per tile: when every stage works, waits and ends its last backward.
 
-Two ways to the same figures. `replay` runs any schedule action by action over the real tiles. `pipeline` is for plans
-whose stages all tile the samples alike: each replica then talks to one replica per neighbour only, and once its
-steady state repeats, the rest of the micro-batches is a multiplication.
+Plans whose stages all tile the samples alike are chains: each replica talks to one replica per neighbour only, and
+once its steady state repeats, the rest of the micro-batches is a multiplication. `hethub.predictor.replay` gives the
+same figures, action by action.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from hethub.predictor.replay import Programme, idle_times, replay
 
 
 class Ends(NamedTuple):
@@ -127,92 +128,37 @@ def _run_interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
     wrap = max(chain.down)
     down = [chain.down[v % stages] if v % stages < stages - 1 else wrap for v in range(last)]
     tile = lambda v, i: v * num_tiles + i  # noqa: E731
+    back = lambda v, i: (virtual + v) * num_tiles + i  # noqa: E731
     orders = []
     for s in range(stages):
         group = lambda k: (k % (stages * chunks)) // stages  # noqa: E731
         index = lambda k: k // (stages * chunks) * stages + k % stages  # noqa: E731
         forwards = [tile(group(k) * stages + s, index(k)) for k in range(total)]
-        backwards = [~tile((chunks - 1 - group(k)) * stages + s, index(k)) for k in range(total)]
+        backwards = [back((chunks - 1 - group(k)) * stages + s, index(k)) for k in range(total)]
         warm = min((stages - s - 1) * 2 + (chunks - 1) * stages, total)
         order = forwards[:warm]
         for k in range(total - warm):
             order += (forwards[warm + k], backwards[k])
         orders.append(order + backwards[total - warm :])
-    programme = Programme(
-        orders=orders,
-        forward=[chain.forward[v % stages] / chunks for v in range(virtual) for _ in range(num_tiles)],
-        backward=[chain.backward[v % stages] / chunks for v in range(virtual) for _ in range(num_tiles)],
-        needs_forward=[[(tile(v - 1, i), down[v - 1])] if v else [] for v in range(virtual) for i in range(num_tiles)],
-        needs_backward=[
-            [(tile(v + 1, i), down[v])] if v < last else [] for v in range(virtual) for i in range(num_tiles)
-        ],
-    )
-    return replay(programme)
+    programme = Programme(orders=orders)
+    for v in range(virtual):
+        above = [(v - 1, down[v - 1])] if v else []
+        programme.seconds += [chain.forward[v % stages] / chunks] * num_tiles
+        programme.needs += [[(tile(u, i), under_way) for u, under_way in above] for i in range(num_tiles)]
+    for v in range(virtual):
+        behind = [(v + 1, down[v])] if v < last else []
+        programme.seconds += [chain.backward[v % stages] / chunks] * num_tiles
+        programme.needs += [[(back(u, i), under_way) for u, under_way in behind] for i in range(num_tiles)]
+    return _ends(programme, stages)
 
 
-@dataclass
-class Programme:
-    """A general schedule: tiles numbered over all stages, per replica the order of its passes.
-
-    `orders[p]` lists tile g's forward as g and its backward as ~g. `needs_forward[g]` and `needs_backward[g]` are the
-    (tile, seconds under way) that the pass waits for.
-    """
-
-    orders: list[list[int]]
-    forward: list[float]
-    backward: list[float]
-    needs_forward: list[list[tuple[int, float]]]
-    needs_backward: list[list[tuple[int, float]]]
-    forward_end: list[float] = field(default_factory=list)
-    backward_end: list[float] = field(default_factory=list)
-
-
-def replay(programme: Programme) -> list[Ends]:
-    """Per replica, the ends of its passes; also fills the programme's end times per tile.
-
-    Each replica runs its list in order; one that waits for a tile not yet computed is woken by it. Raises
-    AssertionError where passes wait for each other, which a bound layout's schedule never does.
-    """
-    count = len(programme.forward)
-    ends = [-1.0] * (2 * count)  # ends[g] of a forward, ends[~g] of a backward
-    seconds = programme.forward + programme.backward[::-1]
-    needs = programme.needs_forward + programme.needs_backward[::-1]
-    position = [0] * len(programme.orders)
-    clock = [0.0] * len(programme.orders)
-    starts = [0.0] * len(programme.orders)
-    waits, bubbles = [0.0] * len(programme.orders), [0.0] * len(programme.orders)
-    waiting: dict[int, list[int]] = {}
-    runnable = list(range(len(programme.orders)))
-    while runnable:
-        p = runnable.pop()
-        order, now = programme.orders[p], clock[p]
-        index = position[p]
-        while index < len(order):
-            g = order[index]
-            ready, delay, blocked = 0.0, 0.0, None
-            for tile, under_way in needs[g]:
-                source = tile if g >= 0 else ~tile
-                end = ends[source]
-                if end < 0.0:
-                    blocked = source
-                    break
-                if end + under_way > ready:
-                    ready, delay = end + under_way, under_way
-            if blocked is not None:
-                waiting.setdefault(blocked, []).append(p)
-                break
-            if ready > now:
-                waits[p] += min(delay, ready - now)
-                bubbles[p] += max(0.0, ready - now - delay)
-                now = ready
-            if g < 0:
-                starts[p] = now
-            now += seconds[g]
-            ends[g] = now
-            if g in waiting:
-                runnable.extend(waiting.pop(g))
-            index += 1
-        clock[p], position[p] = now, index
-    assert not waiting, f"{len(waiting)} passes wait for each other"
-    programme.forward_end, programme.backward_end = ends[:count], ends[count:][::-1]
-    return [Ends(starts[p], clock[p], waits[p], bubbles[p]) for p in range(len(programme.orders))]
+def _ends(programme: Programme, stages: int) -> list[Ends]:
+    """The ends of the first `stages` actors, whose last node is a backward."""
+    ends, found = replay(programme), []
+    for s in range(stages):
+        last = programme.orders[s][-1]
+        idle = idle_times(programme, ends, s)
+        under_way = [min(seconds, max(0.0, delay)) for _, seconds, _, delay in idle]
+        bubble = sum(seconds for _, seconds, _, _ in idle) - sum(under_way)
+        found.append(Ends(ends[last] - programme.seconds[last], ends[last], sum(under_way), bubble))
+    return found

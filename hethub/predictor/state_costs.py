@@ -39,14 +39,9 @@ class StateCosts:
     @cached_property
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
         """Per stage, what each of its parts runs: a chunk, or under `layered` a layer."""
-        total, layered = self.model.layers, self.layout.plan.schedule == "layered"
         return tuple(
-            tuple(
-                Portion(stop - start, start == 0, stop == total)
-                for chunk in stage.chunks
-                for start, stop in ([(i, i + 1) for i in range(*chunk)] if layered else [chunk])
-            )
-            for stage in self.layout.stages
+            tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.parts(stage))
+            for stage in range(self.layout.num_stages)
         )
 
     def whole(self, stage: int) -> Portion:
@@ -146,6 +141,11 @@ class StateCosts:
         stage_spec = self.layout.stages[stage]
         alone = len(stage_spec.replicas) * self.software.context_parallel == 1
         return stage_spec.zero >= 2 and not alone and self.layout.plan.schedule not in ("layered", "ministages")
+
+    def in_passes(self, stage: int) -> bool:
+        """Whether the collectives of a stage go once per part and pass, whatever the tiles."""
+        stage_spec = self.layout.stages[stage]
+        return stage_spec.zero >= 2 and len(stage_spec.replicas) > 1 and not self.in_rounds(stage)
 
     def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
         """Seconds to gather each layer's weights under ZeRO-3, in model order; ends of the model with their layer."""

@@ -1,51 +1,129 @@
-"""A whole step from a layout's costs: compute replayed, gradients reduced, optimizer stepped, and where the time went."""
+"""A whole step from a layout's costs: every action replayed, and where the bottleneck's time went.
 
+Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, which `simulator`
+extrapolates from their steady state.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hethub.predictor.costs import PlanCosts, TileCost
-from hethub.predictor.simulator import Chain, Ends, Programme, interleaved, pipeline, replay
+from hethub.predictor.collectives import Collectives
+from hethub.predictor.costs import Parts, PlanCosts
+from hethub.predictor.programme import Compute, Place
+from hethub.predictor.replay import idle_times, replay
+from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
 from hethub.spec.layout import Layout
-from hethub.spec.schedule import Action, Kind, schedule
-from hethub.spec.tiling import Tile
+from hethub.spec.schedule import Action, Kind
 
 
-class Replay(NamedTuple):
-    """Ends per (stage, replica), of equal replicas the first only unless every tile was replayed.
+class Timed(NamedTuple):
+    """An action of a replica and when it ran."""
 
-    Then the programme and the tiles' numbers in it are there as well.
-    """
-
-    ends: dict[tuple[int, int], Ends]
-    programme: Programme | None
-    numbers: dict[Tile, int]
+    action: Action
+    start_seconds: float
+    stop_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of a step, its parts on the bottleneck's own clock (they sum to `seconds`), and per-stage ends."""
+    """Seconds of a step, and its parts on the bottleneck's own clock (they sum to `seconds`)."""
 
     seconds: float
     breakdown: dict[str, float]
-    bottleneck: tuple[int, int]
-    reduce_end: tuple[float, ...]
-    step_start: float
-    step_end: dict[tuple[int, int], float]
-    gather_end: dict[tuple[int, int], float]
-    replay: Replay
+    bottleneck: Place
+    timed: dict[Place, list[Timed]] | None = None  # every replica's actions, where all were replayed
 
 
-def replay_plan(layout: Layout, costs: PlanCosts, full: bool = False) -> Replay:
-    """The compute of a step; `full` replays every tile of every replica, as a timeline needs."""
-    even = all(r.samples % r.micro_batch == 0 for r in layout.stages[0].replicas)
-    if not full and even and costs.tiles_alike and layout.plan.num_chunks == 1:
-        return Replay(_replay_chains(layout, costs), None, {})
-    return _replay_tiles(layout, costs)
+def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
+    """The step from its first forward to the last new weight. `full` replays every action, as a timeline needs."""
+    even = all(replica.samples % replica.micro_batch == 0 for replica in layout.stages[0].replicas)
+    classic = layout.plan.schedule in ("1f1b", "gpipe")
+    if not full and classic and even and costs.tiles_alike and costs.chains_apart:
+        return _chain_times(layout, costs)
+    return _replayed_times(layout, costs)
 
 
-def _replay_chains(layout: Layout, costs: PlanCosts) -> dict[tuple[int, int], Ends]:
+# -- every action -------------------------------------------------------------------------------------------------------
+
+
+def _replayed_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+    """Every action of every replica, in the order that the executor runs them."""
+    compute = Compute(layout, costs)
+    collectives = Collectives(layout, costs, compute)
+    ends = replay(compute.programme)
+    seconds = max(ends)
+    busy = {place: _spent(compute, place) for place in compute.entries}
+    bottleneck = max(busy, key=lambda place: busy[place].total)
+    parts = busy[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
+    gathers = [entry.node for entry in compute.entries[bottleneck] if entry.action.kind is Kind.GATHER]
+    parts["dp"] += sum(compute.programme.seconds[node] for node in gathers)
+    for _, idle, source, under_way in idle_times(compute.programme, ends, compute.actors[bottleneck]):
+        if source in collectives.shown:
+            parts["dp"] += min(idle, collectives.shown[source])
+        else:
+            parts["pp"] += min(idle, max(0.0, under_way))
+    return StepTimes(
+        seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=_timed(compute, ends)
+    )
+
+
+def _spent(compute: Compute, place: Place) -> Parts:
+    """What a replica spends on all its tiles."""
+    spent = [entry.spent for entry in compute.entries[place]]
+    return Parts(*(sum(column) for column in zip(*spent, strict=True)))
+
+
+def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
+    """When each replica's actions ran; waits for collectives belong to them, as they do in a run's trace."""
+    found: dict[Place, list[Timed]] = {}
+    for place, entries in compute.entries.items():
+        own: list[Timed] = []
+        for action, node, _, early in entries:
+            waited = action.kind in (Kind.REDUCE, Kind.GATHER)
+            start = own[-1].stop_seconds if waited and own else ends[node] - compute.programme.seconds[node]
+            own.append(Timed(action, start, ends[node] - early))
+        found[place] = own
+    return found
+
+
+def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
+    """The parts in their usual order, what is left over being waits for others."""
+    parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+    return {key: parts[key] for key in ("compute", "bubble", "tp", "pp", "dp", "optimizer")}
+
+
+# -- chains of equal tiles ----------------------------------------------------------------------------------------------
+
+
+def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
     """One pipeline per kind of replica chain; the ends stand under the chain's first replica."""
-    ends: dict[tuple[int, int], Ends] = {}
+    ends = _replay_chains(layout, costs)
+    reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
+    reduce_end, ready = [], []
+    for stage, reduction in enumerate(reductions):
+        own = [found for (s, _), found in ends.items() if s == stage]
+        ready.append(max(e.last_backward_end for e in own))
+        window = max(e.last_backward_start for e in own)
+        reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
+    # The gradient norm is global: nobody steps before every stage is reduced.
+    step_start = max(reduce_end)
+    optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, ends)}
+    step_end = [max(t for (s, _), t in optimizer.items() if s == stage) for stage in range(layout.num_stages)]
+    seconds = step_start + max(
+        own + reduction.gather_seconds for own, reduction in zip(step_end, reductions, strict=True)
+    )
+    busy = {place: _busy(layout, costs, place) for place in _distinct(layout, costs, ends)}
+    bottleneck = max(busy, key=lambda place: sum(busy[place].values()))
+    parts, stage = busy[bottleneck], bottleneck[0]
+    parts["pp"] = ends[bottleneck].transfer_wait_seconds
+    parts["dp"] += reduce_end[stage] - ready[stage] + reductions[stage].gather_seconds
+    parts["optimizer"] = optimizer[bottleneck]
+    return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck)
+
+
+def _replay_chains(layout: Layout, costs: PlanCosts) -> dict[Place, Ends]:
+    ends: dict[Place, Ends] = {}
     for replica in costs.chains:
         spec = layout.replica(0, replica)
         num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
@@ -68,88 +146,30 @@ def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
     )
 
 
-def _replay_tiles(layout: Layout, costs: PlanCosts) -> Replay:
-    """Every tile of every replica, in the order that the executor runs them."""
-    tiles = [tile for stage in layout.tiles for tile in stage]
-    number = {tile: g for g, tile in enumerate(tiles)}
-    cost = [costs.tile(tile.stage, tile.replica, tile.samples.size) for tile in tiles]
-    needs_forward: list[list[tuple[int, float]]] = [[] for _ in tiles]
-    needs_backward: list[list[tuple[int, float]]] = [[] for _ in tiles]
-    under_way: dict[tuple[int, int, int, int], float] = {}
-    for crossing in layout.transfers:
-        for source, target, samples, _ in crossing:
-            key = (source.stage, source.replica, target.replica, samples.size)
-            if key not in under_way:
-                under_way[key] = costs.boundary(*key)
-            needs_forward[number[target]].append((number[source], under_way[key]))
-            needs_backward[number[source]].append((number[target], under_way[key]))
-    orders = {seat: _order(acts, number) for seat, acts in schedule(layout).items()}
-    programme = Programme(
-        orders=list(orders.values()),
-        forward=[c.forward.total for c in cost],
-        backward=[c.backward.total for c in cost],
-        needs_forward=needs_forward,
-        needs_backward=needs_backward,
-    )
-    return Replay(dict(zip(orders, replay(programme), strict=True)), programme, number)
+def _shared_alike(layout: Layout, ends: Iterable[Place]) -> list[Place]:
+    """The places replayed, and those whose share of the state may make their step longer."""
+    named = [
+        (stage, replica)
+        for stage, spec in enumerate(layout.stages)
+        if spec.state_shares
+        for replica in range(len(spec.replicas))
+    ]
+    return list(dict.fromkeys([*ends, *named]))
 
 
-def _order(acts: list[Action], number: dict[Tile, int]) -> list[int]:
-    return [number[act.tile] if act.kind is Kind.FORWARD else ~number[act.tile] for act in acts if act.tile is not None]
-
-
-def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
-    """The step from its first forward to the last new weight, and what the bottleneck replica spent it on."""
-    played = replay_plan(layout, costs, full)
-    reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
-    reduce_end, ready = [], []
-    for stage, reduction in enumerate(reductions):
-        own = [ends for (s, _), ends in played.ends.items() if s == stage]
-        ready.append(max(e.last_backward_end for e in own))
-        window = max(e.last_backward_start for e in own)
-        reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
-    # The gradient norm is global: nobody steps before every stage is reduced.
-    step_start = max(reduce_end)
-    optimizer = {seat: costs.optimizer(*seat) for seat in played.ends}
-    step_end = {seat: step_start + seconds for seat, seconds in optimizer.items()}
-    gather_start = [max(end for (s, _), end in step_end.items() if s == stage) for stage in range(layout.num_stages)]
-    gather_end = {(s, r): gather_start[s] + reductions[s].gather_seconds for s, r in played.ends}
-    seconds = max(gather_end.values())
-    busy = {seat: _busy(layout, costs, seat) for seat in _distinct(layout, costs, list(played.ends))}
-    bottleneck = max(busy, key=lambda seat: busy[seat]["compute"] + busy[seat]["tp"] + busy[seat]["dp"])
-    parts, end, stage = busy[bottleneck], played.ends[bottleneck], bottleneck[0]
-    parts["pp"] = end.transfer_wait_seconds
-    parts["dp"] += reduce_end[stage] - ready[stage] + reductions[stage].gather_seconds
-    parts["optimizer"] = optimizer[bottleneck]
-    parts["bubble"] = max(0.0, seconds - sum(parts.values()))
-    return StepTimes(
-        seconds=seconds,
-        breakdown={key: parts[key] for key in ("compute", "bubble", "tp", "pp", "dp", "optimizer")},
-        bottleneck=bottleneck,
-        reduce_end=tuple(reduce_end),
-        step_start=step_start,
-        step_end=step_end,
-        gather_end=gather_end,
-        replay=played,
-    )
-
-
-def _distinct(layout: Layout, costs: PlanCosts, seats: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """One seat of each kind of replica and load: equal ones are equally busy."""
-    seen: dict[object, tuple[int, int]] = {}
-    for stage, replica in seats:
+def _distinct(layout: Layout, costs: PlanCosts, places: Iterable[Place]) -> list[Place]:
+    """One place of each kind of replica and load: equal ones are equally busy."""
+    seen: dict[object, Place] = {}
+    for stage, replica in places:
         spec = layout.replica(stage, replica)
         seen.setdefault((costs.kind(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
     return list(seen.values())
 
 
-def _busy(layout: Layout, costs: PlanCosts, seat: tuple[int, int]) -> dict[str, float]:
+def _busy(layout: Layout, costs: PlanCosts, place: Place) -> dict[str, float]:
     """Seconds a replica spends on all its tiles by part."""
-    spec = layout.replica(*seat)
-    whole, rest = divmod(spec.samples, spec.micro_batch)
-    weighted = [(whole, costs.tile(*seat, spec.micro_batch))] + ([(1, costs.tile(*seat, rest))] if rest else [])
-    return {part: sum(count * _both(tile, part) for count, tile in weighted) for part in ("compute", "tp", "dp")}
-
-
-def _both(tile: TileCost, part: str) -> float:
-    return float(getattr(tile.forward, part) + getattr(tile.backward, part))
+    spec = layout.replica(*place)
+    tile, count = costs.tile(*place, spec.micro_batch), spec.samples // spec.micro_batch
+    return {
+        key: count * float(getattr(tile.forward, key) + getattr(tile.backward, key)) for key in ("compute", "tp", "dp")
+    }

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hethub.predictor import check_memory, memory, predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
-from hethub.predictor.simulator import Chain, Programme, pipeline, replay
+from hethub.predictor.replay import Programme, replay
+from hethub.predictor.simulator import Chain, pipeline
 from hethub.predictor.software import HETHUB
-from hethub.predictor.step import replay_plan
+from hethub.predictor.step import step_times
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import bind
 from hethub.spec.plan import PlanSpec
@@ -74,9 +75,10 @@ def test_timeline_has_the_schedule_of_every_rank(layout):
 
 def test_a_chain_of_equal_tiles_equals_the_full_replay():
     layout = uniform(TINY, LAPTOP, tp=1, pp=4, micro_batch=1, batch=96, seq=128, precision="fp32")
-    short, full = (replay_plan(layout, PlanCosts(layout, HETHUB, packaged()), full=full).ends for full in (False, True))
-    for seat, ends in short.items():
-        assert ends == pytest.approx(full[seat], rel=1e-9)
+    short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
+    assert short.seconds == pytest.approx(full.seconds, rel=1e-9)
+    assert short.breakdown == pytest.approx(full.breakdown, rel=1e-9)
+    assert short.timed is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -98,30 +100,29 @@ def test_steady_state_is_found_exactly(data, stages, num_tiles):
     """Any 1F1B pipeline: extrapolated from its steady state, and replayed action by action."""
     draw = lambda n: tuple(data.draw(st.lists(seconds, min_size=n, max_size=n)))  # noqa: E731
     chain = Chain(draw(stages), draw(stages), draw(stages - 1), draw(stages - 1), tuple(range(stages, 0, -1)))
-    expected = replay(_programme(chain, num_tiles))
-    assert [e.last_backward_end for e in pipeline(chain, num_tiles)] == pytest.approx(
-        [e.last_backward_end for e in expected]
-    )
+    ends = replay(_programme(chain, num_tiles))
+    expected = [max(ends[2 * num_tiles * s : 2 * num_tiles * (s + 1)]) for s in range(stages)]
+    assert [e.last_backward_end for e in pipeline(chain, num_tiles)] == pytest.approx(expected)
 
 
 def _programme(chain: Chain, m: int) -> Programme:
-    stages = range(len(chain.forward))
-    number = lambda s, i: s * m + i  # noqa: E731
-    orders = []
-    for s in stages:
+    """The chain's tiles one by one: stage s runs tile i forward as node 2 m s + i, and back as the m-th after that."""
+    programme, last = Programme(), len(chain.forward) - 1
+    forward = lambda s, i: 2 * m * s + i  # noqa: E731
+    backward = lambda s, i: 2 * m * s + m + i  # noqa: E731
+    for s in range(last + 1):
+        for i in range(m):
+            programme.seconds.append(chain.forward[s])
+            programme.needs.append([(forward(s - 1, i), chain.down[s - 1])] if s else [])
+        for i in range(m):
+            programme.seconds.append(chain.backward[s])
+            programme.needs.append([(backward(s + 1, i), chain.up[s])] if s < last else [])
         limit, order = min(chain.in_flight[s], m), []
         for i in range(m + limit):
-            order += [~number(s, i - limit)] if i >= limit else []
-            order += [number(s, i)] if i < m else []
-        orders.append(order)
-    last = len(chain.forward) - 1
-    return Programme(
-        orders=orders,
-        forward=[chain.forward[s] for s in stages for _ in range(m)],
-        backward=[chain.backward[s] for s in stages for _ in range(m)],
-        needs_forward=[[(number(s - 1, i), chain.down[s - 1])] if s else [] for s in stages for i in range(m)],
-        needs_backward=[[(number(s + 1, i), chain.up[s])] if s < last else [] for s in stages for i in range(m)],
-    )
+            order += [backward(s, i - limit)] if i >= limit else []
+            order += [forward(s, i)] if i < m else []
+        programme.orders.append(order)
+    return programme
 
 
 def test_json_has_every_promised_key_and_no_nan(layout):
