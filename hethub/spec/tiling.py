@@ -1,8 +1,8 @@
 """Tiles: how a stage's micro-batches lie on the sample axis, who needs whom, and how many must be in flight."""
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import lcm
 from typing import NamedTuple
 
 from hethub.spec.errors import BadInput
@@ -28,35 +28,27 @@ class Transfer(NamedTuple):
     tag: int
 
 
-class _Turn:
-    """A replica's place in the queue: smallest (dealt + micro_batch) / samples first, ties as listed."""
-
-    __slots__ = ("dealt", "position", "replica")
-
-    def __init__(self, position: int, replica: ReplicaSpec) -> None:
-        self.position, self.replica, self.dealt = position, replica, 0
-
-    def __lt__(self, other: "_Turn") -> bool:
-        mine = (self.dealt + self.replica.micro_batch) * other.replica.samples
-        theirs = (other.dealt + other.replica.micro_batch) * self.replica.samples
-        return (mine, self.position) < (theirs, other.position)
-
-
 def deal(stage: int, replicas: Sequence[ReplicaSpec]) -> tuple[Tile, ...]:
-    """The stage's tiles in order of the sample axis, dealt by design rule 1."""
-    queue = [_Turn(position, replica) for position, replica in enumerate(replicas)]
-    heapq.heapify(queue)
+    """The stage's tiles in order of the sample axis, dealt by design rule 1.
+
+    A replica's turn comes at (dealt + micro_batch) / samples, which grows with every tile of its own: all turns sorted,
+    brought to a common denominator, ties as listed, are the order of dealing.
+    """
+    common = lcm(*(replica.samples for replica in replicas))
+    turns = [
+        (stop * (common // replica.samples), position, index)
+        for position, replica in enumerate(replicas)
+        for index, stop in enumerate(
+            range(replica.micro_batch, replica.samples + replica.micro_batch, replica.micro_batch)
+        )
+    ]
+    turns.sort()
     tiles, start = [], 0
-    while queue:
-        turn = queue[0]
-        stop = start + min(turn.replica.micro_batch, turn.replica.samples - turn.dealt)
-        tiles.append(Tile(stage, turn.position, turn.dealt // turn.replica.micro_batch, Range(start, stop)))
-        turn.dealt += stop - start
+    for _, position, index in turns:
+        replica = replicas[position]
+        stop = start + min(replica.micro_batch, replica.samples - index * replica.micro_batch)
+        tiles.append(Tile(stage, position, index, Range(start, stop)))
         start = stop
-        if turn.dealt == turn.replica.samples:
-            heapq.heappop(queue)
-        else:
-            heapq.heapreplace(queue, turn)
     return tuple(tiles)
 
 
@@ -70,11 +62,13 @@ def overlapping(tiles: Sequence[Tile], samples: Range) -> Sequence[Tile]:
 def transfers(sources: Sequence[Tile], targets: Sequence[Tile], first_tag: int = 0) -> list[Transfer]:
     """What crosses one stage boundary, in axis order: the overlaps of both tilings and nothing else."""
     crossing: list[Transfer] = []
-    for source in sources:
-        for target in overlapping(targets, source.samples):
-            crossing.append(
-                Transfer(source, target, overlap(source.samples, target.samples), first_tag + len(crossing))
-            )
+    s = t = 0
+    while s < len(sources):
+        source, target = sources[s], targets[t]
+        shared = overlap(source.samples, target.samples)
+        crossing.append(Transfer(source, target, shared, first_tag + len(crossing)))
+        s += shared.stop == source.samples.stop
+        t += shared.stop == target.samples.stop
     return crossing
 
 
@@ -102,13 +96,14 @@ def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[li
     distance.
     """
     limits: list[list[int]] = []
-    below = _Below(tiles=(), frontier=[], roomy=[])
+    below = _Below(starts=[], stops=[], frontier=[], roomy=[])
     for stage in range(len(plan.stages) - 1, -1, -1):
         chosen = []
-        for position, replica in enumerate(plan.stages[stage].replicas):
-            own = [tile for tile in tiles[stage] if tile.replica == position]
-            least = max(below.distance(own, index, below.frontier) for index in range(len(own)))
-            default = max(below.distance(own, index, below.roomy) for index in range(len(own)))
+        owned: list[list[Range]] = [[] for _ in plan.stages[stage].replicas]
+        for tile in tiles[stage]:
+            owned[tile.replica].append(tile.samples)
+        for position, (replica, own) in enumerate(zip(plan.stages[stage].replicas, owned, strict=True)):
+            least, default = below.distances(own)
             if replica.in_flight is not None and replica.in_flight < least:
                 raise BadInput(
                     f"stages[{stage}].replicas[{position}].in_flight is {replica.in_flight}, but a tile's backward waits for "
@@ -116,44 +111,50 @@ def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[li
                 )
             chosen.append(min(replica.in_flight or default, len(own)))
         limits.insert(0, chosen)
-        below = _Below.after(tiles[stage], chosen, below)
+        below = _Below.after(tiles[stage], owned, chosen, below)
     return limits
 
 
 class _Below(NamedTuple):
-    """The stage below: its tiles and, per tile, up to which sample forwards are listed before its backward."""
+    """The stage below: where its tiles start and stop, and per tile, up to which sample forwards are listed before its
+    backward."""
 
-    tiles: Sequence[Tile]
+    starts: list[int]
+    stops: list[int]
     frontier: list[int]
     roomy: list[int]  # the same with one more tile per replica
 
-    def distance(self, own: Sequence[Tile], index: int, frontier: list[int]) -> int:
-        """Tiles of `own` that must have run forward, counted from tile `index`, before its backward can end."""
-        if not self.tiles:
-            return 1
-        reached = frontier[self._last(own[index].samples)]
-        return max(1, bisect_left(own, reached, key=lambda tile: tile.samples.start) - index)
+    def distances(self, own: Sequence[Range]) -> tuple[int, int]:
+        """The most tiles of `own` that must have run forward, counted from a tile, before its backward can end; and the
+        most with one more tile ready below."""
+        if not self.starts:
+            return 1, 1
+        starts = [samples.start for samples in own]
+        last = [bisect_left(self.starts, samples.stop) - 1 for samples in own]
+        least, default = (
+            max(bisect_left(starts, frontier[tile]) - index for index, tile in enumerate(last))
+            for frontier in (self.frontier, self.roomy)
+        )
+        return max(1, least), max(1, default)
 
-    def _last(self, samples: Range) -> int:
-        return bisect_left(self.tiles, samples.stop, key=lambda tile: tile.samples.start) - 1
+    def whole_tiles(self, samples: Range, starts: list[int], stops: list[int]) -> int:
+        """Up to where the stage above must have run forward before a tile's backward, in whole tiles of its own."""
+        if not self.starts:
+            return 0
+        reached = self.frontier[bisect_left(self.starts, samples.stop) - 1]
+        return stops[bisect_left(starts, reached) - 1]
 
     @staticmethod
-    def after(tiles: Sequence[Tile], limits: Sequence[int], below: "_Below") -> "_Below":
-        owned: dict[int, list[Tile]] = {}
-        for tile in tiles:
-            owned.setdefault(tile.replica, []).append(tile)
+    def after(
+        tiles: Sequence[Tile], owned: Sequence[Sequence[Range]], limits: Sequence[int], below: "_Below"
+    ) -> "_Below":
+        starts, stops = [tile.samples.start for tile in tiles], [tile.samples.stop for tile in tiles]
         frontier, roomy, reached, reached_roomy = [], [], 0, 0
         for tile in tiles:
             own, limit = owned[tile.replica], limits[tile.replica]
-            waits = _whole_tiles(tiles, below.frontier[below._last(tile.samples)]) if below.tiles else 0
-            listed = own[min(tile.index + limit, len(own)) - 1].samples.stop
-            reached = max(reached, waits, listed)
-            reached_roomy = max(reached_roomy, waits, own[min(tile.index + limit, len(own) - 1)].samples.stop)
+            waits = below.whole_tiles(tile.samples, starts, stops)
+            reached = max(reached, waits, own[min(tile.index + limit, len(own)) - 1].stop)
+            reached_roomy = max(reached_roomy, waits, own[min(tile.index + limit, len(own) - 1)].stop)
             frontier.append(reached)
             roomy.append(reached_roomy)
-        return _Below(tiles, frontier, roomy)
-
-
-def _whole_tiles(tiles: Sequence[Tile], reached: int) -> int:
-    """`reached` rounded up to the end of the tile it falls into: a tile runs forward as a whole."""
-    return tiles[bisect_left(tiles, reached, key=lambda tile: tile.samples.start) - 1].samples.stop
+        return _Below(starts, stops, frontier, roomy)
