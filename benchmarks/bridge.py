@@ -81,7 +81,7 @@ def timed_pairs(world: Any, num_bytes: int, repeats: int) -> dict[str, list[floa
 def in_namespace(rank: int, store: Any, islands: list[list[int]], wire: str, num_bytes: int, repeats: int) -> Any:
     """As `timed_pairs`, each island in a network namespace of its own."""
     from hethub.communicator import Rendezvous, connect
-    from hethub.communicator.rendezvous import share_token
+    from hethub.communicator.rendezvous import agree_on_token
 
     side = next(index for index, island in enumerate(islands) if rank in island)
     with open(f"/run/netns/{NAMESPACES[side]}") as namespace:
@@ -96,7 +96,7 @@ def in_namespace(rank: int, store: Any, islands: list[list[int]], wire: str, num
         local_size=len(islands[side]),
         address=ADDRESSES[side],
         interface=None,
-        token=share_token(store, rank),
+        token=agree_on_token(store, rank, None),
     )
     world = connect(rendezvous, islands=islands, wire=wire)
     seconds = timed_pairs(world, num_bytes, repeats)

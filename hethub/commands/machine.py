@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hethub.commands.common import add_job, add_json, check_writable, command, known_cluster, need_torch, print_json
+from hethub.commands.train import add_run
 from hethub.spec.errors import BadInput, RunFailed
 
 
@@ -16,6 +17,8 @@ def add(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
+    from hethub.runtime.launcher import LAUNCHERS
+
     parser = command(
         commands,
         "launch",
@@ -24,7 +27,8 @@ def _add_launch(commands: Any) -> None:
         "hethub launch configs/jobs/laptop-mixed.yaml --dry-run",
     )
     add_job(parser)
-    parser.add_argument("--with", dest="launcher", choices=("mpirun", "torchrun", "srun"), default="mpirun")
+    add_run(parser)
+    parser.add_argument("--with", dest="launcher", choices=LAUNCHERS, default="mpirun")
     parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
 
 
@@ -34,6 +38,8 @@ def launch(options: argparse.Namespace) -> None:
 
     job = load_job(options.job, options.set)
     extra = [word for override in options.set for word in ("--set", override)]
+    named = {"--plan": options.plan, "--run-dir": options.run_dir, "--resume": options.resume}
+    extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
     starts = launch_commands(options.job, known_cluster(job), options.launcher, extra)
     if options.dry_run:
         print("\n".join(map(str, starts)))

@@ -17,6 +17,11 @@ def add(commands: Any) -> None:
         "mpirun -n 4 hethub train configs/jobs/laptop-mixed.yaml",
     )
     add_job(parser)
+    add_run(parser)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """What to run and where, which `hethub launch` takes too and hands on."""
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="run this plan instead of the job's")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-TIME)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")

@@ -12,11 +12,11 @@ from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import parse_islands, restrict
-from hethub.communicator.rendezvous import Rendezvous, share_token
+from hethub.communicator.rendezvous import Rendezvous, agree_on_token
 from hethub.communicator.setup import make_context
 from hethub.kernels.device import choose_device
 from hethub.spec.errors import BadInput
-from hethub.spec.network import choose_interface
+from hethub.spec.network import TOKEN_VARIABLE, choose_interface
 
 BACKEND = "hethub"
 
@@ -100,7 +100,7 @@ def context_from_environment(options: Any) -> Context:
         local_size=local_size,
         address=interface.address,
         interface=interface.name,
-        token=share_token(options.store, rank),
+        token=agree_on_token(options.store, rank, os.environ.get(TOKEN_VARIABLE)),
         launcher="init_process_group",
     )
     emulated = os.environ.get("HETHUB_ISLANDS")

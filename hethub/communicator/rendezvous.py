@@ -1,10 +1,16 @@
 """Where the ranks of a job first meet: a store, who they are, and the address each may listen on."""
 
+import json
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+from hethub.communicator.liveness import proof
+from hethub.spec.errors import BadInput
+from hethub.spec.network import TOKEN_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +44,27 @@ class Rendezvous:
             local_size=size,
             address="127.0.0.1",
             interface="lo",
-            token=share_token(store, rank),
+            token=agree_on_token(store, rank, None),
         )
 
 
-def share_token(store: dist.Store, rank: int) -> str:
-    """A random secret of rank 0, the same on all ranks; as private as the store itself."""
+def agree_on_token(store: dist.Store, rank: int, given: str | None) -> str:
+    """The job's secret: `given`, which the launcher has handed to every rank, else a random one of rank 0.
+
+    A given token never enters the store; rank 0 proves that it has the same, so that no rank takes part in another
+    job, or in a stranger's. One that rank 0 draws is as private as the store. Raises BadInput where tokens differ.
+    """
     if rank == 0:
-        store.set("token", secrets.token_hex(16))
-    return str(store.get("token").decode())
+        token, nonce = given or secrets.token_hex(16), secrets.token_hex(16)
+        public = {"nonce": nonce, "proof": proof(token, nonce, 0)}
+        store.set("token", json.dumps(public if given else {**public, "token": token}))
+        return token
+    record = json.loads(store.get("token"))
+    token = given or record.get("token", "")
+    if proof(token, record["nonce"], 0) != record["proof"]:
+        raise BadInput(
+            f"rank {rank} ({socket.gethostname()}) and rank 0 do not have the same {TOKEN_VARIABLE}, the secret that the"
+            " ranks of one job share: they were started by different commands. Start all ranks with one `hethub launch`,"
+            f" or set {TOKEN_VARIABLE} to the same value for all of them."
+        )
+    return str(token)

@@ -1,18 +1,23 @@
 """The command that starts a job on its cluster: mpirun contexts, torchrun on every node, or a Slurm het-job."""
 
+import os
+import secrets
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hethub.runtime.place import first_host
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.network import TOKEN_VARIABLE, choose_interface
 
-LauncherName = Literal["mpirun", "torchrun", "srun"]
+LauncherName = Literal["mpirun", "torchrun", "srun", "sbatch"]
+LAUNCHERS: tuple[LauncherName, ...] = ("mpirun", "torchrun", "srun", "sbatch")
 MASTER_PORT = 29400
 
 
@@ -22,9 +27,15 @@ class Command:
 
     words: tuple[str, ...]
     host: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    script: str | None = None
+    """What the command reads from its standard input."""
 
     def __str__(self) -> str:
-        text = shlex.join(self.words).replace(" : ", " \\\n  : ")
+        settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        text = settings + shlex.join(self.words).replace(" : ", " \\\n  : ")
+        if self.script is not None:
+            text = f"{text} <<'SCRIPT'\n{self.script}SCRIPT"
         return text if self.host is None else f"# on {self.host}\n{text}"
 
 
@@ -34,14 +45,16 @@ def launch_commands(
     """The commands that start `hethub train JOB` with one rank per accelerator, ranks in the order of the cluster file.
 
     mpirun: one command, a context per node entry, each with its own environment. torchrun: one command per machine.
-    srun: one command, a component per node entry. `extra` is added to `hethub train`. Raises BadInput where the cluster
-    file lacks the host names that the launcher needs.
+    srun: one command, a component per node entry. sbatch: the batch script whose components srun then fills. `extra` is
+    added to `hethub train`. Raises BadInput where the cluster file lacks the host names that the launcher needs.
     """
     train = ("train", str(job), *extra)
     if launcher == "mpirun":
         return [Command(words=_mpirun(cluster, train))]
     if launcher == "srun":
-        return [Command(words=_srun(cluster, train))]
+        return [Command(words=_srun(cluster, train), environment=_srun_environment(cluster))]
+    if launcher == "sbatch":
+        return [Command(words=("sbatch",), script=_batch_script(job, cluster, extra))]
     return _torchrun(cluster, train)
 
 
@@ -49,6 +62,8 @@ def _mpirun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
     """`--continuous` leaves it to hethub to end all ranks with a reason when one dies."""
     local = is_local(cluster)
     words = [_beside_python("mpirun"), "--continuous", *(("--oversubscribe", "--bind-to", "none") if local else ())]
+    if cluster.network is not None and not local:
+        words += ["--prtemca", "prte_if_include", cluster.network]
     for index, node in enumerate(cluster.nodes):
         where = () if local else ("--host", ",".join(f"{host}:{node.accelerators}" for host in hosts_of(node)))
         words += [*((":",) if index else ()), "-n", str(node.count * node.accelerators), *where, *_hethub(node), *train]
@@ -56,26 +71,59 @@ def _mpirun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
 
 
 def _srun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
+    """`--kill-on-bad-exit=0` leaves it to hethub to end all ranks with a reason when one dies."""
     words = ["srun", "--kill-on-bad-exit=0"]
     if is_local(cluster):
         return (*words, f"--ntasks={cluster.size}", *_hethub(cluster.nodes[0]), *train)
     for index, node in enumerate(cluster.nodes):
         group = (f"--het-group={index}",) if len(cluster.nodes) > 1 else ()
-        tasks = (f"--nodes={node.count}", f"--ntasks={node.count * node.accelerators}")
-        words += [*((":",) if index else ()), *group, *tasks, *_hethub(node), *train]
+        words += [*((":",) if index else ()), *group, *_tasks(node), *_hethub(node), *train]
     return tuple(words)
 
 
+def _tasks(node: NodeSpec) -> tuple[str, ...]:
+    return (f"--nodes={node.count}", f"--ntasks={node.count * node.accelerators}")
+
+
+def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
+    """The job's secret; and inside an allocation, on its first node, where rank 0 will serve the store.
+
+    A rank knows the first node by its name only, and that may lead to another network than the job's.
+    """
+    found = {TOKEN_VARIABLE: secrets.token_hex(16)}
+    nodes = os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0", os.environ.get("SLURM_JOB_NODELIST", ""))
+    if nodes and first_host(nodes) == os.environ.get("SLURMD_NODENAME") and "MASTER_ADDR" not in os.environ:
+        network = cluster.network_of(0)
+        if network is not None:
+            found["MASTER_ADDR"] = choose_interface(network, is_multi_node=True).address
+    return found
+
+
+def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
+    """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
+    lines = ["#!/bin/bash", "#SBATCH --job-name=hethub"]
+    for index, node in enumerate(cluster.nodes):
+        tasks = [*_tasks(node), f"--ntasks-per-node={node.accelerators}"]
+        if node.unnamed_device.vendor != "cpu":
+            tasks.append(f"--gpus-per-node={node.accelerators}")
+        if node.hosts is not None:
+            tasks.append(f"--nodelist={','.join(node.hosts)}")
+        lines += [*(("#SBATCH hetjob",) if index else ()), f"#SBATCH {' '.join(tasks)}"]
+    lines.append(f"exec {shlex.join([*_hethub(cluster.nodes[0]), 'launch', str(job), '--with', 'srun', *extra])}")
+    return "\n".join(lines) + "\n"
+
+
 def _torchrun(cluster: ClusterSpec, train: Sequence[str]) -> list[Command]:
+    token = {TOKEN_VARIABLE: secrets.token_hex(16)}
     if is_local(cluster):
         words = (_beside_python("torchrun"), "--standalone", f"--nproc-per-node={cluster.size}", "-m", "hethub", *train)
-        return [Command(words=words)]
+        return [Command(words=words, environment=token)]
     counts = {node.accelerators for node in cluster.nodes}
     machines = [(host, node) for node in cluster.nodes for host in hosts_of(node)]
     if len(counts) > 1:
         raise BadInput(
             f"torchrun starts equally many ranks on every machine, but cluster '{cluster.name}' has machines with "
-            f"{' and '.join(map(str, sorted(counts)))} accelerators; use --with mpirun or --with srun."
+            f"{' and '.join(map(str, sorted(counts)))} accelerators; use --with mpirun or --with sbatch."
         )
     commands = []
     for index, (host, node) in enumerate(machines):
@@ -83,7 +131,7 @@ def _torchrun(cluster: ClusterSpec, train: Sequence[str]) -> list[Command]:
             f"{_bin(node)}torchrun", f"--nnodes={len(machines)}", f"--node-rank={index}", f"--nproc-per-node={node.accelerators}",
             f"--master-addr={machines[0][0]}", f"--master-port={MASTER_PORT}", "-m", "hethub", *train,
         )  # fmt: skip
-        commands.append(Command(words=words, host=host))
+        commands.append(Command(words=words, host=host, environment=token))
     return commands
 
 
@@ -128,4 +176,6 @@ def run_here(commands: Sequence[Command]) -> int:
             f"torchrun is started once on every machine ({', '.join(str(c.host) for c in commands)}); run each command there "
             "(--dry-run prints them), or use --with mpirun, which reaches all machines from here."
         )
-    return subprocess.run(commands[0].words, check=False).returncode
+    (command,) = commands
+    environment = {**os.environ, **command.environment}
+    return subprocess.run(command.words, env=environment, input=command.script, text=True, check=False).returncode

@@ -21,7 +21,7 @@ def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
     """
     info = launch_info()
     cluster = None if job is None else job.cluster
-    meeting = rendezvous(info, network=None if cluster is None else cluster.network)
+    meeting = rendezvous(info, network=None if cluster is None else cluster.network_of(info.rank))
     device = together(meeting, "device", lambda: device_in(cluster, info))
     own = own_facts(
         rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,

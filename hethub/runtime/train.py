@@ -32,7 +32,7 @@ def train(request: TrainRequest) -> RunSummary | None:
     info = launch_info()
     with _one_voice_per_node(info):
         job = read_job(request, info)
-        network = job.cluster.network if isinstance(job, Job) and job.cluster is not None else None
+        network = job.cluster.network_of(info.rank) if isinstance(job, Job) and job.cluster is not None else None
         timeout = job.spec.communicator.timeout_seconds if isinstance(job, Job) else 60.0
         meeting = rendezvous(info, network=network, timeout_seconds=timeout)
     prepared = together(meeting, "job", lambda: prepare(job, info))

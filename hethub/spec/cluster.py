@@ -158,6 +158,11 @@ class ClusterSpec(Spec):
         """Number of accelerators, which is the number of ranks."""
         return sum(node.count * node.accelerators for node in self.nodes)
 
+    def network_of(self, rank: int) -> str | None:
+        """The CIDR in which this rank's node listens: the node's own, else the cluster's."""
+        own = self.places[rank].node.network if rank < self.size else None
+        return own or self.network
+
     @cached_property
     def islands(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each island by its vendor, in order of first appearance."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from hethub.spec.errors import BadInput
 
+TOKEN_VARIABLE = "HETHUB_TOKEN"
+"""Where a launcher hands the job's secret to its ranks."""
+
 _SIOCGIFADDR = 0x8915
 _LOOPBACK_NAME = "lo" if sys.platform == "linux" else "lo0"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hethub.runtime.launch import expand_tasks_per_node, first_host, launch_info
+from hethub.runtime.place import expand_tasks_per_node, first_host, launch_info
 from hethub.spec.errors import BadInput
 from hethub.spec.network import Interface, choose_interface, interfaces
 

@@ -1,0 +1,119 @@
+"""Who this process is in its job, as its launcher tells it: torchrun, Open MPI, MPICH, Slurm or nobody.
+
+All values come from one launcher: Slurm's variables leak into an mpirun inside an allocation, and a torchrun started
+by mpirun leaves both. The innermost launcher counts.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hethub.spec.errors import BadInput
+
+Launcher = Literal["torchrun", "openmpi", "mpich", "slurm", "alone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchInfo:
+    """This process's place in the job, as its launcher tells it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: Launcher
+
+    @property
+    def is_multi_node(self) -> bool:
+        return self.local_size < self.size
+
+
+def launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo:
+    """The place of this process. Raises BadInput where the launcher's variables are incomplete or contradict."""
+    launcher = _innermost_launcher(environment)
+    if launcher == "alone":
+        return LaunchInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="alone")
+    if launcher == "slurm":
+        info = _from_slurm(environment)
+    else:
+        names = _VARIABLES[launcher]
+        rank, size, local_rank, local_size = (_number(environment, name, launcher) for name in names)
+        info = LaunchInfo(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher)
+    if not (0 <= info.rank < info.size and 0 <= info.local_rank < info.local_size <= info.size):
+        raise BadInput(
+            f"{launcher} says rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}:"
+            " these contradict each other. Start the job with one launcher and unset the variables of others."
+        )
+    return info
+
+
+_VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+def _innermost_launcher(environment: Mapping[str, str]) -> Launcher:
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return "torchrun"
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return "openmpi"
+    if "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
+        return "mpich"
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= environment.keys():
+        return "torchrun"
+    # A batch script has SLURM_PROCID too; only what srun has started is in a step.
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        return "slurm"
+    return "alone"
+
+
+def _number(environment: Mapping[str, str], name: str, launcher: Launcher) -> int:
+    try:
+        return int(environment[name])
+    except KeyError:
+        raise BadInput(
+            f"this process was started by {launcher}, but {name} is not set. Start it with {launcher}'s own command,"
+            " or unset the other variables of that launcher."
+        ) from None
+    except ValueError:
+        raise BadInput(f"{name}={environment[name]!r} is not a number; {launcher} sets it, do not change it.") from None
+
+
+def _from_slurm(environment: Mapping[str, str]) -> LaunchInfo:
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    rank, size, local_rank = (
+        _number(environment, name, "slurm") for name in ("SLURM_PROCID", size_name, "SLURM_LOCALID")
+    )
+    if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_NODEID" in environment:
+        tasks = expand_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+        local_size = tasks[_number(environment, "SLURM_NODEID", "slurm")]
+    else:
+        local_size = _number(environment, "SLURM_NTASKS_PER_NODE", "slurm")
+    return LaunchInfo(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher="slurm")
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Slurm's `4(x2),1` as [4, 4, 1]."""
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise BadInput(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of the form '4(x2),1'; Slurm sets it.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_host(node_list: str) -> str:
+    """The first host of Slurm's `nv[01-04,07],amd1`: nv01."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+))?", node_list)
+    assert match is not None
+    return match[1] + (match[2] or "")
