@@ -154,7 +154,7 @@ class Collectives:
         for place in stage.places:
             entries = self.compute.entries[place]
             computing = max(i for i, entry in enumerate(entries) if entry.action.kind in COMPUTE)
-            for index, (action, node, _, _) in enumerate(entries):
+            for index, (action, node, _) in enumerate(entries):
                 portion = self._portion(stage, action.part) if by_part else None
                 if action.kind is Kind.STEP:
                     own = self.costs.optimizer(*place, portion)

@@ -4,7 +4,8 @@ A stage whose tiles come in rounds (ZeRO-2/3) is one actor: its replicas meet in
 takes as long as its slowest tile. Collectives over a part are nodes of a stream of their own, beside compute.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,12 +21,11 @@ Unit = tuple[int, int]  # stage and part
 
 
 class Entry(NamedTuple):
-    """An action of a replica: its node, what it spends there itself, and how long before the node's end it is done."""
+    """An action of a replica: its node, and how long before the node's end the replica is done."""
 
     action: Action
     node: int
-    spent: Parts
-    early_seconds: float = 0.0
+    early_seconds: float
 
 
 IDLE = Parts(0.0, 0.0, 0.0)
@@ -39,38 +39,71 @@ class Compute:
         self.programme = Programme()
         self.actors: dict[Place, int] = {}
         self.entries: dict[Place, list[Entry]] = {}
+        self.spent: dict[Place, Parts] = {}  # by each replica on all its tiles
         self.done: dict[tuple[Kind, Unit], dict[Tile, tuple[int, float]]] = {}  # a tile's node, and how early in it
         lists = schedule(layout)
         for stage, spec in enumerate(layout.stages):
             replicas = range(len(spec.replicas))
-            together = [list(replicas)] if costs.state.in_rounds(stage) else [[replica] for replica in replicas]
-            for members in together:
-                self._add_actor(stage, {replica: lists[stage, replica] for replica in members})
+            if costs.state.in_rounds(stage):
+                self._add_together(stage, {replica: lists[stage, replica] for replica in replicas})
+            else:
+                for replica in replicas:
+                    self._add_alone((stage, replica), lists[stage, replica])
         self._wire()
 
-    def _add_actor(self, stage: int, lists: dict[int, list[Action]]) -> None:
-        """Nodes for the actions of replicas that go through them together."""
-        actor = self.programme.add_actor()
-        for replica in lists:
-            self.actors[stage, replica], self.entries[stage, replica] = actor, []
-        for acts in zip(*lists.values(), strict=True):
-            spent = [self._spent(act, replica) for act, replica in zip(acts, lists, strict=True)]
-            seconds = max(parts.total for parts in spent)
-            node = self.programme.add(actor, seconds)
-            for act, replica, own in zip(acts, lists, spent, strict=True):
-                # Only gathers keep a replica from running ahead of the others inside a round.
-                early = seconds - own.total if self.layout.stages[stage].zero < 3 else 0.0
-                self.entries[stage, replica].append(Entry(act, node, own, early))
-                if act.tile is not None:
-                    self.done.setdefault((act.kind, (stage, act.part)), {})[act.tile] = (node, early)
+    def _add_alone(self, place: Place, acts: list[Action]) -> None:
+        """Nodes for the actions of a replica that goes its own way."""
+        actor, first = self.programme.add_actor(), len(self.programme.seconds)
+        price = self._price(place)
+        spent = [price(act) for act in acts]
+        nodes = range(first, first + len(acts))
+        self.programme.orders[actor] += nodes
+        self.programme.seconds += [parts.total for parts in spent]
+        self.programme.needs += [[] for _ in acts]
+        self._note(place, actor, [Entry(act, node, 0.0) for act, node in zip(acts, nodes, strict=True)], spent)
 
-    def _spent(self, act: Action, replica: int) -> Parts:
-        if act.tile is None or act.kind not in COMPUTE:
-            return IDLE
-        portions = self.costs.state.portions[act.stage]
-        portion = portions[act.part] if len(portions) > 1 else None
-        cost = self.costs.tile(act.stage, replica, act.tile.samples.size, portion)
-        return {Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward, Kind.WEIGHT: cost.weight}[act.kind]
+    def _add_together(self, stage: int, lists: dict[int, list[Action]]) -> None:
+        """Nodes for the rounds of replicas that go through them in lockstep."""
+        actor = self.programme.add_actor()
+        spent = {replica: list(map(self._price((stage, replica)), acts)) for replica, acts in lists.items()}
+        seconds = [max(parts.total for parts in own) for own in zip(*spent.values(), strict=True)]
+        nodes = [self.programme.add(actor, longest) for longest in seconds]
+        # Only gathers keep a replica from running ahead of the others inside a round.
+        ahead = self.layout.stages[stage].zero < 3
+        for replica, acts in lists.items():
+            early = [
+                longest - own.total if ahead else 0.0 for longest, own in zip(seconds, spent[replica], strict=True)
+            ]
+            entries = [Entry(*entry) for entry in zip(acts, nodes, early, strict=True)]
+            self._note((stage, replica), actor, entries, spent[replica])
+
+    def _note(self, place: Place, actor: int, entries: list[Entry], spent: list[Parts]) -> None:
+        self.actors[place], self.entries[place] = actor, entries
+        counts = Counter(spent)
+        self.spent[place] = Parts(*(sum(n * parts[i] for parts, n in counts.items()) for i in range(3)))
+        for act, node, early in entries:
+            if act.tile is not None:
+                key = (act.kind, (act.stage, act.part))
+                if key not in self.done:
+                    self.done[key] = {}
+                self.done[key][act.tile] = (node, early)
+
+    def _price(self, place: Place) -> Callable[[Action], Parts]:
+        """What the replica spends on an action, by kind, part and samples."""
+        known: dict[tuple[Kind, int, int], Parts] = {}
+        portions = self.costs.state.portions[place[0]]
+
+        def price(act: Action) -> Parts:
+            if act.tile is None or act.kind not in COMPUTE:
+                return IDLE
+            key = (act.kind, act.part, act.tile.samples.stop - act.tile.samples.start)
+            if key not in known:
+                cost = self.costs.tile(*place, key[2], portions[act.part] if len(portions) > 1 else None)
+                passes = {Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward, Kind.WEIGHT: cost.weight}
+                known[key] = passes[act.kind]
+            return known[key]
+
+        return price
 
     def units(self) -> list[Unit]:
         """All parts of all stages in the order in which a sample passes them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hethub.predictor.collectives import Collectives
-from hethub.predictor.costs import Parts, PlanCosts
+from hethub.predictor.costs import PlanCosts
 from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import idle_times, replay
 from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
@@ -41,21 +41,20 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     classic = layout.plan.schedule in ("1f1b", "gpipe")
     if not full and classic and even and costs.tiles_alike and costs.chains_apart:
         return _chain_times(layout, costs)
-    return _replayed_times(layout, costs)
+    return _replayed_times(layout, costs, full)
 
 
 # -- every action -------------------------------------------------------------------------------------------------------
 
 
-def _replayed_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+def _replayed_times(layout: Layout, costs: PlanCosts, full: bool) -> StepTimes:
     """Every action of every replica, in the order that the executor runs them."""
     compute = Compute(layout, costs)
     collectives = Collectives(layout, costs, compute)
     ends = replay(compute.programme)
     seconds = max(ends)
-    busy = {place: _spent(compute, place) for place in compute.entries}
-    bottleneck = max(busy, key=lambda place: busy[place].total)
-    parts = busy[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
+    bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
+    parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     gathers = [entry.node for entry in compute.entries[bottleneck] if entry.action.kind is Kind.GATHER]
     parts["dp"] += sum(compute.programme.seconds[node] for node in gathers)
     for _, idle, source, under_way in idle_times(compute.programme, ends, compute.actors[bottleneck]):
@@ -63,15 +62,8 @@ def _replayed_times(layout: Layout, costs: PlanCosts) -> StepTimes:
             parts["dp"] += min(idle, collectives.shown[source])
         else:
             parts["pp"] += min(idle, max(0.0, under_way))
-    return StepTimes(
-        seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=_timed(compute, ends)
-    )
-
-
-def _spent(compute: Compute, place: Place) -> Parts:
-    """What a replica spends on all its tiles."""
-    spent = [entry.spent for entry in compute.entries[place]]
-    return Parts(*(sum(column) for column in zip(*spent, strict=True)))
+    timed = _timed(compute, ends) if full else None
+    return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=timed)
 
 
 def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
@@ -79,7 +71,7 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
     found: dict[Place, list[Timed]] = {}
     for place, entries in compute.entries.items():
         own: list[Timed] = []
-        for action, node, _, early in entries:
+        for action, node, early in entries:
             waited = action.kind in (Kind.REDUCE, Kind.GATHER)
             start = own[-1].stop_seconds if waited and own else ends[node] - compute.programme.seconds[node]
             own.append(Timed(action, start, ends[node] - early))
