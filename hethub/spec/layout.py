@@ -3,15 +3,26 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.interleaving import Pass, interleave, most_held
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
 from hethub.spec.tensors import RankShares, rank_shares
-from hethub.spec.tiling import Tile, Transfer, deal, in_flight_limits, is_regular, regular_limits, transfers
+from hethub.spec.tiling import (
+    Tile,
+    Transfer,
+    as_one_replica,
+    deal,
+    in_flight_limits,
+    is_regular,
+    regular_limits,
+    rounds,
+    transfers,
+)  # fmt: skip
 
 
 class Seat(NamedTuple):
@@ -21,6 +32,25 @@ class Seat(NamedTuple):
     stage: int
     replica: int
     position: int  # within the replica
+
+
+class Unit(NamedTuple):
+    """A part of a stage: the layers that one forward or backward of it runs."""
+
+    stage: int
+    part: int
+    layers: Range
+
+
+class Boundary(NamedTuple):
+    """Two neighbouring units on different stages and what one hands to the other; gradients go the other way."""
+
+    source: Unit
+    target: Unit
+    transfers: tuple[Transfer, ...]
+
+
+ALL_IN_FLIGHT = ("gpipe", "ministages", "layered")  # schedules under which all tiles run forward before a backward
 
 
 @dataclass(frozen=True)
@@ -58,13 +88,6 @@ class Layout:
         """Per stage, its tiles in order of the sample axis."""
         return tuple(deal(index, stage.replicas) for index, stage in enumerate(self.plan.stages))
 
-    def parts(self, stage: int) -> tuple[Range, ...]:
-        """The layers that each of a stage's parts runs: its chunks, or under `layered` its layers one by one."""
-        chunks = self.plan.stages[stage].chunks
-        if self.plan.schedule != "layered":
-            return chunks
-        return tuple(Range(layer, layer + 1) for chunk in chunks for layer in range(*chunk))
-
     def tiles_of(self, stage: int, replica: int) -> tuple[Tile, ...]:
         """A replica's tiles in order."""
         return self._tiles_by_replica[stage][replica]
@@ -80,20 +103,97 @@ class Layout:
         return tuple(result)
 
     @cached_property
-    def in_flight(self) -> list[list[int]]:
-        """Per stage and replica, the tiles held before their backward."""
-        if self.plan.schedule == "gpipe":
-            return [[len(own) for own in stage] for stage in self._tiles_by_replica]
-        return regular_limits(self.plan) if is_regular(self.plan) else in_flight_limits(self.plan, self.tiles)
+    def lanes(self) -> tuple[tuple[Tile, ...], ...]:
+        """Per stage, the tiles as schedules see them: its own, or its rounds, which are the tiles of one replica."""
+        return tuple(
+            as_one_replica(rounds(tiles)) if self.plan.runs_in_rounds(stage) else tiles
+            for stage, tiles in enumerate(self.tiles)
+        )
+
+    def lane_of(self, stage: int, replica: int) -> int:
+        """The lane a replica goes in: one of its own, or the first with all others of its stage."""
+        return 0 if self.plan.runs_in_rounds(stage) else replica
+
+    def lane_tiles(self, stage: int, replica: int) -> tuple[Tile | None, ...]:
+        """The replica's own tile of each tile of its lane; None for a round that has none for it."""
+        if not self.plan.runs_in_rounds(stage):
+            return self.tiles_of(stage, replica)
+        return tuple(
+            next((tile for tile in together if tile.replica == replica), None) for together in rounds(self.tiles[stage])
+        )
 
     @cached_property
+    def in_flight(self) -> list[list[int]]:
+        """Per stage and replica, the tiles held at most before their backward; of a stage in rounds, those under way.
+
+        Under interleaved a tile counts once for every chunk that it is held in; under ministages and layered, where all
+        tiles are held in all parts, it counts once.
+        """
+        limits, parts = self.lane_limits, self.plan.num_chunks
+        return [
+            [min(limits[stage][self.lane_of(stage, r)], len(own) * parts) for r, own in enumerate(each)]
+            for stage, each in enumerate(self._tiles_by_replica)
+        ]
+
+    @cached_property
+    def lane_limits(self) -> list[list[int]]:
+        """As `in_flight`, per lane."""
+        if self.plan.schedule in ALL_IN_FLIGHT:
+            return [[len(own) for own in _by_lane(tiles)] for tiles in self.lanes]
+        if self.plan.schedule == "interleaved":
+            return [[most_held(passes) for passes in lanes] for lanes in self.interleaved]
+        if is_regular(self.plan):
+            limits = regular_limits(self.plan)
+            return [own[:1] if self.plan.runs_in_rounds(stage) else own for stage, own in enumerate(limits)]
+        return in_flight_limits(self.plan, self.lanes)
+
+    @cached_property
+    def interleaved(self) -> list[list[list[Pass]]]:
+        """Per stage and lane, the passes of schedule interleaved."""
+        return interleave(self.plan, self.lanes)
+
+    def parts(self, stage: int) -> tuple[Range, ...]:
+        """The layers that each of a stage's parts runs: its chunks, or under `layered` its layers one by one."""
+        chunks = self.plan.stages[stage].chunks
+        if self.plan.schedule != "layered":
+            return chunks
+        return tuple(Range(layer, layer + 1) for chunk in chunks for layer in range(*chunk))
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All parts of all stages in the order in which a sample passes them."""
+        found = [
+            Unit(stage, part, layers)
+            for stage in range(self.num_stages)
+            for part, layers in enumerate(self.parts(stage))
+        ]
+        return tuple(sorted(found, key=lambda unit: unit.layers))
+
+    def unit_beside(self, stage: int, part: int, way: Literal[-1, 1]) -> Unit | None:
+        """The unit that samples pass before (-1) or after (1) a part of a stage; None at the model's ends."""
+        index = self._unit_index[stage, part] + way
+        return self.units[index] if 0 <= index < len(self.units) else None
+
+    @cached_property
+    def _unit_index(self) -> dict[tuple[int, int], int]:
+        return {(unit.stage, unit.part): index for index, unit in enumerate(self.units)}
+
+    @cached_property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """The places where samples pass from one stage to another (back to the first one too, between chunks)."""
+        found: list[Boundary] = []
+        first_tag = 0
+        for source, target in pairwise(self.units):
+            if source.stage != target.stage:
+                crossing = transfers(self.tiles[source.stage], self.tiles[target.stage], first_tag)
+                found.append(Boundary(source, target, tuple(crossing)))
+                first_tag += len(crossing)
+        return tuple(found)
+
+    @property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
-        """Per stage boundary, what crosses it; tags are unique over all boundaries."""
-        crossing: list[tuple[Transfer, ...]] = []
-        for sources, targets in pairwise(self.tiles):
-            first_tag = sum(map(len, crossing))
-            crossing.append(tuple(transfers(sources, targets, first_tag)))
-        return tuple(crossing)
+        """Per boundary, what crosses it forward; tags are unique over all boundaries."""
+        return tuple(boundary.transfers for boundary in self.boundaries)
 
     def leader(self, tile: Tile) -> int:
         """The rank that sends and receives for a tile; turns go round the replica, so its links share the load."""
@@ -112,6 +212,13 @@ class Layout:
     def head_is_apart(self) -> bool:
         """Whether a tied head lives on another stage than the embedding that owns its weight."""
         return self.model.tied_head and self.num_stages > 1
+
+
+def _by_lane(tiles: tuple[Tile, ...]) -> list[list[Tile]]:
+    lanes: dict[int, list[Tile]] = {}
+    for tile in tiles:
+        lanes.setdefault(tile.replica, []).append(tile)
+    return [lanes[lane] for lane in sorted(lanes)]
 
 
 def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
@@ -134,6 +241,7 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     layout = Layout(plan, model, cluster)
     _check_precision(layout)
     _check_islands(layout)
+    _check_schedule(layout)
     for stage, spec in enumerate(plan.stages):
         for replica in range(len(spec.replicas)):
             layout.shares(stage, replica)
@@ -172,7 +280,17 @@ def _check_islands(layout: Layout) -> None:
                 f"stages[{index}]: zero: 0 with replicas on islands {' and '.join(sorted(layout.islands_of(stage.ranks)))} would let "
                 "unlike kernels drift apart in the last bits; set zero: 1, so that every byte is stepped at one owner."
             )
-        if layout.plan.schedule == "gpipe" and any(replica.in_flight for replica in stage.replicas):
+
+
+def _check_schedule(layout: Layout) -> None:
+    name = layout.plan.schedule
+    for index, stage in enumerate(layout.stages):
+        if name in ALL_IN_FLIGHT and any(replica.in_flight for replica in stage.replicas):
             raise BadInput(
-                f"stages[{index}]: schedule gpipe holds all tiles at once, so in_flight has no meaning; remove it or choose 1f1b."
+                f"stages[{index}]: schedule {name} holds all tiles at once, so in_flight has no meaning; remove it or choose 1f1b."
+            )
+        if name == "zero_bubble" and stage.recompute == "full":
+            raise BadInput(
+                f"stages[{index}]: schedule zero_bubble puts weight gradients off, for which a tile keeps what its layers computed; "
+                "recompute: full has thrown that away. Set recompute to none or selective, or choose 1f1b."
             )

@@ -58,7 +58,11 @@ class StageSpec(Spec):
     def _chunks_and_shares(self) -> "StageSpec":
         for start, stop in self.layers:
             if stop <= start:
-                raise ValueError(f"the chunk of layers [{start}, {stop}) holds none; stop must exceed start.")
+                several = len(self.layers) > 1
+                more = (
+                    f" {len(self.layers)} chunks are more than this stage's layers fill: give fewer." if several else ""
+                )
+                raise ValueError(f"the chunk of layers [{start}, {stop}) holds none; stop must exceed start.{more}")
         if strangers := sorted(set(self.state_shares) - set(self.ranks)):
             raise ValueError(
                 f"state_shares name rank {strangers[0]}, which is not in this stage (ranks {list(self.ranks)})."
@@ -114,6 +118,8 @@ class PlanSpec(Spec):
         counts = {len(stage.layers) for stage in self.stages}
         if len(counts) > 1:
             raise ValueError(f"stages have {sorted(counts)} chunks of layers; all have equally many.")
+        if self.num_chunks == 1 and self.schedule == "interleaved":
+            raise ValueError("schedule interleaved takes two or more chunks of layers per stage; got one. Choose 1f1b.")
         if self.num_chunks > 1 and self.schedule not in ("interleaved", "ministages"):
             raise ValueError(
                 f"schedule {self.schedule} takes one chunk of layers per stage; got {self.num_chunks}. Several go with "
@@ -139,6 +145,14 @@ class PlanSpec(Spec):
                     f"stage {index}: its replicas take {total} samples, but global_batch is {self.global_batch}; "
                     f"change a replica's samples by {self.global_batch - total:+d}."
                 )
+
+    def runs_in_rounds(self, stage: int) -> bool:
+        """Whether a stage's replicas go tile by tile together, as collectives of every tile make them.
+
+        Where all tiles pass a part before the next, its collectives go once per part and pass instead.
+        """
+        spec = self.stages[stage]
+        return spec.zero >= 2 and len(spec.replicas) > 1 and self.schedule not in ("layered", "ministages")
 
     @property
     def ranks(self) -> tuple[int, ...]:

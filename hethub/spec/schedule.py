@@ -1,44 +1,30 @@
 """Schedules: pure functions from a layout to every replica's ordered actions, and a proof that they can finish.
 
 One schedule, two interpreters: the predictor's simulator replays it against costs, the runtime's executor runs it.
-What crosses between stages is no action of its own: a forward first waits for the transfers that end in its tile and
-then sends those that start there (Layout.transfers); a backward does the same the other way.
+What both may rely on:
+
+- `schedule(layout)` is the one source of order: a rank runs its replica's list from front to back.
+- `dependencies(layout, action)` are the actions of other stages that must have ended before an action can start. What
+  crosses between stages is no action of its own: a forward first waits for the transfers that end in its tile and part
+  and then sends those that start there (Layout.boundaries); a backward does the same the other way. Between
+  neighbouring parts of one stage a replica hands its own tile over; its list has the two in the right order.
+- A stage that runs in rounds (`plan.runs_in_rounds`) gives all its replicas lists of one length. Their k-th entries are
+  one round: the same kind and part, with a tile or without. A round's collectives need all of its replicas, so none
+  gets further into the next round than they allow; the proof takes a round as one action.
+- Every compute action of a tile in a part comes once: forward, backward, and under zero_bubble weight after it.
 """
 
-from collections.abc import Iterator
-from enum import StrEnum
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from hethub.spec.action import COMPUTE, Action, Kind
 from hethub.spec.errors import BadInput
+from hethub.spec.interleaving import Pass
 from hethub.spec.layout import Layout
-from hethub.spec.tiling import Tile, overlapping
+from hethub.spec.orders import one_forward_one_backward, part_by_part, with_weight_passes
+from hethub.spec.tiling import overlapping
 
-
-class Kind(StrEnum):
-    """What a rank does; the names appear in traces, predicted and measured alike."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    WEIGHT = "weight"  # the gradients of the weights, where a schedule puts them off
-    REDUCE = "reduce"  # gradients summed over replicas; overlapped with the last backward, waited for here
-    STEP = "step"  # global norm, clipping, optimizer
-    GATHER = "gather"  # new weights from their owners to all holders
-
-
-class Action(NamedTuple):
-    """One entry of a rank's schedule; `tile` is given for forward and backward."""
-
-    kind: Kind
-    stage: int
-    tile: Tile | None = None
-    part: int = 0  # of the stage's parts (Layout.parts)
-
-    @property
-    def name(self) -> str:
-        """`forward s0 [4, 6)`: equal in the prediction's and the run's trace."""
-        place = f"{self.kind} s{self.stage}"
-        return place if self.tile is None else f"{place} [{self.tile.samples.start}, {self.tile.samples.stop})"
-
+__all__ = ["COMPUTE", "EXECUTABLE", "LARGEST_ZERO", "Action", "Kind", "actions", "check_executable", "dependencies",
+           "execution_order", "schedule"]  # fmt: skip
 
 EXECUTABLE = ("gpipe", "1f1b")
 LARGEST_ZERO = 1
@@ -67,21 +53,45 @@ def _check_schedule(layout: Layout) -> None:
 
 
 def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
-    """The ordered actions of every rank of a replica for one step. Raises BadInput for a schedule not yet executable."""
-    _check_schedule(layout)
-    tiles = layout.tiles_of(stage, replica)
-    order = list(_one_forward_one_backward(tiles, layout.in_flight[stage][replica]))
-    compute = [Action(kind, stage, tile) for kind, tile in order]
+    """The ordered actions of every rank of a replica for one step."""
+    own, num_parts = layout.lane_tiles(stage, replica), len(layout.parts(stage))
+    compute = [
+        Action(kind, stage, own[index], part, num_parts)
+        for kind, part, index in _passes(layout, stage, layout.lane_of(stage, replica))
+    ]
     return [*compute, Action(Kind.REDUCE, stage), Action(Kind.STEP, stage), Action(Kind.GATHER, stage)]
 
 
-def _one_forward_one_backward(tiles: tuple[Tile, ...], in_flight: int) -> Iterator[tuple[Kind, Tile]]:
-    """1F1B: fill up to `in_flight` tiles, then a backward and a forward in turn, then drain. GPipe is in_flight = all."""
-    for index in range(len(tiles) + in_flight):
-        if index >= in_flight:
-            yield Kind.BACKWARD, tiles[index - in_flight]
-        if index < len(tiles):
-            yield Kind.FORWARD, tiles[index]
+def _passes(layout: Layout, stage: int, lane: int) -> Sequence[Pass]:
+    """What a lane does with its tiles, in order."""
+    name = layout.plan.schedule
+    if name == "interleaved":
+        return layout.interleaved[stage][lane]
+    num_tiles = sum(tile.replica == lane for tile in layout.lanes[stage])
+    if name in ("ministages", "layered"):
+        return list(part_by_part(num_tiles, len(layout.parts(stage))))
+    order = list(one_forward_one_backward(num_tiles, layout.lane_limits[stage][lane]))
+    return list(with_weight_passes(order, _put_off(layout, stage, lane))) if name == "zero_bubble" else order
+
+
+def _put_off(layout: Layout, stage: int, lane: int) -> int:
+    """Tiles whose weight part zero_bubble puts off: those that keep a stage's samples under way at the fullest stage's.
+
+    Later stages hold fewer tiles, so they have that much room, and their backwards come the sooner to those before
+    (arXiv 2401.10241, its schedule H1). A replica takes its share of the stage's samples.
+    """
+    under_way = [_samples_under_way(layout, each) for each in range(layout.num_stages)]
+    own = [tile.samples.size for tile in layout.lanes[stage] if tile.replica == lane]
+    room = (max(under_way) - under_way[stage]) * sum(own)
+    return room // (layout.plan.global_batch * max(own))
+
+
+def _samples_under_way(layout: Layout, stage: int) -> int:
+    """Samples that a stage holds between forward and backward at most."""
+    largest: dict[int, int] = {}
+    for tile in layout.lanes[stage]:
+        largest[tile.replica] = max(largest.get(tile.replica, 0), tile.samples.size)
+    return sum(layout.lane_limits[stage][lane] * size for lane, size in largest.items())
 
 
 def schedule(layout: Layout) -> dict[tuple[int, int], list[Action]]:
@@ -90,34 +100,39 @@ def schedule(layout: Layout) -> dict[tuple[int, int], list[Action]]:
 
 
 def dependencies(layout: Layout, action: Action) -> list[Action]:
-    """The actions of other replicas that must have ended before this forward or backward can start."""
-    tile = action.tile
-    if tile is None:
+    """The actions on other stages that must have ended before this one can start; none where it has no tile."""
+    if action.tile is None or action.kind not in (Kind.FORWARD, Kind.BACKWARD):
         return []
-    neighbour = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
-    if not 0 <= neighbour < layout.num_stages:
+    unit = layout.unit_beside(action.stage, action.part, -1 if action.kind is Kind.FORWARD else 1)
+    if unit is None or unit.stage == action.stage:
         return []
-    return [Action(action.kind, neighbour, other) for other in overlapping(layout.tiles[neighbour], tile.samples)]
+    num_parts = len(layout.parts(unit.stage))
+    others = overlapping(layout.tiles[unit.stage], action.tile.samples)
+    return [Action(action.kind, unit.stage, other, unit.part, num_parts) for other in others]
 
 
 def execution_order(layout: Layout) -> list[tuple[int, int, Action]]:
     """A global order in which all compute actions can run, as (stage, replica, action): the proof of no deadlock.
 
-    Raises AssertionError naming the actions that wait for each other if there is none.
+    The entries of a round run together, once all of them can. Raises AssertionError naming the actions that wait for
+    each other if there is no such order.
     """
-    pending = {seat: iter(acts) for seat, acts in schedule(layout).items()}
-    heads = {seat: next(acts) for seat, acts in pending.items()}
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for s, r in (lists := schedule(layout)):
+        lanes.setdefault((s, layout.lane_of(s, r)), []).append((s, r))
+    pending = {lane: zip(*(lists[seat] for seat in seats), strict=True) for lane, seats in lanes.items()}
+    heads = {lane: next(entries) for lane, entries in pending.items()}
     done: set[Action] = set()
     order: list[tuple[int, int, Action]] = []
     progress = True
     while progress:
         progress = False
-        for seat, head in list(heads.items()):
-            while head.tile is not None and all(needed in done for needed in dependencies(layout, head)):
-                done.add(head)
-                order.append((*seat, head))
-                head, progress = next(pending[seat]), True
-            heads[seat] = head
-    stuck = [head.name for head in heads.values() if head.tile is not None]
+        for lane, head in list(heads.items()):
+            while head[0].is_compute and all(need in done for act in head for need in dependencies(layout, act)):
+                done.update(head)
+                order += [(*seat, act) for seat, act in zip(lanes[lane], head, strict=True)]
+                head, progress = next(pending[lane]), True
+            heads[lane] = head
+    stuck = [act.name for head in heads.values() for act in head if act.is_compute]
     assert not stuck, f"these actions wait for each other: {stuck}"
     return order

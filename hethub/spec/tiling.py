@@ -1,8 +1,8 @@
 """Tiles: how a stage's micro-batches lie on the sample axis, who needs whom, and how many must be in flight."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import lcm
 from typing import NamedTuple
 
 from hethub.spec.errors import BadInput
@@ -34,7 +34,7 @@ def deal(stage: int, replicas: Sequence[ReplicaSpec]) -> tuple[Tile, ...]:
     A replica's turn comes at (dealt + micro_batch) / samples, which grows with every tile of its own: all turns sorted,
     brought to a common denominator, ties as listed, are the order of dealing.
     """
-    common = lcm(*(replica.samples for replica in replicas))
+    common = math.lcm(*(replica.samples for replica in replicas))
     turns = [
         (stop * (common // replica.samples), position, index)
         for position, replica in enumerate(replicas)
@@ -50,6 +50,30 @@ def deal(stage: int, replicas: Sequence[ReplicaSpec]) -> tuple[Tile, ...]:
         tiles.append(Tile(stage, position, index, Range(start, stop)))
         start = stop
     return tuple(tiles)
+
+
+def rounds(tiles: Sequence[Tile]) -> tuple[tuple[Tile, ...], ...]:
+    """The stage's tiles as runs that hold at most one tile of each replica, every run as long as it can be.
+
+    There are as many as the busiest replica has tiles: between two tiles of any other lies at least one of its own.
+    """
+    found: list[list[Tile]] = []
+    seen: set[int] = set()
+    for tile in tiles:
+        if not found or tile.replica in seen:
+            found.append([])
+            seen.clear()
+        found[-1].append(tile)
+        seen.add(tile.replica)
+    return tuple(map(tuple, found))
+
+
+def as_one_replica(groups: Sequence[Sequence[Tile]]) -> tuple[Tile, ...]:
+    """Rounds as the tiles of a single replica, which they are to the stages around."""
+    return tuple(
+        Tile(group[0].stage, 0, index, Range(group[0].samples.start, group[-1].samples.stop))
+        for index, group in enumerate(groups)
+    )
 
 
 def overlapping(tiles: Sequence[Tile], samples: Range) -> Sequence[Tile]:
@@ -87,7 +111,9 @@ def regular_limits(plan: PlanSpec) -> list[list[int]]:
 
 
 def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[list[int]]:
-    """Per stage and replica, how many tiles it may hold before their backward under 1F1B.
+    """Per stage and lane, how many tiles it may hold before their backward under 1F1B.
+
+    `tiles` are the stages' tiles; a lane is a replica, or all of them where the stage runs in rounds.
 
     A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
     sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
@@ -99,20 +125,32 @@ def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[li
     below = _Below(starts=[], stops=[], frontier=[], roomy=[])
     for stage in range(len(plan.stages) - 1, -1, -1):
         chosen = []
-        owned: list[list[Range]] = [[] for _ in plan.stages[stage].replicas]
+        asked = asked_in_flight(plan, stage)
+        owned: list[list[Range]] = [[] for _ in asked]
         for tile in tiles[stage]:
             owned[tile.replica].append(tile.samples)
-        for position, (replica, own) in enumerate(zip(plan.stages[stage].replicas, owned, strict=True)):
+        for (given, place), own in zip(asked, owned, strict=True):
             least, default = below.distances(own)
-            if replica.in_flight is not None and replica.in_flight < least:
+            if given is not None and given < least:
                 raise BadInput(
-                    f"stages[{stage}].replicas[{position}].in_flight is {replica.in_flight}, but a tile's backward waits for "
-                    f"{least} of this replica's forwards; give at least {least}, or remove it for the default of {default}."
+                    f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
+                    f"{least}, or remove it for the default of {default}."
                 )
-            chosen.append(min(replica.in_flight or default, len(own)))
+            chosen.append(min(given or default, len(own)))
         limits.insert(0, chosen)
         below = _Below.after(tiles[stage], owned, chosen, below)
     return limits
+
+
+def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
+    """Per lane of a stage, the in_flight that the plan gives and where it does. Together, the smallest one counts."""
+    given = [
+        (replica.in_flight, f"stages[{stage}].replicas[{position}]")
+        for position, replica in enumerate(plan.stages[stage].replicas)
+    ]
+    if not plan.runs_in_rounds(stage):
+        return given
+    return [min(given, key=lambda one: one[0] or math.inf)]
 
 
 class _Below(NamedTuple):

@@ -32,16 +32,41 @@ def replica_specs(draw: st.DrawFn, max_batch: int = 40, max_replicas: int = 5) -
 
 @st.composite
 def cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 4, schedule: str | None = None) -> Case:
-    """A layout over one to four stages of the tiny model."""
+    """A layout over one to four stages of the tiny model, one chunk each, ZeRO 0 or 1."""
     model = draw(st.sampled_from([MODEL, TIED, MULTI_QUERY]))
+    chunks = [[size] for size in draw(compositions(model.layers, model.layers))]
+    name = schedule or draw(st.sampled_from(["1f1b", "gpipe"]))
+    return draw(_case(name, model, chunks, (0, 1), max_batch, max_replicas))
+
+
+@st.composite
+def any_cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 3, schedule: str | None = None) -> Case:
+    """A layout under any schedule: one to three stages, up to three chunks of one or two layers, any ZeRO level."""
+    name = schedule or draw(st.sampled_from(SCHEDULES))
+    num_stages = draw(st.integers(1, 3))
+    fewest, most = {"interleaved": (2, 3), "ministages": (1, 3)}.get(name, (1, 1))
+    num_chunks = draw(st.integers(fewest, most))
+    sizes = [draw(st.lists(st.integers(1, 2), min_size=num_chunks, max_size=num_chunks)) for _ in range(num_stages)]
+    model = draw(st.sampled_from([MODEL, TIED, MULTI_QUERY])).replace(layers=sum(map(sum, sizes)))
+    return draw(_case(name, model, sizes, (0, 1, 2, 3), max_batch, max_replicas))
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
+
+
+@st.composite
+def _case(
+    draw: st.DrawFn, name: str, model: Any, sizes: list[list[int]], zeros: tuple[int, ...], max_batch: int, most: int
+) -> Case:
+    """A layout whose stage s holds chunks of sizes[s] layers."""
     batch = draw(st.integers(1, max_batch))
     stages: list[dict[str, Any]] = []
-    vendors, first = "", 0
-    for num_layers in draw(compositions(model.layers, model.layers)):
+    vendors = ""
+    for layers in _chunks(sizes):
         replicas, letters = [], ""
-        for samples in draw(compositions(batch, max_replicas)):
+        for samples in draw(compositions(batch, most)):
             tp, shares = draw(st.sampled_from([(1, None), (1, None), (2, None), (4, None), (2, [3, 1])]))
-            if shares and model is MULTI_QUERY:
+            if shares and model.kv_heads == MULTI_QUERY.kv_heads:
                 shares = None
             letter = draw(st.sampled_from("aan"))
             start = len(vendors) + len(letters)
@@ -54,8 +79,18 @@ def cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 4, schedule:
                 }
             )
             letters += letter * tp
-        zero = 1 if len(set(letters)) > 1 else draw(st.sampled_from([0, 1]))
-        stages.append({"layers": [[first, first + num_layers]], "replicas": replicas, "zero": zero})
-        vendors, first = vendors + letters, first + num_layers
-    name = schedule or draw(st.sampled_from(["1f1b", "gpipe"]))
+        allowed = [zero for zero in zeros if zero or len(set(letters)) == 1]
+        stages.append({"layers": layers, "replicas": replicas, "zero": draw(st.sampled_from(allowed))})
+        vendors += letters
     return Case(name="random", stages=stages, vendors=vendors, schedule=name, global_batch=batch, model=model)
+
+
+def _chunks(sizes: list[list[int]]) -> list[list[list[int]]]:
+    """Per stage its chunks [start, stop): chunk by chunk, stage by stage."""
+    found: list[list[list[int]]] = [[] for _ in sizes]
+    first = 0
+    for chunk in range(len(sizes[0])):
+        for stage, own in enumerate(sizes):
+            found[stage].append([first, first + own[chunk]])
+            first += own[chunk]
+    return found

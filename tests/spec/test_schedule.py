@@ -1,31 +1,82 @@
 """Schedules of random plans: complete, in order, and free of deadlock by simulated execution."""
 
+import re
+from itertools import pairwise
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout
-from hethub.spec.schedule import Kind, actions, dependencies, execution_order, schedule
-from tests.spec.random_plans import cases
+from hethub.spec.layout import Layout, bind
+from hethub.spec.schedule import Action, Kind, actions, dependencies, execution_order, schedule
+from hethub.spec.tiling import Tile
+from tests.spec.random_plans import any_cases, cases
 from tests.spec.test_tiling import minimum, with_in_flight
-from tests.support.layouts import MODEL, Case, replica, stage
+from tests.support.layouts import MODEL, Case, chunked, replica, stage
 
 PIPELINE = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]
 
 
-@given(cases(max_batch=20))
-def test_every_plan_has_an_execution_order(case: Case) -> None:
-    layout = case.layout()
-    order = execution_order(layout)
-    done = set()
-    for s, r, action in order:
-        assert (action.stage, action.tile.replica) == (s, r)
+def check_order(layout: Layout) -> None:
+    """Everything runs once, after what it needs: other stages' tiles, the own tile's part before, its forward."""
+    done: set[Action] = set()
+    compute = [acts for acts in execution_order(layout) if acts[2].tile is not None]
+    for s, r, action in compute:
+        tile, part = action.tile, action.part
+        assert tile is not None
+        assert (action.stage, tile.replica) == (s, r)
         assert done.issuperset(dependencies(layout, action))
+        if action.kind is Kind.WEIGHT:
+            assert action._replace(kind=Kind.BACKWARD) in done
         if action.kind is Kind.BACKWARD:
-            assert (Kind.FORWARD, action.tile) in {(other.kind, other.tile) for other in done}
+            assert action._replace(kind=Kind.FORWARD) in done
+        beside = layout.unit_beside(s, part, -1 if action.kind is Kind.FORWARD else 1)
+        if beside is not None and beside.stage == s and action.kind is not Kind.WEIGHT:
+            assert action._replace(part=beside.part) in done
         done.add(action)
-    assert len(order) == len(done) == 2 * sum(map(len, layout.tiles))
+    kinds = 3 if layout.plan.schedule == "zero_bubble" else 2
+    tiles = sum(len(own) * len(layout.parts(s)) for s, own in enumerate(layout.tiles))
+    assert len(compute) == len(done) == kinds * tiles
+
+
+@settings(max_examples=300)
+@given(any_cases(max_batch=20))
+def test_every_plan_has_an_execution_order(case: Case) -> None:
+    check_order(case.layout())
+
+
+@given(any_cases(max_batch=20))
+def test_the_entries_of_a_round_belong_together(case: Case) -> None:
+    layout = case.layout()
+    lists = schedule(layout)
+    for s, spec in enumerate(layout.stages):
+        replicas = range(len(spec.replicas))
+        for r in replicas:
+            compute = [act for act in lists[s, r] if act.is_compute]
+            assert lists[s, r][: len(compute)] == compute  # reduction and step come behind all of it
+            assert layout.plan.runs_in_rounds(s) or all(act.tile for act in compute)
+        if not layout.plan.runs_in_rounds(s):
+            continue
+        for together in zip(*(lists[s, r] for r in replicas), strict=True):
+            assert len({(act.kind, act.part) for act in together}) == 1
+            ranges = sorted(act.tile.samples for act in together if act.tile)
+            assert all(a.stop == b.start for a, b in pairwise(ranges))
+        busiest = max(len(layout.tiles_of(s, r)) for r in replicas)
+        assert len([act for act in lists[s, 0] if act.kind is Kind.FORWARD]) == busiest * len(layout.parts(s))
+
+
+@given(any_cases(max_batch=20))
+def test_a_part_is_passed_by_all_tiles_before_the_next(case: Case) -> None:
+    if case.schedule not in ("ministages", "layered"):
+        return
+    layout = case.layout()
+    for (s, r), acts in schedule(layout).items():
+        parts = range(len(layout.parts(s)))
+        for kind, order in ((Kind.FORWARD, parts), (Kind.BACKWARD, parts[::-1])):
+            own = [(act.part, act.tile) for act in acts if act.kind is kind]
+            assert own == [(part, tile) for part in order for tile in layout.tiles_of(s, r)]
 
 
 @given(cases(max_batch=20))
@@ -37,6 +88,49 @@ def test_every_tile_runs_forward_once_and_backward_once(case: Case) -> None:
         assert [a.tile for a in acts if a.kind is Kind.BACKWARD] == list(tiles)
         assert [a.kind for a in acts if a.tile is None] == [Kind.REDUCE, Kind.STEP, Kind.GATHER]
         assert all(a.tile is None for a in acts[2 * len(tiles) :])
+
+
+@given(any_cases(max_batch=20))
+def test_what_is_held_is_foreseen(case: Case) -> None:
+    layout = case.layout()
+    for (s, r), acts in schedule(layout).items():
+        held: set[tuple[int, Tile]] = set()
+        most = 0
+        for action in acts:
+            if action.tile and action.kind is Kind.FORWARD:
+                held.add((action.part, action.tile))
+            elif action.tile and action.kind is Kind.BACKWARD:
+                held.remove((action.part, action.tile))
+            counted = held if layout.plan.schedule == "interleaved" else {tile for _, tile in held}
+            most = max(most, len(counted))
+        assert most <= layout.in_flight[s][r]
+        assert most == layout.in_flight[s][r] or layout.plan.runs_in_rounds(s)
+
+
+@given(any_cases(schedule="zero_bubble", max_batch=20))
+def test_weight_parts_stay_within_the_fullest_stage(case: Case) -> None:
+    """What is put off never takes a stage above the samples that the fullest stage holds under way."""
+    layout = case.layout()
+    fullest = 0
+    held_by_stage = []
+    for s in range(layout.num_stages):
+        held = 0
+        for lane in {tile.replica for tile in layout.lanes[s]}:
+            size = max(tile.samples.size for tile in layout.lanes[s] if tile.replica == lane)
+            limit = layout.lane_limits[s][lane]
+            fullest_here, put_off = limit * size, 0
+            seats = [r for r in range(len(layout.stages[s].replicas)) if layout.lane_of(s, r) == lane]
+            waiting = 0
+            for action in actions(layout, s, seats[0]):
+                waiting += {Kind.BACKWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+                put_off = max(put_off, waiting - 1)  # one is between its two halves
+            held += put_off * size + fullest_here
+        held_by_stage.append(held)
+        fullest = max(fullest, sum(
+            layout.lane_limits[s][lane] * max(t.samples.size for t in layout.lanes[s] if t.replica == lane)
+            for lane in {tile.replica for tile in layout.lanes[s]}
+        ))  # fmt: skip
+    assert all(held <= fullest for held in held_by_stage)
 
 
 @given(cases(max_batch=20))
@@ -77,11 +171,91 @@ def test_the_classical_order_of_two_stages() -> None:
     assert second == ["forward", "backward"] * 4 + ["reduce", "step", "gather"]
 
 
-@pytest.mark.parametrize("name", ["interleaved", "ministages", "layered", "zero_bubble"])
-def test_a_schedule_that_cannot_be_executed_is_refused_by_name(name: str) -> None:
-    layout = Case(name=name, stages=PIPELINE, schedule=name).layout()
-    with pytest.raises(BadInput, match=f"schedule '{name}' cannot be executed by this version; use one of gpipe, 1f1b"):
-        actions(layout, 0, 0)
+def names(layout: Layout, stage: int) -> list[str]:
+    """A stage's compute in short: F00 is the forward of tile 0 in part 0."""
+    return [f"{act.kind[0].upper()}{act.part}{act.tile.index}" for act in actions(layout, stage, 0) if act.tile]
+
+
+def test_interleaved_is_megatrons_order_where_all_is_regular() -> None:
+    """By hand from the rule: groups of two tiles, chunk after chunk; 4 and 2 forwards before the first backward."""
+    stages = [chunked([(0, 1), (2, 3)], replica([0], 4)), chunked([(1, 2), (3, 4)], replica([1], 4))]
+    layout = Case(name="vpp", stages=stages, schedule="interleaved", global_batch=4).layout()
+    assert names(layout, 0) == [
+        "F00", "F01", "F10", "F11", "F02", "B10", "F03", "B11", "F12", "B00", "F13", "B01", "B12", "B13", "B02", "B03",
+    ]  # fmt: skip
+    assert names(layout, 1) == [
+        "F00", "F01", "F10", "B10", "F11", "B11", "F02", "B00", "F03", "B01", "F12", "B12", "F13", "B13", "B02", "B03",
+    ]  # fmt: skip
+    assert actions(layout, 0, 0)[2].name == "forward s0 c1 [0, 1)"
+    assert layout.in_flight == [[5], [3]]
+
+
+def test_zero_bubble_puts_off_more_the_later_the_stage() -> None:
+    """By hand, schedule H1: stage s puts s tiles off; without the weight parts it is 1F1B."""
+    stages = [stage((s, s + 1), replica([s], 4)) for s in range(3)]
+    layout = Case(
+        name="zb", stages=stages, schedule="zero_bubble", global_batch=4, model=MODEL.replace(layers=3)
+    ).layout()
+    assert names(layout, 0) == ["F00", "F01", "F02", "B00", "W00", "F03", "B01", "W01", "B02", "W02", "B03", "W03"]
+    assert names(layout, 1) == ["F00", "F01", "B00", "F02", "B01", "W00", "F03", "B02", "W01", "B03", "W02", "W03"]
+    assert names(layout, 2) == ["F00", "B00", "F01", "B01", "F02", "B02", "W00", "F03", "B03", "W01", "W02", "W03"]
+
+
+@given(any_cases(schedule="zero_bubble"))
+def test_zero_bubble_without_its_weight_parts_is_1f1b(case: Case) -> None:
+    layout = case.layout()
+    plain = Layout(layout.plan.replace(schedule="1f1b"), layout.model, layout.cluster)
+    for seat, acts in schedule(layout).items():
+        assert [act for act in acts if act.kind is not Kind.WEIGHT] == schedule(plain)[seat]
+
+
+@settings(max_examples=50)
+@given(any_cases(schedule="interleaved", max_batch=10), st.data())
+def test_interleaved_names_an_in_flight_that_is_enough(case: Case, data: st.DataObject) -> None:
+    layout = case.layout()
+    s = data.draw(st.integers(0, layout.num_stages - 1))
+    r = data.draw(st.integers(0, len(layout.stages[s].replicas) - 1))
+    value = 1
+    while value < 200:
+        plan = with_in_flight(layout.plan, {(s, r): value})
+        try:
+            check_order(bind(plan, layout.model, layout.cluster))
+        except BadInput as refusal:
+            found = re.search(
+                rf"stages\[{s}\]\.replicas\[{r}\]\.in_flight is {value}, .* give at least (\d+)", str(refusal)
+            )
+            assert found, str(refusal)  # noqa: PT017
+            assert int(found[1]) > value
+            value = int(found[1])
+        else:
+            return
+    raise AssertionError("no in_flight is enough")
+
+
+def test_zero_bubble_needs_what_full_recompute_throws_away() -> None:
+    stages = [stage((0, 4), replica([0], 8, 2), recompute="full")]
+    with pytest.raises(BadInput, match=r"stages\[0\]: schedule zero_bubble .* Set recompute to none or selective"):
+        Case(name="zb", stages=stages, schedule="zero_bubble").layout()
+
+
+def test_interleaved_needs_chunks() -> None:
+    with pytest.raises(ValidationError, match="interleaved takes two or more chunks of layers per stage; got one"):
+        Case(name="vpp", stages=PIPELINE, schedule="interleaved").layout()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "layered", "zero_bubble"])
+def test_schedules_of_one_chunk_refuse_several(name: str) -> None:
+    stages = [chunked([(0, 2), (2, 4)], replica([0], 8))]
+    with pytest.raises(ValidationError, match=f"schedule {name} takes one chunk of layers per stage; got 2"):
+        Case(name="chunks", stages=stages, schedule=name).layout()
+
+
+def test_chunks_that_layers_cannot_fill_are_refused() -> None:
+    stages = [chunked([(0, 2), (2, 4), (4, 4)], replica([0], 8))]
+    with pytest.raises(
+        ValidationError, match=r"\[4, 4\) holds none; .* 3 chunks are more than this stage's layers fill"
+    ):
+        Case(name="chunks", stages=stages, schedule="ministages").layout()
 
 
 def test_too_few_in_flight_is_refused_when_the_plan_is_bound() -> None:
@@ -90,7 +264,8 @@ def test_too_few_in_flight_is_refused_when_the_plan_is_bound() -> None:
         Case(name="small", stages=stages).layout()
 
 
-def test_in_flight_has_no_meaning_under_gpipe() -> None:
+@pytest.mark.parametrize("name", ["gpipe", "ministages", "layered"])
+def test_in_flight_has_no_meaning_where_all_tiles_are_held(name: str) -> None:
     stages = [stage((0, 4), replica([0], 8, 1, in_flight=3))]
-    with pytest.raises(BadInput, match="schedule gpipe holds all tiles at once, so in_flight has no meaning"):
-        Case(name="gpipe", stages=stages, schedule="gpipe", model=MODEL).layout()
+    with pytest.raises(BadInput, match=f"schedule {name} holds all tiles at once, so in_flight has no meaning"):
+        Case(name=name, stages=stages, schedule=name, model=MODEL).layout()

@@ -1,9 +1,10 @@
 """Dealing against a naive statement of design rule 1; transfers; how many tiles must be in flight."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
@@ -11,7 +12,7 @@ from hethub.spec.layout import Layout
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 from hethub.spec.ranges import Range, overlap
 from hethub.spec.schedule import execution_order
-from hethub.spec.tiling import deal, in_flight_limits, overlapping
+from hethub.spec.tiling import as_one_replica, deal, in_flight_limits, overlapping, rounds
 from tests.spec.random_plans import cases, replica_specs
 from tests.support.layouts import MODEL, Case, replica, stage
 
@@ -39,6 +40,20 @@ def test_dealing_is_rule_1(replicas: tuple[ReplicaSpec, ...]) -> None:
         assert [tile.index for tile in own] == list(range(len(own)))
         assert all(tile.samples.size == spec.micro_batch for tile in own[:-1])  # only the last may be short
         assert 1 <= own[-1].samples.size <= spec.micro_batch
+
+
+@settings(max_examples=500)
+@given(replica_specs())
+def test_there_are_as_many_rounds_as_the_busiest_replica_has_tiles(replicas: tuple[ReplicaSpec, ...]) -> None:
+    tiles = deal(0, replicas)
+    found = rounds(tiles)
+    assert [tile for together in found for tile in together] == list(tiles)
+    assert all(len({tile.replica for tile in together}) == len(together) for together in found)
+    counts = [sum(tile.replica == r for tile in tiles) for r in range(len(replicas))]
+    assert len(found) == max(counts)
+    whole = as_one_replica(found)
+    assert [tile.index for tile in whole] == list(range(max(counts)))
+    assert all(a.samples.stop == b.samples.start for a, b in pairwise(whole))
 
 
 def test_dealing_by_hand() -> None:
@@ -108,7 +123,7 @@ def with_in_flight(plan: PlanSpec, values: dict[tuple[int, int], int]) -> PlanSp
 def forced(layout: Layout, in_flight: list[list[int]]) -> Layout:
     """The layout with numbers of tiles in flight that nobody checked."""
     unchecked = Layout(layout.plan, layout.model, layout.cluster)
-    unchecked.__dict__["in_flight"] = in_flight
+    unchecked.__dict__["lane_limits"] = in_flight
     return unchecked
 
 

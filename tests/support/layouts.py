@@ -84,6 +84,10 @@ def stage(layers: tuple[int, int], *replicas: dict[str, Any], **more: Any) -> di
     return {"layers": [list(layers)], "replicas": list(replicas), **more}
 
 
+def chunked(chunks: list[tuple[int, int]], *replicas: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"layers": [list(chunk) for chunk in chunks], "replicas": list(replicas), **more}
+
+
 def random_tokens(case: Case) -> Dataset:
     """Random tokens of the model's vocabulary, its last id ending documents."""
     tokens = np.random.default_rng(0).integers(0, case.model.vocab, 5000)
