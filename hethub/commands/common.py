@@ -39,6 +39,11 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    text = "measurements made by `hethub profile`, which count instead of estimates (default: the job's)"
+    parser.add_argument("--profile", type=Path, metavar="PROFILE.json", help=text)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 

@@ -7,6 +7,7 @@ from typing import Any
 from hethub.commands.common import (
     add_job,
     add_json,
+    add_profile,
     check_writable,
     command,
     known_cluster,
@@ -32,6 +33,7 @@ def _add_plan(commands: Any) -> None:
     add_job(parser)
     parser.add_argument("--strategy", metavar="NAME", help="auto, or one system's own planner (default: the job's)")
     parser.add_argument("--out", type=Path, metavar="PLAN.yaml", help="write the plan here")
+    add_profile(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
     parser.add_argument("--explain", action="store_true", help="what every system would have chosen, and what binds")
     parser.add_argument("--robust", action="store_true", help="best worst case over links -20 %% and compute -10 %%")
@@ -40,6 +42,7 @@ def _add_plan(commands: Any) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
+    from hethub.predictor.profile import profile_for
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
     from hethub.spec.plan import save_plan
@@ -50,7 +53,7 @@ def plan(options: argparse.Namespace) -> None:
     strategy = options.strategy or ("auto" if job.plan_path else job.spec.plan)
     result = make_plan(
         job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
-        top=options.top, explain=options.explain, robust=options.robust,
+        top=options.top, explain=options.explain, robust=options.robust, profile=profile_for(job, options.profile),
     )  # fmt: skip
     if options.out is not None:
         save_plan(result.plan, options.out)
@@ -70,14 +73,14 @@ def _add_predict(commands: Any) -> None:
     )
     add_job(parser)
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
-    parser.add_argument("--profile", type=Path, metavar="PROFILE.json", help="measurements made by `hethub profile`")
+    add_profile(parser)
     parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
     add_json(parser)
 
 
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
-    from hethub.predictor.profile import load_profile
+    from hethub.predictor.profile import profile_for
     from hethub.report.tables import print_prediction
     from hethub.report.trace import chrome_trace, write_trace
     from hethub.spec.job import load_job, load_plan_of
@@ -86,20 +89,23 @@ def predict(options: argparse.Namespace) -> None:
     check_writable(options.trace)
     job = load_job(options.job, options.set)
     cluster, plan_file, bound = known_cluster(job), options.plan or job.plan_path, None
+    profile = profile_for(job, options.profile)
     if plan_file is not None:
         strategy, chosen = "plan file", load_plan_of(job, plan_file)
     else:
         from hethub.planner import plan as make_plan
 
         strategy = job.spec.plan
-        result = make_plan(job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy)
+        result = make_plan(
+            job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy, profile=profile
+        )
         chosen, bound = result.plan, result.prediction.upper_bound_tokens_per_second
     prediction = make_prediction(
         bind(chosen, job.model, cluster),
         reserve=job.spec.constraints.reserve,
         upper_bound_tokens_per_second=bound,
         with_timeline=options.trace is not None,
-        profile=None if options.profile is None else load_profile(options.profile),
+        profile=profile,
     )
     if options.trace is not None:
         names = [place.accelerator.name for place in cluster.places]

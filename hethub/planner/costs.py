@@ -5,10 +5,11 @@ The judge of every plan is the predictor. These figures are its figures for one 
 
 from typing import NamedTuple
 
-from hethub.planner.problem import Problem, Unit
+from hethub.planner.problem import Kind, Problem, Unit
 from hethub.predictor.constants import packaged
 from hethub.predictor.layer_cost import LayerCost, PassSeconds
 from hethub.predictor.links import Network
+from hethub.predictor.profiled import ProfiledLayerCost
 from hethub.predictor.software import HETHUB, element_bytes
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
@@ -30,15 +31,21 @@ class Rate(NamedTuple):
         return PassSeconds(forward, backward)
 
 
+def _layer_cost(problem: Problem, kind: Kind) -> LayerCost:
+    """A kind's layer costs, measured where there is a profile of it."""
+    args = (problem.model, kind.accelerator, problem.batch.seq_len, problem.batch.precision)
+    measured = problem.profile and problem.profile.device(kind.accelerator.name, problem.batch.precision)
+    return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
+
+
 class UnitCosts:
     """Rates by kind, TP degree, micro-batch and recompute, each computed once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.network = Network(problem.cluster, packaged())
+        self.network = Network(problem.cluster, packaged(), problem.profile)
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
-        args = (problem.batch.seq_len, problem.batch.precision)
-        self.layer_costs = [LayerCost(problem.model, kind.accelerator, *args) for kind in problem.kinds]
+        self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
         self._reduce: dict[tuple[int, int, int], float] = {}
 

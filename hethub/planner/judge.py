@@ -109,7 +109,8 @@ class Judge:
             layout = layout_of(plan, self.problem.model, self.problem.cluster)
         except BadInput:  # too few tiles in flight, or heads that do not divide: no plan
             return None
-        return Verdict(draft, plan, predict(layout, reserve=self.problem.constraints.reserve))
+        problem = self.problem
+        return Verdict(draft, plan, predict(layout, reserve=problem.constraints.reserve, profile=problem.profile))
 
     def _spend(self, plan: PlanSpec) -> bool:
         """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend."""

@@ -14,6 +14,7 @@ from hethub.planner.remedies import nothing_fits
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
 from hethub.planner.search import effort_for, search, search_family
+from hethub.predictor.profile import ProfileSpec
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
@@ -33,16 +34,18 @@ def plan(
     top: int = 5,
     explain: bool = False,
     robust: bool = False,
+    profile: ProfileSpec | None = None,
 ) -> PlanResult:
     """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed.
 
     `with_bounds` also plans every kind alone, for the upper bound. `explain` adds every family's own best plan and what
-    binds. `robust` answers with the plan whose worst case over links -20 % and compute -10 % is best. Raises BadInput
+    binds. `robust` answers with the plan whose worst case over links -20 % and compute -10 % is best. What `profile`
+    measured counts instead of estimates. Raises BadInput
     where the question contradicts itself or no plan fits; the message says by how many bytes on which accelerators, and
     what would help.
     """
     started = time.perf_counter()
-    problem = pose(model, cluster, Batch(*train), constraints)
+    problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
     judge = Judge(problem, UnitCosts(problem))
     best = find(problem, judge, strategy)
     rows = _families(problem, judge, strategy) if explain else {}

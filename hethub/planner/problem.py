@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hethub.planner.capabilities import RUNTIME, Capabilities
 from hethub.planner.footprint import Coefficients, Footprints
+from hethub.predictor.profile import ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
@@ -73,6 +74,7 @@ class Problem:
     constraints: ConstraintsSpec = field(default_factory=ConstraintsSpec)
     capabilities: Capabilities = RUNTIME
     kinds: tuple[Kind, ...] = ()
+    profile: ProfileSpec | None = None
     footprints: Footprints
 
     def capacity(self, kind: int) -> float:
@@ -161,8 +163,15 @@ def pose(
     batch: Batch,
     constraints: ConstraintsSpec | None = None,
     capabilities: Capabilities = RUNTIME,
+    profile: ProfileSpec | None = None,
 ) -> Problem:
-    """The problem, checked. Raises BadInput where precision, batch or constraints leave no plan at all."""
+    """The problem, checked. Raises BadInput where precision, batch or constraints leave no plan at all.
+
+    What `profile` measured counts instead of estimates; it raises too where it measured another model.
+    """
+    if profile is not None:
+        profile.check_model(model)
+        profile.check_version()
     problem = Problem(
         model=model,
         cluster=cluster,
@@ -170,6 +179,7 @@ def pose(
         constraints=constraints or ConstraintsSpec(),
         capabilities=capabilities,
         kinds=collapse(cluster),
+        profile=profile,
         footprints=Footprints(model, batch.seq_len, batch.precision),
     )
     _check_precision(problem)

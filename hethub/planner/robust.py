@@ -40,4 +40,4 @@ def most_robust(problem: Problem, judge: Judge) -> Robust | None:
 
 
 def _seconds(problem: Problem, verdict: Verdict, cluster: ClusterSpec) -> float:
-    return predict(layout_of(verdict.plan, problem.model, cluster)).step_seconds
+    return predict(layout_of(verdict.plan, problem.model, cluster), profile=problem.profile).step_seconds

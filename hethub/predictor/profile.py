@@ -17,8 +17,9 @@ from pydantic import Field
 import hethub
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Source, Spec, build
-from hethub.spec.cluster import NonNegative
+from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.errors import BadInput
+from hethub.spec.job import Job
 from hethub.spec.model import Count, ModelSpec
 
 Point = tuple[float, float, float]  # logarithms of samples, sequence length, tensor-parallel degree
@@ -67,6 +68,7 @@ class DeviceProfile(Spec):
     parts: tuple[PartTiming, ...] = ()
     optimizer_seconds_per_parameter: Positive | None = None
     memory_bytes: Annotated[int, Field(ge=0)] | None = None  # reserved by the framework before anything is built
+    largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
 
 
 class ProfileSpec(Spec):
@@ -99,6 +101,16 @@ class ProfileSpec(Spec):
                 "run `hethub profile` again."
             )
 
+    def check_devices(self, cluster: ClusterSpec, precision: Precision) -> None:
+        """Raises BadInput where it measured none of the cluster's accelerators in the precision."""
+        wanted = sorted({node.device.name for node in cluster.nodes})
+        if not any(self.device(name, precision) for name in wanted):
+            have = ", ".join(f"{device.accelerator} in {device.precision}" for device in self.devices)
+            raise BadInput(
+                f"the profile measured {have}, but cluster '{cluster.name}' has {', '.join(wanted)} and the job computes in {precision}; "
+                "run `hethub profile` on these accelerators, or leave the profile out."
+            )
+
     def device(self, accelerator: str, precision: Precision) -> DeviceProfile | None:
         """The measurements of an accelerator in a precision, or None."""
         return next((d for d in self.devices if (d.accelerator, d.precision) == (accelerator, precision)), None)
@@ -116,6 +128,16 @@ def load_profile(path: str | Path) -> ProfileSpec:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise BadInput(f"{path}: the profile cannot be read as JSON: {error}.") from None
     return build(ProfileSpec, data, Source(str(path)), "profile")
+
+
+def profile_for(job: Job, path: Path | None) -> ProfileSpec | None:
+    """The profile at `path`, else the one the job names, else None. Raises BadInput where it is not the job's cluster's."""
+    if path is None and job.spec.profile is None:
+        return None
+    profile = load_profile(path or job.base / str(job.spec.profile))
+    if job.cluster is not None:
+        profile.check_devices(job.cluster, job.spec.train.precision)
+    return profile
 
 
 def save_profile(profile: ProfileSpec, path: str | Path) -> None:

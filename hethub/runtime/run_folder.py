@@ -112,6 +112,8 @@ def _with_whole_paths(job: Job) -> dict[str, Any]:
     )
     if job.spec.cluster != "detect":
         data["cluster"] = _whole(job, job.spec.cluster)
+    if job.spec.profile is not None:
+        data["profile"] = _whole(job, job.spec.profile)
     if job.plan_path is not None:
         data["plan"] = _whole(job, job.spec.plan)
     if job.spec.data.path is not None:

@@ -116,6 +116,9 @@ class JobSpec(Spec):
     communicator: CommunicatorSpec = CommunicatorSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     rehearsal: RehearsalSpec = RehearsalSpec()
+    profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
+    # Ranks measure themselves before a plan is made: `auto` on devices, unless micro-batch or profile are given.
+    measure: Literal["auto", "always", "never"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,75 @@
+"""A profile steers the search: what was measured counts, not what the data sheet promises."""
+
+import json
+
+import pytest
+
+import hethub
+from hethub.planner import plan
+from hethub.predictor.profile import ProfileSpec
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
+from tests.predictor.plans import TINY
+from tests.support.command import hethub as run_hethub
+from tests.support.job_files import write_job
+
+NODES = [
+    {"name": "a", "accelerator": "A100-PCIe-40GB", "accelerators": 1, "gbps_per_nic": 100},
+    {"name": "v", "accelerator": "A100-PCIe-80GB", "accelerators": 1, "gbps_per_nic": 100},
+]
+CLUSTER = ClusterSpec.model_validate({"name": "pair", "nodes": NODES})
+BATCH = (24, 128, "fp32")
+
+
+def profile(factors: dict[str, float], model=TINY) -> ProfileSpec:
+    """A profile in which an accelerator takes so many seconds a sample, whatever its data sheet says."""
+    devices = [
+        {
+            "accelerator": name,
+            "precision": "fp32",
+            "layers": [
+                {"micro_batch": b, "seq_len": 128, "forward_seconds": f * b, "backward_seconds": 2 * f * b}
+                for b in (1, 2, 4, 8, 16)
+            ],
+        }
+        for name, f in factors.items()
+    ]
+    facts = {"date": "2026-01-01", "hethub": hethub.__version__, "software": "test"}
+    return ProfileSpec.model_validate({**facts, "model": model.to_dict(), "devices": devices})
+
+
+def samples(result) -> dict[int, int]:
+    (stage,) = result.plan.stages
+    return {replica.ranks[0]: replica.samples for replica in stage.replicas}
+
+
+def test_an_accelerator_measured_slow_gets_fewer_samples() -> None:
+    measured = profile({"A100-PCIe-40GB": 3e-3, "A100-PCIe-80GB": 1e-3})
+    wishes = ConstraintsSpec(pp=1)
+    result = plan(TINY, CLUSTER, BATCH, wishes, with_bounds=False, profile=measured)
+    assert samples(result) == {0: 6, 1: 18}
+    assert abs(samples(plan(TINY, CLUSTER, BATCH, wishes, with_bounds=False))[0] - 12) <= 1
+
+
+def test_the_plans_prediction_is_the_profiles() -> None:
+    measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3})
+    result = plan(TINY, CLUSTER, BATCH, ConstraintsSpec(pp=1), with_bounds=False, profile=measured)
+    assert result.prediction.breakdown["compute"] >= 12 * 3e-3 * TINY.layers
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    measured = profile({"A100-PCIe-40GB": 1e-3}, TINY.replace(hidden=2 * TINY.hidden))
+    with pytest.raises(BadInput, match="hidden"):
+        plan(TINY, CLUSTER, BATCH, profile=measured)
+
+
+def test_a_profile_of_other_accelerators_is_refused_by_the_command(tmp_path) -> None:
+    job = write_job(tmp_path / "job", plan="auto")
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(profile({"T4": 1e-3}).to_dict()))
+    ended = run_hethub("plan", job, "--profile", file, cwd=tmp_path)
+    assert ended.exit_code == 2
+    assert "the profile measured T4 in fp32" in ended.stderr
+    ended = run_hethub("plan", job, "--set", f"profile={file}", cwd=tmp_path)
+    assert ended.exit_code == 2
