@@ -20,6 +20,8 @@ _FAMILIES = (
     ("ada", ("L4", "L40S", "RTX-4090")),
     ("hopper", ("H100", "H200", "H800", "H20", "GH200")),
     ("blackwell", ("B200", "B300", "GB200", "GB300")),
+    ("cdna3", ("MI300", "MI325")),
+    ("cdna4", ("MI350", "MI355")),
     ("cdna", ("MI",)),
     ("rdna", ("Radeon",)),
     ("cpu", ("CPU",)),

@@ -202,11 +202,19 @@ class PlanCosts:
         sender = self.layout.replica(stage, source)
         receiver = self.layout.replica(stage + 1 if below is None else below, target)
         num_bytes = self._activation_bytes(samples)
-        sharing = self._exits(stage)[self.layout.cluster.places[sender.ranks[0]].machine]
+        sharing: float = self._exits(stage)[self.layout.cluster.places[sender.ranks[0]].machine]
+        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
+            return self._spread_boundary(sender, receiver, num_bytes, sharing)
         seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing).seconds(num_bytes)
         if receiver.tp > 1:
             seconds += self.network.link(receiver.ranks[0], receiver.ranks[1]).seconds(num_bytes)
         return seconds
+
+    def _spread_boundary(self, sender: ReplicaSpec, receiver: ReplicaSpec, num_bytes: float, sharing: float) -> float:
+        """Seconds where every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather)."""
+        part = num_bytes / sender.tp
+        seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing * sender.tp).seconds(part)
+        return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
 
     def _exits(self, stage: int) -> Counter[int]:
         """Per machine, how many replicas of the stage send from it."""

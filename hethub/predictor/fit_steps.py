@@ -23,9 +23,11 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
     fused = sorted({_family_key(case) for case in cases if case.software.fused_attention})
     return [
         link("in_node_fraction", 0.75, 0.2, upper=1.0),
-        link("pcie_fraction", 0.4, 0.4, upper=1.0),
+        link("pcie_fraction", 0.3, 0.4, upper=1.0),
         link("between_nodes_fraction", 0.75, 0.2, upper=1.0),
         link("collective_latency_seconds", 3e-5, 0.5),
+        link("overlap_cost", 0.4, 0.5, upper=1.0),
+        link("hosted_latency_seconds", 1e-4, 0.5),
         common("launch_seconds", 1.5e-5, 0.4),
         common("kernel_seconds", base.common["kernel_seconds"], 0.3),
         common("logit_bytes", 12.0, 0.4),
@@ -124,7 +126,22 @@ def fit_steps(
     return apply(base, parameters, point), linear
 
 
-def refit_without(base: Constants, linear: Linear, cases: Sequence[Case], out: np.ndarray) -> Constants:
-    """The constants of a fit that never saw the rows `out`: a stack or accelerator only they have stays at its prior."""
+def refit_without(
+    base: Constants,
+    linear: Linear,
+    cases: Sequence[Case],
+    repricers: Sequence[Repricer],
+    out: np.ndarray,
+    rounds: int = 2,
+) -> Constants:
+    """The constants of a fit that never saw the rows `out`: a stack or accelerator only they have stays at its prior.
+
+    The first round uses the linear model of all rows, for its derivatives only; the others linearise anew where the
+    rest of the rows led.
+    """
     rows = np.setdiff1d(np.arange(len(cases)), out)
-    return apply(base, linear.parameters, improve(linear, cases, rows))
+    point = improve(linear, cases, rows)
+    rest, priced = [cases[row] for row in rows], [repricers[row] for row in rows]
+    for _ in range(rounds - 1):
+        point = improve(linearise(base, linear.parameters, point, rest, priced), rest, np.arange(len(rest)))
+    return apply(base, linear.parameters, point)

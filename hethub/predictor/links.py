@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from hethub.predictor.constants import Constants, packaged
 from hethub.predictor.profile import LinkTiming, ProfileSpec
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, NodeSpec, Place
 from hethub.spec.errors import BadInput
 
-# Links up to this speed are PCIe, through the host; faster ones are dedicated (NVLink, xGMI).
-PCIE_GBYTES_PER_SECOND = 64
+PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
+UNKNOWN_GENERATION = 5
 
 
 class Link(NamedTuple):
@@ -35,6 +36,12 @@ class Group:
     @property
     def most_per_machine(self) -> int:
         return max(count for _, count in self.machines)
+
+
+def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
+    """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
+    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
+    return gbytes_per_second <= PCIE_3_GBYTES_PER_SECOND * 2 ** (generation - 3)
 
 
 class Network:
@@ -98,8 +105,13 @@ class Network:
         """Bytes per second of one accelerator to its neighbours, each direction."""
         given = self.cluster.links.in_node.gbytes_per_second
         sheet = given or node.device.link_gbytes_per_second
-        fraction = "pcie_fraction" if sheet <= PCIE_GBYTES_PER_SECOND else "in_node_fraction"
+        fraction = "pcie_fraction" if self._hosted(node) else "in_node_fraction"
         return sheet * 1e9 * self.fit[fraction]
+
+    def _hosted(self, node: NodeSpec) -> bool:
+        """Whether a node's accelerators reach each other through their host."""
+        sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
+        return through_host(node.device, sheet)
 
     def _sharing_inside(self, node: NodeSpec, num_nodes: int, sharing: int) -> int:
         """How many like groups share the way between a node's accelerators.
@@ -107,9 +119,7 @@ class Network:
         Rings that leave a node over PCIe all pass its host; inside, neighbours may sit under switches of their own, and
         NVLink is for each pair alone.
         """
-        sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
-        through_host = num_nodes > 1 and sheet <= PCIE_GBYTES_PER_SECOND
-        return min(sharing, node.accelerators) if through_host else 1
+        return min(sharing, node.accelerators) if num_nodes > 1 and self._hosted(node) else 1
 
     def _in_node_latency(self, node: NodeSpec) -> float:
         given = self.cluster.links.in_node.latency_seconds
@@ -158,7 +168,8 @@ class Network:
         inside = [self._sharing_inside(node, len(nodes), sharing) / self._in_node(node) for node in nodes.values()]
         slowest = max(inside) if group.most_per_machine > 1 else 0.0
         steps = (group.size - 1) * self.fit["collective_step_seconds"]
-        latency = self.fit["collective_latency_seconds"] + min(steps, 2e-4)
+        hosted = group.most_per_machine > 1 and any(self._hosted(node) for node in nodes.values())
+        latency = self.fit["hosted_latency_seconds" if hosted else "collective_latency_seconds"] + min(steps, 2e-4)
         if len(nodes) > 1:
             rates = [self._collective_node_rate(node, min(sharing, node.accelerators)) for node in nodes.values()]
             slowest = max(slowest, 1.0 / min(rates))

@@ -103,8 +103,34 @@ class StateCosts:
         return shares.get(rank, rest) * held / max(self.rank_fractions(spec))
 
     def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
-        """Seconds to sum the gradients of a portion, by default of the stage, over its replicas, and to send new weights
-        back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the tiles."""
+        """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
+        other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
+        tiles."""
+        found, ends = self._over_replicas(stage, portion), portion or self.whole(stage)
+        tied = self.tied_seconds if ends.first or ends.last else 0.0
+        return Reduction(found.seconds + tied, found.tail_seconds + tied, found.gather_seconds)
+
+    @cached_property
+    def tied_seconds(self) -> float:
+        """Seconds to sum the gradients of a tied head with those of the embedding, on other ranks than it."""
+        layout = self.layout
+        if not layout.head_is_apart:
+            return 0.0
+        first, last = layout.stages[0].replicas, layout.stages[-1].replicas
+        places = layout.cluster.places
+        machines = [places[rank].machine for replica in first for rank in replica.ranks]
+        width = self.width if self.software.gradient_wire_bytes else max(4, self.width)
+        num_bytes = self.model.vocab * self.model.hidden * width
+        slowest: dict[tuple[int, int], float] = {}
+        for a, b in zip(first, last, strict=False):
+            ends = (places[a.ranks[0]].machine, places[b.ranks[0]].machine)
+            if ends not in slowest:
+                held = max(*self.rank_fractions(a), *self.rank_fractions(b))
+                group = self.network.group([a.ranks[0], b.ranks[0]])
+                slowest[ends] = self.network.all_reduce(group, num_bytes * held, machines.count(ends[0]))
+        return max(slowest.values())
+
+    def _over_replicas(self, stage: int, portion: Portion | None) -> Reduction:
         stage_spec = self.layout.stages[stage]
         if len(stage_spec.replicas) * self.software.context_parallel == 1:
             return Reduction(0.0, 0.0, 0.0)
@@ -132,15 +158,22 @@ class StateCosts:
         reductions = self.reduce_seconds(stage, portion)[::-1]
         if not self.software.gathers_ahead:
             gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
-            return _exposed(gather, forward, layers), _exposed(gather + reduce, backward, layers)
+            return (
+                self._shown(gather, _exposed(gather, forward, layers)),
+                self._shown(gather + reduce, _exposed(gather + reduce, backward, layers)),
+            )
         ahead, behind = beside_forward(gathers), beside_backward(gathers[::-1], reductions)
-        return exposed(forward, ahead), exposed(backward, behind)
+        return self._shown(sum(ahead), exposed(forward, ahead)), self._shown(sum(behind), exposed(backward, behind))
+
+    def _shown(self, seconds: float, exposed_seconds: float) -> float:
+        """What communication adds to a pass: all that compute does not hide, and a part of what it does, for collectives
+        take processors and memory bandwidth from the compute beside them."""
+        return exposed_seconds + self.network.fit["overlap_cost"] * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:
-        """Whether every tile of a stage goes with collectives of its own: its replicas are then in lockstep."""
-        stage_spec = self.layout.stages[stage]
-        alone = len(stage_spec.replicas) * self.software.context_parallel == 1
-        return stage_spec.zero >= 2 and not alone and self.layout.plan.schedule not in ("layered", "ministages")
+        """Whether every tile of a stage goes with collectives of its own."""
+        shared = self.layout.stages[stage].zero >= 2 and self.software.context_parallel > 1
+        return shared or self.layout.plan.runs_in_rounds(stage)
 
     def in_passes(self, stage: int) -> bool:
         """Whether the collectives of a stage go once per part and pass, whatever the tiles."""

@@ -176,11 +176,16 @@ def _layers_per_stage(row: Mapping[str, str], layers: int, pp: int) -> list[int]
 
 
 def without_ends(counts: list[int], extra: int) -> list[int]:
-    """The counts without the embedding (one at the front) and the rest of the extra modules at the back."""
+    """The counts without the modules that are no layers: a third of them at the front, the rest at the back.
+
+    Embedding and head are one each; DeepSpeed's GPT-2 pipeline has two modules before its layers (embedding, transpose)
+    and four behind (transpose, norm, head, cast).
+    """
     if extra <= 0:
         return counts
-    counts = [counts[0] - 1, *counts[1:]]
-    counts[-1] -= extra - 1
+    front = max(1, extra // 3)
+    counts = [counts[0] - front, *counts[1:]]
+    counts[-1] -= extra - front
     return counts
 
 
@@ -209,6 +214,12 @@ def stage_specs(
     return tuple(stages)
 
 
+def _sums_in_fp32(row: Mapping[str, str], stack: str) -> bool:
+    """Whether gradients travel in fp32: AMP's DeepSpeed and torchtitan by default, Composer unless its mode is PURE."""
+    by_default = stack == "deepspeed" or "torchtitan" in stack or "mode DEFAULT" in (row.get("note") or "")
+    return by_default or row["precision"] in ("fp32", "tf32")
+
+
 def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
     """What the stack's name and the row's flags say of the execution; facts about the software, not fitted figures."""
     stack = row.get("stack") or "unknown"
@@ -220,10 +231,11 @@ def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
         fused_attention=row.get("flash_attention") == "1",
         fused_softmax="eager" not in stack,
         fused_activation="eager" not in stack or row["family"] != "gpt",
-        fused_elementwise="compile" in stack or "megatron" in stack or "deepspeed" in stack,
+        fused_elementwise=any(name in stack for name in ("compile", "megatron", "deepspeed", "composer")),
+        spread_boundaries="megatron" in stack or "deepspeed" in stack,
         overlapped_reduction=sharded,
         gathers_ahead=False,
-        gradient_wire_bytes=4 if row["precision"] in ("fp32", "tf32") else 2,
+        gradient_wire_bytes=4 if _sums_in_fp32(row, stack) else 2,
         sequence_parallel=row.get("sequence_parallel") == "1",
         context_parallel=cp,
         interleave=virtual,
