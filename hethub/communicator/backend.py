@@ -86,8 +86,8 @@ def context_of(default: dist.ProcessGroup) -> Context:
 def context_from_environment(options: Any) -> Context:
     """A world for a program that only calls `init_process_group("hethub")`.
 
-    HETHUB_ISLANDS emulates islands, HETHUB_NETWORK names the network as a CIDR, HETHUB_RELAY, HETHUB_WIRE and
-    HETHUB_DEBUG are what `connect` takes as arguments.
+    HETHUB_ISLANDS emulates islands, HETHUB_NETWORK names the network as a CIDR, HETHUB_RELAY, HETHUB_WIRE,
+    HETHUB_DEBUG and HETHUB_STAGED_RANKS are what `connect` takes as arguments.
     """
     rank, size = options.group_rank, options.group_size
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -112,6 +112,7 @@ def context_from_environment(options: Any) -> Context:
         wire=os.environ.get("HETHUB_WIRE", "exact"),
         timeout_seconds=options.timeout.total_seconds(),
         debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
+        staged_ranks=[int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word],
     )
 
 

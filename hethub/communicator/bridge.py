@@ -6,17 +6,20 @@ elements sends 2n(k-1) over all bridges, the least possible. Chunks overlap: whi
 reduced inside the island.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hethub.communicator.crossing import Assembled, Decoded, encode_pieces
-from hethub.communicator.islands import Islands, carried_pieces, chunked, intersect, island_index, owner_ranges
+from hethub.communicator.counters import Leg, LegClock
+from hethub.communicator.crossing import Assembled, Decoded, DeviceSide, Expected, HostSide, encode_pieces
+from hethub.communicator.exchange import Exchange, Piece
+from hethub.communicator.islands import Islands, carried_pieces, chunked, intersect, island_index
 from hethub.communicator.links import Links, Stage
 from hethub.communicator.pipeline import run_pipelined
 from hethub.communicator.reduction import Reduction
 from hethub.communicator.relay import Incoming, Transfer
+from hethub.kernels.device import Device, Stream
 from hethub.spec.ranges import Range, overlap, split
 
 
@@ -53,6 +56,9 @@ class Bridge:
         self._tuning = tuning
         self._home = island_index(islands, rank)
         self._neighbours = [other for other in islands[self._home] if other != rank]
+        self.clock = LegClock()
+        self._exchange = Exchange(links, islands, rank, self.clock)
+        self._host = HostSide(links, self.clock)
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction, residual: torch.Tensor | None = None) -> None:
         """`flat` becomes the reduction over all members, the same bits everywhere.
@@ -101,32 +107,50 @@ class Bridge:
             for peer in order
             if peer != self._rank and sent[peer].numel()
         ]
-        _wait(arrivals)
-        _wait(sends)
+        with self.clock(Leg.WIRE):
+            _wait(arrivals)
+            _wait(sends)
 
     def _all_reduce_small(self, flat: torch.Tensor, reduction: Reduction) -> None:
         """One hop instead of three: everybody's input to everybody, added in the same order as large messages."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         incoming = {r: self._links.expect(flat.numel(), flat.dtype, r, Stage.SMALL) for r in others}
         sends = [self._links.send(flat, rank, Stage.SMALL) for rank in others]
-        inputs = {rank: message.wait() for rank, message in incoming.items()} | {self._rank: flat}
-        partials = []
-        for island in self._islands:
-            if len(island) == 1:
-                partials.append(inputs[island[0]])
-            else:
-                partials.append(torch.empty_like(flat))
-                reduction.partial([inputs[rank] for rank in island], partials[-1])
-        _wait(sends)
-        reduction.total(partials, flat)
+        with self.clock(Leg.WIRE):
+            inputs = {rank: message.wait() for rank, message in incoming.items()} | {self._rank: flat}
+            _wait(sends)
+        with self.clock(Leg.ADD):
+            partials = []
+            for island in self._islands:
+                if len(island) == 1:
+                    partials.append(inputs[island[0]])
+                else:
+                    partials.append(torch.empty_like(flat))
+                    reduction.partial([inputs[rank] for rank in island], partials[-1])
+            reduction.total(partials, flat)
         _release(list(incoming.values()))
 
     def _owner_stages(
         self, flat: torch.Tensor, whole: Range, reduction: Reduction, residual: torch.Tensor | None
     ) -> Iterator[None]:
-        ranges = owner_ranges(self._islands, whole, self._size)
-        yield from self._scatter_stages(flat, ranges, _sub(flat, ranges[self._rank]), reduction, residual)
-        yield from self._gather_stages(flat, ranges)
+        """All-reduce over three islands and more: island partials, totals by their owners, islands' all-gather."""
+        parts = self._island_parts(whole)
+        mine = parts[self._rank]
+        sends = [self._links.send(_sub(flat, parts[p]), p, Stage.SCATTER) for p in self._neighbours if parts[p]]
+        incoming = self._expect_pieces(_kept([mine]), flat.dtype)
+        gathered = [self._links.receive(_sub(flat, parts[p]), p, Stage.GATHER) for p in self._neighbours if parts[p]]
+        piece = Piece(parts=parts, side=self._host, reduction=reduction, residual=_part(residual, mine))
+
+        def partial() -> torch.Tensor:
+            own = _sub(flat, mine)
+            return self._island_partial(flat, mine, incoming[0], reduction, own) if mine else own
+
+        yield from self._exchange.run(piece, partial)
+        sends += [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours if mine]
+        yield
+        with self.clock(Leg.ISLAND_GATHER):
+            _wait(gathered)
+            _wait(sends)
 
     def _exchange_stages(
         self, flat: torch.Tensor, whole: Range, reduction: Reduction, residual: torch.Tensor | None
@@ -156,37 +180,35 @@ class Bridge:
         yield
         if mine:
             partials = self._in_island_order(own, [part.wait() for part in foreign])
-            _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
-            reduction.total(partials, _sub(flat, mine))
+            with self.clock(Leg.WIRE):
+                _wait(exchanged)  # a rank alone in its island sends from `flat` itself, which the total overwrites
+            with self.clock(Leg.ADD):
+                reduction.total(partials, _sub(flat, mine))
             _release(foreign)
             if lent is not None:
                 lent.release()
             sends += [self._links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours]
         yield
-        _wait(gathered)
-        _wait(sends)
+        with self.clock(Leg.ISLAND_GATHER):
+            _wait(gathered)
+            _wait(sends)
 
-    def exchange_partial(self, partial: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
-        """`partial`, this rank's part of its island's sum over `whole`, becomes that part of the total over two islands.
+    def exchange_partial(
+        self,
+        whole: Range,
+        partial_of: Callable[[], torch.Tensor],
+        reduction: Reduction,
+        device: Device,
+        stream: Stream,
+    ) -> Iterator[None]:
+        """`partial_of()`, this rank's part of its island's sum over `whole`, becomes that part of the total.
 
-        For islands whose own legs run elsewhere (`native_legs`); the messages are those of a host all-reduce, so the
-        other island may be made of CPUs.
+        For islands whose own legs run elsewhere (`native_legs`), on `device` and the current `stream`; the messages are
+        those of a host all-reduce, so other islands may be made of CPUs.
         """
-        parts = self._island_parts(whole)
-        mine = parts[self._rank]
-        foreign = self._expect_carried(mine, [[part] for part in parts], reduction)
-        peers = [(peer, common) for peer in self._others()[0] if (common := overlap(mine, parts[peer]))]
-        pieces = [common.shift(-mine.start) for _, common in peers]
-        messages, own = encode_pieces(partial, pieces, reduction.wire)
-        exchanged = [
-            self._links.send(message, peer, Stage.EXCHANGE) for (peer, _), message in zip(peers, messages, strict=True)
-        ]
-        yield
-        if mine:
-            partials = self._in_island_order(own, [part.wait() for part in foreign])
-            _wait(exchanged)  # they are sent from `partial` itself, which the total overwrites
-            reduction.total(partials, partial)
-            _release(foreign)
+        side = DeviceSide(self._links, self.clock, device, stream)
+        piece = Piece(parts=self._island_parts(whole), side=side, reduction=reduction)
+        yield from self._exchange.run(piece, partial_of)
 
     @property
     def home(self) -> tuple[int, ...]:
@@ -218,7 +240,6 @@ class Bridge:
         ranges: Sequence[Range],
         out: torch.Tensor,
         reduction: Reduction,
-        residual: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """Reduce-scatter: island partials of foreign ranges travel to their owner through the ranks that carry them."""
         carried = carried_pieces(self._islands, ranges)
@@ -242,20 +263,22 @@ class Bridge:
             owners = [(o, common) for i in self._others() for o in i if (common := overlap(piece, ranges[o]))]
             owners.sort(key=lambda owner: owner[1])
             pieces = [common.shift(-piece.start) for _, common in owners]
-            messages, _ = encode_pieces(partial, pieces, reduction.wire, _part(residual, piece))
+            messages, _ = encode_pieces(partial, pieces, reduction.wire)
             for (owner, _), message in zip(owners, messages, strict=True):
                 sends.append(self._links.send(message, owner, Stage.EXCHANGE))
         if mine:
             partial = self._island_partial(flat, mine, incoming[mine], reduction)
             whole = Range(0, mine.size)
-            _, own = encode_pieces(partial, [whole], reduction.wire, _part(residual, mine))
+            _, own = encode_pieces(partial, [whole], reduction.wire)
         yield
         if mine:
             arrived = [part.wait() for part in foreign]
-            reduction.total(self._in_island_order(own, arrived), out)
+            with self.clock(Leg.ADD):
+                reduction.total(self._in_island_order(own, arrived), out)
             _release(foreign)
         yield
-        _wait(sends)
+        with self.clock(Leg.WIRE):
+            _wait(sends)
 
     def _gather_stages(self, flat: torch.Tensor, ranges: Sequence[Range]) -> Iterator[None]:
         """All-gather: every range crosses to each other island once, in parts, and is spread there."""
@@ -274,12 +297,14 @@ class Bridge:
                 spread.append(self._links.receive(_sub(flat, ranges[peer]), peer, Stage.GATHER))
             spread += [self._links.receive(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried[peer]]
         yield
-        _wait(arrivals)
+        with self.clock(Leg.WIRE):
+            _wait(arrivals)
         for peer in self._neighbours:
             sends += [self._links.send(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried[self._rank]]
         yield
-        _wait(spread)
-        _wait(sends)
+        with self.clock(Leg.ISLAND_GATHER):
+            _wait(spread)
+            _wait(sends)
 
     def _island_parts(self, whole: Range) -> list[Range]:
         """Per rank, its equal part of `whole` inside its island: every island covers all of it."""
@@ -303,10 +328,10 @@ class Bridge:
                     place[peer] = self._links.expect(piece.size, dtype, peer, Stage.SCATTER)
         return expected
 
-    def _expect_carried(self, mine: Range, carried: Sequence[Sequence[Range]], reduction: Reduction) -> list[Incoming]:
+    def _expect_carried(self, mine: Range, carried: Sequence[Sequence[Range]], reduction: Reduction) -> list[Expected]:
         """Per other island, its partial of `mine`: lent by the relay, decoded, or put together from several ranks."""
         wire = reduction.wire
-        expected: list[Incoming] = []
+        expected: list[Expected] = []
         for island in self._others() if mine else []:
             pieces = [(peer, piece) for peer in island for piece in intersect(carried[peer], mine)]
             pieces.sort(key=lambda item: item[1])
@@ -315,14 +340,14 @@ class Bridge:
                     (self._links.expect(wire.num_elements(piece.size), wire.dtype, peer, Stage.EXCHANGE), piece.size)
                     for peer, piece in pieces
                 ]
-                expected.append(Decoded(wire, messages))
+                expected.append(Decoded(wire, messages, self.clock))
                 continue
             whole = torch.empty(mine.size, dtype=wire.dtype)
             transfers = [
                 self._links.receive(_sub(whole, piece.shift(-mine.start)), peer, Stage.EXCHANGE)
                 for peer, piece in pieces
             ]
-            expected.append(Assembled(whole, transfers))
+            expected.append(Assembled(whole, transfers, self.clock))
         return expected
 
     def _island_partial(
@@ -339,7 +364,8 @@ class Bridge:
             return own
         partial = torch.empty(piece.size, dtype=flat.dtype) if out is None else out
         order = self._islands[self._home]
-        reduction.partial([own if rank == self._rank else incoming[rank].wait() for rank in order], partial)
+        with self.clock(Leg.ISLAND_REDUCE):
+            reduction.partial([own if rank == self._rank else incoming[rank].wait() for rank in order], partial)
         for message in incoming.values():
             message.release()
         return partial
@@ -365,6 +391,6 @@ def _wait(transfers: Sequence[Transfer]) -> None:
         transfer.wait()
 
 
-def _release(messages: Sequence[Incoming]) -> None:
+def _release(messages: Sequence[Incoming | Expected]) -> None:
     for message in messages:
         message.release()

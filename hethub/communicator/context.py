@@ -11,13 +11,16 @@ import torch.distributed as dist
 from hethub.communicator import torch_private
 from hethub.communicator.bridge import Bridge, Tuning
 from hethub.communicator.counters import Counters
+from hethub.communicator.dispatcher import Dispatcher
 from hethub.communicator.islands import Islands, island_index, restrict
 from hethub.communicator.links import Links
 from hethub.communicator.liveness import Failure, Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.staging import Stager
 from hethub.communicator.work import CallbackThreads
 from hethub.kernels.device import Device
+from hethub.kernels.reference import TorchKernels
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +41,9 @@ class Context:
     timeout_seconds: float
     wire: str = "exact"
     debug: bool = False
+    kernels: TorchKernels = field(default_factory=TorchKernels)
+    stages_host_tensors: bool = False
+    """Host tensors take the way of a device's, with Gloo for the island's legs: it can be tested without one."""
     callbacks: CallbackThreads = field(default_factory=CallbackThreads)
     counters: Counters = field(default_factory=Counters)
     spanning: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +54,9 @@ class Context:
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.dispatcher = Dispatcher(self.device)
+
     @property
     def rank(self) -> int:
         return self.rendezvous.rank
@@ -55,6 +64,20 @@ class Context:
     @property
     def size(self) -> int:
         return self.rendezvous.size
+
+    @property
+    def has_device(self) -> bool:
+        """Whether tensors of this rank may lie outside host memory."""
+        return self.device.is_gpu or self.stages_host_tensors
+
+    def stager(self) -> Stager:
+        """What moves tensors to and from the device for one thread of communication."""
+        return Stager(
+            device=self.device,
+            kernels=self.kernels,
+            stream=self.device.new_stream(),
+            stages_host_tensors=self.stages_host_tensors,
+        )
 
     def explain(self, peer: int | None) -> str | None:
         """The world's failure, given a moment to arrive: a closed connection is often felt before its cause is told."""
@@ -73,18 +96,28 @@ class Context:
         self.watch_gloo(gloo, rank, len(members))
         return gloo
 
+    def native_group(self, name: str, island: Sequence[int], rank: int, timeout_seconds: float) -> Any:
+        """The island's own library for its legs: NCCL or RCCL on devices, Gloo where host tensors are staged."""
+        store = dist.PrefixStore(name, self.rendezvous.store)
+        place = island.index(rank)
+        if self.device.is_gpu:
+            return torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
+        native = torch_private.create_gloo_group(store, place, len(island), timeout_seconds, self.rendezvous.address)
+        self.watch_gloo(native, place, len(island))
+        return native
+
     def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int) -> None:
         """`abort` will reach this group too."""
         with self._lock:
             self._gloo_groups.append((gloo, rank, size))
 
-    def bridge(self, name: str, members: Sequence[int]) -> Bridge:
+    def bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
         """The bridged collectives of the group `name`; made at its first call, which all members make."""
         if name not in self._bridges:
-            self._bridges[name] = self._make_bridge(name, members)
+            self._bridges[name] = self._make_bridge(name, members, label)
         return self._bridges[name]
 
-    def _make_bridge(self, name: str, members: Sequence[int]) -> Bridge:
+    def _make_bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
         islands = restrict(self.islands, members)
         rank = members.index(self.rank)
         near = frozenset(islands[island_index(islands, rank)])
@@ -93,6 +126,7 @@ class Context:
             relays=self.relays,
             members=members,
             number=self._agree_on_number(name, is_first=rank == 0),
+            label=label,
             near=near,
             counters=self.counters,
         )

@@ -1,11 +1,19 @@
-"""Partials on their way over the bridge: encoded for the wire, decoded on arrival, the same on both sides."""
+"""Partials on their way over the bridge: encoded for the wire, decoded on arrival, the same on both sides.
+
+A `Side` is where this rank computes: in host memory, or on its device, where partials are encoded before they are
+copied to the host and arrivals are decoded and added, so that only what the wire carries crosses to and fro.
+"""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from hethub.communicator.counters import Leg, LegClock
+from hethub.communicator.links import Links, Stage
 from hethub.communicator.relay import Incoming, Transfer
 from hethub.communicator.wire import Wire
+from hethub.kernels.device import Device, Event, Stream
 from hethub.spec.ranges import Range
 
 
@@ -28,16 +36,120 @@ def encode_pieces(
     return messages, own
 
 
+class Expected(Protocol):
+    """A piece of another island's partial, or of a total, that will arrive."""
+
+    def wait(self) -> torch.Tensor:
+        """The piece, decoded, where this side computes; valid until `release`."""
+
+    def release(self) -> None: ...
+
+
+class Departing(Protocol):
+    """A message on its way to host memory."""
+
+    def message(self) -> torch.Tensor:
+        """The message, in host memory."""
+
+
+class Side(Protocol):
+    """Where this rank computes."""
+
+    def depart(self, message: torch.Tensor) -> Departing:
+        """Starts what brings an encoded message to host memory."""
+
+    def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
+        """Posts the receive of a message that stands for that many elements."""
+
+
+class HostSide:
+    """Partials lie in host memory: nothing moves but over the wire."""
+
+    def __init__(self, links: Links, clock: LegClock) -> None:
+        self._links = links
+        self._clock = clock
+
+    def depart(self, message: torch.Tensor) -> Departing:
+        return _InHostMemory(message)
+
+    def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
+        incoming = self._links.expect(wire.num_elements(num_elements), wire.dtype, peer, stage)
+        return Decoded(wire, [(incoming, num_elements)], self._clock)
+
+
+class _InHostMemory:
+    def __init__(self, message: torch.Tensor) -> None:
+        self._message = message
+
+    def message(self) -> torch.Tensor:
+        return self._message
+
+
+class DeviceSide:
+    """Partials lie on a device: messages are copied through pinned memory. `stream` is the calling thread's current."""
+
+    def __init__(self, links: Links, clock: LegClock, device: Device, stream: Stream) -> None:
+        self._links = links
+        self._clock = clock
+        self._device = device
+        self._stream = stream
+
+    def depart(self, message: torch.Tensor) -> Departing:
+        host = self._device.host_buffer(message.nbytes).view(message.dtype)
+        host.copy_(message, non_blocking=True)
+        return _Copied(host, self._stream.record(), self._clock)
+
+    def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
+        size = wire.num_elements(num_elements)
+        host = self._device.host_buffer(size * wire.dtype.itemsize).view(wire.dtype)
+        return _ToDevice(self, host, self._links.receive(host, peer, stage), wire, num_elements)
+
+    def arrived(self, host: torch.Tensor, wire: Wire, num_elements: int) -> torch.Tensor:
+        """What a message in host memory stands for, on the device once the stream is there."""
+        return wire.decode(host.to(self._device.torch_device, non_blocking=True), num_elements)
+
+
+class _Copied:
+    def __init__(self, host: torch.Tensor, event: Event, clock: LegClock) -> None:
+        self._host = host
+        self._event = event
+        self._clock = clock
+
+    def message(self) -> torch.Tensor:
+        with self._clock(Leg.COPY):
+            self._event.synchronize()
+        return self._host
+
+
+class _ToDevice:
+    def __init__(self, side: DeviceSide, host: torch.Tensor, transfer: Transfer, wire: Wire, num_elements: int) -> None:
+        self._side = side
+        self._host = host
+        self._transfer = transfer
+        self._wire = wire
+        self._num_elements = num_elements
+
+    def wait(self) -> torch.Tensor:
+        with self._side._clock(Leg.WIRE):
+            self._transfer.wait()
+        return self._side.arrived(self._host, self._wire, self._num_elements)
+
+    def release(self) -> None:
+        return None
+
+
 class Assembled:
     """A partial that arrives in parts, put where they belong."""
 
-    def __init__(self, whole: torch.Tensor, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, whole: torch.Tensor, transfers: Sequence[Transfer], clock: LegClock) -> None:
         self._whole = whole
         self._transfers = transfers
+        self._clock = clock
 
     def wait(self) -> torch.Tensor:
-        for transfer in self._transfers:
-            transfer.wait()
+        with self._clock(Leg.WIRE):
+            for transfer in self._transfers:
+                transfer.wait()
         return self._whole
 
     def release(self) -> None:
@@ -47,13 +159,18 @@ class Assembled:
 class Decoded:
     """A partial that arrives as messages of a narrow wire, in the order of its pieces."""
 
-    def __init__(self, wire: Wire, messages: Sequence[tuple[Incoming, int]]) -> None:
+    def __init__(self, wire: Wire, messages: Sequence[tuple[Incoming, int]], clock: LegClock) -> None:
         self._wire = wire
         self._messages = messages
+        self._clock = clock
 
     def wait(self) -> torch.Tensor:
-        parts = [self._wire.decode(message.wait(), num_elements) for message, num_elements in self._messages]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        with self._clock(Leg.WIRE):
+            arrived = [message.wait() for message, _ in self._messages]
+        with self._clock(Leg.ADD):
+            sizes = (num_elements for _, num_elements in self._messages)
+            parts = [self._wire.decode(message, size) for message, size in zip(arrived, sizes, strict=True)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def release(self) -> None:
         for message, _ in self._messages:

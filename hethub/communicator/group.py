@@ -1,67 +1,27 @@
 """The process group that spans islands: c10d's operations on top of the bridge.
 
-Operations of one group run in submission order in a thread of their own, so a caller is never blocked before `wait`.
 Whatever moves data without arithmetic among host tensors of unequal shapes goes over the group's own Gloo group.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import fingerprint, torch_private
-from hethub.communicator.context import Context
-from hethub.communicator.native_legs import NativeLegs
-from hethub.communicator.point_to_point import PointToPoint
-from hethub.communicator.reduction import Reduction, make_reduction
-from hethub.communicator.staging import Staged, join
-from hethub.communicator.work import HethubWork, Job, Operation, Worker
+from hethub.communicator import torch_private
+from hethub.communicator.group_core import GroupCore, Run, Tensors
+from hethub.communicator.reduction import Reduction
+from hethub.communicator.staging import Staged
+from hethub.communicator.work import HethubWork
 from hethub.spec.ranges import Range, from_sizes, split
 
-_ALIKE = {
-    "all_reduce",
-    "all_reduce_coalesced",
-    "broadcast",
-    "reduce",
-    "reduce_scatter_tensor",
-    "all_gather_into_tensor",
-}
-"""Operations whose result tensors have the same shape on every rank."""
-
-Tensors = list[torch.Tensor]
-Run = Callable[[], None]
+__all__ = ["HethubGroup", "Run", "Tensors"]
 
 
-class HethubGroup(torch_private.GroupBase):
+class HethubGroup(GroupCore):
     """A c10d group over two islands or more (or the default group of a world)."""
-
-    def __init__(
-        self,
-        context: Context,
-        members: Sequence[int],
-        name: str,
-        gloo: torch_private.GlooGroup,
-        timeout_seconds: float,
-    ) -> None:
-        rank = members.index(context.rank)
-        super().__init__(rank, len(members))
-        self.context = context
-        self.members = list(members)
-        self._rank, self._size = rank, len(members)
-        self._label = f"group {name!r} (ranks {_brief(members)})"
-        self._gloo = gloo
-        # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
-        self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
-        self._bridge = context.bridge(name, members)
-        self._legs = self._make_legs(name, timeout_seconds)
-        self._worker = Worker(f"hethub-{name}")
-        self._num_operations = 0
-        self.point_to_point = PointToPoint(gloo, context.device, context.callbacks)
-        torch_private.attach_backend(self, gloo)
-
-    def getBackendName(self) -> str:
-        return "hethub"
 
     # ---- reductions
 
@@ -74,31 +34,44 @@ class HethubGroup(torch_private.GroupBase):
         return self._all_reduce(tensors, opts, "all_reduce_coalesced")
 
     def _all_reduce(self, tensors: Tensors, opts: Any, name: str) -> HethubWork:
-        staged = [self._stage(tensor) for tensor in tensors]
-        reductions = [self._reduction(_op(opts), tensor.dtype) for tensor in tensors]
+        """Tensors of one type are reduced as one, so a list of small ones pays one latency."""
+        by_type: dict[torch.dtype, Tensors] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        parts = [(self._stager.stage(*alike), self._reduction(_op(opts), dtype)) for dtype, alike in by_type.items()]
+        if self._legs is not None and len(tensors) == 1 and self._reduces_natively(tensors[0], parts[0][1]):
+            return self._all_reduce_natively(tensors[0], *parts[0], name, opts)
 
         def job() -> None:
-            for tensor, place, reduction in zip(tensors, staged, reductions, strict=True):
-                if self._legs is not None and place.is_on_device and self._reduces_natively(tensor, reduction):
-                    self._legs.all_reduce(tensor.view(-1), place.ready, reduction)
-                    continue
-                flat = place.load()
+            for staged, reduction in parts:
+                flat = self._load_whole(staged)
                 contribution = reduction.prepared(flat)
                 if contribution is not flat:
                     flat.copy_(contribution)
                 self._bridge.all_reduce(flat, reduction)
-                place.store()
+                self._store([staged])
 
         return self._submit(name, job, tensors, opts)
 
+    def _all_reduce_natively(
+        self, tensor: torch.Tensor, staged: Staged, reduction: Reduction, name: str, opts: Any
+    ) -> HethubWork:
+        """As `_all_reduce`, the island's library doing the legs, in the turn taken here."""
+        legs = self._legs
+        assert legs is not None
+        with self._submitting:
+            turn = legs.take_turn()
+            job = functools.partial(legs.all_reduce, tensor.view(-1), staged.ready, reduction, turn)
+            return self._queue(name, job, [tensor], opts, turn)
+
     def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
         """As all-reduce; what a narrow wire rounds away on this rank is kept in `residual` and added next time."""
-        staged, kept = self._stage(tensor), self._stage(residual)
+        staged, kept = self._stager.stage(tensor), self._stager.stage(residual)
         reduction = self._reduction(op, tensor.dtype)
 
         def job() -> None:
-            self._bridge.all_reduce(staged.load(), reduction, kept.load())
-            _store([staged, kept])
+            self._bridge.all_reduce(self._load_whole(staged), reduction, self._load_whole(kept))
+            self._store([staged, kept])
 
         return self._submit("all_reduce_with_feedback", job, [tensor])
 
@@ -106,29 +79,21 @@ class HethubGroup(torch_private.GroupBase):
         """Whether the island's library does its leg: large contiguous tensors; all ranks of the island agree."""
         assert self._legs is not None
         large = not self._bridge.is_small(tensor, reduction) and tensor.numel() > 0
-        return large and tensor.is_contiguous() and self._legs.can_reduce(reduction)
-
-    def _make_legs(self, name: str, timeout_seconds: float) -> NativeLegs | None:
-        if not self.context.device.is_gpu or self._bridge.num_islands != 2:
-            return None
-        island = self._bridge.home
-        native = None
-        if len(island) > 1:
-            store = dist.PrefixStore(f"native/{name}/{island[0]}", self.context.rendezvous.store)
-            native = torch_private.create_nccl_group(store, island.index(self._rank), len(island), timeout_seconds)
-        return NativeLegs(self._bridge, native, self.context.device)
+        here = self._stager.on_device(tensor) and tensor.is_contiguous()
+        return large and here and self._legs.can_reduce(reduction)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
         ranges = self._all_at(opts.rootRank, tensors[0].numel())
-        staged = self._stage(tensors[0])
+        staged = self._stager.stage(tensors[0])
         reduction = self._reduction(opts.reduceOp, tensors[0].dtype)
 
         def job() -> None:
-            flat = reduction.prepared(staged.load())
+            flat = self._load_whole(staged)
             mine = ranges[self._rank]
-            self._bridge.reduce_scatter(flat, ranges, staged.flat[mine.start : mine.stop], reduction)
+            out = flat[mine.start : mine.stop]
+            self._bridge.reduce_scatter(reduction.prepared(flat), ranges, out, reduction)
             if mine:
-                staged.store()
+                self._store([staged])
 
         return self._submit("reduce", job, tensors, opts)
 
@@ -160,14 +125,13 @@ class HethubGroup(torch_private.GroupBase):
         return self._submit(name, self._scatter_job(output, sources, ranges, op), [output])
 
     def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Run:
-        staged = [self._stage(source) for source in sources]
-        out = self._stage(output)
+        staged, out = self._stager.stage(*sources), self._stager.stage(output)
         reduction = self._reduction(op, output.dtype)
 
         def job() -> None:
-            flat = reduction.prepared(join([place.load() for place in staged]))
-            self._bridge.reduce_scatter(flat, ranges, out.empty(), reduction)
-            out.store()
+            flat = reduction.prepared(self._load_whole(staged))
+            self._bridge.reduce_scatter(flat, ranges, out.empty_whole(), reduction)
+            self._store([out])
 
         return job
 
@@ -176,12 +140,11 @@ class HethubGroup(torch_private.GroupBase):
     def broadcast(self, tensors: Tensors, opts: Any) -> HethubWork:
         tensor = tensors[opts.rootTensor]
         ranges = self._all_at(opts.rootRank, tensor.numel())
-        staged = self._stage(tensor)
+        staged = self._stager.stage(tensor)
 
         def job() -> None:
-            flat = staged.load()
-            self._bridge.all_gather(flat, ranges)
-            staged.store()
+            self._bridge.all_gather(self._load_whole(staged), ranges)
+            self._store([staged])
 
         return self._submit("broadcast", job, tensors, opts)
 
@@ -208,53 +171,48 @@ class HethubGroup(torch_private.GroupBase):
         """The outputs, one per rank or one for all, become every rank's source in rank order."""
         sizes = [out.numel() for out in outputs] if len(outputs) == self._size else [source.numel()] * self._size
         ranges = from_sizes(sizes)
-        places = [self._stage(out) for out in outputs]
-        own = self._stage(source)
+        places, own = self._stager.stage(*outputs), self._stager.stage(source)
 
         def job() -> None:
-            flats = [place.empty() for place in places]
-            whole = flats[0] if len(flats) == 1 else torch.empty(sum(sizes), dtype=source.dtype)
+            whole = places.empty_whole()
             mine = ranges[self._rank]
-            whole[mine.start : mine.stop].copy_(own.load())
+            whole[mine.start : mine.stop].copy_(self._load_whole(own))
             self._bridge.all_gather(whole, ranges)
-            if len(flats) > 1:
-                for flat, piece in zip(flats, ranges, strict=True):
-                    flat.copy_(whole[piece.start : piece.stop])
-            _store(places)
+            self._store([places])
 
         return job
 
     def all_gather_ranges(self, flat_output: torch.Tensor, ranges: Sequence[Range], name: str) -> HethubWork:
         """Every rank's range of the flat tensor is written to all ranks' tensors in place."""
-        staged = self._stage(flat_output)
+        staged = self._stager.stage(flat_output)
 
         def job() -> None:
-            self._bridge.all_gather(staged.load(), ranges)
-            staged.store()
+            self._bridge.all_gather(self._load_whole(staged), ranges)
+            self._store([staged])
 
         return self._submit(name, job, [flat_output])
 
     # ---- data that only changes place
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HethubWork:
-        places = [self._stage(out) for out in outputs[0]] if outputs else []
-        source = self._stage(inputs[0])
+        places = [self._stager.stage(*outputs[0])] if outputs else []
+        source = self._stager.stage(inputs[0])
 
         def job() -> None:
-            received = {rank: place.empty() for rank, place in enumerate(places)}
-            self._bridge.exchange({opts.rootRank: source.load()}, received)
-            _store(places)
+            received = dict(enumerate(place for staged in places for place in staged.empty()))
+            self._bridge.exchange({opts.rootRank: self._load_whole(source)}, received)
+            self._store(places)
 
         return self._submit("gather", job, outputs[0] if outputs else inputs)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HethubWork:
-        place = self._stage(outputs[0])
-        sources = [self._stage(tensor) for tensor in inputs[0]] if inputs else []
+        place = self._stager.stage(outputs[0])
+        sources = [self._stager.stage(*inputs[0])] if inputs else []
 
         def job() -> None:
-            sent = {rank: source.load() for rank, source in enumerate(sources)}
-            self._bridge.exchange(sent, {opts.rootRank: place.empty()})
-            _store([place])
+            sent = dict(enumerate(source for staged in sources for source in self._load(staged)))
+            self._bridge.exchange(sent, {opts.rootRank: place.empty_whole()})
+            self._store([place])
 
         return self._submit("scatter", job, outputs)
 
@@ -266,26 +224,26 @@ class HethubGroup(torch_private.GroupBase):
         input_sizes: list[int],
         opts: Any = None,
     ) -> HethubWork:
-        place, own = self._stage(output), self._stage(source)
+        place, own = self._stager.stage(output), self._stager.stage(source)
         receive_ranges = self._row_ranges(output, output_sizes)
         send_ranges = self._row_ranges(source, input_sizes)
 
         def job() -> None:
-            self._bridge.exchange(_by_rank(own.load(), send_ranges), _by_rank(place.empty(), receive_ranges))
-            _store([place])
+            sent = _by_rank(self._load_whole(own), send_ranges)
+            self._bridge.exchange(sent, _by_rank(place.empty_whole(), receive_ranges))
+            self._store([place])
 
         return self._submit("all_to_all_single", job, [output])
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
-        places = [self._stage(out) for out in outputs]
-        sources = [self._stage(source) for source in inputs]
+        places, sources = self._stager.stage(*outputs), self._stager.stage(*inputs)
 
         def job() -> None:
-            sent = {rank: source.load() for rank, source in enumerate(sources)}
-            self._bridge.exchange(sent, {rank: place.empty() for rank, place in enumerate(places)})
-            _store(places)
+            sent = dict(enumerate(self._load(sources)))
+            self._bridge.exchange(sent, dict(enumerate(places.empty())))
+            self._store([places])
 
         return self._submit("all_to_all", job, outputs)
 
@@ -308,30 +266,6 @@ class HethubGroup(torch_private.GroupBase):
 
     # ---- the rest
 
-    def abort(self) -> None:
-        torch_private.break_gloo_group(self._gloo, self._rank, self._size)
-
-    def shutdown(self) -> None:
-        self._worker.stop()
-        self.point_to_point.close()
-
-    def _compared(self, name: str, job: Run, tensors: Tensors) -> Run:
-        """The job, run once all members have said that they are about to do the same."""
-        self._num_operations += 1
-        own = fingerprint.describe(name, self._num_operations, tensors, alike=name in _ALIKE)
-
-        def compared() -> None:
-            fingerprint.compare(self._gloo, own, self.context.rank, self.members)
-            job()
-
-        return compared
-
-    def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
-        return make_reduction(op, dtype, self._size, self.context.wire)
-
-    def _stage(self, tensor: torch.Tensor) -> Staged:
-        return Staged(tensor, self.context.device)
-
     def _all_at(self, root: int, num_elements: int) -> list[Range]:
         return from_sizes([num_elements if rank == root else 0 for rank in range(self._size)])
 
@@ -342,21 +276,6 @@ class HethubGroup(torch_private.GroupBase):
         row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
         return from_sizes([rows * row for rows in num_rows])
 
-    def _operation(self, name: str, tensors: Tensors) -> Operation:
-        return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
-
-    def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None) -> HethubWork:
-        if self.context.debug:
-            job = self._compared(name, job, tensors)
-        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        work = HethubWork(self._operation(name, tensors), tensors, self.context.callbacks, self._timeout_seconds)
-        work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
-        count = self.context.counters.count_operation
-        return self._worker.submit(
-            Job(run=job, work=work, count=lambda seconds: count(self._label, name, num_bytes, seconds)),
-            caller_waits=opts is not None and not opts.asyncOp,
-        )
-
 
 def _op(opts: Any) -> Any:
     return opts.reduceOp if opts is not None else dist.ReduceOp.SUM
@@ -364,11 +283,6 @@ def _op(opts: Any) -> Any:
 
 def _completed(work: Any) -> None:
     work.wait()
-
-
-def _store(places: Sequence[Staged]) -> None:
-    for place in places:
-        place.store()
 
 
 def _by_rank(flat: torch.Tensor, ranges: Sequence[Range]) -> dict[int, torch.Tensor]:
@@ -381,9 +295,3 @@ def _in_turn(jobs: Sequence[Run]) -> Run:
             each()
 
     return job
-
-
-def _brief(ranks: Sequence[int]) -> str:
-    """Ranks as `0-3` where they are consecutive, else listed."""
-    consecutive = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))

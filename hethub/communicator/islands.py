@@ -5,6 +5,7 @@ which their partial sums are added, on every rank.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range, from_sizes, merge, overlap, split
@@ -82,13 +83,31 @@ def intersect(pieces: Sequence[Range], whole: Range) -> list[Range]:
     return [common for piece in pieces if (common := overlap(piece, whole))]
 
 
-def owner_ranges(islands: Islands, whole: Range, size: int) -> list[Range]:
-    """Per rank, its part of `whole`: equal over islands, and inside an island equal over its ranks."""
-    owned = [Range(whole.start, whole.start)] * size
-    for island, part in zip(islands, split(whole.size, len(islands)), strict=True):
-        for rank, piece in zip(island, split(part.size, len(island)), strict=True):
-            owned[rank] = piece.shift(whole.start + part.start)
-    return owned
+class Segment(NamedTuple):
+    """A run of elements whose island partials lie at one rank each: `holders` per island; `shares[i]` is island i's."""
+
+    holders: tuple[int, ...]
+    shares: tuple[Range, ...]
+
+
+def held_segments(islands: Islands, parts: Sequence[Range], rank: int) -> list[Segment]:
+    """What `rank` holds of its island's partial (`parts[rank]`), cut where the holder in another island changes.
+
+    `parts` gives every rank its part; the parts of each island tile the same whole. Each island owns an equal share of
+    every segment: its holder there adds the total and tells the others, so that all islands together send 2n(k-1).
+    """
+    cuts: list[tuple[Range, tuple[int, ...]]] = [(parts[rank], ())]
+    for island in islands:
+        cuts = [
+            (common, (*holders, other))
+            for piece, holders in cuts
+            for other in ([rank] if rank in island else island)
+            if (common := overlap(piece, parts[other]))
+        ]
+    return [
+        Segment(holders, tuple(share.shift(piece.start) for share in split(piece.size, len(islands))))
+        for piece, holders in sorted(cuts)
+    ]
 
 
 def chunked(ranges: Sequence[Range], num_chunks: int) -> list[list[Range]]:

@@ -1,9 +1,8 @@
-"""All-reduce of device tensors over two islands: the vendor's library inside, host memory in between.
+"""All-reduce of device tensors: the vendor's library inside islands, host memory in between.
 
-Per chunk: native reduce-scatter, copy of this rank's part to pinned memory, exchange with the other island, addition on
-the host, copy back, native all-gather. The stages of consecutive chunks overlap: device work goes to a stream of its
-own, and only this thread ever waits for it. All native calls of a process come from one thread per group in an order
-that is the same on every rank, as NCCL and RCCL want.
+Per chunk: native reduce-scatter, this rank's part encoded for the wire and copied to pinned memory, exchange with the
+other islands, arrivals copied to the device and added there, native all-gather. The stages of consecutive chunks
+overlap: device work goes to the dispatcher's stream, and only the group's own thread ever waits for it.
 """
 
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ import torch
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge import Bridge
+from hethub.communicator.counters import Leg
+from hethub.communicator.dispatcher import Dispatcher, Turn
 from hethub.communicator.pipeline import run_pipelined
 from hethub.communicator.reduction import Reduction
 from hethub.kernels.device import Device, Event
@@ -20,41 +21,43 @@ from hethub.spec.ranges import Range
 
 
 class NativeLegs:
-    """The island's side of an all-reduce over two islands; `native` is its library's group, None for a rank alone."""
+    """The island's side of an all-reduce; `native` is its library's group, None for a rank alone in its island."""
 
-    def __init__(self, bridge: Bridge, native: Any, device: Device) -> None:
+    def __init__(self, bridge: Bridge, native: Any, device: Device, dispatcher: Dispatcher) -> None:
         self._bridge = bridge
         self._native = native
         self._device = device
-        self._stream = device.new_stream()
+        self._dispatcher = dispatcher
 
     def can_reduce(self, reduction: Reduction) -> bool:
         """Whether the native library knows the operation."""
         return self._native is None or reduction.is_native
 
-    def all_reduce(self, flat: torch.Tensor, ready: Event, reduction: Reduction) -> None:
-        """`flat` (on the device, contiguous) becomes the reduction over both islands; done when this returns."""
+    def take_turn(self) -> Turn:
+        """This operation's place among all that launch legs in this process; taken when it is submitted."""
+        return self._dispatcher.take_turn()
+
+    def all_reduce(self, flat: torch.Tensor, ready: Event, reduction: Reduction, turn: Turn) -> None:
+        """`flat` (on the device, contiguous) becomes the reduction over all islands; done when this returns."""
         self._device.activate()
-        self._stream.wait(ready)
-        chunks = (self._stages(flat, piece, reduction) for piece in self._bridge.chunks_of(flat))
-        run_pipelined(chunks, self._bridge.lag)
+        stream = self._dispatcher.stream
+        with turn, stream.active():
+            stream.wait(ready)
+            chunks = (self._stages(flat, piece, reduction) for piece in self._bridge.chunks_of(flat))
+            run_pipelined(chunks, self._bridge.lag)
+            done = stream.record()
+        with self._bridge.clock(Leg.ISLAND_GATHER):
+            done.synchronize()
 
     def _stages(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> Iterator[None]:
-        mine = self._bridge.part_of(whole)
-        with self._stream.active():
+        with self._bridge.clock(Leg.ISLAND_REDUCE):
             part = self._scatter(flat, whole, reduction)
-            host = self._device.host_buffer(mine.size * flat.itemsize).view(flat.dtype)
-            host.copy_(part[: mine.size], non_blocking=True)
-            arrived = self._stream.record()
-        yield
-        arrived.synchronize()
-        yield from self._bridge.exchange_partial(host, whole, reduction)
-        with self._stream.active():
-            part[: mine.size].copy_(host, non_blocking=True)
+        mine = part[: self._bridge.part_of(whole).size]
+        stream = self._dispatcher.stream
+        yield from self._bridge.exchange_partial(whole, lambda: mine, reduction, self._device, stream)
+        with self._bridge.clock(Leg.ISLAND_GATHER):
             self._gather(flat, whole, part)
-            done = self._stream.record()
         yield
-        done.synchronize()
 
     def _scatter(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> torch.Tensor:
         """The island's sum of this rank's part, on the device, padded to the size all parts have."""

@@ -5,80 +5,95 @@ host tensor costs no thread here. A device tensor is staged: a send waits for it
 peer; a receive lands in pinned memory and is copied to the device when it is waited for.
 """
 
+import functools
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from hethub.communicator import torch_private
+from hethub.communicator.context import Context
 from hethub.communicator.gloo_relay import GlooTransfer
-from hethub.communicator.staging import Staged
-from hethub.communicator.work import CallbackThreads, HethubWork, Job, NativeWork, Operation, Worker
-from hethub.kernels.device import Device
+from hethub.communicator.staging import Staged, Stager
+from hethub.communicator.work import HethubWork, Job, NativeWork, Operation, Worker
 from hethub.spec.errors import BadInput
 
 
 class PointToPoint:
-    """Messages of one group; ranks are the group's."""
+    """Messages of one group; ranks are the group's, `label` names it in the counters."""
 
-    def __init__(self, gloo: torch_private.GlooGroup, device: Device, callbacks: CallbackThreads) -> None:
-        self._callbacks = callbacks
+    def __init__(self, gloo: torch_private.GlooGroup, context: Context, label: str) -> None:
+        self._context = context
         self._gloo = gloo
-        self._device = device
-        self._lanes: dict[int, Worker] = {}
+        self._label = label
+        self._stager = context.stager()
+        self._lanes: dict[int, tuple[Worker, Stager]] = {}
         self._lock = threading.Lock()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed: the receiver has asked for it and it is on its way."""
-        if tensor.is_cuda:
+        if self._stager.on_device(tensor):
             return self._send_staged(tensor, peer, tag, operation)
         host = tensor.contiguous()
         return self._start(torch_private.gloo_send, host, tensor, peer, tag, operation)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` holds the message of `peer` with `tag`."""
-        if not tensor.is_cuda and tensor.is_contiguous():
+        if not self._stager.on_device(tensor) and tensor.is_contiguous():
             return self._start(torch_private.gloo_receive, tensor, tensor, peer, tag, operation)
-        staged = Staged(tensor, self._device)
-        inner = self._start(torch_private.gloo_receive, staged.empty(), tensor, peer, tag, operation)
+        staged = self._stager.stage(tensor)
+        inner = self._start(torch_private.gloo_receive, staged.empty_whole(), tensor, peer, tag, operation)
         return StagedReceive(inner, staged)
 
     def receive_any(self, tensor: torch.Tensor, tag: int, operation: Operation) -> torch_private.WorkBase:
         """As `receive`, from whoever sends first; host tensors only."""
-        if tensor.is_cuda:
+        if self._stager.on_device(tensor):
             raise BadInput(
                 "a receive from any rank needs a host tensor, as with NCCL; receive on the CPU, or name a rank."
             )
         if tensor.is_contiguous():
             return NativeWork(operation, self._gloo.recv_anysource([tensor], tag), [tensor])
-        staged = Staged(tensor, self._device)
-        return StagedReceive(NativeWork(operation, self._gloo.recv_anysource([staged.empty()], tag), [tensor]), staged)
+        staged = self._stager.stage(tensor)
+        inner = NativeWork(operation, self._gloo.recv_anysource([staged.empty_whole()], tag), [tensor])
+        return StagedReceive(inner, staged)
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.stop()
+        for worker, _ in self._lanes.values():
+            worker.stop()
 
     def _start(
         self, start: Any, host: torch.Tensor, tensor: torch.Tensor, peer: int, tag: int, operation: Operation
     ) -> NativeWork:
+        name = "send" if start is torch_private.gloo_send else "receive"
         try:
-            return NativeWork(operation, start(self._gloo, host, peer, tag), [tensor], peer)
+            return NativeWork(
+                operation, start(self._gloo, host, peer, tag), [tensor], peer, self._counted(tensor, name)
+            )
         except RuntimeError as error:
             raise operation.failed(error, peer) from error
 
     def _send_staged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:
-        staged = Staged(tensor, self._device)
+        worker, stager = self._lane(peer)
+        staged = stager.stage(tensor)
 
         def job() -> None:
-            host = staged.load()
+            host = staged.load_whole()
             GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, peer).wait()
 
+        work = HethubWork(operation, [tensor], self._context.callbacks)
+        return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))
+
+    def _counted(self, tensor: torch.Tensor, name: str) -> Callable[[float], None]:
+        """Counts one message and the seconds it was waited for."""
+        return functools.partial(self._context.counters.count_operation, self._label, name, tensor.nbytes)
+
+    def _lane(self, peer: int) -> tuple[Worker, Stager]:
         with self._lock:
-            lane = self._lanes.setdefault(peer, Worker(f"hethub-send-{peer}"))
-        return lane.submit(
-            Job(run=job, work=HethubWork(operation, [tensor], self._callbacks), count=lambda seconds: None)
-        )
+            if peer not in self._lanes:
+                self._lanes[peer] = Worker(f"hethub-send-{peer}"), self._context.stager()
+            return self._lanes[peer]
 
 
 class StagedReceive(torch_private.WorkBase):

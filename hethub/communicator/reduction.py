@@ -14,6 +14,7 @@ import torch
 from hethub.communicator import torch_private
 from hethub.communicator.torch_private import ReduceKind as _KIND
 from hethub.communicator.wire import Wire, make_wire
+from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import BadInput
 
 Combine = Callable[..., torch.Tensor]
@@ -31,6 +32,7 @@ _COMBINE: dict[Any, Combine] = {
 }
 _BITWISE = {_KIND.BAND, _KIND.BOR, _KIND.BXOR}
 _SUMS = {_KIND.SUM, _KIND.AVG, _KIND.PREMUL_SUM}
+_ADDED_BY_KERNELS = {torch.float32, torch.bfloat16, torch.float16}
 _ORDERED = {_KIND.MIN, _KIND.MAX}
 
 
@@ -44,6 +46,7 @@ class Reduction:
     accumulate_dtype: torch.dtype
     wire: Wire
     num_ranks: int
+    kernels: TorchKernels
     factor: Any = None
 
     def prepared(self, flat: torch.Tensor) -> torch.Tensor:
@@ -60,6 +63,11 @@ class Reduction:
         """What the native library computes inside an island: the division of AVG comes last, over all ranks."""
         return torch_private.ReduceKind.SUM if self.kind == _KIND.AVG else self.kind
 
+    @property
+    def num_contributions(self) -> int:
+        """What one rank's value is divided by in the result: 1 but for AVG."""
+        return self.num_ranks if self.kind == _KIND.AVG else 1
+
     def partial(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """`out` (of the tensor's type) becomes the island's partial of `sources`, given in ascending rank order."""
         self._fold(sources, out)
@@ -68,9 +76,9 @@ class Reduction:
         """`out` (of the tensor's type) becomes the total of the islands' partials, given in ascending island order."""
         divide = self.kind == _KIND.AVG
         if divide and out.dtype != self.accumulate_dtype:
-            wide = torch.empty(out.shape, dtype=self.accumulate_dtype)
+            wide = torch.empty_like(out, dtype=self.accumulate_dtype)
             self._fold(partials, wide)
-            out.copy_(self._divided(wide))
+            self.kernels.cast(self._divided(wide), out)
             return
         self._fold(partials, out)
         if divide:
@@ -78,7 +86,8 @@ class Reduction:
 
     def _divided(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
-            return tensor.div_(self.num_ranks)
+            # By a tensor of the same device: by a plain number, a GPU multiplies with the rounded reciprocal instead.
+            return tensor.div_(torch.full((), self.num_ranks, dtype=tensor.dtype, device=tensor.device))
         return tensor.div_(self.num_ranks, rounding_mode="trunc")
 
     def _fold(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -96,8 +105,11 @@ class Reduction:
             return
         wide = first.to(self.accumulate_dtype, copy=True)
         for source in rest:
-            self.combine(wide, source.to(self.accumulate_dtype), out=wide)
-        out.copy_(wide)
+            if self.kind in _SUMS and source.dtype in _ADDED_BY_KERNELS:
+                self.kernels.add(wide, source)
+            else:
+                self.combine(wide, source.to(self.accumulate_dtype), out=wide)
+        self.kernels.cast(wide, out)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -105,8 +117,14 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def make_reduction(op: object, dtype: torch.dtype, num_ranks: int, wire: str = "exact") -> Reduction:
-    """The reduction for a torch ReduceOp. Raises BadInput where the operation has no meaning for the type."""
+def make_reduction(
+    op: object, dtype: torch.dtype, num_ranks: int, wire: str = "exact", kernels: TorchKernels | None = None
+) -> Reduction:
+    """The reduction for a torch ReduceOp, by torch's arithmetic where no kernels are given.
+
+    Raises BadInput where the operation has no meaning for the type.
+    """
+    kernels = kernels or TorchKernels()
     kind = torch_private.reduce_op_kind(op)
     if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (kind in _ORDERED and dtype.is_complex):
         raise BadInput(f"ReduceOp.{kind.name} has no meaning for {dtype}; choose an operation the type has.")
@@ -117,7 +135,8 @@ def make_reduction(op: object, dtype: torch.dtype, num_ranks: int, wire: str = "
         combine=_COMBINE[kind],
         dtype=dtype,
         accumulate_dtype=accumulate_dtype(dtype),
-        wire=make_wire(wire if kind in _SUMS else "exact", dtype),
+        wire=make_wire(wire if kind in _SUMS else "exact", dtype, kernels),
         num_ranks=num_ranks,
+        kernels=kernels,
         factor=torch_private.premul_factor(op) if kind == _KIND.PREMUL_SUM else None,
     )

@@ -15,12 +15,13 @@ import hethub
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.gloo_relay import GlooRelay
-from hethub.communicator.islands import check_islands, islands_by_label
+from hethub.communicator.islands import Islands, check_islands, islands_by_label
 from hethub.communicator.liveness import Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.shm_connect import connect_same_host, host_identity
 from hethub.communicator.wire import check_wire
+from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -64,6 +65,7 @@ def make_context(
     timeout_seconds: float,
     debug: bool = False,
     num_lanes: int = 1,
+    staged_ranks: Sequence[int] = (),
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
     check_wire(wire)
@@ -71,6 +73,7 @@ def make_context(
     facts = exchange_facts(rendezvous, RankFacts.here(device))
     check_versions(facts)
     known = given or islands_by_label([fact.vendor for fact in facts])
+    check_staged(known, staged_ranks)
     _use_interface(rendezvous)
     silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
     hub, liveness = _watch_over(rendezvous, silence_seconds)
@@ -79,6 +82,8 @@ def make_context(
     context = Context(
         rendezvous=rendezvous,
         device=device,
+        kernels=kernels_for(device),
+        stages_host_tensors=rendezvous.rank in staged_ranks,
         islands=known,
         gloo=gloo,
         relays=make_relays(rendezvous, facts, relay, timeout_seconds, num_lanes),
@@ -90,6 +95,16 @@ def make_context(
     )
     liveness.when_failed(context.abort)
     return context
+
+
+def check_staged(islands: Islands, staged_ranks: Sequence[int]) -> None:
+    """Raises BadInput unless the ranks that stage host tensors are whole islands: those share a native library."""
+    for island in islands:
+        if 0 < len(set(island) & set(staged_ranks)) < len(island):
+            raise BadInput(
+                f"ranks {sorted(staged_ranks)} stage their host tensors, but island {list(island)} only in part; name"
+                " all ranks of an island or none."
+            )
 
 
 def make_relays(

@@ -1,49 +1,126 @@
 """Tensors of any device and layout as flat, contiguous host tensors, and back."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from hethub.kernels.device import Device, Event
+from hethub.kernels.device import Device, Event, Stream
+from hethub.kernels.reference import TorchKernels
+from hethub.spec.ranges import Range, from_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stager:
+    """How one thread of communication moves tensors between a device and the host: on a stream of its own."""
+
+    device: Device
+    kernels: TorchKernels
+    stream: Stream
+    stages_host_tensors: bool = False
+    """Host tensors take the way of a device's, so that this way can be tested where there is none."""
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda or self.stages_host_tensors
+
+    def stage(self, *tensors: torch.Tensor) -> "Staged":
+        """Called in the caller's thread, where the device's current stream is the one the data is produced on."""
+        return Staged(tensors, self)
 
 
 class Staged:
-    """A tensor's flat host form: the tensor's own memory where it is contiguous on the host, else a copy.
+    """The flat host form of some tensors of one type: their own memory where they are contiguous on the host.
 
-    Made in the caller's thread, where the device's current stream is the one the data is produced on; `load` and
-    `store` run in a communication thread and never make the caller's stream wait on the host.
+    Others are packed into one buffer (pinned, for a device), so that a list of device tensors crosses in one copy.
+    `load` and `store` run in a communication thread: the caller's stream never waits for the host.
     """
 
-    def __init__(self, tensor: torch.Tensor, device: Device) -> None:
-        self._tensor = tensor
-        self._device = device
-        self.is_on_device = tensor.is_cuda
-        self.ready = device.current_stream().record() if tensor.is_cuda else Event(None)
-        self._is_host_memory = not tensor.is_cuda and tensor.is_contiguous() and not tensor.is_conj()
+    def __init__(self, tensors: Sequence[torch.Tensor], stager: Stager) -> None:
+        self._tensors = list(tensors)
+        self._stager = stager
+        self.is_on_device = any(stager.on_device(tensor) for tensor in tensors)
+        self.ready = stager.device.current_stream().record() if self.is_on_device else Event(None)
+        self._is_own_memory = not self.is_on_device and all(_is_plain(tensor) for tensor in tensors)
+        self._whole: torch.Tensor | None = None
 
-    def load(self) -> torch.Tensor:
-        """The tensor's elements, flat on the host."""
-        self.flat = self.empty()
-        if not self._is_host_memory:
-            self.ready.synchronize()
-            self.flat.view(self._tensor.shape).copy_(self._tensor)
-        return self.flat
+    def load(self) -> list[torch.Tensor]:
+        """Each tensor's elements, flat on the host."""
+        if self._is_own_memory:
+            return [tensor.view(-1) for tensor in self._tensors]
+        return self._cut(self.load_whole())
 
-    def empty(self) -> torch.Tensor:
-        """As `load` for a tensor that is only written: what is in it does not matter."""
-        if self._is_host_memory:
-            self.flat = self._tensor.view(-1)
-        else:
-            host = self._device.host_buffer(self._tensor.numel() * self._tensor.itemsize)
-            self.flat = host.view(self._tensor.dtype)
-        return self.flat
+    def empty(self) -> list[torch.Tensor]:
+        """As `load` for tensors that are only written: what is in them does not matter."""
+        if self._is_own_memory:
+            return [tensor.view(-1) for tensor in self._tensors]
+        return self._cut(self.empty_whole())
+
+    def load_whole(self) -> torch.Tensor:
+        """The elements of all tensors, one tensor after another."""
+        whole = self.empty_whole()
+        if self._is_own_memory and len(self._tensors) == 1:
+            return whole
+        if not self.is_on_device:
+            self._pack(whole)
+            return whole
+        stream = self._stager.stream
+        stream.wait(self.ready)
+        with stream.active():
+            whole.copy_(self._packed_on_device(), non_blocking=True)
+        stream.record().synchronize()
+        return whole
+
+    def empty_whole(self) -> torch.Tensor:
+        """As `load_whole`, for writing."""
+        if self._is_own_memory and len(self._tensors) == 1:
+            return self._tensors[0].view(-1)
+        num_elements = sum(tensor.numel() for tensor in self._tensors)
+        host = self._stager.device.host_buffer(num_elements * self._tensors[0].itemsize)
+        self._whole = host.view(self._tensors[0].dtype)
+        return self._whole
 
     def store(self) -> None:
-        """Writes the flat form back; done when this returns, so that any stream of the caller may read the tensor."""
-        if not self._is_host_memory:
-            self._tensor.copy_(self.flat.view(self._tensor.shape))
+        """Writes the flat form back; done when this returns, so that any stream of the caller may read the tensors."""
+        if self._whole is None:
+            return
+        stream = self._stager.stream
+        stream.wait(self.ready)
+        with stream.active():
+            self._unpack(self._whole)
+        stream.record().synchronize()
+
+    def _cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole[place.start : place.stop] for place in self._places()]
+
+    def _places(self) -> list[Range]:
+        return from_sizes([tensor.numel() for tensor in self._tensors])
+
+    def _packed_on_device(self) -> torch.Tensor:
+        """All elements on the device, in one piece."""
+        first = self._tensors[0]
+        if len(self._tensors) == 1:
+            return first.contiguous().view(-1)
+        packed = torch.empty(sum(t.numel() for t in self._tensors), dtype=first.dtype, device=first.device)
+        self._pack(packed)
+        return packed
+
+    def _pack(self, whole: torch.Tensor) -> None:
+        sources = [_bytes(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in self._tensors]
+        self._stager.kernels.pack(sources, _bytes(whole))
+
+    def _unpack(self, whole: torch.Tensor) -> None:
+        if len(self._tensors) == 1 or not all(_is_plain(tensor) for tensor in self._tensors):
+            for tensor, place in zip(self._tensors, self._places(), strict=True):
+                tensor.copy_(whole[place.start : place.stop].view(tensor.shape), non_blocking=True)
+            return
+        near = whole.to(self._tensors[0].device, non_blocking=True)
+        self._stager.kernels.unpack(_bytes(near), [_bytes(tensor) for tensor in self._tensors])
 
 
-def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat tensors one after another."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory holds its elements in order, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

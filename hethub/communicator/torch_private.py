@@ -141,6 +141,15 @@ def profiled_range(name: str) -> Callable[[], None] | None:
     return lambda: ended.set_result(None)
 
 
+def begin_range(name: str) -> Any:
+    """A range begun in this thread's running profiler, to be ended by its `__exit__`; None where none runs."""
+    if not torch.autograd._profiler_enabled():
+        return None
+    record = torch.autograd.profiler.record_function(name)
+    record.__enter__()
+    return record
+
+
 def future_of(result: Any) -> tuple[torch.futures.Future[Any], Callable[[Exception | None], None]]:
     """A future and the function that ends it, with `result` or with an error that C++ sees as one.
 

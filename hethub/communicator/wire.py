@@ -32,14 +32,19 @@ class Wire(Protocol):
 class Rounded:
     """The partial in a float type, rounded to nearest even; in its own type it crosses unchanged."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, kernels: TorchKernels) -> None:
         self.dtype = dtype
+        self._kernels = kernels
 
     def num_elements(self, num_elements: int) -> int:
         return num_elements
 
     def encode(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial.to(self.dtype)
+        if partial.dtype == self.dtype:
+            return partial
+        message = torch.empty_like(partial, dtype=self.dtype)
+        self._kernels.cast(partial, message)
+        return message
 
     def decode(self, message: torch.Tensor, num_elements: int) -> torch.Tensor:
         return message
@@ -50,22 +55,22 @@ class Blockwise:
 
     dtype = torch.uint8
 
-    def __init__(self, values_dtype: torch.dtype) -> None:
+    def __init__(self, values_dtype: torch.dtype, kernels: TorchKernels) -> None:
         self._values_dtype = values_dtype
-        self._kernels = TorchKernels()
+        self._kernels = kernels
 
     def num_elements(self, num_elements: int) -> int:
         return 4 * num_scales(num_elements) + num_elements
 
     def encode(self, partial: torch.Tensor) -> torch.Tensor:
-        message = torch.empty(self.num_elements(partial.numel()), dtype=torch.uint8)
+        message = torch.empty(self.num_elements(partial.numel()), dtype=torch.uint8, device=partial.device)
         scales, values = self._parts(message, partial.numel())
         self._kernels.quantise(partial, values, scales)
         return message
 
     def decode(self, message: torch.Tensor, num_elements: int) -> torch.Tensor:
         scales, values = self._parts(message, num_elements)
-        out = torch.empty(num_elements)
+        out = torch.empty(num_elements, device=message.device)
         self._kernels.dequantise(values, scales, out)
         return out
 
@@ -81,10 +86,10 @@ def check_wire(name: str) -> str:
     return name
 
 
-def make_wire(name: str, dtype: torch.dtype) -> Wire:
-    """The wire `name` for a sum of `dtype`; exact for all types but fp32."""
+def make_wire(name: str, dtype: torch.dtype, kernels: TorchKernels) -> Wire:
+    """The wire `name` for a sum of `dtype`; exact for all types but fp32. Messages are made where the partial lies."""
     if name == "exact" or dtype != torch.float32:
-        return Rounded(dtype)
+        return Rounded(dtype, kernels)
     if name == "bf16":
-        return Rounded(torch.bfloat16)
-    return Blockwise(torch.int8 if name == "int8" else torch.float8_e4m3fn)
+        return Rounded(torch.bfloat16, kernels)
+    return Blockwise(torch.int8 if name == "int8" else torch.float8_e4m3fn, kernels)

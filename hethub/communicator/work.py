@@ -118,16 +118,25 @@ class HethubWork(torch_private.WorkBase):
 
 
 class NativeWork(torch_private.WorkBase):
-    """A native library's Work whose failure is told in our words."""
+    """A native library's Work whose failure is told in our words; `count` hears how long it was first waited for."""
 
-    def __init__(self, operation: Operation, inner: Any, result: list[torch.Tensor], peer: int | None = None) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        inner: Any,
+        result: list[torch.Tensor],
+        peer: int | None = None,
+        count: Callable[[float], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._count = count
         self.operation = operation
         self._inner = inner
         self._result = result
         self._peer = peer
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        start = time.perf_counter()
         try:
             if timeout is not None and timeout.total_seconds() > 0:
                 self._inner.wait(timeout)
@@ -135,6 +144,9 @@ class NativeWork(torch_private.WorkBase):
                 self._inner.wait()
         except RuntimeError as error:
             raise self.operation.failed(error, self._peer) from error
+        if self._count is not None:
+            self._count(time.perf_counter() - start)
+            self._count = None
         return True
 
     def synchronize(self) -> None:
@@ -190,11 +202,12 @@ class CallbackThreads:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An operation to run, the Work it ends and where its seconds are counted."""
+    """An operation to run, the Work it ends, where its seconds are counted and what follows however it ends."""
 
     run: Callable[[], None]
     work: HethubWork
     count: Callable[[float], None]
+    leave: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         start = time.perf_counter()
@@ -207,6 +220,9 @@ class Job:
         else:
             self.count(time.perf_counter() - start)
             self.work.finish()
+        finally:
+            if self.leave is not None:
+                self.leave()
 
 
 class Worker:

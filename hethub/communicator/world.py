@@ -37,13 +37,15 @@ def connect(
     timeout_seconds: float = 120.0,
     debug: bool = False,
     num_lanes: int = 1,
+    staged_ranks: Sequence[int] = (),
 ) -> "World":
     """The connected world, once every rank of `rendezvous` has called it with the same arguments.
 
     `islands` emulates islands; without it, ranks of one vendor form one. With `debug`, bridged operations compare first
     what each rank is about to do, and name the rank that does something else. `num_lanes` connections per pair carry the gloo
-    relay's large messages: one fills a slow link, a fast one may want 2 to 4. Raises BadInput where ranks do not fit
-    together (versions, islands, relay) and RunFailed where one does not come within the timeout.
+    relay's large messages: one fills a slow link, a fast one may want 2 to 4. `staged_ranks` treat host tensors as
+    they would a device's, so that this way can be tested without one. Raises BadInput where ranks do not fit together
+    (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
     with connecting(rendezvous):
         context = make_context(
@@ -55,6 +57,7 @@ def connect(
             timeout_seconds=timeout_seconds,
             debug=debug,
             num_lanes=num_lanes,
+            staged_ranks=staged_ranks,
         )
         return World(context, backend.init_default_group(context))
 
@@ -77,7 +80,7 @@ class World:
         self._context = context
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
-        self._messages = PointToPoint(context.gloo, context.device, context.callbacks)
+        self._messages = PointToPoint(context.gloo, context, f"the world of {context.size} ranks")
         self._closed = threading.Event()
 
     @property

@@ -11,15 +11,15 @@ from hethub.communicator.islands import (
     carried_pieces,
     check_islands,
     chunked,
+    held_segments,
     islands_by_label,
     lower_bound_bridge_elements,
-    owner_ranges,
     parse_islands,
     restrict,
     split_pieces,
 )
 from hethub.spec.errors import BadInput
-from hethub.spec.ranges import Range, from_sizes, tiles_exactly
+from hethub.spec.ranges import Range, from_sizes, split, tiles_exactly
 from tests.support.ranks import run_ranks
 
 LAYOUTS = [
@@ -117,10 +117,23 @@ def test_each_island_carries_exactly_what_others_own(problem):
 
 
 @given(problems(), st.integers(0, 50))
-def test_owners_tile_the_data(problem, num_elements):
+def test_every_element_has_one_owner_and_one_holder_per_island(problem, num_elements):
     islands, ranges = problem
-    owned = owner_ranges(islands, Range(3, 3 + num_elements), len(ranges))
-    assert tiles_exactly(owned, Range(3, 3 + num_elements))
+    parts = [Range(0, 0)] * len(ranges)
+    for island in islands:
+        for rank, piece in zip(island, split(num_elements, len(island)), strict=True):
+            parts[rank] = piece
+    owner = {}
+    for index, island in enumerate(islands):
+        for rank in island:
+            segments = held_segments(islands, parts, rank)
+            assert tiles_exactly([share for segment in segments for share in segment.shares], parts[rank])
+            for segment in segments:
+                assert segment.holders[index] == rank
+                for holder, share, other in zip(segment.holders, segment.shares, islands, strict=True):
+                    assert holder in other
+                    assert all(owner.setdefault(i, holder) == holder for i in range(*share))
+    assert sorted(owner) == list(range(num_elements))
 
 
 @given(problems(), st.integers(1, 5))

@@ -1,8 +1,9 @@
-"""Bridged operations appear in torch's profiler."""
+"""What was communicated: bridged operations and their legs in torch's profiler and in the counters."""
 
 import torch
 import torch.distributed as dist
 
+from hethub.communicator.counters import since
 from tests.support.ranks import run_ranks
 
 
@@ -17,3 +18,28 @@ def test_operations_are_profiler_ranges():
     for names in run_ranks(2, profiled_names, islands=[[0], [1]]):
         assert "hethub:all_reduce" in names  # its caller waits: it runs in the caller's thread
         assert names["hethub:broadcast"] is True
+        assert {"hethub:wire", "hethub:add"} <= set(names)  # its legs, where they run in the profiled thread
+
+
+def counted(world):
+    everybody, pair = world.default_group, world.group([0, 3])
+    before = world.counters()
+    dist.all_reduce(torch.ones(300_000))
+    if pair is not None:
+        dist.all_gather([torch.empty(5), torch.empty(5)], torch.ones(5), group=pair)
+    world.barrier()
+    return since(before, world.counters()), everybody._label
+
+
+def test_counters_by_operation_group_leg_and_link():
+    for rank, (news, label) in enumerate(run_ranks(4, counted, islands=[[0, 1], [2, 3]])):
+        operations = {(row["group"], row["operation"]): row for row in news["operations"]}
+        reduce = operations.pop((label, "all_reduce"))
+        assert (reduce["calls"], reduce["bytes"]) == (1, 1_200_000)
+        assert {"island_reduce_scatter", "wire", "add", "island_all_gather"} <= set(reduce["legs"])
+        assert 0 < sum(reduce["legs"].values()) <= reduce["seconds"]
+        assert [row["calls"] for row in operations.values()] == ([1] if rank in (0, 3) else [])
+        ours = [link for link in news["links"] if link["group"] == label]
+        crossed = {link["peer"]: link["bytes"] for link in ours if link["level"] == "bridge"}
+        assert crossed == {(rank + 2) % 4: 600_000}
+        assert {link["peer"] for link in ours if link["level"] == "island"} == {rank ^ 1}

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hethub.communicator import all_reduce_with_feedback
 from hethub.communicator.crossing import encode_pieces
 from hethub.communicator.wire import make_wire
+from hethub.kernels.reference import TorchKernels
 from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
 
@@ -48,9 +49,12 @@ def bridge_bytes(world):
 
 
 @pytest.mark.parametrize("wire", SHRUNK)
-def test_bytes_over_the_bridge(wire):
-    for sent in run_ranks(4, bridge_bytes, islands=[[0, 1], [2, 3]], wire=wire):
-        assert sent == pytest.approx(60_000 * 4 / 2 * SHRUNK[wire], rel=0.01)
+@pytest.mark.parametrize("islands", [[[0, 1], [2, 3]], [[0, 3], [1], [2]]], ids=["2+2", "2+1+1"])
+def test_bytes_over_the_bridge(wire, islands):
+    """Both directions shrink, also where three islands send partials to owners and totals back."""
+    sent = sum(run_ranks(4, bridge_bytes, islands=islands, wire=wire))
+    least = 60_000 * 4 * 2 * (len(islands) - 1)
+    assert sent == pytest.approx(least * SHRUNK[wire], rel=0.01)
 
 
 def average_over_steps(world, steps):
@@ -75,7 +79,7 @@ def test_feedback_makes_the_mean_error_vanish(wire, islands):
 
 def test_encoding_pieces_is_what_the_receiver_decodes():
     partial = torch.randn(1000)
-    wire = make_wire("int8", torch.float32)
+    wire = make_wire("int8", torch.float32, TorchKernels())
     pieces = [Range(0, 300), Range(300, 1000)]
     residual = torch.zeros(1000)
     messages, own = encode_pieces(partial, pieces, wire, residual)

@@ -1,0 +1,138 @@
+"""What every operation of a bridged group goes through: staging, the order of operations, counting and errors.
+
+Operations of one group run in submission order in a thread of their own, so a caller is never blocked before `wait`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hethub.communicator import fingerprint, torch_private
+from hethub.communicator.context import Context
+from hethub.communicator.counters import Leg
+from hethub.communicator.dispatcher import Turn
+from hethub.communicator.native_legs import NativeLegs
+from hethub.communicator.point_to_point import PointToPoint
+from hethub.communicator.reduction import Reduction, make_reduction
+from hethub.communicator.staging import Staged
+from hethub.communicator.work import HethubWork, Job, Operation, Worker
+
+_ALIKE = {
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+}
+"""Operations whose result tensors have the same shape on every rank."""
+
+Tensors = list[torch.Tensor]
+Run = Callable[[], None]
+
+
+class GroupCore(torch_private.GroupBase):
+    """A member's part in a group over two islands or more (or the default group of a world)."""
+
+    def __init__(
+        self,
+        context: Context,
+        members: Sequence[int],
+        name: str,
+        gloo: torch_private.GlooGroup,
+        timeout_seconds: float,
+    ) -> None:
+        rank = members.index(context.rank)
+        super().__init__(rank, len(members))
+        self.context = context
+        self.members = list(members)
+        self._rank, self._size = rank, len(members)
+        self._label = f"group {name!r} (ranks {_brief(members)})"
+        self._gloo = gloo
+        # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
+        self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
+        self._bridge = context.bridge(name, members, self._label)
+        self._stager = context.stager()
+        self._legs = self._make_legs(name, timeout_seconds)
+        self._worker = Worker(f"hethub-{name}")
+        self._submitting = threading.Lock()
+        self._num_operations = 0
+        self.point_to_point = PointToPoint(gloo, context, self._label)
+        torch_private.attach_backend(self, gloo)
+
+    def getBackendName(self) -> str:
+        return "hethub"
+
+    def abort(self) -> None:
+        torch_private.break_gloo_group(self._gloo, self._rank, self._size)
+
+    def shutdown(self) -> None:
+        self._worker.stop()
+        self.point_to_point.close()
+
+    def _compared(self, name: str, job: Run, tensors: Tensors) -> Run:
+        """The job, run once all members have said that they are about to do the same."""
+        self._num_operations += 1
+        own = fingerprint.describe(name, self._num_operations, tensors, alike=name in _ALIKE)
+
+        def compared() -> None:
+            fingerprint.compare(self._gloo, own, self.context.rank, self.members)
+            job()
+
+        return compared
+
+    def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
+        return make_reduction(op, dtype, self._size, self.context.wire, self.context.kernels)
+
+    def _load(self, staged: Staged) -> Tensors:
+        with self._bridge.clock(Leg.COPY):
+            return staged.load()
+
+    def _load_whole(self, staged: Staged) -> torch.Tensor:
+        with self._bridge.clock(Leg.COPY):
+            return staged.load_whole()
+
+    def _store(self, places: Sequence[Staged]) -> None:
+        with self._bridge.clock(Leg.COPY):
+            for place in places:
+                place.store()
+
+    def _make_legs(self, name: str, timeout_seconds: float) -> NativeLegs | None:
+        if not self.context.has_device or self._bridge.num_islands == 1:
+            return None
+        island = self._bridge.home
+        native = None
+        if len(island) > 1:
+            native = self.context.native_group(f"native/{name}/{island[0]}", island, self._rank, timeout_seconds)
+        return NativeLegs(self._bridge, native, self.context.device, self.context.dispatcher)
+
+    def _operation(self, name: str, tensors: Tensors) -> Operation:
+        return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
+
+    def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None) -> HethubWork:
+        """Queues the job, behind those submitted before."""
+        return self._queue(name, job, tensors, opts)
+
+    def _queue(self, name: str, job: Run, tensors: Tensors, opts: Any = None, turn: Turn | None = None) -> HethubWork:
+        """A job with a turn leaves it whatever happens, and never runs in the thread that takes turns."""
+        if self.context.debug:
+            job = self._compared(name, job, tensors)
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        work = HethubWork(self._operation(name, tensors), tensors, self.context.callbacks, self._timeout_seconds)
+        work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
+
+        def count(seconds: float) -> None:
+            self.context.counters.count_operation(self._label, name, num_bytes, seconds, self._bridge.clock.take())
+
+        return self._worker.submit(
+            Job(run=job, work=work, count=count, leave=None if turn is None else turn.leave),
+            caller_waits=turn is None and opts is not None and not opts.asyncOp,
+        )
+
+
+def _brief(ranks: Sequence[int]) -> str:
+    """Ranks as `0-3` where they are consecutive, else listed."""
+    consecutive = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))
