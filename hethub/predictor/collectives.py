@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from hethub.predictor.costs import PlanCosts
-from hethub.predictor.programme import COMPUTE, Compute, Place
+from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import Programme
 from hethub.predictor.state_costs import Portion
 from hethub.spec.layout import Layout
@@ -23,7 +23,7 @@ class Stage:
         for place in self.places:
             seen: dict[Pass, tuple[int, int]] = {}
             for entry in compute.entries[place]:
-                if entry.action.kind in COMPUTE:
+                if entry.action.is_compute:
                     key = (entry.action.kind, entry.action.part)
                     seen[key] = (seen[key][0] if key in seen else entry.node, entry.node)
             for key, (first, last) in seen.items():
@@ -153,7 +153,7 @@ class Collectives:
         }
         for place in stage.places:
             entries = self.compute.entries[place]
-            computing = max(i for i, entry in enumerate(entries) if entry.action.kind in COMPUTE)
+            computing = max(i for i, entry in enumerate(entries) if entry.action.is_compute)
             for index, (action, node, _) in enumerate(entries):
                 portion = self._portion(stage, action.part) if by_part else None
                 if action.kind is Kind.STEP:

@@ -15,7 +15,6 @@ from hethub.spec.layout import Layout
 from hethub.spec.schedule import Action, Kind, schedule
 from hethub.spec.tiling import Tile
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 Place = tuple[int, int]  # stage and replica
 Unit = tuple[int, int]  # stage and part
 
@@ -94,7 +93,7 @@ class Compute:
         portions = self.costs.state.portions[place[0]]
 
         def price(act: Action) -> Parts:
-            if act.tile is None or act.kind not in COMPUTE:
+            if act.tile is None:
                 return IDLE
             key = (act.kind, act.part, act.tile.samples.stop - act.tile.samples.start)
             if key not in known:
@@ -105,18 +104,10 @@ class Compute:
 
         return price
 
-    def units(self) -> list[Unit]:
-        """All parts of all stages in the order in which a sample passes them."""
-        order = [
-            (stage, part) for stage in range(self.layout.num_stages) for part in range(len(self.layout.parts(stage)))
-        ]
-        return sorted(order, key=lambda unit: self.layout.parts(unit[0])[unit[1]].start)
-
     def _wire(self) -> None:
         """A tile waits for those of the part before (backward: behind) that overlap it, where another stage ran them."""
         needs = self.programme.needs
-        units = self.units()
-        for above, below in pairwise(units):
+        for above, below in pairwise((unit.stage, unit.part) for unit in self.layout.units):
             if above[0] == below[0]:
                 continue  # handed over inside a rank, whose own order sees to it
             forward, backward = (
