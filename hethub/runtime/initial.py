@@ -1,6 +1,7 @@
 """Initial values that depend on nothing but seed and tensor name, so that every plan starts from the same model."""
 
 import hashlib
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -24,17 +25,14 @@ def initial_value(info: TensorInfo, model: ModelSpec, seed: int) -> Tensor:
 
 def initialise(storage: FlatStorage, model: ModelSpec, seed: int) -> None:
     """Fills this rank's weights with its part of the initial values."""
-    for placed, run in storage.held:
-        part = run.shift(-placed.span.start)
-        value = initial_value(placed.info, model, seed).reshape(-1)[part.start : part.stop]
-        here = storage.local(run)
-        storage.weights[here.start : here.stop].copy_(value)
+    for placed, parts in groupby(storage.persistent(), key=lambda part: part[0]):
+        value = initial_value(placed.info, model, seed).reshape(-1)
+        for _, run, weights in parts:
+            weights.copy_(value[run.start - placed.span.start : run.stop - placed.span.start])
 
 
 def load_hugging_face(storage: FlatStorage, model: ModelSpec, folder: Path) -> None:
     """Fills this rank's weights from a Hugging Face folder, reading only its own slices. Raises BadInput."""
     weights = open_weights(folder, model)
-    for placed, run in storage.held:
-        here = storage.local(run)
-        value = weights.read(placed.info, run.shift(-placed.span.start))
-        storage.weights[here.start : here.stop].copy_(value)
+    for placed, run, values in storage.persistent():
+        values.copy_(weights.read(placed.info, run.shift(-placed.span.start)))

@@ -25,6 +25,16 @@ class Parameter:
         """Forgets the old gradient and expects `num_tiles` contributions per use."""
         self._pending, self._fresh, self._on_complete = self.uses * num_tiles, True, on_complete
 
+    def open(self, grad: Tensor) -> None:
+        """Takes an empty place for a round's gradient, whatever is written there."""
+        self.grad, self._fresh = grad, True
+
+    def close(self) -> None:
+        """Makes the round's gradient complete: zeros where nothing was added."""
+        if self._fresh:
+            self.grad.zero_()
+            self._fresh = False
+
     def add_product(self, left: Tensor, right: Tensor, *, completes: bool = True) -> None:
         """Adds left @ right, (rows, n) x (n, columns) with the shape of the shard.
 

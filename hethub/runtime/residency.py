@@ -1,46 +1,130 @@
 """What a rank has at hand while it computes: weights and gradients of its layers, and what tiles keep of them.
 
 The executor says which layer it is about to enter, which comes next, and when it is through with one; the answer
-depends on where the stage's state lives. Here everything is resident for the whole step.
+depends on where the stage's state lives:
+
+- ZeRO 0 and 1: weights and gradients of all layers stay; nothing happens here.
+- ZeRO 2: gradients of a layer's matrices live in one full buffer (at least fp32) from `acquire` to the end of their
+  reduction. Two such buffers at most, beside the head's, which fills from the last layer's forward on.
+- ZeRO 3: weights likewise, in the run's precision, from `prefetch` to `release`: the layer that computes and the next.
+- Offloaded parameters come and go like ZeRO 3's weights, from host memory.
+
+Norms stay, and so does an embedding that is tied to the head of another stage. Embedding and head come and go with the
+first and last layer; tied in one stage, they are a unit of their own that both ends use.
 """
 
 from torch import Tensor
 
 from hethub.runtime.accounting import Kept, MemoryMeter
 from hethub.runtime.reduction import Reducer
+from hethub.runtime.stepping import Stepping
+from hethub.runtime.unit_gradients import UnitGradients
+from hethub.runtime.unit_weights import UnitWeights
 from hethub.spec.schedule import Kind
+from hethub.spec.state import chunk_of
 
 
 class Residency:
     """One rank's weights and gradients as its executor meets them, layer by layer.
 
     A layer's number counts the stage's layers in model order; the embedding goes with the first layer of the model,
-    final norm and head with its last.
+    final norm and head with its last. All ranks of a stage make the same calls in the same order, those without a tile
+    in a round too: what they do not add to counts as zeros.
     """
 
-    def __init__(self, reducer: Reducer, meter: MemoryMeter) -> None:
-        self.reducer, self._meter = reducer, meter
+    def __init__(self, reducer: Reducer, meter: MemoryMeter, stepping: Stepping | None = None) -> None:
+        self.reducer, self._meter, self._stepping = reducer, meter, stepping
+        storage = reducer.storage
+        self._state, self._stage = storage.state, storage.seat.stage
+        layout = self._state.layout
+        self._spec = layout.stages[self._stage]
+        self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        self.weights = UnitWeights(reducer, meter) if storage.moves_weights else None
+        self.gradients = UnitGradients(reducer, meter) if storage.shards_gradients else None
+        self._head_units = self._units_of_head()
+        self._next: tuple[int, ...] = ()
+
+    def _units_of_head(self) -> tuple[int, ...]:
+        """The unit that holds the head's weight, whose gradient the forward computes; none where it stays."""
+        layout = self._state.layout
+        if self._stage < layout.num_stages - 1 or layout.head_is_apart:
+            return ()
+        return self._units(self._spec.num_layers - 1)[-1:]
+
+    def _units(self, layer: int) -> tuple[int, ...]:
+        return self._state.units_at(self._stage, layer)
 
     def start_step(self, num_contributions: int) -> None:
-        """Expects the gradients of `num_contributions` tiles for every parameter."""
+        """Expects the gradients of `num_contributions` tiles for every parameter that stays."""
         self.reducer.start_step(num_contributions)
+        if self.gradients is not None:
+            self.gradients.start_step()
 
     def acquire(self, kind: Kind, layer: int) -> None:
         """Returns when the layer's weights (backward: and gradient buffers) may be used."""
+        self._next = ()
+        self._bring(layer)
+        if self.weights is not None:
+            for unit in self._units(layer):
+                self.weights.finish(unit)
+        if self.gradients is not None:
+            is_end = layer == self._spec.num_layers - 1
+            forward = self._head_units if is_end else ()
+            for unit in forward if kind is Kind.FORWARD else self._units(layer):
+                self.gradients.open(unit)
 
     def prefetch(self, kind: Kind, layer: int) -> None:
         """Starts what the next `acquire`, of this layer, will wait for."""
+        self._next = self._units(layer)
+        self._bring(layer)
+
+    def _bring(self, layer: int) -> None:
+        if self._stepping is not None:
+            self._stepping.catch_up(chunk_of(self._spec, layer))
+        if self.weights is not None:
+            for unit in self._units(layer):
+                self.weights.start(unit)
 
     def release(self, kind: Kind, layer: int) -> None:
-        """Ends one tile's use of the layer; on the way back its contribution to the gradients is complete."""
+        """Ends one visit of the layer; on the way back its contribution to the gradients is complete."""
+        if self.gradients is not None and kind is self._closing:
+            for unit in self._units(layer):
+                if unit < self._spec.num_layers or layer == 0:  # both ends add to a tied embedding, the first one last
+                    self.gradients.close(unit)
+        if self.weights is not None:
+            for unit in self._units(layer):
+                if unit not in self._next:
+                    self.weights.free(unit)
 
     def join(self, kind: Kind, layer: int) -> None:
         """Takes part in a round that has no tile for this rank, with an empty contribution."""
+        self.acquire(kind, layer)
+        self.release(kind, layer)
 
     def keep(self, x: Tensor) -> Kept:
         """Keeps a layer's input until its backward runs the layer again; `.tensor` gives it back."""
         return self._meter.keep(x)
 
+    def finish_part(self, part: int) -> None:
+        """Returns when the reductions of a part of the stage are through, where it is stepped by itself."""
+        if self.gradients is not None:
+            self.gradients.finish()
+        self.reducer.finish(part)
+        assert self._stepping is not None
+        self._stepping.reduced(part)
+
+    def step_part(self, part: int) -> None:
+        """Steps a part whose gradients are complete, unless that must wait for the norm of all."""
+        assert self._stepping is not None
+        self._stepping.step_part(part)
+
+    def gather_part(self, part: int) -> None:
+        """Sends a part's new weights to their holders, once it is stepped."""
+        assert self._stepping is not None
+        self._stepping.gather_part(part)
+
     def finish(self) -> None:
         """Returns when all reductions are through: owned gradients are complete sums."""
+        if self.gradients is not None:
+            self.gradients.finish()
         self.reducer.finish()

@@ -15,12 +15,14 @@ from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.data import Dataset
 from hethub.runtime.executor import Executor
 from hethub.runtime.initial import initialise
+from hethub.runtime.offload import HostArena
 from hethub.runtime.optimizer import LossScale, Optimizer, clip_scale, learning_rate, ordered_sum
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.reduction import Reducer, build_groups
 from hethub.runtime.residency import Residency
 from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.stage import Stage, TileInput
+from hethub.runtime.stepping import Stepping
 from hethub.runtime.storage import FlatStorage
 from hethub.runtime.tensor_parallel import TensorGroup
 from hethub.runtime.verify import verify_copies, verify_owners
@@ -29,7 +31,7 @@ from hethub.spec.job import TrainSpec
 from hethub.spec.layout import Layout
 from hethub.spec.ranges import Range
 from hethub.spec.schedule import Action, Kind
-from hethub.spec.state import StateMap
+from hethub.spec.state import StateMap, steps_per_part
 from hethub.spec.tiling import Tile
 
 VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
@@ -69,14 +71,21 @@ class Trainer:
         self.device = world.device
         replica = layout.replica(self.seat.stage, self.seat.replica)
         group_of = build_groups(world, self.state)
-        self.storage = FlatStorage(self.state, self.seat, layout.plan.precision, self.device.torch_device)
+        self.arena = HostArena(self.device)
+        self.storage = FlatStorage(self.state, self.seat, layout.plan.precision, self.device.torch_device, self.arena)
         self.stage = Stage(
             layout, self.seat, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None)
         )
         self.reducer = Reducer(self.state, self.storage, group_of, replica.ranks)
-        self.optimizer = Optimizer(self.storage, self.reducer, train)
         self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
-        self.residency = Residency(self.reducer, self._meter)
+        self.optimizer = Optimizer(self.storage, self.reducer, train, self.arena, self._meter)
+        self.stepping = Stepping(
+            self.optimizer,
+            self.reducer,
+            per_part=steps_per_part(layout),
+            waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
+        )
+        self.residency = Residency(self.reducer, self._meter, self.stepping)
         self.executor = Executor(layout, self.seat, world, self.stage, self.residency, self.pace)
         self.loss_scale = LossScale(layout.plan.precision)
         self._steps_counted = 0
@@ -95,6 +104,7 @@ class Trainer:
         Raises RunFailed where the loss is not finite, or copies of a parameter differ.
         """
         self.pace.start_step()
+        self.stepping.begin(step)
         valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
         with self._counting_memory():
             loss = self.executor.run_step(self._loader(step), self.loss_scale.value / valid_tokens)
@@ -103,8 +113,9 @@ class Trainer:
             self._update(step, outcome)
         if outcome.grad_norm is not None:
             with self.executor.log.timed(Action(Kind.GATHER, self.seat.stage)):
-                self.reducer.gather()
+                self.stepping.gather()
         if step % VERIFY_EVERY == 0:
+            self.stepping.flush()
             verify_copies(self.world, self.reducer, step)
         self.step_pace = self.pace.end_step()
         return outcome
@@ -126,16 +137,14 @@ class Trainer:
         reserved = self.device.peak_memory_bytes()
         if reserved is not None:
             return reserved
-        fixed = sum(
-            tensor.nbytes for tensor in (self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin)
-        )
-        return self.pace.memory_bytes(fixed + self.optimizer.state_bytes + self._meter.peak_bytes)
+        fixed = self.storage.device_bytes + self.stage.cos.nbytes + self.stage.sin.nbytes
+        return self.pace.memory_bytes(fixed + self.optimizer.device_bytes + self._meter.peak_bytes)
 
     def _agree(self, loss: float, stop_requested: bool) -> StepOutcome:
         """Loss, norm, memory and the wish to stop, over all ranks, added in rank order so that all have the same bits."""
         own = [
             loss if self._speaks_for_loss else 0.0,
-            float(self.optimizer.square_sum()),
+            self.stepping.square_sum(),
             self.memory_bytes,
             stop_requested,
         ]
@@ -156,7 +165,7 @@ class Trainer:
         if outcome.grad_norm is not None:
             scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
             with self.pace.stepping(sum(run.local.size for run in self.optimizer.runs)):
-                self.optimizer.step(step, scale)
+                self.stepping.conclude(scale)
         self.loss_scale.update(overflow=overflow)
 
     def _loader(self, step: int) -> Callable[[Tile], TileInput]:
@@ -179,6 +188,7 @@ class Trainer:
 
     def save(self, store: CheckpointStore, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""
+        self.stepping.flush()
         extra = {
             "step": step,
             "seed": self.train.seed,

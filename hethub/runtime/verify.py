@@ -51,13 +51,14 @@ def bit_hash(flat: Tensor) -> int:
 def shared_hashes(reducer: Reducer) -> dict[str, int]:
     """The hash of everything this rank shares with others, by what is shared."""
     hashes: dict[str, int] = {}
+    storage = reducer.storage
     for piece in reducer.pieces:
-        if piece.group is not None:
+        weights = storage.held_weights(piece.bucket.unit)
+        if piece.group is not None and weights is not None:
             key = f"{piece.piece.group.stage}:{piece.piece.runs[0].start}:{piece.piece.group.contributors}"
-            hashes[key] = bit_hash(take(reducer.storage.weights, piece.ranges))
-    if reducer.norms is not None:
-        norms = reducer.storage.weights[reducer.norms.start : reducer.norms.stop]
-        hashes[f"norms of ranks {reducer.replica}"] = bit_hash(norms)
+            hashes[key] = bit_hash(take(weights, piece.weights))
+    for chunk, norms in reducer.norms.items():
+        hashes[f"norms of chunk {chunk}, ranks {reducer.replica}"] = bit_hash(storage.weights[norms.start : norms.stop])
     return hashes
 
 

@@ -276,6 +276,11 @@ class StateMap:
         return Bucket(first.stage, span, first.info.decays, tuple(pieces), unit, first.chunk)
 
 
+def steps_per_part(layout: Layout) -> bool:
+    """Whether each chunk of a stage is stepped right after its backward, before the backward of the next."""
+    return layout.plan.schedule == "ministages"
+
+
 def chunk_of(spec: StageSpec, layer: int) -> int:
     """The chunk that holds a layer of the stage, both counted in model order."""
     for index, chunk in enumerate(spec.chunks):

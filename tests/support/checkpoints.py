@@ -26,7 +26,7 @@ def numbers(chunks: Iterable[Chunk], prefix: str = "") -> Parts:
 def state_parts(trainer: Trainer) -> tuple[Parts, Parts]:
     """This rank's masters and moments, and the weights it holds."""
     optimizer, storage = trainer.optimizer, trainer.storage
-    owned = [c for run in optimizer.runs for c in owned_chunks(storage, run, state_of(optimizer, run))]
+    owned = [c for run in optimizer.runs for c in owned_chunks(run, state_of(optimizer, run))]
     return numbers(owned), numbers(held_chunks(storage), prefix="held ")
 
 

@@ -110,11 +110,10 @@ Shards = list[tuple[str, int, int, np.ndarray]]  # tensor name, start, stop, val
 
 
 def shards(trainer: Trainer) -> Shards:
-    """Every held run of every tensor, wide enough for numpy."""
+    """Every run of every tensor that this rank keeps, wide enough for numpy."""
     result = []
-    for placed, run in trainer.storage.held:
-        here = trainer.storage.local(run)
-        values = trainer.storage.weights[here.start : here.stop]
+    trainer.stepping.flush()
+    for placed, run, values in trainer.storage.persistent():
         values = values.float() if values.dtype == torch.bfloat16 else values
         result.append(
             (placed.info.name, run.start - placed.span.start, run.stop - placed.span.start, values.cpu().numpy().copy())

@@ -6,15 +6,13 @@ Every parameter has three entries, each a one-dimensional tensor in stored order
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from hethub.kernels.device import Device
 from hethub.runtime.optimizer import Optimizer, OwnedRun
 from hethub.runtime.storage import FlatStorage
-from hethub.spec.ranges import Range, overlap
-from hethub.spec.state import PlacedTensor
+from hethub.spec.ranges import Range
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 KINDS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
@@ -33,47 +31,30 @@ class Chunk:
     values: Tensor
 
 
-class Part(NamedTuple):
-    """A run of local storage that lies in one tensor: `span` in the flattened stored tensor, `local` in storage."""
-
-    placed: PlacedTensor
-    span: Range
-    local: Range
-
-
 def entry(kind: str, name: str) -> str:
     """The key of one kind of a tensor's state."""
     return f"{kind}/{name}"
 
 
-def parts(storage: FlatStorage, local: Range) -> Iterator[Part]:
-    """A run of a rank's storage cut at the borders of tensors."""
-    for placed, run in storage.held:
-        here = storage.local(run)
-        common = overlap(here, local)
-        if common:
-            yield Part(placed, common.shift(run.start - placed.span.start - here.start), common)
-
-
 def state_of(optimizer: Optimizer, run: OwnedRun) -> dict[str, Tensor]:
-    """The optimizer's own tensors for an owned run by kind, each with an element for every one of `run.local`."""
-    return dict(zip(KINDS, (run.master.detach(), *optimizer.moments(run)), strict=True))
+    """The optimizer's own tensors for an owned run by kind, each with an element for every one of the run's."""
+    return dict(zip(KINDS, (run.master, *optimizer.moments(run)), strict=True))
 
 
-def owned_chunks(storage: FlatStorage, run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
-    """`values` (a tensor per kind, elements as in `run.local`) as views that a checkpoint knows by key and offset."""
-    for part in parts(storage, run.local):
-        start = part.local.start - run.local.start
+def owned_chunks(run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
+    """`values` (a tensor per kind, elements as in the run) as views that a checkpoint knows by key and offset."""
+    start = 0
+    for placed, span in run.axis:
         for kind, tensor in values.items():
-            key, numel = entry(kind, part.placed.info.name), part.placed.info.numel
-            yield Chunk(key, numel, part.span.start, tensor[start : start + part.span.size])
+            key, offset = entry(kind, placed.info.name), span.start - placed.span.start
+            yield Chunk(key, placed.info.numel, offset, tensor[start : start + span.size])
+        start += span.size
 
 
 def held_chunks(storage: FlatStorage) -> Iterator[Chunk]:
-    """All weights that a rank holds, its own and copies of others', as views."""
-    for part in parts(storage, Range(0, storage.numel)):
-        key, numel = entry(WEIGHTS, part.placed.info.name), part.placed.info.numel
-        yield Chunk(key, numel, part.span.start, storage.weights[part.local.start : part.local.stop])
+    """All weights that a rank keeps, its own and copies of others', as views."""
+    for placed, run, values in storage.persistent():
+        yield Chunk(entry(WEIGHTS, placed.info.name), placed.info.numel, run.start - placed.span.start, values)
 
 
 def cut(chunk: Chunk) -> Iterator[Chunk]:
@@ -91,7 +72,7 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer, device: Device) -> None:
         self.optimizer, self._device = optimizer, device
         self._runs = [run for run in optimizer.runs if run.counts]
-        dtype = optimizer.storage.grads.dtype
+        dtype = optimizer.storage.grad_dtype
         numel = sum(run.local.size for run in self._runs)
         self._buffers = {kind: device.host_buffer(numel * dtype.itemsize).view(dtype) for kind in KINDS}
         self.chunks = [piece for chunk in self._chunks() for piece in cut(chunk)]
@@ -99,7 +80,7 @@ class Snapshot:
     def _chunks(self) -> Iterator[Chunk]:
         for run, place in self._placed():
             values = {kind: buffer[place.start : place.stop] for kind, buffer in self._buffers.items()}
-            yield from owned_chunks(self.optimizer.storage, run, values)
+            yield from owned_chunks(run, values)
 
     def _placed(self) -> Iterator[tuple[OwnedRun, Range]]:
         """The saved runs and their places in the buffers."""

@@ -174,7 +174,7 @@ def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:
         state = state_of(optimizer, run)
         if not optimizer.keeps_masters:
             del state[WEIGHTS]
-        yield from owned_chunks(optimizer.storage, run, state)
+        yield from owned_chunks(run, state)
 
 
 def _failed(what: str, failures: dict[int, Any]) -> RunFailed:

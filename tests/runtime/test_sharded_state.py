@@ -1,0 +1,103 @@
+"""Gradients and weights that only their owners keep (ZeRO 2 and 3), with state shares, train the model of one process."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import MODEL, Case, Shards, build_trainer, replica, shards, stage, worst_difference
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-10
+TIED = MODEL.replace(tied_head=True)
+MQA = MODEL.replace(kv_heads=2)
+
+
+def alike(num_ranks: int, zero: int, **more: Any) -> list[dict[str, Any]]:
+    """One stage of one-rank replicas that share eight samples evenly."""
+    return [stage((0, 4), *(replica([rank], 8 // num_ranks, 2) for rank in range(num_ranks)), zero=zero, **more)]
+
+
+CASES = [
+    Case(name="zero2", stages=alike(2, 2)),
+    Case(name="zero3", stages=alike(2, 3)),
+    Case(name="zero3, four ranks, 90 % on one", stages=alike(4, 3, state_shares={1: 0.9})),
+    Case(
+        name="zero2, four ranks, nothing on one and 10 % on another", stages=alike(4, 2, state_shares={0: 0.0, 3: 0.1})
+    ),
+    Case(name="zero3, tied head, nothing on one", stages=alike(2, 3, state_shares={0: 0.0}), model=TIED),
+    Case(name="zero2, tied head, 10 % on one", stages=alike(2, 2, state_shares={0: 0.1}), model=TIED),
+    Case(name="zero3, gpipe", stages=alike(2, 3), schedule="gpipe"),
+    Case(name="zero3, gpipe, tied head", stages=alike(2, 3), schedule="gpipe", model=TIED),
+    Case(
+        name="zero3 over two islands, tp2 beside tp1",
+        stages=[stage((0, 4), replica([0, 1], 4, 2), replica([2], 4, 2), zero=3, state_shares={2: 0.3})],
+        vendors="nna",
+    ),
+    Case(
+        name="zero2, shared kv heads, tp4 beside tp1",
+        stages=[stage((0, 4), replica([0, 1, 2, 3], 4, 2), replica([4], 4, 2), zero=2)],
+        model=MQA,
+    ),
+    Case(
+        name="zero3, then zero2, over two islands",
+        stages=[
+            stage((0, 2), replica([0], 4, 2), replica([1], 4, 2), zero=3, state_shares={0: 0.9}),
+            stage((2, 4), replica([2], 4, 2), replica([3], 4, 2), zero=2, recompute="full"),
+        ],
+        vendors="anan",
+    ),
+    Case(
+        name="zero2 and zero3, tied head over the stages",
+        stages=[
+            stage((0, 1), replica([0], 4, 2), replica([1], 4, 2), zero=2),
+            stage((1, 4), replica([2, 3], 4, 2), replica([4], 4, 2), zero=3),
+        ],
+        model=TIED,
+        vendors="aannn",
+    ),
+    Case(
+        name="zero3 in one replica has nothing to shard",
+        stages=[stage((0, 2), replica([0, 1], 8, 2), zero=3), stage((2, 4), replica([2], 8, 2), zero=2)],
+    ),
+]
+
+
+def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Shards, dict[str, Any]]:
+    """Losses, norms, weights, and what was counted in the last step."""
+    trainer = build_trainer(world, case)
+    losses, norms = [], []
+    for step in range(1, case.steps + 1):
+        gathers = trainer.residency.weights and trainer.residency.weights.gathers
+        if gathers:
+            gathers.clear()
+        outcome = trainer.run_step(step)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    weights, gradients = trainer.residency.weights, trainer.residency.gradients
+    counted = {
+        "gathers": dict(weights.gathers) if weights else {},
+        "most_present": weights.most_present if weights else 0,
+        "reductions": dict(gradients.reductions) if gradients else {},
+        "weights": sum(values.numel() for _, _, values in trainer.storage.persistent()),
+        "gradients": trainer.storage.grads.numel() + sum(own.numel() for own in trainer.storage.owned_grads.values()),
+        "optimizer_bytes": trainer.optimizer.state_bytes,
+    }
+    return losses, norms, shards(trainer), counted
+
+
+@functools.cache
+def _reference(tied: bool, kv_heads: int) -> tuple[list[float], list[float], Shards]:
+    model = MODEL.replace(tied_head=tied, kv_heads=kv_heads)
+    case = Case(name="alone", stages=[stage((0, 4), replica([0], 8, 8))], model=model)
+    return run_ranks(1, train_counting, case)[0][:3]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layout_equals_one_process(case: Case) -> None:
+    losses, norms, weights = _reference(case.model.tied_head, case.model.num_kv_heads)
+    results = run_ranks(case.size, train_counting, case, islands=case.islands, timeout_seconds=120)
+    for rank_losses, rank_norms, _, _ in results:
+        assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
+    assert worst_difference([held for _, _, held, _ in results], weights) <= TOLERANCE
