@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hethub.commands.common import add_job, command, need_torch
+from hethub.commands.common import add_job, add_profile, command, need_torch
 from hethub.spec.errors import BadInput
 
 
@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """What to run and where, which `hethub launch` takes too and hands on."""
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="run this plan instead of the job's")
+    add_profile(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-TIME)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
 
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         plan_path=options.plan,
         run_dir=options.run_dir,
         resume=options.resume,
+        profile_path=options.profile,
         overrides=options.set,
     )
     summary = train(request)

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from hethub.predictor import Prediction, predict
+from hethub.predictor.profile import ProfileSpec, load_profile
 from hethub.predictor.timeline import Span
 from hethub.report.drawing import curve, legend, stacked, timeline
 from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
@@ -50,7 +51,9 @@ def report_run(folder: Path, out: Path) -> None:
     )
     trace = json.loads((folder / "trace.json").read_text()) if (folder / "trace.json").exists() else {"traceEvents": []}
     measured = Measured(steps=[json.loads(line) for line in lines], spans=last_step(spans_of(trace)))
-    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}")
+    measurements = folder / "profile.json"
+    profile = load_profile(measurements) if measurements.exists() else None
+    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", profile)
 
 
 def spans_of(trace: Mapping[str, Any]) -> list[Span]:
@@ -77,9 +80,11 @@ def last_step(spans: Sequence[Span]) -> list[Span]:
     return result
 
 
-def write_page(layout: Layout, measured: Measured | None, out: Path, title: str) -> None:
+def write_page(
+    layout: Layout, measured: Measured | None, out: Path, title: str, profile: ProfileSpec | None = None
+) -> None:
     """Writes the page for a layout, with what was measured of it where there is a run."""
-    prediction = predict(layout, with_timeline=True)
+    prediction = predict(layout, with_timeline=True, profile=profile)
     sections = [
         _summary(layout, prediction, measured),
         _section("Cluster", _cluster(layout)),

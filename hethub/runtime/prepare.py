@@ -10,6 +10,7 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.islands import parse_islands
 from hethub.kernels.device import Device, choose_device
 from hethub.predictor import check_memory, predict
+from hethub.predictor.profile import ProfileSpec, profile_for
 from hethub.runtime.agreement import (
     Facts,
     check_cluster,
@@ -23,6 +24,7 @@ from hethub.runtime.agreement import (
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.launch import LaunchInfo
 from hethub.runtime.run_folder import RunFolder, default_run_folder
+from hethub.runtime.self_measure import measure_ranks
 from hethub.runtime.storage import DTYPES
 from hethub.runtime.together import decided, exchange, together
 from hethub.spec.cluster import ClusterSpec
@@ -43,6 +45,7 @@ class TrainRequest:
     plan_path: Path | None = None
     run_dir: Path | None = None
     resume: Path | None = None
+    profile_path: Path | None = None
     overrides: Sequence[str] = ()
 
 
@@ -64,6 +67,8 @@ class Agreed:
     prediction: dict[str, Any]
     folder: RunFolder
     warnings: list[str]
+    profile: ProfileSpec | None  # what counted instead of estimates
+    measured: list[str]  # what ranks found of themselves, a line each
 
 
 def read_job(request: TrainRequest, info: LaunchInfo) -> Job | BadInput:
@@ -131,13 +136,34 @@ def agree(request: TrainRequest, prepared: Prepared, meeting: Rendezvous) -> Agr
     facts = facts_from(exchange(meeting, "versions and data", to_row(prepared.facts)))
     warnings = together(meeting, "versions", lambda: check_versions(facts))
     cluster = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
-    shared = decided(meeting, "plan", lambda: _decide(request, job, cluster), patience_seconds=_PLANNING_SECONDS)
+    profile, lines = together(meeting, "profile", lambda: profile_for(job, request.profile_path)), list[str]()
+    if profile is None and _ranks_measure(request, job, cluster, facts):
+        measured = measure_ranks(job, prepared.device, meeting, cluster)
+        cluster, profile, lines = measured.cluster, measured.profile, measured.lines
+    shared = decided(
+        meeting, "plan", lambda: _decide(request, job, cluster, profile), patience_seconds=_PLANNING_SECONDS
+    )
     return Agreed(
         layout=bind(PlanSpec.model_validate(shared["plan"]), job.model, cluster),
         prediction=shared["prediction"],
         folder=RunFolder(Path(shared["folder"])),
         warnings=warnings,
+        profile=profile,
+        measured=lines,
     )
+
+
+def _ranks_measure(request: TrainRequest, job: Job, cluster: ClusterSpec, facts: list[Facts]) -> bool:
+    """Whether the ranks find out about themselves before a plan is made.
+
+    By default where no micro-batch is given, on devices: CPU ranks of one machine share its cores, so what one measures
+    depends on what else runs there.
+    """
+    wished = job.spec.measure
+    if wished == "never" or cluster.emulated or request.plan_path or job.plan_path or request.resume:
+        return False
+    on_devices = any(own.vendor != "cpu" for own in facts)
+    return wished == "always" or (on_devices and job.spec.constraints.micro_batch is None)
 
 
 def agreed_cluster(job: Job | None, facts: list[Facts]) -> ClusterSpec:
@@ -149,7 +175,7 @@ def agreed_cluster(job: Job | None, facts: list[Facts]) -> ClusterSpec:
     return job.cluster
 
 
-def _decide(request: TrainRequest, job: Job, cluster: ClusterSpec) -> dict[str, Any]:
+def _decide(request: TrainRequest, job: Job, cluster: ClusterSpec, profile: ProfileSpec | None) -> dict[str, Any]:
     """Plan, prediction and run folder, on rank 0. Nothing is written yet."""
     folder = RunFolder(request.resume or request.run_dir or default_run_folder(request.job_path))
     if request.resume is not None:
@@ -161,12 +187,14 @@ def _decide(request: TrainRequest, job: Job, cluster: ClusterSpec) -> dict[str, 
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
         check_executable(layout)
         check_memory(layout, constraints.reserve)
-        strategy, prediction = "plan file", predict(layout, reserve=constraints.reserve)
+        strategy, prediction = "plan file", predict(layout, reserve=constraints.reserve, profile=profile)
     else:
         from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
         strategy = job.spec.plan
-        result = make_plan(job.model, cluster, job.spec.train.batch, constraints, strategy=strategy, with_bounds=False)
+        result = make_plan(
+            job.model, cluster, job.spec.train.batch, constraints, strategy=strategy, with_bounds=False, profile=profile
+        )
         layout, prediction = bind(result.plan, job.model, cluster), result.prediction
     return {
         "plan": layout.plan.model_dump(mode="json"),

@@ -55,7 +55,7 @@ def measure_device(
     layers: list[LayerTiming] = []
     parts: list[PartTiming] = []
     for seq_len, tp in product(seq_lens, sorted(set(tps) & set(tp_degrees(model)))):
-        stage = _build(model, accelerator, precision, device, seq_len, tp)
+        stage = build_bench_stage(model, accelerator, precision, device, seq_len, tp)
         for micro_batch in micro_batches:
             progress(f"layer, {micro_batch} x {seq_len} tokens, TP {tp}")
             place = {"micro_batch": micro_batch, "seq_len": seq_len, "tp": tp}
@@ -77,7 +77,7 @@ def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
     return cls(**place, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
-def _build(
+def build_bench_stage(
     model: ModelSpec, accelerator: AcceleratorSpec, precision: Precision, device: Device, seq_len: int, tp: int
 ) -> Stage:
     """A one-layer model's first shard of `tp`, with embedding and head."""

@@ -16,6 +16,7 @@ from hethub.predictor.costs import PlanCosts
 from hethub.predictor.layer_cost import PassSeconds
 from hethub.predictor.links import Network
 from hethub.predictor.memory import memory
+from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.trainer import COUNTED_STEPS, Trainer
@@ -37,8 +38,8 @@ class ClusterNetwork:
     the links inside the node. Collectives take all interfaces of their machines, messages one of each end.
     """
 
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self._network, self._places = Network(cluster, packaged()), cluster.places
+    def __init__(self, cluster: ClusterSpec, profile: ProfileSpec | None = None) -> None:
+        self._network, self._places = Network(cluster, packaged(), profile), cluster.places
         self._machines = [node for node in cluster.nodes for _ in range(node.count)]
         self._slots: dict[tuple[str, int, str], tuple[int, ...]] = {}
         self.num_interfaces = 0
@@ -114,9 +115,11 @@ class RankTimes:
 class RehearsedPace(Pace):
     """The pace of a rank in a rehearsal. Before a scale is set it runs at full speed and notes what that takes."""
 
-    def __init__(self, layout: Layout, world: EmulatedWorld, spec: RehearsalSpec) -> None:
+    def __init__(
+        self, layout: Layout, world: EmulatedWorld, spec: RehearsalSpec, profile: ProfileSpec | None = None
+    ) -> None:
         self.rank, self._clock = world.rank, world.clock
-        costs = PlanCosts(layout, HETHUB, packaged())
+        costs = PlanCosts(layout, HETHUB, packaged(), profile)
         self._times = RankTimes(costs, layout.seats[world.rank], spec.slowdown.get(world.rank, 1.0))
         self._memory = memory(layout)[world.rank]
         self._samples = 0
@@ -230,12 +233,13 @@ def rehearsed_pace(
     spec: RehearsalSpec,
     predicted_seconds: float,
     build: Callable[[Pace], Trainer],
+    profile: ProfileSpec | None = None,
 ) -> RehearsedPace:
     """The pace of this rank, its scale agreed with all ranks after a few steps at full speed by trainers thrown away.
 
     Raises BadInput where the scale given is too small for these cores.
     """
-    pace = RehearsedPace(layout, world, spec)
+    pace = RehearsedPace(layout, world, spec, profile)
     trial = build(pace)
     for step in range(1, TRIAL_STEPS + 1):
         world.barrier()

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from hethub.communicator import World
+from hethub.predictor.profile import save_profile
 from hethub.predictor.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.clock import clock_offset
@@ -91,6 +92,8 @@ class Run:
         folder = self.agreed.folder
         chosen = {"islands": self.world.islands, **self.world.counters()}
         folder.start(self.job, self.agreed.layout, self.agreed.prediction, chosen)
+        if self.agreed.profile is not None:
+            save_profile(self.agreed.profile, folder.profile)
         folder.cut_metrics(self.done)
 
     def _opening(self) -> list[str]:
@@ -100,6 +103,7 @@ class Run:
             for stage in plan.stages
         )
         lines = [f"warning: {warning}" for warning in self.agreed.warnings]
+        lines += self.agreed.measured
         lines.append(f"run folder {folder.path}")
         lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
         lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")

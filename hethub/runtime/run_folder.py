@@ -45,6 +45,10 @@ class RunFolder:
         return self.path / "plan.yaml"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

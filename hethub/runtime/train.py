@@ -72,7 +72,7 @@ def _connect(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> World:
         "timeout_seconds": spec.timeout_seconds,
     }  # fmt: skip
     if cluster.emulated:
-        return connect_emulated(meeting, ClusterNetwork(cluster), **options)
+        return connect_emulated(meeting, ClusterNetwork(cluster, agreed.profile), **options)
     return connect(meeting, **options)
 
 
@@ -83,7 +83,7 @@ def _pace(prepared: Prepared, agreed: Agreed, world: World) -> Pace:
     job = prepared.job
     return rehearsed_pace(
         agreed.layout, world, job.spec.rehearsal, agreed.prediction["step_seconds"],
-        lambda pace: _trainer(prepared, agreed, world, pace),
+        lambda pace: _trainer(prepared, agreed, world, pace), agreed.profile,
     )  # fmt: skip
 
 
