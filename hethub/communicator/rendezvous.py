@@ -34,8 +34,8 @@ class Rendezvous:
     """Ends the launcher's own library, when the world has closed cleanly."""
 
     @classmethod
-    def on_one_host(cls, store: dist.Store, rank: int, size: int) -> "Rendezvous":
-        """All ranks on this machine, over loopback; rank 0 draws the token."""
+    def on_one_host(cls, store: dist.Store, rank: int, size: int, token: str | None = None) -> "Rendezvous":
+        """All ranks on this machine, over loopback; without a token rank 0 draws one."""
         return cls(
             store=store,
             rank=rank,
@@ -44,7 +44,7 @@ class Rendezvous:
             local_size=size,
             address="127.0.0.1",
             interface="lo",
-            token=agree_on_token(store, rank, None),
+            token=agree_on_token(store, rank, token),
         )
 
 

@@ -2,16 +2,12 @@
 
 import json
 import os
-import platform
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
 import torch.distributed as dist
 
-import hethub
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.gloo_relay import GlooRelay
@@ -20,6 +16,7 @@ from hethub.communicator.liveness import Hub, Liveness
 from hethub.communicator.relay import Relay
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.shm_connect import connect_same_host, host_identity
+from hethub.communicator.versions import Software, check_same
 from hethub.communicator.wire import check_wire
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
@@ -29,17 +26,15 @@ RELAYS = ("auto", "gloo", "shm", "mpi")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFacts:
+class RankFacts(Software):
     """What a rank tells the others before anything else is built."""
 
     host: str
     host_identity: str
     process: int
     vendor: str
-    torch: str
-    python: str
-    hethub: str
-    byte_order: str
+    device: str | None
+    """What tells the rank's device from every other; None on a CPU, which ranks share."""
 
     @classmethod
     def here(cls, device: Device) -> "RankFacts":
@@ -48,10 +43,8 @@ class RankFacts:
             host_identity=host_identity(),
             process=os.getpid(),
             vendor=device.vendor,
-            torch=torch.__version__,
-            python=platform.python_version(),
-            hethub=hethub.__version__,
-            byte_order=sys.byteorder,
+            device=device.identity,
+            **cls.versions(),
         )
 
 
@@ -71,7 +64,7 @@ def make_context(
     check_wire(wire)
     given = check_islands(islands, rendezvous.size) if islands is not None else None
     facts = exchange_facts(rendezvous, RankFacts.here(device))
-    check_versions(facts)
+    check_facts(facts)
     known = given or islands_by_label([fact.vendor for fact in facts])
     check_staged(known, staged_ranks)
     _use_interface(rendezvous)
@@ -159,22 +152,18 @@ def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:
     return facts
 
 
-def check_versions(facts: Sequence[RankFacts]) -> None:
-    """Raises BadInput naming two ranks whose software cannot work together."""
-    for rank, other in enumerate(facts):
-        for what in ("torch", "python", "hethub", "byte_order"):
-            ours, theirs = getattr(facts[0], what), getattr(other, what)
-            if _comparable(what, ours) != _comparable(what, theirs):
-                raise BadInput(
-                    f"rank 0 ({facts[0].host}) has {what} {ours}, rank {rank} ({other.host}) has {theirs}: all ranks"
-                    f" need the same {what.replace('_', ' ')} (major.minor; the vendor's build suffix does not matter)."
-                    " Install the same version in both environments."
-                )
-
-
-def _comparable(what: str, version: str) -> str:
-    """Major.minor without `+cu130`, `+rocm7.0` or container suffixes."""
-    return version if what in ("byte_order", "hethub") else ".".join(version.split("+")[0].split(".")[:2])
+def check_facts(facts: Sequence[RankFacts]) -> None:
+    """Raises BadInput naming two ranks whose software cannot work together, or that drive one device."""
+    places = [f"rank {rank} ({fact.host})" for rank, fact in enumerate(facts)]
+    check_same(list(zip(places, facts, strict=True)))
+    driven: dict[str, str] = {}
+    for place, fact in zip(places, facts, strict=True):
+        if fact.device is not None and driven.setdefault(fact.device, place) != place:
+            raise BadInput(
+                f"{driven[fact.device]} and {place} drive the same device ({fact.device}): no two ranks can. Start one"
+                " rank per device and let every rank of a node see all its devices, or another one each"
+                " (HIP_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)."
+            )
 
 
 def _use_interface(rendezvous: Rendezvous) -> None:

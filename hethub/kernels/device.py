@@ -44,6 +44,11 @@ class Device:
         """What the maker calls it, as torch reports it."""
         return torch.cuda.get_device_name(self.index) if self.is_gpu else "CPU"
 
+    @property
+    def identity(self) -> str | None:
+        """What tells this device from every other, on any node; None on a CPU."""
+        return str(torch.cuda.get_device_properties(self.index).uuid) if self.is_gpu else None
+
     def activate(self) -> None:
         """Makes this device the current one of the calling thread (a new thread starts on device 0)."""
         if self.is_gpu:

@@ -2,16 +2,12 @@
 
 import hashlib
 import json
-import platform
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-import hethub
+from hethub.communicator.versions import Software, check_same
 from hethub.spec.accelerator import AcceleratorSpec, catalogue
 from hethub.spec.base import Source, build
 from hethub.spec.cluster import ClusterSpec
@@ -19,7 +15,7 @@ from hethub.spec.errors import BadInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(Software):
     """What one rank says of itself."""
 
     rank: int
@@ -28,10 +24,6 @@ class Facts:
     vendor: str
     device: str
     memory_bytes: int | None
-    hethub: str
-    python: str
-    torch: str
-    byte_order: str
     job: str
     tokens: str
 
@@ -46,8 +38,7 @@ def own_facts(
     """This process's facts; `job` and `tokens` are the fingerprints of what it read."""
     return Facts(
         rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
-        hethub=hethub.__version__, python=platform.python_version(), torch=torch.__version__,
-        byte_order=sys.byteorder, job=job, tokens=tokens,
+        job=job, tokens=tokens, **Facts.versions(),
     )  # fmt: skip
 
 
@@ -59,42 +50,16 @@ def fingerprint(data: Any) -> str:
 def check_versions(facts: Sequence[Facts]) -> list[str]:
     """Warnings about small differences between ranks.
 
-    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, job or tokens. torch builds
-    for other vendors are the same version: what follows `+`, and container suffixes, do not count.
+    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, MPI, job or tokens.
     """
-    first, warnings = facts[0], []
-    for other in facts[1:]:
-        for what, remedy in _MUST_AGREE.items():
-            mine, theirs = _comparable(what, first), _comparable(what, other)
-            if mine != theirs:
-                raise BadInput(f"{what} differs: {first.where} has {mine}, {other.where} has {theirs}. {remedy}")
-        if _release(first.torch) != _release(other.torch):
-            warnings.append(
-                f"torch differs in its patch version: {first.where} {first.torch}, {other.where} {other.torch}."
-            )
-    return list(dict.fromkeys(warnings))
+    return check_same([(own.where, own) for own in facts], also=_READ_ALIKE)
 
 
-_SAME_EVERYWHERE = "Install the same version on every node."
-_MUST_AGREE = {
-    "hethub": _SAME_EVERYWHERE,
-    "python": _SAME_EVERYWHERE,
-    "torch": f"{_SAME_EVERYWHERE} Builds for other vendors (+cu, +rocm, +cpu) may be mixed.",
-    "byte_order": "Machines of unlike byte order cannot share tensors.",
+_READ_ALIKE = {
     "job": "Every rank must read the same job, model, cluster and plan; copy the files to every node.",
     "tokens": "Every rank must read the same data (python-stdlib differs between Python versions); copy one token file "
     "made by `hethub tokenise` to every node.",
 }
-
-
-def _comparable(what: str, facts: Facts) -> str:
-    value = str(getattr(facts, what))
-    return ".".join(value.split(".")[:2]) if what in ("python", "torch") else value
-
-
-def _release(version: str) -> str:
-    """2.13.0a0+cu130 as 2.13.0a0: the build's suffix left out."""
-    return version.split("+")[0]
 
 
 def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:

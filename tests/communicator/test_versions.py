@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from hethub.communicator.setup import RankFacts, check_versions
+from hethub.communicator.setup import RankFacts, check_facts
+from hethub.communicator.versions import comparable
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -17,13 +18,36 @@ def with_torch(version):
 
 def test_vendor_builds_and_patches_of_one_version_fit():
     cuda, rocm = with_torch("2.13.0+cu130"), with_torch("2.13.1a0+rocm7.0.gitabc")
-    check_versions([cuda, rocm])
+    check_facts([cuda, rocm])
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
-    [({"torch": "2.12.0"}, "torch"), ({"python": "3.9.1"}, "python"), ({"byte_order": "big"}, "byte order")],
+    ("what", "value"),
+    [("torch", "2.12.0"), ("python", "3.9.1"), ("byte_order", "big"), ("hethub", "9.9"), ("mpi", "Open MPI v4.1.6")],
 )
-def test_another_version_is_refused_with_both_places(changes, what):
-    with pytest.raises(BadInput, match=f"rank 1 .*same {what}"):
-        check_versions([HERE, dataclasses.replace(HERE, **changes)])
+def test_another_version_is_refused_with_both_places(what, value):
+    here = dataclasses.replace(HERE, mpi="Open MPI v5.0.11")
+    with pytest.raises(BadInput, match=rf"{what} differs: rank 0 .*, rank 1 .* has {value}"):
+        check_facts([here, dataclasses.replace(here, **{what: value})])
+
+
+@pytest.mark.parametrize(
+    ("version", "means"),
+    [
+        ("Open MPI v5.0.11", "Open MPI 5.0"),
+        ("Open MPI v5.0.3, package: Open MPI", "Open MPI 5.0"),
+        ("MPICH Version:      4.2.0", "MPICH 4.2"),
+        ("Intel(R) MPI Library 2021.12 for Linux* OS", "Intel(R) MPI 2021.12"),
+        ("", ""),
+    ],
+)
+def test_mpi_versions_agree_in_maker_and_major_minor(version, means):
+    assert comparable("mpi", version) == means
+
+
+def test_two_ranks_on_one_device_are_refused_by_name():
+    """As when a launcher shows every rank the same single device."""
+    ranks = [dataclasses.replace(HERE, host="nv1", device=device) for device in ("GPU-a", "GPU-b", "GPU-a")]
+    with pytest.raises(BadInput, match=r"rank 0 \(nv1\) and rank 2 \(nv1\) drive the same device \(GPU-a\)"):
+        check_facts(ranks)
+    check_facts(ranks[:2])
