@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from hethub.spec.plan import Offload, Recompute, ScheduleName
-from hethub.spec.schedule import EXECUTABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +32,4 @@ class Capabilities:
 
 
 # Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
-RUNTIME = Capabilities(schedules=EXECUTABLE, zero=(0, 1), recompute=("none", "full"), offload=(), max_chunks=1)
+RUNTIME = Capabilities(schedules=("gpipe", "1f1b"), zero=(0, 1), recompute=("none", "full"), offload=(), max_chunks=1)

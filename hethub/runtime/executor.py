@@ -1,11 +1,10 @@
-"""Runs one rank's actions of a step: tiles forward and backward, transfers between stages, reductions."""
+"""Runs one rank's actions of a step: tiles through the parts of its stage, forward and back, and reductions."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hethub.communicator import World
@@ -14,20 +13,11 @@ from hethub.runtime.passes import Itinerary, TilePass, Visit
 from hethub.runtime.residency import Residency
 from hethub.runtime.spans import SpanLog
 from hethub.runtime.stage import Stage, TileInput
+from hethub.runtime.transport import WINDOW, Transport
 from hethub.spec.layout import Layout, Seat
-from hethub.spec.ranges import Range
+from hethub.spec.ranges import from_sizes
 from hethub.spec.schedule import Action, Kind, actions
-from hethub.spec.tiling import Tile, Transfer
-
-LOOKAHEAD = 2  # tiles whose receives are posted before they are needed
-
-
-@dataclass
-class _Arrival:
-    """A tile's input on its way: one buffer, the works that fill it, and what autograd must come back to."""
-
-    buffer: Tensor
-    works: list["dist.Work"] = field(default_factory=list)
+from hethub.spec.tiling import Tile
 
 
 @dataclass
@@ -36,45 +26,39 @@ class _Step:
 
     load: Callable[[Tile], TileInput]
     loss_scale: float
-    running: dict[Tile, TilePass] = field(default_factory=dict)
-    arrivals: dict[tuple[Kind, Tile], _Arrival] = field(default_factory=dict)
-    sends: deque[tuple["dist.Work", Tensor]] = field(default_factory=deque)
+    inputs: dict[Tile, TileInput] = field(default_factory=dict)
+    running: dict[tuple[int, Tile], TilePass] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
 class Executor:
-    """One rank's interpreter of the schedule. `run_step` executes all forward and backward actions and reductions."""
+    """One rank's interpreter of the schedule. `run_step` executes all compute actions and reductions."""
 
     def __init__(
         self, layout: Layout, seat: Seat, world: World, stage: Stage, residency: Residency, pace: Pace
     ) -> None:
-        self.layout, self.seat, self.world, self.stage, self.residency = layout, seat, world, stage, residency
-        self.pace = pace
-        self._group_ranks = sorted(layout.replica(seat.stage, seat.replica).ranks)
-        self._compute = [action for action in actions(layout, seat.stage, seat.replica) if action.tile is not None]
-        self._layers = Range(0, len(stage.layers))
+        self.layout, self.seat, self.stage, self.residency, self.pace = layout, seat, stage, residency, pace
+        self._compute = [action for action in actions(layout, seat.stage, seat.replica) if action.is_compute]
+        self._parts = from_sizes(part.size for part in layout.parts(seat.stage))  # layers, counted in the stage
         self._itinerary = Itinerary(residency, self._visits(), pace)
+        self._transport = Transport(layout, seat, world, stage)
         self.tiles = layout.tiles_of(seat.stage, seat.replica)
-        self._before = self._by_tile(seat.stage - 1, "target")
-        self._after = self._by_tile(seat.stage, "source")
-        # Gradients cross the same boundaries as activations; their tags follow after all of those.
-        self._gradient_tags = sum(map(len, layout.transfers))
+        self._splits_backward = layout.plan.schedule == "zero_bubble"
         self.log = SpanLog(seat.rank)
 
-    def _visits(self) -> list[Visit]:
-        """The layers of all compute actions, in the order in which they are entered."""
-        forward = range(*self._layers)
-        order = {Kind.FORWARD: forward, Kind.BACKWARD: forward[::-1]}
-        return [(action.kind, layer) for action in self._compute for layer in order[action.kind]]
+    def _layers(self, action: Action) -> range:
+        """The layers of an action's part, in the order in which it passes them."""
+        layers = range(*self._parts[action.part])
+        return layers if action.kind is Kind.FORWARD else layers[::-1]
 
-    def _by_tile(self, boundary: int, end: str) -> dict[Tile, list[Transfer]]:
-        """The transfers of a stage boundary that this replica takes part in, by its own tile."""
-        found: dict[Tile, list[Transfer]] = {tile: [] for tile in self.tiles}
-        if 0 <= boundary < len(self.layout.transfers):
-            for transfer in self.layout.transfers[boundary]:
-                tile = getattr(transfer, end)
-                if tile in found:
-                    found[tile].append(transfer)
+    def _visits(self) -> list[Visit]:
+        """The layers of all compute actions in order: tile by tile, or once for all tiles that pass a part in turn."""
+        together = self.layout.plan.goes_part_by_part
+        passes = groupby(enumerate(self._compute), lambda at: at[1][:2] + at[1][3:] if together else at[0])
+        found = []
+        for _, group in passes:
+            acts = [action for _, action in group]
+            found += [Visit(acts[0].kind, layer, len(acts)) for layer in self._layers(acts[0])]
         return found
 
     def run_step(self, load: Callable[[Tile], TileInput], loss_scale: float) -> float:
@@ -87,93 +71,46 @@ class Executor:
         self.residency.start_step(len(self.tiles))
         self._itinerary.start_step()
         for index, action in enumerate(self._compute):
-            self._post_receives(index)
-            assert action.tile is not None
+            self._transport.post_receives(self._compute[index : index + WINDOW])
             with self.log.timed(action), self.pace.action(action):
-                (self._forward if action.kind is Kind.FORWARD else self._backward)(action.tile)
+                self._run(action)
         with self.log.timed(Action(Kind.REDUCE, self.seat.stage)):
             self.residency.finish()
-            for work, _ in step.sends:
-                work.wait()
+            self._transport.finish()
         return float(torch.stack(step.losses).sum()) if step.losses else 0.0
 
-    # -- receiving -------------------------------------------------------------------------------------------------
-
-    def _post_receives(self, index: int) -> None:
-        """Posts the receives of the next few tiles in each direction, so that data moves while we compute."""
-        window = self._compute[index : index + 4 * LOOKAHEAD]
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            for tile in [action.tile for action in window if action.kind is kind and action.tile][:LOOKAHEAD]:
-                if (kind, tile) not in self._step.arrivals and (arrival := self._expect(kind, tile)) is not None:
-                    self._step.arrivals[kind, tile] = arrival
-
-    def _expect(self, kind: Kind, tile: Tile) -> _Arrival | None:
-        """A buffer for the tile's input in a direction, its receives posted on the replica's leader."""
-        incoming = (self._before if kind is Kind.FORWARD else self._after)[tile]
-        if not incoming:
-            return None
-        arrival = _Arrival(self._buffer(tile))
-        if self.layout.leader(tile) == self.seat.rank:
-            for transfer in incoming:
-                peer = self.layout.leader(transfer.source if kind is Kind.FORWARD else transfer.target)
-                part = self._part(arrival.buffer, tile, transfer.samples)
-                arrival.works.append(self.world.receive(part, peer, self._tag(kind, transfer)))
-        return arrival
-
-    def _buffer(self, tile: Tile) -> Tensor:
-        weights = self.stage.storage.weights
-        return torch.empty(
-            tile.samples.size * self.stage.seq_len, self.stage.hidden, dtype=weights.dtype, device=weights.device
-        )
-
-    def _part(self, tensor: Tensor, tile: Tile, samples: Range) -> Tensor:
-        """The rows of a tile's (batch * seq, hidden) that belong to `samples`."""
-        first, seq = tile.samples.start, self.stage.seq_len
-        return tensor[(samples.start - first) * seq : (samples.stop - first) * seq]
-
-    def _tag(self, kind: Kind, transfer: Transfer) -> int:
-        return transfer.tag + (self._gradient_tags if kind is Kind.BACKWARD else 0)
-
-    def _arrived(self, kind: Kind, tile: Tile) -> Tensor | None:
-        """The tile's input once it is here and known to the whole replica; None where there is no stage to send it."""
-        arrival = self._step.arrivals.pop((kind, tile), None)
-        if arrival is None:
-            return None
-        for work in arrival.works:
-            work.wait()
-        if self.stage.group.group is not None:
-            dist.broadcast(
-                arrival.buffer,
-                group=self.stage.group.group,
-                group_src=self._group_ranks.index(self.layout.leader(tile)),
-            )
-        return arrival.buffer
-
-    # -- computing and sending -------------------------------------------------------------------------------------
-
-    def _forward(self, tile: Tile) -> None:
-        source = self._arrived(Kind.FORWARD, tile)
-        running = TilePass(self.stage, self._itinerary, self._layers, self._step.load(tile), self._step.loss_scale)
-        result = running.forward(source)
-        if self.stage.is_last:
-            self._step.losses.append(result)
+    def _run(self, action: Action) -> None:
+        tile, part = action.tile, action.part
+        if tile is None:
+            for layer in self._layers(action):
+                self._itinerary.join(action.kind, layer)
+        elif action.kind is Kind.FORWARD:
+            self._forward(part, tile)
+        elif action.kind is Kind.BACKWARD:
+            self._backward(part, tile)
         else:
-            self._send(Kind.FORWARD, tile, result, self._after[tile])
-        self._step.running[tile] = running
+            self._step.running.pop((part, tile)).run_weight_part()
 
-    def _backward(self, tile: Tile) -> None:
-        grad = self._step.running.pop(tile).backward(self._arrived(Kind.BACKWARD, tile))
+    def _forward(self, part: int, tile: Tile) -> None:
+        source = self._transport.arrived(Kind.FORWARD, part, tile)
+        step = self._step
+        if tile not in step.inputs:
+            step.inputs[tile] = step.load(tile)
+        running = TilePass(self.stage, self._itinerary, self._parts[part], step.inputs[tile], step.loss_scale)
+        result = running.forward(source)
+        if self.stage.is_end(self._parts[part].stop - 1):
+            step.losses.append(result)
+        else:
+            self._transport.hand_on(Kind.FORWARD, part, tile, result)
+        step.running[part, tile] = running
+
+    def _backward(self, part: int, tile: Tile) -> None:
+        grad = self._transport.arrived(Kind.BACKWARD, part, tile)
+        running = self._step.running[part, tile]
+        grad = running.backward(grad, puts_weights_off=self._splits_backward)
+        if not self._splits_backward:
+            del self._step.running[part, tile]
         if grad is not None:
-            self._send(Kind.BACKWARD, tile, grad, self._before[tile])
-
-    def _send(self, kind: Kind, tile: Tile, tensor: Tensor, outgoing: list[Transfer]) -> None:
-        """Starts sending a tile's result to every tile that overlaps it; the replica's leader sends for all."""
-        if self.layout.leader(tile) != self.seat.rank:
-            return
-        sends = self._step.sends
-        while sends and sends[0][0].is_completed():
-            sends.popleft()
-        for transfer in outgoing:
-            peer = self.layout.leader(transfer.target if kind is Kind.FORWARD else transfer.source)
-            part = self._part(tensor, tile, transfer.samples)
-            sends.append((self.world.send(part, peer, self._tag(kind, transfer)), part))
+            self._transport.hand_on(Kind.BACKWARD, part, tile, grad)
+        if part == 0:
+            del self._step.inputs[tile]

@@ -90,6 +90,11 @@ class LlamaLayer:
     attention_norm: Parameter
     mlp_norm: Parameter
 
+    @property
+    def matrices(self) -> tuple[Parameter, ...]:
+        """All weights but the norms'."""
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
     def __call__(self, x: Tensor, tokens: TokenLayout) -> Tensor:
         """x and result (tokens, hidden)."""
         x = x + self._attention(rms_norm(x, self.attention_norm, self.eps), tokens)

@@ -1,6 +1,7 @@
 """One rank's shard of one parameter: a view into flat storage that accumulates its own gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Parameter:
         self._pending = 0
         self._fresh = True
         self._on_complete: Callable[[Parameter], None] = lambda parameter: None
+        self._put_off: list[Product] | None = None
 
     def start_step(self, num_tiles: int, on_complete: Callable[["Parameter"], None]) -> None:
         """Forgets the old gradient and expects `num_tiles` contributions per use."""
@@ -40,6 +42,9 @@ class Parameter:
 
         A contribution that comes in several products is counted with the one that `completes` it.
         """
+        if self._put_off is not None:
+            self._put_off.append((self, left, right))
+            return
         if left.dtype != self.grad.dtype:
             self._add(left @ right)
         elif self._fresh:
@@ -68,3 +73,19 @@ class Parameter:
         self._pending -= completes
         if completes and self._pending == 0:
             self._on_complete(self)
+
+
+Product = tuple[Parameter, Tensor, Tensor]  # left @ right belongs to the parameter's gradient
+
+
+@contextmanager
+def putting_off(parameters: Iterable[Parameter]) -> Iterator[list[Product]]:
+    """In the block, products for these parameters' gradients are listed and not added; each is a whole contribution."""
+    own, products = list(parameters), []  # type: ignore[var-annotated]
+    for parameter in own:
+        parameter._put_off = products
+    try:
+        yield products
+    finally:
+        for parameter in own:
+            parameter._put_off = None

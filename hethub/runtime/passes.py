@@ -6,42 +6,73 @@ kept elsewhere; a layer run again) are statements of a loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hethub.runtime.accounting import Kept
 from hethub.runtime.pace import Pace
+from hethub.runtime.parameter import Parameter, putting_off
 from hethub.runtime.residency import Residency
 from hethub.runtime.stage import Stage, TileInput
 from hethub.spec.ranges import Range
 from hethub.spec.schedule import Kind
 
-Visit = tuple[Kind, int]  # what is done in which layer of the stage
+
+class Visit(NamedTuple):
+    """What is done in which layer of the stage, by how many tiles in turn."""
+
+    kind: Kind
+    layer: int
+    tiles: int = 1
 
 
 class Itinerary:
     """The order in which a rank visits its layers in a step; each next visit is announced while the present one runs."""
 
     def __init__(self, residency: Residency, visits: Sequence[Visit], pace: Pace) -> None:
-        self.residency, self._visits, self._position, self._pace = residency, visits, 0, pace
+        self.residency, self._visits, self._pace = residency, visits, pace
+        self._position = 0
+        self._under_way: dict[tuple[Kind, int], int] = {}  # the tiles that a visit still waits for
 
     def start_step(self) -> None:
+        assert not self._under_way
         self._position = 0
 
     def enter(self, kind: Kind, layer: int) -> None:
-        """Makes a layer usable."""
-        assert self._visits[self._position] == (kind, layer)
-        self.residency.acquire(kind, layer)
-        self._position += 1
-        if self._position < len(self._visits):
-            self.residency.prefetch(*self._visits[self._position])
+        """Makes a layer usable for one tile."""
+        if (kind, layer) not in self._under_way:
+            visit = self._next(kind, layer)
+            self._under_way[kind, layer] = visit.tiles
+            self.residency.acquire(kind, layer)
+            self._announce()
         self._pace.enter(kind, layer)
 
     def leave(self, kind: Kind, layer: int) -> None:
-        """Ends the visit."""
+        """Ends a tile's use of the layer, and with the last tile the visit."""
         self._pace.leave()
+        self._under_way[kind, layer] -= 1
+        if not self._under_way[kind, layer]:
+            del self._under_way[kind, layer]
+            self.residency.release(kind, layer)
+
+    def join(self, kind: Kind, layer: int) -> None:
+        """Makes a visit without a tile, as its round asks for: the same calls in the same order as with one."""
+        self._next(kind, layer)
+        self.residency.acquire(kind, layer)
+        self._announce()
         self.residency.release(kind, layer)
+
+    def _next(self, kind: Kind, layer: int) -> Visit:
+        visit = self._visits[self._position]
+        assert visit[:2] == (kind, layer)
+        self._position += 1
+        return visit
+
+    def _announce(self) -> None:
+        if self._position < len(self._visits):
+            self.residency.prefetch(*self._visits[self._position][:2])
 
 
 @dataclass
@@ -52,8 +83,22 @@ class _Through:
     result: Tensor | None = None
 
 
+class _Product(NamedTuple):
+    """A gradient put off: left @ right, to be added to the parameter's."""
+
+    parameter: Parameter
+    left: Kept
+    right: Kept
+
+
 class TilePass:
-    """One tile between its forward and its backward through the layers `layers` of a stage."""
+    """One tile between its forward and its backward through the layers `layers` of a stage.
+
+    Where backward puts the weights' gradients off, the tile goes on holding what they are made of until
+    `run_weight_part`: for each matrix of a layer its input and the gradient of its output. Per token that is both norms'
+    results, attention's and SwiGLU's (2 hidden + query + ffn columns), and gradients of 2 hidden + query + 2 key-value +
+    2 ffn columns. Norms and embedding are done at once, the head in its forward.
+    """
 
     def __init__(self, stage: Stage, itinerary: Itinerary, layers: Range, data: TileInput, loss_scale: float) -> None:
         self._stage, self._itinerary, self._layers = stage, itinerary, range(*layers)
@@ -62,6 +107,7 @@ class TilePass:
         self._embedded: Tensor | None = None
         self._through: list[_Through] = []
         self._head: tuple[Tensor, Tensor] | None = None  # the head's input and loss
+        self._put_off: list[list[_Product]] = []  # per layer, the last one first
 
     def forward(self, x: Tensor | None) -> Tensor:
         """Hidden states (batch * seq, hidden) behind the layers, or the loss behind the model's last (0-d), detached.
@@ -93,7 +139,7 @@ class TilePass:
         self._through.append(_Through(x, result))
         return result
 
-    def backward(self, grad: Tensor | None) -> Tensor | None:
+    def backward(self, grad: Tensor | None, *, puts_weights_off: bool = False) -> Tensor | None:
         """The gradient of what `forward` was given, from that of its result (None: the loss's is 1).
 
         None where tokens were embedded.
@@ -102,12 +148,32 @@ class TilePass:
             self._itinerary.enter(Kind.BACKWARD, layer)
             if self._head is not None:
                 grad, self._head = _backward(*self._head, grad), None
-            grad = self._layer_backward(layer, grad)
+            if puts_weights_off:
+                grad = self._input_backward(layer, grad)
+            else:
+                grad = self._layer_backward(layer, grad)
             if self._embedded is not None and layer == self._layers[0]:
                 torch.autograd.backward(self._embedded, grad)
                 self._embedded = grad = None
             self._itinerary.leave(Kind.BACKWARD, layer)
         return grad
+
+    def _input_backward(self, layer: int, grad: Tensor | None) -> Tensor:
+        """As `_layer_backward`, keeping the layer's weight products for later."""
+        with putting_off(self._stage.layers[layer].matrices) as products:
+            grad = self._layer_backward(layer, grad)
+        keep = self._itinerary.residency.keep
+        self._put_off.append([_Product(parameter, keep(left), keep(right)) for parameter, left, right in products])
+        return grad
+
+    def run_weight_part(self) -> None:
+        """Adds the weights' gradients that `backward` has put off, layer by layer in its order."""
+        for layer, products in zip(reversed(self._layers), self._put_off, strict=True):
+            self._itinerary.enter(Kind.WEIGHT, layer)
+            while products:
+                product = products.pop(0)
+                product.parameter.add_product(product.left.tensor, product.right.tensor)
+            self._itinerary.leave(Kind.WEIGHT, layer)
 
     def _layer_backward(self, layer: int, grad: Tensor | None) -> Tensor:
         through = self._through.pop()

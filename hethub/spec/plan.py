@@ -147,12 +147,14 @@ class PlanSpec(Spec):
                 )
 
     def runs_in_rounds(self, stage: int) -> bool:
-        """Whether a stage's replicas go tile by tile together, as collectives of every tile make them.
-
-        Where all tiles pass a part before the next, its collectives go once per part and pass instead.
-        """
+        """Whether a stage's replicas go tile by tile together, as collectives of every tile make them."""
         spec = self.stages[stage]
-        return spec.zero >= 2 and len(spec.replicas) > 1 and self.schedule not in ("layered", "ministages")
+        return spec.zero >= 2 and len(spec.replicas) > 1 and not self.goes_part_by_part
+
+    @property
+    def goes_part_by_part(self) -> bool:
+        """Whether all tiles pass a part before the next, with collectives once per part and pass."""
+        return self.schedule in ("layered", "ministages")
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from hethub.spec.tiling import overlapping
 __all__ = ["COMPUTE", "EXECUTABLE", "LARGEST_ZERO", "Action", "Kind", "actions", "check_executable", "dependencies",
            "execution_order", "schedule"]  # fmt: skip
 
-EXECUTABLE = ("gpipe", "1f1b")
+EXECUTABLE = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
 LARGEST_ZERO = 1
 
 

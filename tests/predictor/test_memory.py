@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install hethub[tra
 from hethub.runtime.accounting import MemoryMeter  # noqa: E402
 from hethub.runtime.initial import initialise  # noqa: E402
 from hethub.runtime.pace import Pace  # noqa: E402
-from hethub.runtime.passes import Itinerary, TilePass  # noqa: E402
+from hethub.runtime.passes import Itinerary, TilePass, Visit  # noqa: E402
 from hethub.runtime.reduction import Reducer  # noqa: E402
 from hethub.runtime.residency import Residency  # noqa: E402
 from hethub.runtime.stage import Stage, TileInput  # noqa: E402
@@ -39,8 +39,8 @@ def counted_bytes(layout: Layout, rank: int) -> int:
     residency = Residency(Reducer(storage.state, storage, lambda ranks: None, spec.ranks), meter)
     residency.start_step(10**6)
     flight, layers = layout.in_flight[seat.stage][seat.replica], range(len(stage.layers))
-    visits = [(Kind.FORWARD, layer) for _ in range(flight) for layer in layers]
-    visits += [(Kind.BACKWARD, layer) for layer in reversed(layers)]
+    visits = [Visit(Kind.FORWARD, layer) for _ in range(flight) for layer in layers]
+    visits += [Visit(Kind.BACKWARD, layer) for layer in reversed(layers)]
     itinerary = Itinerary(residency, visits, Pace())
     tokens = torch.zeros(spec.micro_batch, seq, dtype=torch.long)
     data = TileInput(batch=spec.micro_batch, tokens=tokens, targets=tokens)

@@ -1,13 +1,9 @@
 """Every layout trains the model of one process: losses, norms and weights after five steps in float64."""
 
-import functools
-
 import pytest
 
-from tests.support.layouts import MODEL, Case, Shards, replica, stage, train, worst_difference
-from tests.support.ranks import run_ranks
+from tests.support.layouts import MODEL, Case, check_against_one_process, replica, stage
 
-TOLERANCE = 1e-10
 TIED = MODEL.replace(tied_head=True)
 MQA = MODEL.replace(kv_heads=2)
 EVEN = {"zero": 1}
@@ -136,22 +132,6 @@ CASES = [
 ]
 
 
-@functools.cache
-def _reference(key: str) -> tuple[list[float], list[float], Shards]:
-    case = next(case for case in CASES if _key(case) == key)
-    return run_ranks(1, train, case.alone())[0]
-
-
-def _key(case: Case) -> str:
-    return f"{case.model}{case.document_mask}"
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case) -> None:
-    losses, norms, weights = _reference(_key(case))
-    results = run_ranks(case.size, train, case, islands=case.islands, timeout_seconds=120)
-    for rank_losses, rank_norms, _ in results:
-        assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
-        assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
-    assert len(set(losses)) == case.steps  # it trained
-    assert worst_difference([held for _, _, held in results], weights) <= TOLERANCE
+    check_against_one_process(case)

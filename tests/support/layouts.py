@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from hethub.runtime.data import Dataset
@@ -13,6 +14,7 @@ from hethub.spec.job import TrainSpec
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
+from tests.support.ranks import run_ranks
 
 SEQ_LEN, STEPS = 16, 5
 MODEL = ModelSpec(
@@ -127,6 +129,30 @@ def train(world: Any, case: Case) -> tuple[list[float], list[float], Shards]:
     outcomes = [trainer.run_step(step) for step in range(1, case.steps + 1)]
     norms = [outcome.grad_norm or float("nan") for outcome in outcomes]
     return [outcome.loss for outcome in outcomes], norms, shards(trainer)
+
+
+TOLERANCE = 1e-10
+
+
+def check_against_one_process(case: Case) -> None:
+    """Trains the case; losses and norms of every step and the weights at the end are those of one process."""
+    losses, norms, weights = _alone(repr(case.alone()), case)
+    results = run_ranks(case.size, train, case, islands=case.islands, timeout_seconds=120)
+    for rank_losses, rank_norms, _ in results:
+        assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
+    assert len(set(losses)) == case.steps  # it trained
+    assert worst_difference([held for _, _, held in results], weights) <= TOLERANCE
+
+
+_REFERENCES: dict[str, tuple[list[float], list[float], Shards]] = {}
+
+
+def _alone(key: str, case: Case) -> tuple[list[float], list[float], Shards]:
+    """What one process trains, once for all cases of the same training."""
+    if key not in _REFERENCES:
+        _REFERENCES[key] = run_ranks(1, train, case.alone())[0]
+    return _REFERENCES[key]
 
 
 def worst_difference(result: list[Shards], reference: Shards) -> float:

@@ -1,0 +1,59 @@
+"""Every schedule trains the model of one process, over chunks, unlike replicas, islands and a tied head."""
+
+import pytest
+
+from tests.support.layouts import MODEL, Case, check_against_one_process, chunked, replica, stage
+
+SIX = MODEL.replace(layers=6)
+TIED = MODEL.replace(tied_head=True)
+NO_CLIP = {"grad_clip": None}
+
+TWO_CHUNKS = [chunked([(0, 1), (2, 3)], replica([0], 8, 2)), chunked([(1, 2), (3, 4)], replica([1], 8, 2))]
+UNEVEN_CHUNKS = [  # uneven chunks, tiles and replicas
+    chunked([(0, 2), (3, 4)], replica([0], 5, 2), replica([1], 3)),
+    chunked([(2, 3), (4, 6)], replica([2], 8, 3)),
+]
+TP_CHUNKS = [
+    chunked([(0, 1), (2, 3)], replica([0, 1], 8, 2)),
+    chunked([(1, 2), (3, 4)], replica([2], 5, 2), replica([3], 3, 2)),
+]
+THREE_CHUNKS = [
+    chunked([(0, 1), (2, 3), (4, 5)], replica([0], 8, 2)),
+    chunked([(1, 2), (3, 4), (5, 6)], replica([1], 8, 1)),
+]
+UNLIKE = [
+    stage((0, 2), replica([0], 5, 2), replica([1], 3), zero=1),
+    stage((2, 4), replica([2, 3], 6, 2), replica([4], 2), zero=1),
+]
+THREE_STAGES = [stage((0, 1), replica([0], 8, 2)), stage((1, 3), replica([1], 8, 1)), stage((3, 4), replica([2], 8, 2))]
+
+CASES = [
+    Case(name="ministages, 2 chunks", schedule="ministages", stages=TWO_CHUNKS),
+    Case(name="ministages, 2 chunks, no clipping", schedule="ministages", stages=TWO_CHUNKS, train=NO_CLIP),
+    Case(name="ministages, uneven", schedule="ministages", stages=UNEVEN_CHUNKS, model=SIX),
+    Case(name="ministages, TP and DP", schedule="ministages", stages=TP_CHUNKS),
+    Case(name="ministages, 3 chunks", schedule="ministages", stages=THREE_CHUNKS, model=SIX),
+    Case(name="ministages, tied head", schedule="ministages", stages=TP_CHUNKS, model=TIED, vendors="aann"),
+    Case(
+        name="ministages, 2 chunks of one stage, full recompute",
+        schedule="ministages",
+        stages=[chunked([(0, 1), (1, 4)], replica([0], 5, 2), replica([1], 3), zero=1, recompute="full")],
+        vendors="an",
+    ),
+    Case(name="layered, one stage", schedule="layered", stages=[stage((0, 4), replica([0], 6, 2), replica([1], 2), zero=1)], vendors="an"),
+    Case(name="layered, two stages", schedule="layered", stages=UNLIKE, document_mask=True),
+    Case(name="layered, tied head, no clipping", schedule="layered", stages=UNLIKE, model=TIED, train=NO_CLIP, vendors="anaan"),
+    Case(name="interleaved, regular", schedule="interleaved", stages=TWO_CHUNKS),
+    Case(name="interleaved, 3 chunks, unlike tiles", schedule="interleaved", stages=THREE_CHUNKS, model=SIX),
+    Case(name="interleaved, uneven", schedule="interleaved", stages=UNEVEN_CHUNKS, model=SIX, train=NO_CLIP),
+    Case(name="interleaved, TP and DP, tied head", schedule="interleaved", stages=TP_CHUNKS, model=TIED, vendors="aann"),
+    Case(name="zero_bubble", schedule="zero_bubble", stages=THREE_STAGES),
+    Case(name="zero_bubble, unlike replicas", schedule="zero_bubble", stages=UNLIKE, vendors="anaan"),
+    Case(name="zero_bubble, tied head, no clipping", schedule="zero_bubble", stages=UNLIKE, model=TIED, train=NO_CLIP),
+    Case(name="zero_bubble, selective", schedule="zero_bubble", stages=[stage((0, 4), replica([0, 1], 8, 2), recompute="selective")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_schedule_equals_one_process(case: Case) -> None:
+    check_against_one_process(case)
