@@ -2,8 +2,10 @@
 
 import pytest
 
-from hethub.runtime.place import expand_tasks_per_node, first_host, launch_info
-from hethub.spec.errors import BadInput
+from hethub.runtime.place import LaunchInfo, expand_tasks_per_node, first_host, launch_info
+from hethub.runtime.store import master, serve_store
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import Interface, choose_interface, interfaces
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nv1"}
@@ -97,3 +99,42 @@ def test_the_host_names_interface_is_found():
 
 def test_this_machine_has_a_loopback_interface():
     assert "127.0.0.1" in {interface.address for interface in interfaces()}
+
+
+ETH0 = HERE[1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher", "expected"),
+    [
+        (
+            {"SLURM_STEP_NODELIST": "nv[01-02],amd1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"},
+            "slurm",
+            ("nv01", 20_219),
+        ),
+        ({"SLURM_STEP_NODELIST": "nv1", "MASTER_ADDR": "10.0.3.7", "MASTER_PORT": "5"}, "slurm", ("10.0.3.7", 5)),
+        ({"MASTER_ADDR": "nv1", "MASTER_PORT": "29400"}, "torchrun", ("nv1", 29_400)),
+    ],
+)
+def test_where_rank_0_serves(monkeypatch, environment, launcher, expected):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    two_nodes = LaunchInfo(rank=1, size=2, local_rank=0, local_size=1, launcher=launcher)
+    assert master(two_nodes, ETH0) == expected
+    one_node = LaunchInfo(rank=1, size=2, local_rank=1, local_size=2, launcher=launcher)
+    assert master(one_node, HERE[0])[0] == "127.0.0.1"
+
+
+def test_a_taken_port_is_told_with_what_to_set():
+    store = serve_store("127.0.0.1", 10)
+    with pytest.raises(RunFailed, match="MASTER_PORT"):
+        serve_store("127.0.0.1", 10, store.port)
+
+
+def test_a_node_may_have_a_network_of_its_own():
+    nodes = [{"name": name, "accelerator": "CPU-core", "accelerators": 2, "vendor": name} for name in ("nvidia", "amd")]
+    nodes[1]["network"] = "192.168.1.0/24"
+    cluster = ClusterSpec.model_validate({"name": "lab", "network": "10.0.0.0/16", "nodes": nodes})
+    assert [cluster.network_of(rank) for rank in range(4)] == ["10.0.0.0/16"] * 2 + ["192.168.1.0/24"] * 2

@@ -9,6 +9,7 @@ from hethub.runtime.doctor import examine
 from hethub.runtime.launcher import launch_commands, run_here
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.network import TOKEN_VARIABLE
 
 JOB = Path("job.yaml")
 TWO_MAKERS = ClusterSpec.model_validate(
@@ -48,11 +49,51 @@ def test_torchrun_is_one_command_per_machine() -> None:
         run_here(commands)
 
 
+def test_every_machine_of_torchrun_gets_the_same_secret() -> None:
+    commands = launch_commands(JOB, TWO_MAKERS, "torchrun")
+    assert len({command.environment[TOKEN_VARIABLE] for command in commands}) == 1
+    assert launch_commands(JOB, TWO_MAKERS, "torchrun")[0].environment != commands[0].environment
+    assert str(commands[1]).startswith(
+        f"# on nv2\n{TOKEN_VARIABLE}={commands[0].environment[TOKEN_VARIABLE]} /opt/cuda"
+    )
+
+
+def test_the_network_of_the_job_is_mpiruns_too() -> None:
+    (command,) = launch_commands(JOB, TWO_MAKERS.model_copy(update={"network": "10.0.0.0/16"}), "mpirun")
+    assert "--prtemca prte_if_include 10.0.0.0/16" in " ".join(command.words)
+
+
 def test_slurm_gets_a_component_per_node_entry() -> None:
     (command,) = launch_commands(JOB, TWO_MAKERS, "srun")
     first, second = " ".join(command.words).split(" : ")
     assert first.startswith("srun --kill-on-bad-exit=0 --het-group=0 --nodes=2 --ntasks=16 /opt/cuda/bin/hethub")
     assert second.startswith("--het-group=1 --nodes=1 --ntasks=8 /opt/rocm/bin/hethub")
+    assert set(command.environment) == {TOKEN_VARIABLE}
+
+
+def test_in_a_batch_script_slurms_ranks_are_told_rank_0s_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know the first node by a name, which may lead to another network than the job's."""
+    loopback = TWO_MAKERS.model_copy(update={"network": "127.0.0.0/8"})
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "nv[1-2]")
+    monkeypatch.setenv("SLURMD_NODENAME", "nv1")
+    assert launch_commands(JOB, loopback, "srun")[0].environment["MASTER_ADDR"] == "127.0.0.1"
+    monkeypatch.setenv("SLURMD_NODENAME", "nv2")
+    assert "MASTER_ADDR" not in launch_commands(JOB, loopback, "srun")[0].environment
+
+
+def test_a_batch_script_has_a_component_per_node_entry() -> None:
+    (command,) = launch_commands(JOB, TWO_MAKERS, "sbatch", ["--run-dir", "out"])
+    assert command.words == ("sbatch",)
+    assert command.script is not None
+    assert command.script.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=hethub",
+        "#SBATCH --nodes=2 --ntasks=16 --ntasks-per-node=8 --gpus-per-node=8 --nodelist=nv1,nv2",
+        "#SBATCH hetjob",
+        "#SBATCH --nodes=1 --ntasks=8 --ntasks-per-node=8 --gpus-per-node=8",
+        "exec /opt/cuda/bin/hethub launch job.yaml --with srun --run-dir out",
+    ]
 
 
 @pytest.mark.parametrize(("launcher", "count"), [("torchrun", "--nproc-per-node=4"), ("srun", "--ntasks=4")])
