@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from hethub.predictor.costs import PlanCosts
+from hethub.predictor.lean import LeanCosts
 from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import Programme
 from hethub.predictor.state_costs import Portion
@@ -42,7 +43,7 @@ class Collectives:
     each replica spends on its own steps.
     """
 
-    def __init__(self, layout: Layout, costs: PlanCosts, compute: Compute) -> None:
+    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts, compute: Compute) -> None:
         self.layout, self.costs, self.compute = layout, costs, compute
         self.programme: Programme = compute.programme
         self.shown: dict[int, float] = {}

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hethub.predictor.costs import Parts, PlanCosts
+from hethub.predictor.lean import LeanCosts
 from hethub.predictor.replay import Programme
 from hethub.spec.layout import Layout
 from hethub.spec.schedule import Action, Kind, schedule
@@ -33,7 +34,7 @@ IDLE = Parts(0.0, 0.0, 0.0)
 class Compute:
     """The compute actions of all replicas as nodes that wait for each other's tiles."""
 
-    def __init__(self, layout: Layout, costs: PlanCosts) -> None:
+    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts) -> None:
         self.layout, self.costs = layout, costs
         self.programme = Programme()
         self.actors: dict[Place, int] = {}
@@ -43,7 +44,7 @@ class Compute:
         lists = schedule(layout)
         for stage, spec in enumerate(layout.stages):
             replicas = range(len(spec.replicas))
-            if costs.state.in_rounds(stage):
+            if layout.plan.runs_in_rounds(stage):
                 self._add_together(stage, {replica: lists[stage, replica] for replica in replicas})
             else:
                 for replica in replicas:

@@ -94,7 +94,8 @@ def resident_bytes(
     stay = holdings.norms + holdings.apart
     part = max(0.0, owned - stay / shards) if level else sum(holdings.units)  # of the units, for good
     # Other frameworks' buffers are in what was fitted on them.
-    moving = Moving.of(layout, seat, holdings) if software.gathers_ahead else Moving(0.0, 0.0)
+    moves = software.gathers_ahead and (level >= 2 or "parameters" in stage.offload)
+    moving = Moving.of(layout, seat, holdings) if moves else Moving(0.0, 0.0)
     weights, gradients, host = holdings.total, holdings.total, 0.0
     if "parameters" in stage.offload:
         weights, host = stay + moving.weights, width * (part if level == 3 else sum(holdings.units))

@@ -1,7 +1,7 @@
 """A whole step from a layout's costs: every action replayed, and where the bottleneck's time went.
 
-Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, which `simulator`
-extrapolates from their steady state.
+Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, and equal ones are
+replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does.
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hethub.predictor.collectives import Collectives
 from hethub.predictor.costs import PlanCosts
+from hethub.predictor.lean import LeanCosts, LeanLayout, extent
 from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import idle_times, replay
 from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
@@ -38,16 +39,40 @@ class StepTimes:
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
     """The step from its first forward to the last new weight. `full` replays every action, as a timeline needs."""
     even = all(replica.samples % replica.micro_batch == 0 for replica in layout.stages[0].replicas)
-    classic = layout.plan.schedule in ("1f1b", "gpipe")
-    if not full and classic and even and costs.tiles_alike and costs.chains_apart:
+    if full or not even or not costs.tiles_alike:
+        return _replayed_times(layout, costs, full)
+    if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
         return _chain_times(layout, costs)
-    return _replayed_times(layout, costs, full)
+    return _lean_times(layout, costs)
+
+
+# -- some of equal actions ----------------------------------------------------------------------------------------------
+
+
+def _lean_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+    """One replica of each kind of chain stands for all, and where there are many tiles, few of them."""
+    num_tiles, period, repeats = extent(layout, costs.chains)
+    first = _lean_replay(layout, costs, num_tiles)
+    if not repeats:
+        return first
+    assert num_tiles is not None
+    second = _lean_replay(layout, costs, num_tiles + period)
+    seconds = first.seconds + repeats * (second.seconds - first.seconds)
+    parts = {key: one + repeats * (second.breakdown[key] - one) for key, one in first.breakdown.items()}
+    parts["bubble"] = 0.0
+    return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=second.bottleneck)
+
+
+def _lean_replay(layout: Layout, costs: PlanCosts, num_tiles: int | None) -> StepTimes:
+    times = _replayed_times(LeanLayout.of(layout, costs.chains, num_tiles), LeanCosts(costs, costs.chains), False)
+    stage, replica = times.bottleneck
+    return StepTimes(seconds=times.seconds, breakdown=times.breakdown, bottleneck=(stage, costs.chains[replica]))
 
 
 # -- every action -------------------------------------------------------------------------------------------------------
 
 
-def _replayed_times(layout: Layout, costs: PlanCosts, full: bool) -> StepTimes:
+def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) -> StepTimes:
     """Every action of every replica, in the order that the executor runs them."""
     compute = Compute(layout, costs)
     collectives = Collectives(layout, costs, compute)

@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="needs torch, which the random layouts' module imports: pip install hethub[train]")
 
-from hethub.predictor import predict  # noqa: E402
-from hethub.spec.layout import Layout  # noqa: E402
-from hethub.spec.schedule import Kind, dependencies, schedule  # noqa: E402
-from tests.spec.random_plans import any_cases  # noqa: E402
+from hethub.predictor import predict
+from hethub.predictor.constants import packaged
+from hethub.predictor.costs import PlanCosts
+from hethub.predictor.software import HETHUB
+from hethub.predictor.step import step_times
+from hethub.spec.layout import Layout, bind
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule import Kind, dependencies, schedule
+from tests.predictor.plans import TINY, cluster
+from tests.spec.random_plans import any_cases
 
 
 @settings(max_examples=100, deadline=None)
@@ -40,3 +46,29 @@ def check_timeline(layout: Layout, prediction) -> None:
     backwards = [span.stop_seconds for act, span in ends.items() if act.kind is not Kind.FORWARD]
     reduces = [span for span in prediction.timeline if span.name.startswith("reduce")]
     assert max(span.stop_seconds for span in reduces) >= max(backwards) - 1e-12
+
+
+ALIKE = [
+    ("1f1b", 2, 1, 2, 60), ("1f1b", 1, 1, 3, 30), ("ministages", 2, 2, 2, 24), ("ministages", 4, 1, 1, 40),
+    ("interleaved", 2, 2, 1, 48), ("zero_bubble", 4, 1, 2, 72), ("layered", 1, 1, 3, 60),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks", "zero", "tiles"), ALIKE, ids=lambda value: str(value))
+def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
+    name: str, pp: int, chunks: int, zero: int, tiles: int
+) -> None:
+    on, size = cluster(("A100-SXM4-80GB", 1, pp), ("V100-SXM2-16GB", 1, pp)), TINY.layers // (pp * chunks)
+    stages = [
+        {
+            "layers": [[(c * pp + s) * size, (c * pp + s + 1) * size] for c in range(chunks)],
+            "replicas": [{"ranks": [2 * s + r], "micro_batch": 2, "samples": 2 * tiles} for r in range(2)],
+            "zero": zero,
+        }
+        for s in range(pp)
+    ]
+    plan = {"model": "tiny", "cluster": "test", "global_batch": 4 * tiles, "seq_len": 128, "precision": "fp16"}
+    layout = bind(PlanSpec.model_validate({**plan, "schedule": name, "stages": stages}), TINY, on)
+    short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
+    assert short.seconds == pytest.approx(full.seconds, rel=1e-6)
+    assert short.breakdown == pytest.approx(full.breakdown, rel=1e-6, abs=1e-6 * full.seconds)
