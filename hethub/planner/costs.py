@@ -5,10 +5,10 @@ The judge of every plan is the predictor. These figures are its figures for one 
 
 from typing import NamedTuple
 
-from hethub.planner.problem import Kind, Problem, Unit
+from hethub.planner.problem import Kind, Problem
 from hethub.predictor.constants import packaged
 from hethub.predictor.layer_cost import LayerCost, PassSeconds
-from hethub.predictor.links import Network
+from hethub.predictor.links import Group, Network
 from hethub.predictor.profiled import ProfiledLayerCost
 from hethub.predictor.software import HETHUB, element_bytes
 from hethub.spec.model import ModelSpec
@@ -49,17 +49,17 @@ class UnitCosts:
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
         self._reduce: dict[tuple[int, int, int], float] = {}
 
-    def rate(self, unit: Unit, samples: int, recompute: Recompute) -> Rate:
-        """The unit's seconds per micro-batch of `samples`."""
-        key = (unit.kind, unit.tp, samples, recompute)
+    def rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
+        """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the kind."""
+        key = (kind, tp, samples, recompute)
         found = self._rates.get(key)
         if found is None:
-            found = self._rates[key] = self._rate(unit, samples, recompute)
+            found = self._rates[key] = self._rate(kind, tp, samples, recompute)
         return found
 
-    def _rate(self, unit: Unit, samples: int, recompute: Recompute) -> Rate:
-        cost, tp = self.layer_costs[unit.kind], unit.tp
-        once = self.all_reduce(unit, samples)
+    def _rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
+        cost = self.layer_costs[kind]
+        once = self.all_reduce(kind, tp, samples)
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
         return Rate(
@@ -68,17 +68,22 @@ class UnitCosts:
             PassSeconds(head.forward + once, head.backward + once),
         )
 
-    def all_reduce(self, unit: Unit, samples: int) -> float:
-        """Seconds to sum a micro-batch's hidden states over the unit."""
-        key = (unit.kind, unit.tp, samples)
+    def all_reduce(self, kind: int, tp: int, samples: int) -> float:
+        """Seconds to sum a micro-batch's hidden states over a unit."""
+        if tp == 1:
+            return 0.0
+        key = (kind, tp, samples)
         found = self._reduce.get(key)
         if found is None:
-            group = self.network.group(unit.ranks)
-            accelerators = self.network.machines[group.machines[0][0]].accelerators
+            group = self.network.group(next(m for m in self.problem.kinds[kind].machines if len(m) >= tp)[:tp])
+            sharing = self.sharing(group)
             num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
-            sharing = max(1, accelerators // group.most_per_machine)
-            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, sharing) if unit.tp > 1 else 0.0
+            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, sharing)
         return found
+
+    def sharing(self, group: Group) -> int:
+        """How many groups like this one share a machine's interfaces."""
+        return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)
 
     def layer_rate(self, kind: int) -> float:
         """The kind's best layer-samples per second, which weights its part of the batch in the upper bound."""

@@ -4,8 +4,9 @@ import time
 from functools import cached_property
 from typing import NamedTuple
 
+from hethub.planner.complete import complete
 from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, complete
+from hethub.planner.draft import Draft
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
 from hethub.predictor import Prediction, predict
@@ -30,6 +31,8 @@ class Verdict(NamedTuple):
 
 def is_alike(plan: PlanSpec) -> bool:
     """Whether nothing needs dealing: all stages have the same replicas, of equal tiles or with tiles in flight given."""
+    if plan.schedule not in ("1f1b", "gpipe") or any(map(plan.runs_in_rounds, range(len(plan.stages)))):
+        return False
     first = [(replica.micro_batch, replica.samples) for replica in plan.stages[0].replicas]
     if any([(r.micro_batch, r.samples) for r in stage.replicas] != first for stage in plan.stages[1:]):
         return False
@@ -58,6 +61,10 @@ class AlikeLayout(Layout):
             [min(r.in_flight or len(stages) - index, -(-r.samples // r.micro_batch)) for r in stage.replicas]
             for index, stage in enumerate(stages)
         ]
+
+    @property
+    def lane_limits(self) -> list[list[int]]:  # every replica is a lane of its own
+        return self.in_flight
 
 
 def layout_of(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
@@ -100,17 +107,19 @@ class Judge:
         return self._known[draft]
 
     def _judge(self, draft: Draft) -> Verdict | None:
-        plan = complete(draft, self.problem, self.costs)
+        holds = self.surrogate.holds(draft) if draft.roomy else None
+        plan = complete(draft, self.problem, self.costs, holds)
         if plan is None:
             return None
         if not is_alike(plan) and not self._spend(plan):
             return None
+        problem = self.problem
         try:
-            layout = layout_of(plan, self.problem.model, self.problem.cluster)
+            layout = layout_of(plan, problem.model, problem.cluster)
+            prediction = predict(layout, reserve=problem.constraints.reserve, profile=problem.profile)
         except BadInput:  # too few tiles in flight, or heads that do not divide: no plan
             return None
-        problem = self.problem
-        return Verdict(draft, plan, predict(layout, reserve=problem.constraints.reserve, profile=problem.profile))
+        return Verdict(draft, plan, prediction)
 
     def _spend(self, plan: PlanSpec) -> bool:
         """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend."""

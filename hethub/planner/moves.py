@@ -1,10 +1,10 @@
 """Small changes of a draft: the neighbours that local search looks at."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.draft import Draft, DraftStage, Seats
 from hethub.planner.problem import Problem
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
@@ -22,6 +22,7 @@ def neighbours(draft: Draft, problem: Problem, slowest: int) -> Iterator[Draft]:
     yield from _micro_batches(draft, problem)
     yield from _modes(draft, problem)
     yield from _seats(draft, problem, pairs)
+    yield from _degrees(draft, problem)
     if problem.size <= MOST_NUDGED:
         yield from _nudges(draft)
 
@@ -44,27 +45,28 @@ def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
     """The next smaller or larger micro-batch for all, for one stage, or for one kind in a stage."""
     sizes = problem.micro_batches
     everywhere: list[tuple[int, int | None]] = [(index, None) for index in range(len(draft.stages))]
+    kinds = sorted({own.kind for stage in draft.stages for own in stage.seats})
     for step in (-1, 1):
         yield _stepped(draft, everywhere, sizes, step)
         if len(draft.stages) > 1:
             for index in range(len(draft.stages)):
                 yield _stepped(draft, [(index, None)], sizes, step)
         for index, stage in enumerate(draft.stages):
-            sorts = {seat.unit.kind for seat in stage.seats}
-            for kind in sorted(sorts) if len(sorts) > 1 else ():
+            own = sorted({own.kind for own in stage.seats})
+            for kind in own if len(own) > 1 else ():
                 yield _stepped(draft, [(index, kind)], sizes, step)
-        kinds = sorted({seat.unit.kind for stage in draft.stages for seat in stage.seats})
         for kind in kinds if len(kinds) > 1 else ():
             yield _stepped(draft, [(index, kind) for index, _ in everywhere], sizes, step)
 
 
 def _stepped(draft: Draft, where: list[tuple[int, int | None]], sizes: tuple[int, ...], step: int) -> Draft:
     for index, kind in where:
-        seats = tuple(
-            replace(seat, micro_batch=_next(seat.micro_batch, sizes, step)) if kind in (None, seat.unit.kind) else seat
-            for seat in draft.stages[index].seats
-        )
-        draft = draft.with_stage(index, replace(draft.stages[index], seats=seats))
+        stage = draft.stages[index]
+        seats = [
+            own._replace(micro_batch=_next(own.micro_batch, sizes, step)) if kind in (None, own.kind) else own
+            for own in stage.seats
+        ]
+        draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
     return draft
 
 
@@ -74,44 +76,72 @@ def _next(value: int, sizes: tuple[int, ...], step: int) -> int:
 
 
 def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
-    """Another recompute or ZeRO level in a stage, more tiles in flight, samples divided per stage or per chain."""
-    for index, stage in enumerate(draft.stages):
-        for recompute in problem.recomputes:
-            if recompute != stage.recompute:
-                yield draft.with_stage(index, replace(stage, recompute=recompute))
-        for zero in problem.zeros:
-            if zero != stage.zero and len(stage.seats) > 1:
-                yield draft.with_stage(index, replace(stage, zero=zero))
+    """Another recompute or ZeRO level in one stage or in all, more tiles in flight, samples by stage or by chain."""
+    everywhere = range(len(draft.stages))
+    for recompute in problem.recomputes:
+        for chosen in _ones_and_all(everywhere):
+            if any(draft.stages[index].recompute != recompute for index in chosen):
+                yield _each(draft, chosen, recompute=recompute)
+    for zero in problem.zeros:
+        wide = [index for index in everywhere if draft.stages[index].replicas > 1]
+        for chosen in _ones_and_all(wide):
+            if any(draft.stages[index].zero != zero for index in chosen):
+                yield _each(draft, chosen, zero=zero)
     if problem.schedule == "1f1b" and len(draft.stages) > 1 and problem.capabilities.chooses_in_flight:
-        for slack in (draft.slack + 1, draft.slack - 1, draft.slack + 4):
-            if slack >= 0:
-                yield replace(draft, slack=slack)
+        yield replace(draft, roomy=not draft.roomy)
     yield replace(draft, alike=not draft.alike)
+
+
+def _ones_and_all(indices: Sequence[int]) -> list[Sequence[int]]:
+    return [[index] for index in indices] + ([indices] if len(indices) > 1 else [])
+
+
+def _each(draft: Draft, indices: Sequence[int], **changes: object) -> Draft:
+    for index in indices:
+        draft = draft.with_stage(index, replace(draft.stages[index], **changes))  # type: ignore[arg-type]
+    return draft
 
 
 def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
     """One replica from one stage of a pair to the other; replicas of unlike kinds exchanged."""
     for a, b in pairs:
         for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
-            if len(draft.stages[giver].seats) > 1:
-                for position in _one_of_each_kind(draft.stages[giver]):
-                    moved = _moved(draft, giver, position, taker)
+            if draft.stages[giver].replicas > 1:
+                for own in draft.stages[giver].seats:
+                    moved = _moved(draft, giver, own, taker)
                     yield moved
                     for layers in (1, 2):  # and the layers that it worked on
                         if draft.stages[giver].layers > layers:
                             yield _shifted(moved, giver, taker, layers)
-        for i in _one_of_each_kind(draft.stages[a]):
-            for j in _one_of_each_kind(draft.stages[b]):
-                if _sort(draft.stages[a].seats[i]) != _sort(draft.stages[b].seats[j]):
-                    one, two = draft.stages[a].seats[i].micro_batch, draft.stages[b].seats[j].micro_batch
-                    for sizes in dict.fromkeys(((one, two), (two, one), (min(one, two),) * 2)):
-                        yield _exchanged(draft, a, i, b, j, sizes)
+        for one in draft.stages[a].seats:
+            for two in draft.stages[b].seats:
+                if one[:2] != two[:2]:
+                    now = (one.micro_batch, two.micro_batch)
+                    for sizes in dict.fromkeys((now, now[::-1], (min(now),) * 2)):
+                        yield _exchanged(draft, (a, one, sizes[1]), (b, two, sizes[0]))
+
+
+def _degrees(draft: Draft, problem: Problem) -> Iterator[Draft]:
+    """Twice or half the TP degree for one kind in a stage, its micro-batch going with it or staying."""
+    given = problem.constraints
+    if given.tp is not None or given.dp is not None:
+        return
+    for index, stage in enumerate(draft.stages):
+        for own in stage.seats:
+            for tp, count in ((2 * own.tp, own.number // 2), (own.tp // 2, 2 * own.number)):
+                if tp in problem.degrees_of(own.kind) and count * tp == own.number * own.tp:
+                    rest = [other for other in stage.seats if other != own]
+                    for micro_batch in dict.fromkeys(
+                        (own.micro_batch, _next(own.micro_batch, problem.micro_batches, 1))
+                    ):
+                        seats = [*rest, Seats(own.kind, tp, micro_batch, count)]
+                        yield draft.with_stage(index, stage.with_seats(seats))
 
 
 def _nudges(draft: Draft) -> Iterator[Draft]:
     """One sample from one replica of a stage to another: where a stage waits anyway, speed is not all that counts."""
     for index, stage in enumerate(draft.stages):
-        count = len(stage.seats)
+        count = stage.replicas
         now = stage.nudges or (0,) * count
         for giver in range(count):
             for taker in range(count):
@@ -120,26 +150,21 @@ def _nudges(draft: Draft) -> Iterator[Draft]:
                     yield draft.with_stage(index, replace(stage, nudges=moved if any(moved) else ()))
 
 
-def _sort(seat: Seat) -> tuple[int, int]:
-    return seat.unit.kind, seat.unit.tp
+def _less(stage: DraftStage, one: Seats) -> list[Seats]:
+    """The stage's replicas but for one of `one`."""
+    return [own._replace(number=own.number - (own == one)) for own in stage.seats]
 
 
-def _one_of_each_kind(stage: DraftStage) -> list[int]:
-    """The last seat of every sort of unit: equal ones are interchangeable."""
-    return list({_sort(seat): position for position, seat in enumerate(stage.seats)}.values())
+def _moved(draft: Draft, giver: int, own: Seats, taker: int) -> Draft:
+    stage, target = draft.stages[giver], draft.stages[taker]
+    more = target.with_seats([*target.seats, own._replace(number=1)])
+    return draft.with_stage(giver, stage.with_seats(_less(stage, own))).with_stage(taker, more)
 
 
-def _moved(draft: Draft, index: int, position: int, other: int) -> Draft:
-    stage, target = draft.stages[index], draft.stages[other]
-    seat = stage.seats[position]
-    left = stage.seats[:position] + stage.seats[position + 1 :]
-    moved = replace(target, seats=(*target.seats, seat), nudges=())
-    return draft.with_stage(index, replace(stage, seats=left, nudges=())).with_stage(other, moved)
-
-
-def _exchanged(draft: Draft, a: int, i: int, b: int, j: int, sizes: tuple[int, ...]) -> Draft:
-    """Two seats exchanged; `sizes` are the micro-batches in stage `a` and in stage `b` afterwards."""
-    one, two = list(draft.stages[a].seats), list(draft.stages[b].seats)
-    one[i], two[j] = replace(two[j], micro_batch=sizes[0]), replace(one[i], micro_batch=sizes[1])
-    first, second = replace(draft.stages[a], seats=tuple(one)), replace(draft.stages[b], seats=tuple(two))
-    return draft.with_stage(a, first).with_stage(b, second)
+def _exchanged(draft: Draft, here: tuple[int, Seats, int], there: tuple[int, Seats, int]) -> Draft:
+    """A replica of one stage and one of another exchanged, each given as (stage, seats, micro-batch afterwards)."""
+    for (index, own, _), (_, other, micro_batch) in ((here, there), (there, here)):
+        stage = draft.stages[index]
+        seats = [*_less(stage, own), other._replace(number=1, micro_batch=micro_batch)]
+        draft = draft.with_stage(index, stage.with_seats(seats))
+    return draft

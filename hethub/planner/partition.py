@@ -44,7 +44,7 @@ class Partitioner:
         classes = sorted({(unit.kind, unit.tp) for unit in self.line})
         self.class_of = np.array([classes.index((unit.kind, unit.tp)) for unit in self.line])
         self.examples = [next(u for u in self.line if (u.kind, u.tp) == key) for key in classes]
-        self.rates = [costs.rate(u, self._micro_batch(u), setting.recompute) for u in self.examples]
+        self.rates = [costs.rate(u.kind, u.tp, self._micro_batch(u), setting.recompute) for u in self.examples]
         per_sample = [1.0 / self._micro_batch(u) for u in self.examples]
         self.layer = np.array([rate.layer.total * s for rate, s in zip(self.rates, per_sample, strict=True)])
         self.embedding = np.array([rate.embedding.total * s for rate, s in zip(self.rates, per_sample, strict=True)])

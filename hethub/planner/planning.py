@@ -167,7 +167,7 @@ def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
 
 
 def _shape(verdict: Verdict) -> object:
-    return tuple((stage.layers, stage.sorts, stage.recompute) for stage in verdict.draft.stages)
+    return tuple((stage.layers, stage.seats, stage.recompute) for stage in verdict.draft.stages)
 
 
 def not_searched(problem: Problem) -> list[str]:

@@ -95,6 +95,11 @@ class Problem:
         widest = max(len(machine) for kind in self.kinds for machine in kind.machines)
         return tuple(d for d in tp_degrees(self.model) if d <= widest)
 
+    def degrees_of(self, kind: int) -> list[int]:
+        """The powers of two among the degrees that a machine of the kind can hold."""
+        widest = max(map(len, self.kinds[kind].machines))
+        return [d for d in self.degrees if d <= widest and d & (d - 1) == 0]
+
     @cached_property
     def micro_batches(self) -> tuple[int, ...]:
         """Micro-batch sizes the search tries: powers of two up to what the job allows."""

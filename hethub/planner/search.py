@@ -158,16 +158,12 @@ def promising(
     return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
 
 
-SLACKS = (1, 3)  # more tiles in flight than the default, tried from the start
-
-
 def slacks(problem: Problem, judge: Judge, draft: Draft) -> list[Draft]:
-    """The draft, and with more tiles in flight where they are likely to fit and shorten the estimate."""
+    """The draft, and with as many tiles in flight as its links need where that shortens the estimate."""
     if len(draft.stages) == 1 or problem.schedule != "1f1b" or not problem.capabilities.chooses_in_flight:
         return [draft]
-    now = judge.surrogate.seconds(draft)
-    more = [replace(draft, slack=slack) for slack in SLACKS]
-    return [draft, *(d for d in more if judge.surrogate.seconds(d) < now and judge.surrogate.likely_fits(d))]
+    roomy = replace(draft, roomy=True)
+    return [draft, roomy] if judge.surrogate.seconds(roomy) < judge.surrogate.seconds(draft) else [draft]
 
 
 def free_drafts(

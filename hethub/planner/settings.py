@@ -53,11 +53,7 @@ def orders(problem: Problem) -> list[tuple[int, ...]]:
 def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
     """TP degrees per kind, each a power of two that the kind's machines can hold."""
     fixed = problem.constraints.tp
-    choices = []
-    for kind in problem.kinds:
-        widest = max(map(len, kind.machines))
-        able = [d for d in problem.degrees if d <= widest and d & (d - 1) == 0]
-        choices.append([fixed] if fixed else able)
+    choices = [[fixed] if fixed else problem.degrees_of(kind) for kind in range(len(problem.kinds))]
     return list(product(*choices))
 
 

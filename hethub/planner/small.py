@@ -7,7 +7,7 @@ from itertools import groupby, product
 import numpy as np
 
 from hethub.planner.cuts import ESTIMATE_ERR
-from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.equal import cut_equally
 from hethub.planner.problem import Combination, Problem, Unit
 from hethub.planner.table import Table
@@ -72,13 +72,11 @@ def _draft(
     composition: Composition,
     layers: tuple[int, ...],
 ) -> Draft:
-    waiting: list[list[Unit]] = []
-    for example in examples:
-        same = problem.units(example.kind, combination.degrees[example.kind])
-        waiting.append([unit for unit in same if unit.tp == example.tp])
     stages = []
     for counts, x in zip(composition, layers, strict=True):
-        units = [waiting[sort].pop(0) for sort, count in enumerate(counts) for _ in range(count)]
-        seats = tuple(Seat(u, combination.micro_batches[u.kind]) for u in sorted(units, key=lambda unit: unit.ranks))
-        stages.append(DraftStage(x, seats, combination.recompute, max(problem.zeros)))
+        seats = [
+            Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], count)
+            for unit, count in zip(examples, counts, strict=True)
+        ]
+        stages.append(DraftStage(x, merged(seats), combination.recompute, max(problem.zeros)))
     return Draft(tuple(stages))

@@ -1,16 +1,23 @@
 """A step's seconds in closed form: ranks drafts before the predictor judges the best of them.
 
 Per stage: the exact busy time of its slowest replica, one tile's latency, the gradients' reduction. Over stages: the
-slowest way from the first forward to the last backward through each stage under 1F1B.
+slowest way from the first forward to the last backward through each stage under 1F1B, and the slowest circuit that
+tiles in flight allow.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import ceil
 from typing import NamedTuple
 
+import numpy as np
+
 from hethub.planner.costs import UnitCosts, rank_parameters
-from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.draft import Draft, DraftStage, Seats
 from hethub.planner.footprint import position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker, earliest_finish
+from hethub.predictor.links import Group
 from hethub.predictor.state_costs import BUCKET_BYTES
 
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
@@ -23,9 +30,14 @@ class StageEstimate(NamedTuple):
     forward: float
     backward: float
     tiles: float  # of the busiest replica
+    wave: int  # samples of one tile on every replica
     reduce: float
     tail: float
     finish: float  # optimizer and new weights
+
+    @property
+    def tile(self) -> float:
+        return self.forward + self.backward
 
 
 class Surrogate:
@@ -33,120 +45,172 @@ class Surrogate:
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
+        self._seconds: dict[Draft, float] = {}
         self._stages: dict[object, StageEstimate] = {}
         self._crossings: dict[object, float] = {}
-        self._workers: dict[object, Worker] = {}
-        self._fits: dict[object, bool] = {}
+        self._most_held: dict[object, int] = {}
+        self._groups: dict[object, Group] = {}
 
     def seconds(self, draft: Draft) -> float:
-        """The estimated step; infinite where a stage has more replicas than samples."""
+        """The estimated step; infinite where a stage has more replicas than samples, or memory does not suffice."""
+        found = self._seconds.get(draft)
+        if found is None:
+            found = self._seconds[draft] = self._estimate(draft)
+        return found
+
+    def _estimate(self, draft: Draft) -> float:
         if max(draft.replica_counts) > self.problem.batch.global_batch:
             return float("inf")
-        last = len(draft.stages) - 1
-        stages = [self.stage(stage, index == 0, index == last, draft.even) for index, stage in enumerate(draft.stages)]
-        crossing = [self._crossing(draft.stages[s], draft.stages[s + 1]) for s in range(last)] + [0.0]
-        after = 0.0  # one tile through all later stages and back
-        detours = [0.0] * (last + 1)
-        for s in range(last, -1, -1):
-            detours[s] = after
-            after += stages[s].forward + stages[s].backward + (2 * crossing[s - 1] if s else 0.0)
+        stages, crossing = self.stages(draft), self.crossings(draft)
+        held = self.holds(draft)
+        detour = _detours(stages, crossing)
         fill = drain = end = 0.0
         drains = []
-        for s, stage in enumerate(stages):
-            tile = stage.forward + stage.backward
-            held = last - s + 1 + (draft.slack if s < last else 0)
-            gap = max(0.0, 2 * detours[s] - (held - 1) * tile)
-            circuit = stage.tiles * (tile + detours[s]) / held
-            end = max(end, fill + max(stage.busy + gap, circuit) + drain)
+        for stage, away, hold, across in zip(stages, detour, held, [*crossing, 0.0], strict=True):
+            gap = max(0.0, away - (hold - 1) * stage.forward) + max(0.0, away - (hold - 1) * stage.backward)
+            end = max(end, fill + stage.busy + gap + drain)
             drains.append(drain)
-            fill += stage.forward + crossing[s]
-            drain += stage.backward + crossing[s]
-        reduced = max(
-            end - d + max(stage.tail, stage.reduce - stage.backward) for stage, d in zip(stages, drains, strict=True)
-        )
+            fill += stage.forward + across
+            drain += stage.backward + across
+        if len(stages) > 1:
+            end = max(end, self._circuit(stages, crossing, held))
+        tied = self._tied(draft)
+        shown = [max(stage.tail, stage.reduce - stage.backward) for stage in stages]
+        shown[0], shown[-1] = shown[0] + tied, shown[-1] + tied
+        reduced = max(end - d + seconds for seconds, d in zip(shown, drains, strict=True))
         return reduced + max(stage.finish for stage in stages)
+
+    def _tied(self, draft: Draft) -> float:
+        """Seconds to sum a tied head's gradients with the embedding's, on other ranks than it."""
+        if not self.problem.model.tied_head or len(draft.stages) == 1:
+            return 0.0
+        one, two = draft.stages[0].seats[0], draft.stages[-1].seats[0]
+        key = ("tied", one, two[:2])
+        found = self._crossings.get(key)
+        if found is None:
+            machines = [self.problem.kinds[seats.kind].machines for seats in (one, two)]
+            group = self.costs.network.group([machines[0][0][0], machines[1][-1][-1]])
+            num_bytes = self.problem.model.vocab * self.problem.model.hidden * max(4, self.costs.width)
+            sharing = min(one.number * one.tp, len(machines[0][0]))
+            seconds = self.costs.network.all_reduce(group, num_bytes / min(one.tp, two.tp), sharing)
+            found = self._crossings[key] = seconds
+        return found
+
+    def _circuit(self, stages: Sequence[StageEstimate], crossing: Sequence[float], held: Sequence[int]) -> float:
+        """Seconds of all samples at the rate of the slowest circuit: a tile's backward in stage s lets the next forward
+        go down to stage t, where it comes before the backward that answers it as many tiles later as both hold."""
+        samples = self.problem.batch.global_batch
+        tile = np.array([stage.tile for stage in stages])
+        wave = np.array([stage.wave for stage in stages])
+        flight = wave * np.array(held)
+        passed = np.concatenate([[0.0], np.cumsum(2 * np.array(crossing))])
+        worked = np.cumsum(tile)
+        seconds = (worked + passed)[None, :] - (worked - tile + passed)[:, None]  # [s, t]
+        ahead = np.maximum(flight[:, None] - flight[None, :] + wave[None, :], 1)
+        slowest = np.triu(seconds / ahead, 1)
+        s, t = divmod(int(slowest.argmax()), len(stages))
+        through = float(seconds[0, -1])
+        return float(slowest[s, t]) * max(samples - float(wave[s]), 0.0) + through
+
+    def holds(self, draft: Draft) -> list[int]:
+        """Tiles in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the pace of
+        the busiest stage, where they fit; never fewer than the stage below holds."""
+        last = len(draft.stages) - 1
+        default = list(range(last + 1, 0, -1))
+        if not draft.roomy or not last:
+            return default
+        stages, crossing = self.stages(draft), self.crossings(draft)
+        pace = self.problem.batch.global_batch / max(stage.busy for stage in stages)
+        spare = 0 if all(one.wave == two.wave for one, two in pairwise(stages)) else 1
+        ends = list(accumulate((stage.tile + 2 * c for stage, c in zip(stages, [*crossing, 0.0], strict=True))))
+        ends = [end - 2 * c for end, c in zip(ends, [*crossing, 0.0], strict=True)]  # without the way beyond
+        held = [1] * (last + 1)
+        most = pace * ends[last]
+        for s in range(last - 1, -1, -1):
+            need = most - pace * (ends[s] - stages[s].tile)
+            wanted = ceil(need / stages[s].wave - 1e-6) + spare
+            room = self._most(draft.stages[s], s == 0, False)
+            held[s] = max(min(wanted, room, ceil(stages[s].tiles)), held[s + 1])
+            most = max(most, (held[s] - 1) * stages[s].wave + pace * ends[s])
+        return held
 
     def slowest(self, draft: Draft) -> int:
         """The stage whose busiest replica works longest."""
-        last = len(draft.stages) - 1
-        busy = [self.stage(stage, index == 0, index == last).busy for index, stage in enumerate(draft.stages)]
+        busy = [stage.busy for stage in self.stages(draft)]
         return busy.index(max(busy))
 
     def likely_fits(self, draft: Draft) -> bool:
         """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
         last = len(draft.stages) - 1
         return all(
-            self._stage_fits(stage, last - index + 1 + (draft.slack if index < last else 0), index == 0, index == last)
-            for index, stage in enumerate(draft.stages)
+            held <= self._most(stage, index == 0, index == last)
+            for index, (stage, held) in enumerate(zip(draft.stages, self.holds(draft), strict=True))
         )
 
-    def _stage_fits(self, stage: DraftStage, held: int, first: bool, last: bool) -> bool:
-        key = (stage.layers, stage.sorts, stage.recompute, stage.zero, held, first, last)
-        found = self._fits.get(key)
+    def _most(self, stage: DraftStage, first: bool, last: bool) -> int:
+        """The most tiles that every rank of a stage has memory for, by the closed form; named shares are left to the
+        judge."""
+        key = (stage.layers, stage.seats, stage.recompute, stage.zero, stage.state_shares != (), first, last)
+        found = self._most_held.get(key)
         if found is None:
-            place, count = position(first, last), len(stage.seats)
-            shards = count if stage.zero else 1
-            found = self._fits[key] = stage.state_shares != () or all(
-                self._bytes(stage, seat, held, place, shards) <= NEARLY * self.problem.capacity(seat.unit.kind)
-                for seat in self._examples(stage)
-            )
+            found = self._most_held[key] = min(self._room(stage, own, first, last) for own in stage.seats)
         return found
 
-    def _bytes(self, stage: DraftStage, seat: Seat, held: int, place: int, shards: int) -> float:
-        found = self.problem.coefficients(seat.unit.kind, seat.unit.tp, seat.micro_batch, stage.recompute)
-        return float(found.fixed(stage.layers, held, place) + found.state(stage.layers, place) / shards)
+    def _room(self, stage: DraftStage, own: Seats, first: bool, last: bool) -> int:
+        if stage.state_shares:
+            return 1 << 30
+        place, shards = position(first, last), stage.replicas if stage.zero else 1
+        at = self.problem.coefficients(own.kind, own.tp, own.micro_batch, stage.recompute)
+        kept = float(at.fixed(stage.layers, 0, place) + at.state(stage.layers, place) / shards)
+        tile = float(at.tile[place] + at.layer_tile[place] * stage.layers)
+        return int((NEARLY * self.problem.capacity(own.kind) - kept) / max(tile, 1.0))
+
+    def stages(self, draft: Draft) -> list[StageEstimate]:
+        """Every stage by itself."""
+        last = len(draft.stages) - 1
+        return [self.stage(stage, index == 0, index == last, draft.even) for index, stage in enumerate(draft.stages)]
 
     def stage(self, stage: DraftStage, first: bool, last: bool, even: bool = False) -> StageEstimate:
-        key = (stage.layers, stage.sorts, stage.recompute, stage.zero, first, last, even)
+        key = (stage.layers, stage.seats, stage.recompute, stage.zero, first, last, even)
         found = self._stages.get(key)
         if found is None:
             found = self._stages[key] = self._stage(stage, first, last, even)
         return found
 
     def _stage(self, stage: DraftStage, first: bool, last: bool, even: bool) -> StageEstimate:
-        seats = {sort: next(s for s in stage.seats if s.sort == sort) for sort, _ in stage.sorts}
-        workers = {sort: self._worker(stage, seat, first, last) for sort, seat in seats.items()}
-        counts = [(workers[sort], count) for sort, count in stage.sorts]
         samples = self.problem.batch.global_batch
-        share = -(-samples // len(stage.seats))
-        busy = max(worker.seconds(share) for worker, _ in counts) if even else earliest_finish(samples, counts)
+        workers = [(self._worker(stage, own, first, last), own.number) for own in stage.seats]
+        share = -(-samples // stage.replicas)
+        busy = max(worker.seconds(share) for worker, _ in workers) if even else earliest_finish(samples, workers)
         forward = backward = tiles = 0.0
-        for sort, count in stage.sorts:
-            unit, b = seats[sort].unit, sort[2]
-            own = min(samples, max(1, workers[sort].within(busy)))
-            tile = self.costs.rate(unit, min(b, own), stage.recompute).tile(stage.layers, first, last)
-            part = own * count / samples  # what of the samples passes this sort
+        for own, (worker, count) in zip(stage.seats, workers, strict=True):
+            taken = share if even or len(workers) == 1 else min(samples, max(1, worker.within(busy)))
+            size = min(own.micro_batch, taken)
+            tile = self.costs.rate(own.kind, own.tp, size, stage.recompute).tile(stage.layers, first, last)
+            part = taken * count / samples  # what of the samples passes these
             forward, backward = forward + part * tile.forward, backward + part * tile.backward
-            tiles = max(tiles, own / min(b, own))
+            tiles = max(tiles, taken / size)
+        wave = sum(own.number * own.micro_batch for own in stage.seats)
         reduce, tail, gather = self._reduction(stage, first, last)
         finish = gather + self._optimizer(stage, first, last)
-        return StageEstimate(busy, forward, backward, tiles, reduce, tail, finish)
+        return StageEstimate(busy, forward, backward, tiles, min(wave, samples), reduce, tail, finish)
 
-    def _worker(self, stage: DraftStage, seat: Seat, first: bool, last: bool) -> Worker:
-        """The seat with whole tiles and proportional parts of them; exact shares of short tiles come with the plan."""
-        key = (seat.sort, stage.layers, stage.recompute, first, last)
-        found = self._workers.get(key)
-        if found is None:
-            b = seat.micro_batch
-            whole = self.costs.rate(seat.unit, b, stage.recompute).tile(stage.layers, first, last).total
-            found = self._workers[key] = Worker(b, tuple(whole * (i + 1) / b for i in range(b)))
-        return found
+    def _worker(self, stage: DraftStage, own: Seats, first: bool, last: bool) -> Worker:
+        """A replica with whole tiles and proportional parts of them; exact shares of short tiles come with the plan."""
+        b = own.micro_batch
+        whole = self.costs.rate(own.kind, own.tp, b, stage.recompute).tile(stage.layers, first, last).total
+        return Worker(b, tuple(whole * (i + 1) / b for i in range(b)))
 
     def _parameters(self, stage: DraftStage, first: bool, last: bool) -> float:
-        tp = min(seat.unit.tp for seat in self._examples(stage))
+        tp = min(own.tp for own in stage.seats)
         return rank_parameters(self.problem.model, tp, stage.layers, first, last)
-
-    @staticmethod
-    def _examples(stage: DraftStage) -> list[Seat]:
-        return list({seat.sort: seat for seat in stage.seats}.values())
 
     def _reduction(self, stage: DraftStage, first: bool, last: bool) -> tuple[float, float, float]:
         """Seconds to reduce, its part that nothing hides, and to gather new weights."""
-        if len(stage.seats) == 1:
+        if stage.replicas == 1:
             return 0.0, 0.0, 0.0
-        group = self.costs.network.group([seat.unit.ranks[0] for seat in stage.seats])
-        machine = self.costs.network.machines[group.machines[0][0]]
-        sharing = max(1, machine.accelerators // group.most_per_machine)
+        group = self._group(stage)
+        sharing = self.costs.sharing(group)
         parameters = self._parameters(stage, first, last)
         num_bytes = parameters * max(4, self.costs.width)
         once = self.costs.network.reduce_scatter(group, num_bytes, sharing)
@@ -154,25 +218,72 @@ class Surrogate:
         gather = self.costs.network.all_gather(group, parameters * self.costs.width, sharing) if stage.zero else 0.0
         return reduce, reduce * min(1.0, BUCKET_BYTES / num_bytes), gather
 
-    def _optimizer(self, stage: DraftStage, first: bool, last: bool) -> float:
-        owned = self._parameters(stage, first, last) / (len(stage.seats) if stage.zero else 1)
-        return max(self.costs.layer_costs[seat.unit.kind].optimizer(owned) for seat in self._examples(stage))
+    def _group(self, stage: DraftStage) -> Group:
+        """Where one rank of every replica is, as if the stage were the first to be seated."""
+        key = tuple((own.kind, own.tp, own.number) for own in stage.seats)
+        found = self._groups.get(key)
+        if found is None:
+            ranks = []
+            for kind, tp, count in key:
+                slots = (m[i] for m in self.problem.kinds[kind].machines for i in range(0, len(m) - tp + 1, tp))
+                ranks += [rank for rank, _ in zip(slots, range(count), strict=False)]
+            found = self._groups[key] = self.costs.network.group(ranks)
+        return found
 
-    def _crossing(self, above: DraftStage, below: DraftStage) -> float:
-        """Seconds of one tile between two stages, from the slowest pair of sorts."""
-        sender, receiver = above.seats[0], below.seats[0]
-        sending = len(above.seats)
-        key = (sender.sort, receiver.sort, sending)
+    def _optimizer(self, stage: DraftStage, first: bool, last: bool) -> float:
+        owned = self._parameters(stage, first, last) / (stage.replicas if stage.zero else 1)
+        return max(self.costs.layer_costs[own.kind].optimizer(owned) for own in stage.seats)
+
+    def crossings(self, draft: Draft) -> list[float]:
+        """Seconds of one tile over each boundary, from the slowest pair of sorts."""
+        used = [0] * len(self.problem.kinds)
+        found = []
+        for above, below in pairwise(draft.stages):
+            near = []
+            for own in above.seats:
+                start = used[own.kind]
+                used[own.kind] += own.number * own.tp
+                near.append(self._shares_machine(own.kind, start, used[own.kind]))
+            found.append(
+                max(
+                    self._crossing(one, two, one.kind == two.kind and together)
+                    for one, together in zip(above.seats, near, strict=True)
+                    for two in below.seats
+                )
+            )
+        return found
+
+    def _shares_machine(self, kind: int, start: int, stop: int) -> bool:
+        """Whether ranks `start` and `stop` of a kind, counted along its machines, are on one machine."""
+        size = len(self.problem.kinds[kind].machines[0])
+        return start // size == stop // size
+
+    def _crossing(self, sender: Seats, receiver: Seats, together: bool) -> float:
+        key = (sender, receiver[:3], together)
         found = self._crossings.get(key)
         if found is None:
-            places = self.problem.cluster.places
-            machine = places[sender.unit.ranks[0]].machine
-            sharing = sum(places[seat.unit.ranks[0]].machine == machine for seat in above.seats)
-            tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
-            num_bytes = tokens * self.problem.model.hidden * self.costs.width
-            network = self.costs.network
-            found = network.link(sender.unit.ranks[0], receiver.unit.ranks[0], sharing).seconds(num_bytes)
-            if receiver.unit.tp > 1:
-                found += network.link(*receiver.unit.ranks[:2]).seconds(num_bytes)
-            self._crossings[key] = found
+            found = self._crossings[key] = self._cross(sender, receiver, together)
         return found
+
+    def _cross(self, sender: Seats, receiver: Seats, together: bool) -> float:
+        """Seconds of one tile from a replica to another, on one machine or on two of their kinds."""
+        one, two = self.problem.kinds[sender.kind].machines, self.problem.kinds[receiver.kind].machines
+        source = one[0][0]
+        target = one[0][-1] if together else two[-1][0]
+        sharing = min(sender.number, max(1, len(one[0]) // sender.tp))
+        tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
+        num_bytes = tokens * self.problem.model.hidden * self.costs.width
+        network = self.costs.network
+        seconds = network.link(source, target, sharing).seconds(num_bytes)
+        if receiver.tp > 1:
+            seconds += network.link(*two[0][:2]).seconds(num_bytes)
+        return seconds
+
+
+def _detours(stages: Sequence[StageEstimate], crossing: Sequence[float]) -> list[float]:
+    """Per stage, seconds of one tile through all later stages and back."""
+    detours, after = [0.0] * len(stages), 0.0
+    for s in range(len(stages) - 1, 0, -1):
+        after += stages[s].tile + 2 * crossing[s - 1]
+        detours[s - 1] = after
+    return detours

@@ -105,7 +105,7 @@ class _Records:
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = len(self.figures)
-            rate = self.costs.rate(unit, micro_batch, recompute)
+            rate = self.costs.rate(unit.kind, unit.tp, micro_batch, recompute)
             layer, embedding, head = (part.total / micro_batch for part in rate)
             self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(unit.kind)))
             self.memory.append(self.problem.coefficients(unit.kind, unit.tp, micro_batch, recompute))

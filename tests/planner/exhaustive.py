@@ -121,7 +121,9 @@ def _options(
     batch = problem.batch.global_batch
     found = []
     for recompute in ("none", "full"):
-        tiles = [[costs.rate(u, b, recompute).tile(layers, first, last).total for b in range(1, 5)] for u in units]
+        tiles = [
+            [costs.rate(u.kind, u.tp, b, recompute).tile(layers, first, last).total for b in range(1, 5)] for u in units
+        ]
         for cuts in combinations(range(1, batch), len(units) - 1):
             edges = (0, *cuts, batch)
             samples = tuple(b - a for a, b in pairwise(edges))

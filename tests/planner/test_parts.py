@@ -60,6 +60,10 @@ def every_plan(problem, number=40):
     return [v for v in (judge(entry.draft(problem)) for entry in entries) if v is not None]
 
 
+def kind_of(problem, replica):
+    return next(index for index, kind in enumerate(problem.kinds) if replica.ranks[0] in kind.ranks)
+
+
 def test_tiles_in_flight_of_alike_plans_need_no_dealing():
     problem = pose(
         TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1, pp=2)
@@ -80,10 +84,9 @@ def test_unit_costs_are_the_predictors():
         full, last = PlanCosts(layout, HETHUB, packaged()), layout.num_stages - 1
         costs = UnitCosts(problem)
         for s, stage in enumerate(verdict.draft.stages):
-            for r, seat in enumerate(stage.seats):
-                b = verdict.plan.stages[s].replicas[r].micro_batch
-                mine = costs.rate(seat.unit, b, stage.recompute).tile(stage.layers, s == 0, s == last)
-                theirs = full.tile(s, r, b)
+            for r, replica in enumerate(verdict.plan.stages[s].replicas):
+                rate = costs.rate(kind_of(problem, replica), replica.tp, replica.micro_batch, stage.recompute)
+                mine, theirs = rate.tile(stage.layers, s == 0, s == last), full.tile(s, r, replica.micro_batch)
                 assert mine.forward == pytest.approx(theirs.forward.total, rel=1e-6)
                 assert mine.backward == pytest.approx(theirs.backward.total, rel=1e-6)
 
@@ -101,7 +104,7 @@ def test_footprints_are_the_predictors_memory(tied):
         for s, stage in enumerate(stages):
             replica = stage.replicas[0]
             place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
-            kind = verdict.draft.stages[s].seats[0].unit.kind
+            kind = kind_of(problem, replica)
             coefficients = problem.coefficients(kind, replica.tp, replica.micro_batch, stage.recompute)
             shards = len(stage.replicas) if stage.zero else 1
             mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)

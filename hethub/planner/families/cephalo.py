@@ -8,8 +8,8 @@ plan over memory is proposed.
 from collections.abc import Iterator
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, Seat
-from hethub.planner.families.uniform import allowed, units_in_order
+from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.families.uniform import allowed
 from hethub.planner.footprint import ONLY, Coefficients
 from hethub.planner.problem import Problem
 from hethub.spec.plan import Recompute
@@ -34,26 +34,23 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
 
 def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, zero: int) -> Draft | None:
     """The largest micro-batches up to `most` that leave room for the state; None where there is none."""
-    units = units_in_order(problem, 1)
-    prints = {}
-    sizes = {}
-    for kind in range(len(problem.kinds)):
-        unit = problem.units(kind, 1)[0]
+    kinds = range(len(problem.kinds))
+    prints, sizes = [], []
+    for kind in kinds:
         options = {b: problem.coefficients(kind, 1, b, recompute) for b in problem.micro_batches if b <= most}
         able = [b for b, held in options.items() if _room(problem, kind, held) >= 0]
         if not able:
             return None
-        sizes[kind] = max(
-            able, key=lambda b: b / costs.rate(unit, b, recompute).tile(problem.model.layers, True, True).total
-        )
-        prints[kind] = options[sizes[kind]]
+        seconds = {b: costs.rate(kind, 1, b, recompute).tile(problem.model.layers, True, True).total for b in able}
+        sizes.append(max(able, key=lambda b: b / seconds[b]))
+        prints.append(options[sizes[kind]])
     state = float(prints[0].state(problem.model.layers, ONLY))
-    rooms = [_room(problem, unit.kind, prints[unit.kind]) / state for unit in units]
-    shares = _state_shares(rooms)
+    rooms = [_room(problem, kind, prints[kind]) / state for kind in kinds]
+    shares = _state_shares(rooms, [kind.size for kind in problem.kinds])
     if shares is None:
         return None
-    named = () if len(set(shares)) == 1 else tuple((unit.ranks[0], s) for unit, s in zip(units, shares, strict=True))
-    seats = tuple(Seat(unit, sizes[unit.kind]) for unit in units)
+    named = () if len(set(shares)) == 1 else tuple(enumerate(shares))
+    seats = merged([Seats(kind, 1, sizes[kind], problem.kinds[kind].size) for kind in kinds])
     return Draft((DraftStage(problem.model.layers, seats, recompute, zero, named),))
 
 
@@ -62,17 +59,16 @@ def _room(problem: Problem, kind: int, held: Coefficients) -> float:
     return 0.995 * problem.capacity(kind) - float(held.fixed(problem.model.layers, 1, ONLY))
 
 
-def _state_shares(rooms: list[float]) -> list[float] | None:
-    """Fractions that sum to one, equal but for those without room; None where all rooms together do not suffice."""
-    if sum(rooms) < 1.0:
+def _state_shares(rooms: list[float], counts: list[int]) -> list[float] | None:
+    """A rank's fraction by kind, equal but for those without room; None where all rooms together do not suffice."""
+
+    def held(most: float) -> float:
+        return sum(count * min(room, most) for room, count in zip(rooms, counts, strict=True))
+
+    if held(1.0) < 1.0:
         return None
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        if sum(min(room, middle) for room in rooms) >= 1.0:
-            high = middle
-        else:
-            low = middle
-    shares = [min(room, high) for room in rooms]
-    whole = sum(shares)
-    return [share / whole for share in shares]
+        low, high = (low, middle) if held(middle) >= 1.0 else (middle, high)
+    return [min(room, high) / held(high) for room in rooms]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, Seat
+from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.ranges import split
 
@@ -26,6 +26,11 @@ def units_in_order(problem: Problem, tp: int) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.ranks)
 
 
+def seats_of(units: list[Unit], micro_batch: int) -> tuple[Seats, ...]:
+    """The units as a stage's replicas, all with one micro-batch."""
+    return merged([Seats(unit.kind, unit.tp, micro_batch, 1) for unit in units])
+
+
 def allowed(problem: Problem, stages: int, replicas: int) -> bool:
     """Whether fixed degrees allow this many stages and replicas."""
     return problem.constraints.pp in (None, stages) and problem.constraints.dp in (None, replicas)
@@ -37,8 +42,7 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draf
     for micro_batch in problem.micro_batches:
         if micro_batch * replicas > problem.batch.global_batch:
             break
-        seats = tuple(Seat(unit, micro_batch) for unit in units)
-        held = [seats[index * replicas : (index + 1) * replicas] for index in range(stages)]
+        held = [seats_of(units[i * replicas : (i + 1) * replicas], micro_batch) for i in range(stages)]
         for recompute in problem.recomputes:
             drafted = (DraftStage(n, own, recompute, max(problem.zeros)) for n, own in zip(sizes, held, strict=True))
             yield Draft(tuple(drafted), even=True)

@@ -1,14 +1,13 @@
 """`zorse`: Zorse's plans (arXiv 2507.10392). Groups of machines by a minimum k-cut of the bandwidth graph, a stage per
 group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
 from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, Seat
-from hethub.planner.families.uniform import allowed, units_in_order
+from hethub.planner.draft import Draft, DraftStage, Seats
+from hethub.planner.families.uniform import allowed, seats_of, units_in_order
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -21,14 +20,13 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     if problem.constraints.tp not in (None, 1):
         return
     nodes = _nodes(problem)
-    seats = {b: [[Seat(unit, b) for unit in node] for node in nodes] for b in problem.micro_batches}
     weights = _bandwidths(problem, costs, nodes)
     groups = [list(range(len(nodes)))]
     while len(groups) <= min(len(nodes), problem.model.layers):
         ordered = _by_memory(problem, nodes, groups)
         if allowed(problem, len(groups), sum(len(nodes[node]) for node in ordered[0])):
             for micro_batch in problem.micro_batches:
-                held = [tuple(seat for node in group for seat in seats[micro_batch][node]) for group in ordered]
+                held = [seats_of([unit for node in group for unit in nodes[node]], micro_batch) for group in ordered]
                 for recompute in problem.recomputes:
                     yield _draft(problem, costs, held, recompute)
         if len(groups) == len(nodes):
@@ -113,16 +111,12 @@ def _minimum_cut(weights: np.ndarray) -> tuple[float, list[int]]:
     return best
 
 
-def _draft(problem: Problem, costs: UnitCosts, stages: list[tuple[Seat, ...]], recompute: Recompute) -> Draft:
+def _draft(problem: Problem, costs: UnitCosts, stages: list[tuple[Seats, ...]], recompute: Recompute) -> Draft:
     """Layers in proportion to the groups' speed, rounded, at least one each."""
     speeds = []
     for seats in stages:
-        counts = Counter(seat.unit.kind for seat in seats)
-        example = {seat.unit.kind: seat for seat in seats}
-        rates = {
-            k: s.micro_batch / costs.rate(s.unit, s.micro_batch, recompute).layer.total for k, s in example.items()
-        }
-        speeds.append(sum(count * rates[kind] for kind, count in counts.items()))
+        layer = [costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
+        speeds.append(sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True)))
     spare = problem.model.layers - len(stages)
     shares = [max(speed / sum(speeds) * problem.model.layers - 1.0, 0.0) for speed in speeds]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
