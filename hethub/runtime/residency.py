@@ -13,6 +13,8 @@ Norms stay, and so does an embedding that is tied to the head of another stage. 
 first and last layer; tied in one stage, they are a unit of their own that both ends use.
 """
 
+from collections import Counter
+
 from torch import Tensor
 
 from hethub.runtime.accounting import Kept, MemoryMeter
@@ -21,7 +23,7 @@ from hethub.runtime.stepping import Stepping
 from hethub.runtime.unit_gradients import UnitGradients
 from hethub.runtime.unit_weights import UnitWeights
 from hethub.spec.schedule import Kind
-from hethub.spec.state import chunk_of
+from hethub.spec.state import chunk_of, steps_per_part
 
 
 class Residency:
@@ -39,20 +41,37 @@ class Residency:
         layout = self._state.layout
         self._spec = layout.stages[self._stage]
         self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        self._steps_parts = stepping is not None and steps_per_part(layout)
         self.weights = UnitWeights(reducer, meter) if storage.moves_weights else None
         self.gradients = UnitGradients(reducer, meter) if storage.shards_gradients else None
-        self._head_units = self._units_of_head()
+        if stepping is not None:
+            stepping.weights = self.weights
+        self._visitors: Counter[int] = Counter()  # layers under way that use a unit's weights
         self._next: tuple[int, ...] = ()
-
-    def _units_of_head(self) -> tuple[int, ...]:
-        """The unit that holds the head's weight, whose gradient the forward computes; none where it stays."""
-        layout = self._state.layout
-        if self._stage < layout.num_stages - 1 or layout.head_is_apart:
-            return ()
-        return self._units(self._spec.num_layers - 1)[-1:]
 
     def _units(self, layer: int) -> tuple[int, ...]:
         return self._state.units_at(self._stage, layer)
+
+    def _weights_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
+        """The units whose weights a visit computes with: a weight part needs none."""
+        return () if self.weights is None or kind is Kind.WEIGHT else self._units(layer)
+
+    def _gradients_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
+        """The units that a visit adds gradients to.
+
+        The head's gradient is computed in its forward, the embedding's is never put off.
+        """
+        layout, units = self._state.layout, self._units(layer)
+        if self.gradients is None:
+            return ()
+        if kind is self._closing:
+            return units
+        if layout.head_is_apart:
+            return ()
+        if kind is Kind.FORWARD:
+            is_end = self._stage == layout.num_stages - 1 and layer == self._spec.num_layers - 1
+            return units[-1:] if is_end else ()
+        return units[-1:] if self._stage == 0 and layer == 0 else ()
 
     def start_step(self, num_contributions: int) -> None:
         """Expects the gradients of `num_contributions` tiles for every parameter that stays."""
@@ -63,27 +82,26 @@ class Residency:
     def acquire(self, kind: Kind, layer: int) -> None:
         """Returns when the layer's weights (backward: and gradient buffers) may be used."""
         self._next = ()
-        self._bring(layer)
-        if self.weights is not None:
-            for unit in self._units(layer):
-                self.weights.finish(unit)
-        if self.gradients is not None:
-            is_end = layer == self._spec.num_layers - 1
-            forward = self._head_units if is_end else ()
-            for unit in forward if kind is Kind.FORWARD else self._units(layer):
-                self.gradients.open(unit)
+        self._bring(kind, layer)
+        for unit in self._weights_for(kind, layer):
+            assert self.weights is not None
+            self.weights.finish(unit)
+            self._visitors[unit] += 1
+        for unit in self._gradients_for(kind, layer):
+            assert self.gradients is not None
+            self.gradients.open(unit)
 
     def prefetch(self, kind: Kind, layer: int) -> None:
         """Starts what the next `acquire`, of this layer, will wait for."""
-        self._next = self._units(layer)
-        self._bring(layer)
+        self._next = self._weights_for(kind, layer)
+        self._bring(kind, layer)
 
-    def _bring(self, layer: int) -> None:
+    def _bring(self, kind: Kind, layer: int) -> None:
         if self._stepping is not None:
             self._stepping.catch_up(chunk_of(self._spec, layer))
-        if self.weights is not None:
-            for unit in self._units(layer):
-                self.weights.start(unit)
+        for unit in self._weights_for(kind, layer):
+            assert self.weights is not None
+            self.weights.start(unit)
 
     def release(self, kind: Kind, layer: int) -> None:
         """Ends one visit of the layer; on the way back its contribution to the gradients is complete."""
@@ -91,40 +109,31 @@ class Residency:
             for unit in self._units(layer):
                 if unit < self._spec.num_layers or layer == 0:  # both ends add to a tied embedding, the first one last
                     self.gradients.close(unit)
-        if self.weights is not None:
-            for unit in self._units(layer):
-                if unit not in self._next:
-                    self.weights.free(unit)
+        for unit in self._weights_for(kind, layer):
+            assert self.weights is not None
+            self._visitors[unit] -= 1
+            if not self._visitors[unit] and unit not in self._next:
+                self.weights.free(unit)
+        if self._steps_parts and kind is self._closing:
+            self._leave_part(layer)
 
-    def join(self, kind: Kind, layer: int) -> None:
-        """Takes part in a round that has no tile for this rank, with an empty contribution."""
-        self.acquire(kind, layer)
-        self.release(kind, layer)
+    def _leave_part(self, layer: int) -> None:
+        """Reduces, and steps if that need not wait, the chunk whose first layer all tiles have left on their way back."""
+        chunk = chunk_of(self._spec, layer)
+        if layer == sum(each.size for each in self._spec.chunks[:chunk]):
+            assert self._stepping is not None
+            self._finish_reductions(chunk)
+            self._stepping.part_reduced(chunk)
+
+    def _finish_reductions(self, chunk: int | None = None) -> None:
+        if self.gradients is not None:
+            self.gradients.finish()
+        self.reducer.finish(chunk)
 
     def keep(self, x: Tensor) -> Kept:
         """Keeps a layer's input until its backward runs the layer again; `.tensor` gives it back."""
         return self._meter.keep(x)
 
-    def finish_part(self, part: int) -> None:
-        """Returns when the reductions of a part of the stage are through, where it is stepped by itself."""
-        if self.gradients is not None:
-            self.gradients.finish()
-        self.reducer.finish(part)
-        assert self._stepping is not None
-        self._stepping.reduced(part)
-
-    def step_part(self, part: int) -> None:
-        """Steps a part whose gradients are complete, unless that must wait for the norm of all."""
-        assert self._stepping is not None
-        self._stepping.step_part(part)
-
-    def gather_part(self, part: int) -> None:
-        """Sends a part's new weights to their holders, once it is stepped."""
-        assert self._stepping is not None
-        self._stepping.gather_part(part)
-
     def finish(self) -> None:
         """Returns when all reductions are through: owned gradients are complete sums."""
-        if self.gradients is not None:
-            self.gradients.finish()
-        self.reducer.finish()
+        self._finish_reductions()

@@ -8,7 +8,7 @@ when it is next at hand, before its first forward of the next step or before any
 import torch
 from torch import Tensor
 
-from hethub.runtime.optimizer import Optimizer
+from hethub.runtime.optimizer import Optimizer, OwnedRun
 from hethub.runtime.reduction import LocalPiece, Reducer
 from hethub.runtime.unit_weights import UnitWeights
 
@@ -18,8 +18,8 @@ Chunk = int | None  # None: what is complete only when another stage is through,
 class Stepping:
     """One rank's updates, in the same order on all ranks of its stage.
 
-    `begin`, then `reduced` and, per chunk, `step_part` and `gather_part` while the step runs; `conclude` and `gather`
-    once all ranks know the norm.
+    `begin`, then `part_reduced` for each chunk that is stepped by itself; `conclude` and `gather` once all ranks know
+    the norm.
     """
 
     def __init__(self, optimizer: Optimizer, reducer: Reducer, *, per_part: bool, waits_for_norm: bool) -> None:
@@ -37,10 +37,6 @@ class Stepping:
         self._step = step
         self._squares = []
 
-    def reduced(self, part: int) -> None:
-        """Notes the norm of a part whose gradients are complete: they may be gone when the others are."""
-        self._squares.append(self._optimizer.square_sum(self._runs(part)))
-
     def square_sum(self) -> float:
         """The sum of squares of all gradients that this rank counts."""
         if not self._per_part:
@@ -48,15 +44,13 @@ class Stepping:
         rest = self._optimizer.square_sum(self._runs(None))
         return float(torch.stack([*self._squares, rest]).sum())
 
-    def step_part(self, part: int) -> None:
-        """Steps a part right after its backward, where nothing more must be known."""
+    def part_reduced(self, chunk: int) -> None:
+        """Takes up a chunk whose gradients are complete: its norm, and its step and new weights unless they must wait."""
+        runs = self._runs(chunk)
+        self._squares.append(self._optimizer.square_sum(runs))
         if not self._waits:
-            self._optimizer.step_runs(self._runs(part), self._step, 1.0)
-
-    def gather_part(self, part: int) -> None:
-        """Sends the weights that `step_part` made."""
-        if not self._waits:
-            self._gather([part])
+            self._optimizer.step_runs(runs, self._step, 1.0)
+            self._gather([chunk])
 
     def conclude(self, scale: float) -> None:
         """Steps what is due at the end of the step, gradients multiplied by `scale`, and notes what is due later."""
@@ -84,7 +78,7 @@ class Stepping:
         for chunk in self._chunks:
             self.catch_up(chunk)
 
-    def _runs(self, chunk: Chunk):  # type: ignore[no-untyped-def]
+    def _runs(self, chunk: Chunk) -> list[OwnedRun]:
         return [run for run in self._optimizer.runs if run.bucket.chunk == chunk]
 
     def _gather(self, chunks: list[Chunk]) -> None:

@@ -25,7 +25,8 @@ class UnitGradients:
     """The full gradients of units: one buffer that fills while the one before it is reduced.
 
     `open` waits until at most one unit is on its way, so two buffers exist at most beside those of units that fill over
-    several layers (head, tied embedding). `reductions` counts a step's reductions by unit.
+    several visits (head, tied embedding) or tiles (the part that all tiles pass in turn). `reductions` counts a step's
+    reductions by unit.
     """
 
     def __init__(self, reducer: Reducer, meter: MemoryMeter) -> None:
@@ -53,7 +54,8 @@ class UnitGradients:
             self._storage.parameters[placed.info.name].open(shaped(view, placed))
 
     def close(self, unit: int) -> None:
-        """Starts the reduction of what this round added, zeros where it was nothing."""
+        """Starts the reduction of what this round added, zeros where it was nothing; two are under way at most."""
+        self._land(left=1)
         buffer = self._open.pop(unit)
         for placed, _ in self._storage.unit_maps[unit].held:
             parameter = self._storage.parameters[placed.info.name]

@@ -1,0 +1,73 @@
+"""Parameters and optimizer state in host memory: the same training as without, and the bytes where they are said to be."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.layouts import MODEL, Case, Shards, build_trainer, replica, shards, stage
+from tests.support.ranks import run_ranks
+
+TIED = MODEL.replace(tied_head=True)
+
+
+def pair(zero: int, **more: Any) -> list[dict[str, Any]]:
+    return [stage((0, 4), replica([0], 4, 2), replica([1], 4, 2), zero=zero, **more)]
+
+
+def train_counting(world: Any, case: Case) -> tuple[list[float], Shards, dict[str, int]]:
+    """Losses, weights, and where this rank's bytes lie after the last step."""
+    trainer = build_trainer(world, case)
+    losses = [trainer.run_step(step).loss for step in range(1, case.steps + 1)]
+    gc.collect()
+    weights = trainer.residency.weights
+    counted = {
+        "host": trainer.arena.live_bytes,
+        "device": trainer.storage.device_bytes + trainer.optimizer.device_bytes,
+        "transient": trainer._meter.live_bytes,
+        "state": trainer.optimizer.state_bytes,
+        "most_present": weights.most_present if weights else 0,
+    }
+    return losses, shards(trainer), counted
+
+
+def assert_alike(ours: Shards, others: Shards, tolerance: float) -> None:
+    """The same runs with the same values; torch's AdamW rounds the ends of a run otherwise than its middle."""
+    for one, other in zip(sorted(ours, key=_place), sorted(others, key=_place), strict=True):
+        assert one[:3] == other[:3]
+        assert np.abs(one[3] - other[3]).mean() <= tolerance * np.abs(one[3]).max(), one[0]
+
+
+def _place(shard: tuple[str, int, int, Any]) -> tuple[str, int]:
+    return shard[:2]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("bf16", 1e-3)])
+def test_offloaded_state_trains_the_same_model(zero: int, precision: str, tolerance: float) -> None:
+    model = TIED if zero % 2 else MODEL
+    results = {}
+    for offload in ([], ["parameters", "optimizer"]):
+        case = Case(name="offload", stages=pair(zero, offload=offload), precision=precision, model=model, steps=3)
+        results[bool(offload)] = run_ranks(2, train_counting, case)
+    width, wide = (2, 4) if precision == "bf16" else (8, 8)
+    norms = MODEL.hidden * (2 * MODEL.layers + 1)
+    for (losses, held, here), (host_losses, host_held, there) in zip(results[False], results[True], strict=True):
+        assert host_losses == pytest.approx(losses, rel=tolerance)
+        assert_alike(held, host_held, tolerance)
+        assert here["host"] == 0
+        assert there["transient"] == here["transient"] == 0
+        assert there["state"] == here["state"]
+        moved = sum(values.size for name, *_, values in held if "norm" not in name) * width
+        assert there["host"] == moved + there["state"]
+        gradients = model.parameters if zero < 2 else here["state"] // (12 if precision == "bf16" else 16) + norms
+        assert there["device"] <= norms * width + gradients * wide
+        assert 0 < there["most_present"] <= 3
+
+
+def test_optimizer_state_alone_leaves_the_weights_where_they_are() -> None:
+    case = Case(name="optimizer", stages=pair(1, offload=["optimizer"]), precision="fp32", steps=2)
+    for _, _, counted in run_ranks(2, train_counting, case):
+        assert counted["host"] == counted["state"] > 0
+        assert counted["device"] == 2 * 4 * MODEL.parameters
