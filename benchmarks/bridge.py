@@ -1,36 +1,28 @@
 """Bridged collectives against flat Gloo on the same ranks: interleaved pairs with an A/A control, medians.
 
-    python benchmarks/bridge.py [--repeats 11] [--markdown]
+    python benchmarks/bridge.py [--repeats 11] [--only host|link]
 
 Ranks run on this host; the rows with a link put the islands into two network namespaces joined by a 1 Gbit/s token
 bucket (needs root, `ip` and `tc`; left out with that reason otherwise). Times are the slowest rank's.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK_BITS_PER_SECOND = 1e9
 ETHERNET_SHARE = 1448 / 1538  # payload of a full frame: TCP and IP headers with timestamps, Ethernet, gap
-NAMESPACES = ("hethub-bench-a", "hethub-bench-b")
-ADDRESSES = ("10.203.0.1", "10.203.0.2")
-CLONE_NEWNET = 0x40000000
 MIB = 1 << 20
 
 
-def load_support() -> Any:
-    """tests.support.ranks, without putting the repository root on sys.path."""
+def load_support() -> tuple[Any, Any]:
+    """tests.support.ranks and .namespaces, without putting the repository root on sys.path."""
     spec = importlib.util.spec_from_file_location(
         "tests", ROOT / "tests" / "__init__.py", submodule_search_locations=[str(ROOT / "tests")]
     )
@@ -38,9 +30,9 @@ def load_support() -> Any:
     assert spec.loader is not None
     sys.modules["tests"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["tests"])
-    from tests.support import ranks
+    from tests.support import namespaces, ranks
 
-    return ranks
+    return ranks, namespaces
 
 
 def timed_pairs(world: Any, num_bytes: int, repeats: int) -> dict[str, list[float]]:
@@ -78,15 +70,16 @@ def timed_pairs(world: Any, num_bytes: int, repeats: int) -> dict[str, list[floa
     return {name: [max(row) for row in zip(*(r[name] for r in of_ranks), strict=True)] for name in seconds}
 
 
-def in_namespace(rank: int, store: Any, islands: list[list[int]], wire: str, num_bytes: int, repeats: int) -> Any:
+def in_namespace(
+    rank: int, store: Any, found: Any, islands: list[list[int]], wire: str, num_bytes: int, repeats: int
+) -> Any:
     """As `timed_pairs`, each island in a network namespace of its own."""
     from hethub.communicator import Rendezvous, connect
     from hethub.communicator.rendezvous import agree_on_token
+    from tests.support.namespaces import ADDRESSES
 
     side = next(index for index, island in enumerate(islands) if rank in island)
-    with open(f"/run/netns/{NAMESPACES[side]}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+    found.enter(side)
     size = sum(map(len, islands))
     rendezvous = Rendezvous(
         store=store,
@@ -104,36 +97,6 @@ def in_namespace(rank: int, store: Any, islands: list[list[int]], wire: str, num
     sent = world.all_gather_objects(sum(link["bytes"] for link in links))
     world.close()
     return seconds, sum(sent) / (repeats + 2)
-
-
-@contextmanager
-def namespaces() -> Iterator[None]:
-    """Two network namespaces joined by a veth pair that passes 1 Gbit/s each way."""
-    commands = [f"ip netns add {name}" for name in NAMESPACES]
-    commands += [f"ip link add hb-a netns {NAMESPACES[0]} type veth peer name hb-b netns {NAMESPACES[1]}"]
-    for name, device, address in zip(NAMESPACES, ("hb-a", "hb-b"), ADDRESSES, strict=True):
-        inside = f"ip netns exec {name}"
-        commands += [
-            f"ip -n {name} link set lo up",
-            f"ip -n {name} addr add {address}/24 dev {device}",
-            f"ip -n {name} link set {device} up",
-            f"{inside} tc qdisc add dev {device} root tbf rate 1gbit burst 256kb latency 50ms",
-        ]
-    try:
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True, text=True)
-        yield
-    finally:
-        for name in NAMESPACES:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def why_no_namespaces() -> str | None:
-    """What is missing for the rows with a link, or None."""
-    if os.geteuid() != 0:
-        return "needs root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"needs {' and '.join(missing)} (Debian: iproute2)" if missing else None
 
 
 def row(case: str, seconds: dict[str, list[float]], target: str, extra: str = "") -> dict[str, str]:
@@ -164,7 +127,7 @@ def one_host_rows(ranks: Any, repeats: int) -> Iterator[dict[str, str]]:
         yield row(case, ranks.run_ranks(size, timed_pairs, num_bytes, count, islands=islands)[0], target)
 
 
-def link_rows(ranks: Any, repeats: int) -> Iterator[dict[str, str]]:
+def link_rows(ranks: Any, found: Any, link_bits_per_second: float, repeats: int) -> Iterator[dict[str, str]]:
     num_bytes = 64 * MIB
     exact: float | None = None
     for case, islands, wire, target in (
@@ -172,10 +135,10 @@ def link_rows(ranks: Any, repeats: int) -> Iterator[dict[str, str]]:
         ("2+2 interleaved, 1 Gbit/s link", [[0, 2], [1, 3]], "exact", ">= 2.6"),
         ("2+2 contiguous, 1 Gbit/s link, bf16 wire", [[0, 1], [2, 3]], "bf16", ">= 1.8 over exact"),
     ):
-        outcomes = ranks.start_ranks(4, in_namespace, islands, wire, num_bytes, repeats, timeout_seconds=500)
+        outcomes = ranks.start_ranks(4, in_namespace, found, islands, wire, num_bytes, repeats, timeout_seconds=500)
         seconds, sent = ranks.values(outcomes)[0]
         ours = statistics.median(seconds["ours"])
-        bound = num_bytes * 8 / (LINK_BITS_PER_SECOND * ETHERNET_SHARE) * (0.5 if wire == "bf16" else 1.0)
+        bound = num_bytes * 8 / (link_bits_per_second * ETHERNET_SHARE) * (0.5 if wire == "bf16" else 1.0)
         note = (
             f"bound {bound * 1e3:.0f} ms, reached {bound / ours:.2f}; bridge bytes / least {sent / (2 * num_bytes):.3f}"
         )
@@ -198,17 +161,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--only", choices=["host", "link"])
     arguments = parser.parse_args()
-    ranks = load_support()
+    began = time.monotonic()
+    ranks, support = load_support()
     if arguments.only != "link":
         show(one_host_rows(ranks, arguments.repeats))
-    reason = why_no_namespaces()
-    if arguments.only == "host":
-        return
-    if reason is not None:
-        print(f"The rows with a link are left out: {reason}.")
-        return
-    with namespaces():
-        show(link_rows(ranks, arguments.repeats))
+    if arguments.only != "host":
+        reason = support.why_no_namespaces()
+        if reason is not None:
+            print(f"The rows with a link are left out: {reason}.")
+        else:
+            with support.namespaces("hethub-bench") as found:
+                show(link_rows(ranks, found, support.LINK_BITS_PER_SECOND, arguments.repeats))
+    print(f"{time.monotonic() - began:.0f} s, load average {os.getloadavg()[0]:.1f} at the end", file=sys.stderr)
 
 
 if __name__ == "__main__":

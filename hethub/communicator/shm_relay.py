@@ -2,18 +2,21 @@
 
 Payloads lie in blocks of anonymous memory (memfd) whose descriptors are passed over a Unix socket, so nothing has a
 name that could outlive the processes. The sender copies a message into a free block and rings; the receiver reads it
-in place and returns the block. A sender never waits for space: it makes another block. The kernel closes the socket of
-a dead peer, which ends every wait for it.
+in place and returns the block. A sender never waits: where no block is free it makes another, and what a full socket
+does not take waits in a queue, since a sender that blocked could be what its peer is waiting for. The queue is bounded:
+a peer that leaves tens of thousands of messages unread is an error. The kernel closes the socket of a dead peer, which
+ends every wait for it.
 """
 
 import array
 import contextlib
-import mmap
+import errno
 import os
 import socket
 import struct
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -25,15 +28,18 @@ _DATA, _FREE, _BLOCK, _INLINE = 1, 2, 3, 4
 _INLINE_BYTES = 4096
 """Messages up to this size ride with the bell: no block, and nothing to give back."""
 _SMALLEST_BLOCK_BYTES = 64 << 10
+_MAX_QUEUED = 1 << 16
+_RETRY_SECONDS = 1e-3
 
 
 class Block:
     """Shared memory of one message at a time, seen by sender and receiver."""
 
-    def __init__(self, number: int, memory: mmap.mmap) -> None:
+    def __init__(self, number: int, descriptor: int, size: int) -> None:
         self.number = number
         self.num_users = 0
-        self.memory = torch.frombuffer(memory, dtype=torch.uint8)
+        # Python's own mmap would keep a descriptor per block, of which a process has a thousand.
+        self.memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
 
     def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[:num_bytes].view(dtype)
@@ -71,6 +77,7 @@ class ShmLink:
         self._news = threading.Condition(threading.RLock())
         self._is_being_read = False
         self._sending = threading.Lock()
+        self._outbox: deque[tuple[bytes, int | None]] = deque()
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
         source = tensor.view(torch.uint8)
@@ -155,7 +162,7 @@ class ShmLink:
         os.ftruncate(descriptor, size)
         with self._sending:
             number = len(self._own_blocks)
-            block = Block(number, mmap.mmap(descriptor, size))
+            block = Block(number, descriptor, size)
             self._own_blocks[number] = block
             self._send_bell(_BELL.pack(_BLOCK, 0, number, size), descriptor)
         os.close(descriptor)
@@ -166,11 +173,46 @@ class ShmLink:
             self._send_bell(_BELL.pack(kind, tag, number, num_bytes))
 
     def _send_bell(self, bell: bytes, descriptor: int | None = None, payload: Any = b"") -> None:
-        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-        try:
-            self._socket.sendmsg([bell, payload], rights)
-        except OSError as error:
-            raise PeerError(self._peer, "connection closed") from error
+        """Sends, or queues what the socket does not take now; `_sending` is held."""
+        if not self._outbox:
+            try:
+                self._socket.sendmsg([bell, payload], _rights(descriptor), socket.MSG_DONTWAIT)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    raise PeerError(self._peer, "connection closed") from error
+        if len(self._outbox) == _MAX_QUEUED:
+            raise PeerError(self._peer, f"has left {_MAX_QUEUED} messages unread")
+        self._outbox.append((bell + bytes(payload), None if descriptor is None else os.dup(descriptor)))
+        if len(self._outbox) == 1:
+            threading.Thread(target=self._empty_outbox, name="hethub-shm-outbox", daemon=True).start()
+
+    def _empty_outbox(self) -> None:
+        """Sends what is queued, in order, until nothing is left; everything sent meanwhile joins the queue."""
+        left = True
+        while left:
+            bell, descriptor = self._outbox[0]
+            sent = self._send_waiting(bell, descriptor)
+            with self._sending:
+                done = [self._outbox.popleft()] if sent else list(self._outbox)
+                if not sent:
+                    self._outbox.clear()  # the connection has ended, as the next sender will find
+                left = bool(self._outbox)
+            for _, each in done:
+                if each is not None:
+                    os.close(each)
+
+    def _send_waiting(self, bell: bytes, descriptor: int | None) -> bool:
+        """Sends as soon as the socket takes it; False when the connection has ended."""
+        while True:
+            try:
+                self._socket.sendmsg([bell], _rights(descriptor))
+                return True
+            except OSError as error:
+                # The kernel limits descriptors under way between all processes of a user.
+                if error.errno != errno.ETOOMANYREFS:
+                    return False
+                time.sleep(_RETRY_SECONDS)
 
     def _read_returned_blocks(self) -> None:
         """Takes what is already on the socket, unless another thread is reading it."""
@@ -211,9 +253,14 @@ class ShmLink:
         return True
 
 
+def _rights(descriptor: int | None) -> list[tuple[int, int, Any]]:
+    """What passes a descriptor beside a message."""
+    return [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+
+
 def _map_block(number: int, size: int, rights: list[tuple[int, int, bytes]]) -> Block:
     (descriptor,) = struct.unpack("i", rights[0][2][:4])
-    block = Block(number, mmap.mmap(descriptor, size))
+    block = Block(number, descriptor, size)
     os.close(descriptor)
     return block
 

@@ -1,0 +1,87 @@
+"""The shm relay alone: messages that nobody reads for a while, and a peer that never reads."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import shm_relay
+from hethub.communicator.relay import PeerError
+from hethub.communicator.shm_relay import ShmLink, ShmRelay
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture
+def relays():
+    """Two ends of one link."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = [ShmRelay({1 - rank: ShmLink(end, 1 - rank)}) for rank, end in enumerate(ends)]
+    yield pair
+    for relay in pair:
+        relay.close()
+
+
+def message(number, num_elements):
+    return torch.full((num_elements,), float(number))
+
+
+@pytest.mark.parametrize("num_elements", [1, 30_000], ids=["with the bell", "in blocks"])
+def test_both_sides_send_hundreds_of_messages_before_they_read(relays, num_elements):
+    count = 600
+    for rank, relay in enumerate(relays):
+        for number in range(count):
+            relay.send(message(number + rank, num_elements), 1 - rank, tag=number % 3)
+    for rank, relay in enumerate(relays):
+        for number in range(count):
+            received = torch.empty(num_elements)
+            relay.receive(received, 1 - rank, tag=number % 3).wait()
+            assert torch.equal(received, message(number + 1 - rank, num_elements))
+
+
+def test_a_peer_that_never_reads_is_an_error(relays, monkeypatch):
+    monkeypatch.setattr(shm_relay, "_MAX_QUEUED", 10)
+
+    def send_until_refused():
+        for number in range(100_000):
+            relays[0].send(message(number, 1), 1, tag=0)
+
+    with pytest.raises(PeerError, match="left 10 messages unread"):
+        send_until_refused()
+
+
+def test_the_end_of_a_peer_ends_the_queue(relays):
+    threads = threading.active_count()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for number in range(400):
+        relays[0].send(message(number, 30_000), 1, tag=0)
+    relays[1].close()
+    for thread in threading.enumerate():
+        if thread.name == "hethub-shm-outbox":
+            thread.join(10)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    with pytest.raises(PeerError, match="connection closed"):
+        relays[0].send(message(0, 1), 1, tag=0)
+
+
+def submit_hundreds_before_the_peer_reads(world):
+    """Rank 0 broadcasts far ahead of a rank that waits for something else first."""
+    store = world._context.rendezvous.store
+    tensors = [torch.full((20_000,), float(number)) for number in range(500)]
+    if world.rank == 0:
+        works = [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]
+        works[-1].wait()
+        store.set("sent", "")
+    else:
+        store.get("sent")
+        works = [dist.broadcast(tensor.zero_(), 0, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    return [tensor[0].item() for tensor in tensors] == [float(number) for number in range(500)]
+
+
+def test_a_rank_may_run_hundreds_of_broadcasts_ahead():
+    assert all(run_ranks(2, submit_hundreds_before_the_peer_reads, islands=[[0], [1]], timeout_seconds=60))
