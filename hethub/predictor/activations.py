@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from hethub.predictor.peak import Tiles
 from hethub.predictor.software import Software
 from hethub.spec.layout import Layout, Seat
 from hethub.spec.schedule import Kind, actions
@@ -19,21 +20,24 @@ class KeptPerSample(NamedTuple):
     put_off: float  # of a layer between backward and weight gradients, where these are put off
 
 
-def activation_bytes(layout: Layout, seat: Seat, kept: KeptPerSample, fraction: float = 1.0) -> tuple[float, float]:
-    """Bytes on the accelerator and in host memory at the peak; `fraction` of a layer is kept (selective recompute)."""
+def held_tiles(layout: Layout, seat: Seat, kept: KeptPerSample, fraction: float = 1.0) -> tuple[Tiles, float]:
+    """Activations on the accelerator when the rank is fullest, and in host memory; `fraction` of a layer is kept
+    (selective recompute)."""
     stage, spec = layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
     again = stage.recompute == "full"
     layer = kept.input if again else fraction * kept.layer
     held, put_off = _held(layout, seat)
     ends = held[0] * kept.first * (seat.stage == 0) + held[-1] * kept.last * (seat.stage == layout.num_stages - 1)
     sizes = [part.size for part in layout.parts(seat.stage)]
-    layers = sum(samples * size for samples, size in zip(held, sizes, strict=True)) * layer
-    layers += sum(samples * size for samples, size in zip(put_off, sizes, strict=True)) * kept.put_off
+    by_part = [
+        size * (samples * layer + later * kept.put_off)
+        for samples, later, size in zip(held, put_off, sizes, strict=True)
+    ]
     running = spec.micro_batch * (kept.layer - kept.input) if again else 0.0
     if "activations" not in stage.offload:
-        return ends + layers + running, 0.0
-    near = min(layers, 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
-    return ends + near + running, layers
+        return Tiles(ends + sum(by_part) + running, spec.micro_batch * layer, tuple(by_part)), 0.0
+    near = min(sum(by_part), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
+    return Tiles(ends + near + running, 0.0, (0.0,) * len(sizes)), sum(by_part)
 
 
 def _held(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:
@@ -41,10 +45,16 @@ def _held(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:
     spec, parts = layout.replica(seat.stage, seat.replica), layout.parts(seat.stage)
     if layout.plan.schedule in ("layered", "ministages"):
         return [float(spec.samples)] * len(parts), [0.0] * len(parts)
-    if layout.plan.schedule not in ("interleaved", "zero_bubble"):
+    if layout.plan.schedule not in ("interleaved", "zero_bubble") and not _unlike_rounds(layout, seat.stage):
         held = min(layout.in_flight[seat.stage][seat.replica] * spec.micro_batch, spec.samples)
         return [float(held)], [0.0]
     return _walked(layout, seat)
+
+
+def _unlike_rounds(layout: Layout, stage: int) -> bool:
+    """Whether some replicas of a stage in rounds have fewer tiles than others, and so rounds without one."""
+    counts = {-(-spec.samples // spec.micro_batch) for spec in layout.stages[stage].replicas}
+    return len(counts) > 1 and layout.plan.runs_in_rounds(stage)
 
 
 def _walked(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:

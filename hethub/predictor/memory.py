@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from hethub.predictor.activations import KEPT_UNDER_SELECTIVE, activation_bytes, kept_per_sample, score_bytes
+from hethub.predictor.activations import KEPT_UNDER_SELECTIVE, held_tiles, kept_per_sample, score_bytes
 from hethub.predictor.constants import family
-from hethub.predictor.resident import Holdings, resident_bytes
+from hethub.predictor.peak import Moment, Tiles, moments
+from hethub.predictor.resident import Holdings, Resident, resident
 from hethub.predictor.software import HETHUB, Software, element_bytes
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, Seat
@@ -109,27 +110,44 @@ def _parts(layout: Layout, seat: Seat, software: Software, on_cpu: bool) -> tupl
     stage, spec = layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
     width = element_bytes(software.math_precision(layout.plan.precision))
     share = _fraction(layout, seat, software)
-    state, state_host = resident_bytes(layout, seat, Holdings.of(layout, seat.stage, share), software, width)
+    holdings = Holdings.of(layout, seat.stage, share)
+    state = resident(layout, seat, holdings, software, width)
     kept, fraction = kept_per_sample(layout, share, software, width), 1.0
     if not software.fused_attention and stage.recompute == "none":
         kept = kept._replace(layer=kept.layer + score_bytes(layout, share, software, width))
     if stage.recompute == "selective" and software.selective_fraction is not None:
         fraction = KEPT_UNDER_SELECTIVE
-    activations, activations_host = activation_bytes(layout, seat, kept, fraction)
+    tiles, activations_host = held_tiles(layout, seat, kept, fraction)
+    peak = _peak(layout, seat, holdings, tiles, state, width)
     hidden = spec.micro_batch * layout.plan.seq_len * layout.model.hidden * width // software.context_parallel
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
     logits = held_tokens * layout.model.vocab * share
+    tables = 2 * layout.plan.seq_len * layout.model.head_size * width  # of positions
     counted = 0 if on_cpu else 1
     last = seat.stage == layout.num_stages - 1
     parts = {
-        **state,
-        "activations": int(activations),
-        "buffers": int(counted * (4 if layout.num_stages > 1 else 1) * hidden),
+        "weights": int(width * (state.weights + peak.weights)),
+        "gradients": int(max(4, width) * (state.gradients + peak.gradients)),
+        "optimizer": int(state.optimizer_bytes),
+        "activations": int(peak.activations),
+        "buffers": int(tables + counted * (4 if layout.num_stages > 1 else 1) * hidden),
         "logits": int(counted * last * logits * LOSS_BYTES_PER_LOGIT),
         "framework": counted * (CONTEXT_BYTES + (COMMUNICATOR_BYTES if len(layout.seats) > 1 else 0)),
     }
-    return parts, int(state_host + activations_host)
+    return parts, int(state.host_bytes + activations_host)
+
+
+def _peak(layout: Layout, seat: Seat, holdings: Holdings, tiles: Tiles, state: Resident, width: int) -> Moment:
+    """The moment with the most bytes; nothing counted there of what stays for good."""
+    if not (state.moves_weights or state.moves_gradients):
+        return Moment(tiles.activations, 0.0, 0.0)
+    weights, gradients = width * state.moves_weights, max(4, width) * state.moves_gradients
+    most = max(
+        moments(layout, seat, holdings, tiles),
+        key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,
+    )
+    return Moment(most.activations, most.weights * state.moves_weights, most.gradients * state.moves_gradients)
 
 
 def _fraction(layout: Layout, seat: Seat, software: Software) -> float:

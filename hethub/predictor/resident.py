@@ -4,7 +4,6 @@ A unit is what moves together where a rank does not hold all of its stage: a lay
 first layer and the head in the last (hethub.spec.state). Norms always stay.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 from hethub.predictor.software import Software
@@ -17,12 +16,13 @@ class Holdings(NamedTuple):
     """Elements of a stage that a rank with some share of heads, columns and vocabulary computes with."""
 
     units: tuple[float, ...]  # per layer of the stage
+    tied: float  # an embedding that both ends of the stage use: a unit of its own
     norms: float
     apart: float  # an embedding tied to a head on another stage: held by both
 
     @property
     def total(self) -> float:
-        return sum(self.units) + self.norms + self.apart
+        return sum(self.units) + self.tied + self.norms + self.apart
 
     @staticmethod
     def of(layout: Layout, stage: int, share: float) -> "Holdings":
@@ -40,41 +40,15 @@ class Holdings(NamedTuple):
             head = 0.0 if model.tied_head else table
             units[-1] += head
             norms += model.head_parameters * share - head
+        if model.tied_head and stage == 0:
+            units[0] -= table
         if layout.head_is_apart and stage in (0, layout.num_stages - 1):
             apart = table
-            units[0] -= table if stage == 0 else 0.0
-        return Holdings(tuple(units), norms, apart)
+        tied = table if model.tied_head and layout.num_stages == 1 else 0.0
+        return Holdings(tuple(units), tied, norms, apart)
 
 
-class Moving(NamedTuple):
-    """The most elements at hand at a time of units that come and go: of weights, and of gradients."""
-
-    weights: float
-    gradients: float
-
-    @staticmethod
-    def of(layout: Layout, seat: Seat, holdings: Holdings) -> "Moving":
-        """Weights: a layer and the one fetched ahead; gradients: a layer and the one whose reduction is under way.
-
-        Where all tiles pass a part before the next, a part's layers stay until its last tile has passed.
-        """
-        units, spec = list(holdings.units), layout.replica(seat.stage, seat.replica)
-        if layout.model.tied_head and layout.num_stages == 1 and len(units) > 1:
-            units[-1] += layout.model.vocab * layout.model.hidden / spec.tp
-        if layout.plan.schedule not in ("layered", "ministages"):
-            beside = [a + b for a, b in pairwise(units)] or [units[0]]
-            again = [units[-1] + units[0]] if len(units) > 1 else []
-            several = spec.samples > spec.micro_batch
-            held = layout.in_flight[seat.stage][seat.replica] > 1
-            return Moving(max(beside + again * held), max(beside + again * several))
-        parts = [units[own.start : own.stop] for own in _own_parts(layout, seat.stage)]
-        sums = [sum(part) for part in parts]
-        ahead = [a[-1] + b[0] for a, b in pairwise(parts)]
-        behind = [total + b[0] for total, b in zip(sums, parts[1:], strict=False)]
-        return Moving(max(sums + ahead), max(sums + behind))
-
-
-def _own_parts(layout: Layout, stage: int) -> list[Range]:
+def own_parts(layout: Layout, stage: int) -> list[Range]:
     """The stage's parts as ranges of its own layers."""
     found, start = [], 0
     for part in layout.parts(stage):
@@ -83,31 +57,38 @@ def _own_parts(layout: Layout, stage: int) -> list[Range]:
     return found
 
 
-def resident_bytes(
-    layout: Layout, seat: Seat, holdings: Holdings, software: Software, width: int
-) -> tuple[dict[str, int], float]:
-    """Bytes of weights, gradients and optimizer on the accelerator, and all that is offloaded to the host."""
+class Resident(NamedTuple):
+    """Elements and bytes of a rank's state that stay for the whole step, and whether the units' state comes and goes."""
+
+    weights: float
+    gradients: float
+    moves_weights: bool
+    moves_gradients: bool
+    optimizer_bytes: float
+    host_bytes: float
+
+
+def resident(layout: Layout, seat: Seat, holdings: Holdings, software: Software, width: int) -> Resident:
+    """What stays on the accelerator, and all state that is offloaded to the host."""
     stage, wide = layout.stages[seat.stage], max(4, width)
     shards = len(stage.replicas) * software.context_parallel
     level = stage.zero if shards > 1 else min(stage.zero, 1)
     owned = _owned(layout, seat, holdings, shards)
     stay = holdings.norms + holdings.apart
-    part = max(0.0, owned - stay / shards) if level else sum(holdings.units)  # of the units, for good
-    # Other frameworks' buffers are in what was fitted on them.
-    moves = software.gathers_ahead and (level >= 2 or "parameters" in stage.offload)
-    moving = Moving.of(layout, seat, holdings) if moves else Moving(0.0, 0.0)
-    weights, gradients, host = holdings.total, holdings.total, 0.0
-    if "parameters" in stage.offload:
-        weights, host = stay + moving.weights, width * (part if level == 3 else sum(holdings.units))
+    part = max(0.0, owned - stay / shards)  # of the units, where only owners keep them
+    offloaded, host = "parameters" in stage.offload, 0.0
+    weights, gradients = holdings.total, part + stay if level >= 2 else holdings.total
+    if offloaded:
+        weights, host = stay, width * (part if level == 3 else sum(holdings.units) + holdings.tied)
     elif level == 3:
-        weights = part + stay + moving.weights
-    if level >= 2:
-        gradients = part + stay + moving.gradients
+        weights = part + stay
     state = owned * ((wide if width < 4 else 0) + 2 * wide)
     if "optimizer" in stage.offload:
         host += state
         state *= min(1.0, 2.0 * _bucket(layout, seat, holdings) / holdings.total)
-    return {"weights": int(weights * width), "gradients": int(gradients * wide), "optimizer": int(state)}, host
+    # Other frameworks' buffers are in what was fitted on them.
+    ours = software.gathers_ahead
+    return Resident(weights, gradients, ours and (offloaded or level == 3), ours and level >= 2, state, host)
 
 
 def _owned(layout: Layout, seat: Seat, holdings: Holdings, shards: int) -> float:
@@ -133,7 +114,7 @@ def _bucket(layout: Layout, seat: Seat, holdings: Holdings) -> float:
     whole = (
         max(holdings.units)
         if moves
-        else max(sum(holdings.units[p.start : p.stop]) for p in _own_parts(layout, seat.stage))
+        else max(sum(holdings.units[p.start : p.stop]) for p in own_parts(layout, seat.stage))
     )
     table = layout.model.vocab * layout.model.hidden
     largest = max(layout.model.hidden * layout.model.ffn, table if seat.stage in (0, layout.num_stages - 1) else 0)
