@@ -38,7 +38,9 @@ class Executor:
         self, layout: Layout, seat: Seat, world: World, stage: Stage, residency: Residency, pace: Pace
     ) -> None:
         self.layout, self.seat, self.stage, self.residency, self.pace = layout, seat, stage, residency, pace
-        self._compute = [action for action in actions(layout, seat.stage, seat.replica) if action.is_compute]
+        self._by_part = layout.plan.steps_part_by_part
+        listed = actions(layout, seat.stage, seat.replica)
+        self._actions = [action for action in listed if action.is_compute or self._by_part]
         self._parts = from_sizes(part.size for part in layout.parts(seat.stage))  # layers, counted in the stage
         self._itinerary = Itinerary(residency, self._visits(), pace)
         self._transport = Transport(layout, seat, world, stage)
@@ -54,7 +56,8 @@ class Executor:
     def _visits(self) -> list[Visit]:
         """The layers of all compute actions in order: tile by tile, or once for all tiles that pass a part in turn."""
         together = self.layout.plan.goes_part_by_part
-        passes = groupby(enumerate(self._compute), lambda at: at[1][:2] + at[1][3:] if together else at[0])
+        compute = enumerate(action for action in self._actions if action.is_compute)
+        passes = groupby(compute, lambda at: at[1][:2] + at[1][3:] if together else at[0])
         found = []
         for _, group in passes:
             acts = [action for _, action in group]
@@ -70,8 +73,8 @@ class Executor:
         self.log.start_step()
         self.residency.start_step(len(self.tiles))
         self._itinerary.start_step()
-        for index, action in enumerate(self._compute):
-            self._transport.post_receives(self._compute[index : index + WINDOW])
+        for index, action in enumerate(self._actions):
+            self._transport.post_receives(self._actions[index : index + WINDOW])
             with self.log.timed(action), self.pace.action(action):
                 self._run(action)
         with self.log.timed(Action(Kind.REDUCE, self.seat.stage)):
@@ -81,7 +84,9 @@ class Executor:
 
     def _run(self, action: Action) -> None:
         tile, part = action.tile, action.part
-        if tile is None:
+        if not action.is_compute:
+            self._update(action)
+        elif tile is None:
             for layer in self._layers(action):
                 self._itinerary.join(action.kind, layer)
         elif action.kind is Kind.FORWARD:
@@ -90,6 +95,15 @@ class Executor:
             self._backward(part, tile)
         else:
             self._step.running.pop((part, tile)).run_weight_part()
+
+    def _update(self, action: Action) -> None:
+        """What is done for a part of the stage by itself, before the step is over."""
+        stepping = self.residency.stepping
+        assert stepping is not None
+        update = {
+            Kind.REDUCE: self.residency.finish_part, Kind.STEP: stepping.step_part, Kind.GATHER: stepping.gather_part,
+        }  # fmt: skip
+        update[action.kind](action.part)
 
     def _forward(self, part: int, tile: Tile) -> None:
         source = self._transport.arrived(Kind.FORWARD, part, tile)

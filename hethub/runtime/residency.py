@@ -23,7 +23,7 @@ from hethub.runtime.stepping import Stepping
 from hethub.runtime.unit_gradients import UnitGradients
 from hethub.runtime.unit_weights import UnitWeights
 from hethub.spec.schedule import Kind
-from hethub.spec.state import chunk_of, steps_per_part
+from hethub.spec.state import chunk_of
 
 
 class Residency:
@@ -35,13 +35,12 @@ class Residency:
     """
 
     def __init__(self, reducer: Reducer, meter: MemoryMeter, stepping: Stepping | None = None) -> None:
-        self.reducer, self._meter, self._stepping = reducer, meter, stepping
+        self.reducer, self._meter, self.stepping = reducer, meter, stepping
         storage = reducer.storage
         self._state, self._stage = storage.state, storage.seat.stage
         layout = self._state.layout
         self._spec = layout.stages[self._stage]
         self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
-        self._steps_parts = stepping is not None and steps_per_part(layout)
         self.weights = UnitWeights(reducer, meter) if storage.moves_weights else None
         self.gradients = UnitGradients(reducer, meter) if storage.shards_gradients else None
         if stepping is not None:
@@ -97,8 +96,8 @@ class Residency:
         self._bring(kind, layer)
 
     def _bring(self, kind: Kind, layer: int) -> None:
-        if self._stepping is not None:
-            self._stepping.catch_up(chunk_of(self._spec, layer))
+        if self.stepping is not None:
+            self.stepping.catch_up(chunk_of(self._spec, layer))
         for unit in self._weights_for(kind, layer):
             assert self.weights is not None
             self.weights.start(unit)
@@ -114,16 +113,12 @@ class Residency:
             self._visitors[unit] -= 1
             if not self._visitors[unit] and unit not in self._next:
                 self.weights.free(unit)
-        if self._steps_parts and kind is self._closing:
-            self._leave_part(layer)
 
-    def _leave_part(self, layer: int) -> None:
-        """Reduces, and steps if that need not wait, the chunk whose first layer all tiles have left on their way back."""
-        chunk = chunk_of(self._spec, layer)
-        if layer == sum(each.size for each in self._spec.chunks[:chunk]):
-            assert self._stepping is not None
-            self._finish_reductions(chunk)
-            self._stepping.part_reduced(chunk)
+    def finish_part(self, part: int) -> None:
+        """Returns when the reductions of a part are through, which its stage steps by itself."""
+        assert self.stepping is not None
+        self._finish_reductions(part)
+        self.stepping.part_reduced(part)
 
     def _finish_reductions(self, chunk: int | None = None) -> None:
         if self.gradients is not None:

@@ -18,8 +18,8 @@ Chunk = int | None  # None: what is complete only when another stage is through,
 class Stepping:
     """One rank's updates, in the same order on all ranks of its stage.
 
-    `begin`, then `part_reduced` for each chunk that is stepped by itself; `conclude` and `gather` once all ranks know
-    the norm.
+    `begin`, then `part_reduced`, `step_part` and `gather_part` for each chunk that is stepped by itself; `conclude` and
+    `gather` once all ranks know the norm.
     """
 
     def __init__(self, optimizer: Optimizer, reducer: Reducer, *, per_part: bool, waits_for_norm: bool) -> None:
@@ -45,11 +45,17 @@ class Stepping:
         return float(torch.stack([*self._squares, rest]).sum())
 
     def part_reduced(self, chunk: int) -> None:
-        """Takes up a chunk whose gradients are complete: its norm, and its step and new weights unless they must wait."""
-        runs = self._runs(chunk)
-        self._squares.append(self._optimizer.square_sum(runs))
+        """Takes up the norm of a chunk whose gradients are complete: they may be gone when the others are."""
+        self._squares.append(self._optimizer.square_sum(self._runs(chunk)))
+
+    def step_part(self, chunk: int) -> None:
+        """Steps a chunk right after its reduction, unless that must wait."""
         if not self._waits:
-            self._optimizer.step_runs(runs, self._step, 1.0)
+            self._optimizer.step_runs(self._runs(chunk), self._step, 1.0)
+
+    def gather_part(self, chunk: int) -> None:
+        """Sends the weights that `step_part` made."""
+        if not self._waits:
             self._gather([chunk])
 
     def conclude(self, scale: float) -> None:

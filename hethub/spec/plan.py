@@ -157,6 +157,11 @@ class PlanSpec(Spec):
         return self.schedule in ("layered", "ministages")
 
     @property
+    def steps_part_by_part(self) -> bool:
+        """Whether each part is reduced and stepped behind its own backward, before the backward of the part above."""
+        return self.schedule == "ministages"
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 

@@ -11,45 +11,34 @@ What both may rely on:
 - A stage that runs in rounds (`plan.runs_in_rounds`) gives all its replicas lists of one length. Their k-th entries are
   one round: the same kind and part, with a tile or without. A round's collectives need all of its replicas, so none
   gets further into the next round than they allow; the proof takes a round as one action.
+- Reduction, step and gather come once at the end of a list, or under ministages behind the last backward of each part.
+  Where gradients are clipped a part's step is put off until the norm is known and the part is next at hand; the list
+  says where it belongs.
 - Every compute action of a tile in a part comes once: forward, backward, and under zero_bubble weight after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hethub.spec.action import COMPUTE, Action, Kind
 from hethub.spec.errors import BadInput
 from hethub.spec.interleaving import Pass
 from hethub.spec.layout import Layout
 from hethub.spec.orders import one_forward_one_backward, part_by_part, with_weight_passes
+from hethub.spec.state import StateMap
 from hethub.spec.tiling import overlapping
 
-__all__ = ["COMPUTE", "EXECUTABLE", "LARGEST_ZERO", "Action", "Kind", "actions", "check_executable", "dependencies",
+__all__ = ["COMPUTE", "Action", "Kind", "actions", "check_executable", "dependencies",
            "execution_order", "schedule"]  # fmt: skip
 
-EXECUTABLE = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
-LARGEST_ZERO = 1
+UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
 
 
 def check_executable(layout: Layout) -> None:
     """Raises BadInput naming what the plan asks for and this version's runtime does not do."""
-    _check_schedule(layout)
     for index, stage in enumerate(layout.stages):
-        if stage.zero > LARGEST_ZERO:
-            raise BadInput(
-                f"stages[{index}].zero is {stage.zero}, but this version shards up to zero: {LARGEST_ZERO}; set that, with "
-                "state_shares and recompute where memory is short."
-            )
-        if stage.offload:
-            raise BadInput(
-                f"stages[{index}].offload: this version does not offload {', '.join(stage.offload)}; remove it."
-            )
-
-
-def _check_schedule(layout: Layout) -> None:
-    if layout.plan.schedule not in EXECUTABLE:
-        raise BadInput(
-            f"schedule '{layout.plan.schedule}' cannot be executed by this version; use one of {', '.join(EXECUTABLE)}."
-        )
+        if "activations" in stage.offload:
+            raise BadInput(f"stages[{index}].offload: this version does not offload activations; remove it.")
+    _ = StateMap(layout).buckets  # raises where state shares cannot be met
 
 
 def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
@@ -59,7 +48,14 @@ def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
         Action(kind, stage, own[index], part, num_parts)
         for kind, part, index in _passes(layout, stage, layout.lane_of(stage, replica))
     ]
-    return [*compute, Action(Kind.REDUCE, stage), Action(Kind.STEP, stage), Action(Kind.GATHER, stage)]
+    if not layout.plan.steps_part_by_part:
+        return [*compute, *(Action(kind, stage) for kind in UPDATE)]
+    forwards = [act for act in compute if act.kind is Kind.FORWARD]
+    found = forwards
+    for part in reversed(range(num_parts)):
+        found += [act for act in compute if act.kind is Kind.BACKWARD and act.part == part]
+        found += [Action(kind, stage, None, part, num_parts) for kind in UPDATE]
+    return found
 
 
 def _passes(layout: Layout, stage: int, lane: int) -> Sequence[Pass]:
@@ -127,12 +123,22 @@ def execution_order(layout: Layout) -> list[tuple[int, int, Action]]:
     progress = True
     while progress:
         progress = False
-        for lane, head in list(heads.items()):
-            while head[0].is_compute and all(need in done for act in head for need in dependencies(layout, act)):
-                done.update(head)
-                order += [(*seat, act) for seat, act in zip(lanes[lane], head, strict=True)]
-                head, progress = next(pending[lane]), True
-            heads[lane] = head
-    stuck = [act.name for head in heads.values() for act in head if act.is_compute]
+        for lane in list(heads):
+            while lane in heads and all(need in done for act in heads[lane] for need in _needs(layout, act)):
+                order += [(*seat, act) for seat, act in zip(lanes[lane], heads[lane], strict=True) if act.is_compute]
+                done.update(heads.pop(lane))
+                if (following := next(pending[lane], None)) is not None:
+                    heads[lane] = following
+                progress = True
+    stuck = [act.name for head in heads.values() for act in head]
     assert not stuck, f"these actions wait for each other: {stuck}"
     return order
+
+
+def _needs(layout: Layout, action: Action) -> Iterable[Action]:
+    """As `dependencies`; a reduction needs the backwards of all replicas."""
+    if action.kind is not Kind.REDUCE:
+        return dependencies(layout, action)
+    stage, num_parts = action.stage, len(layout.parts(action.stage))
+    parts = [action.part] if layout.plan.steps_part_by_part else range(num_parts)
+    return (Action(Kind.BACKWARD, stage, tile, part, num_parts) for part in parts for tile in layout.tiles[stage])

@@ -278,7 +278,7 @@ class StateMap:
 
 def steps_per_part(layout: Layout) -> bool:
     """Whether each chunk of a stage is stepped right after its backward, before the backward of the next."""
-    return layout.plan.schedule == "ministages"
+    return layout.plan.steps_part_by_part
 
 
 def chunk_of(spec: StageSpec, layer: int) -> int:

@@ -1,5 +1,7 @@
 """Every schedule trains the model of one process, over chunks, unlike replicas, islands and a tied head."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.layouts import MODEL, Case, check_against_one_process, chunked, replica, stage
@@ -25,7 +27,24 @@ UNLIKE = [
     stage((0, 2), replica([0], 5, 2), replica([1], 3), zero=1),
     stage((2, 4), replica([2, 3], 6, 2), replica([4], 2), zero=1),
 ]
+ONE = [stage((0, 4), replica([0], 5, 2), replica([1], 3), zero=3, state_shares={1: 0.9})]
 THREE_STAGES = [stage((0, 1), replica([0], 8, 2)), stage((1, 3), replica([1], 8, 1)), stage((3, 4), replica([2], 8, 2))]
+
+
+def lockstep(zero: int, **more: Any) -> list[dict[str, Any]]:
+    """Two stages whose replicas have unlike tiles and counts: three rounds, and some without a tile."""
+    return [
+        stage((0, 2), replica([0], 5, 2), replica([1], 3, 3), zero=zero, **more),
+        stage((2, 4), replica([2], 6, 2), replica([3], 2, 2), zero=zero, **more),
+    ]
+
+
+def lockstep_chunks(zero: int) -> list[dict[str, Any]]:
+    return [
+        chunked([(0, 2), (3, 4)], replica([0], 5, 2), replica([1], 3, 3), zero=zero),
+        chunked([(2, 3), (4, 6)], replica([2], 8, 3)),
+    ]
+
 
 CASES = [
     Case(name="ministages, 2 chunks", schedule="ministages", stages=TWO_CHUNKS),
@@ -51,6 +70,19 @@ CASES = [
     Case(name="zero_bubble, unlike replicas", schedule="zero_bubble", stages=UNLIKE, vendors="anaan"),
     Case(name="zero_bubble, tied head, no clipping", schedule="zero_bubble", stages=UNLIKE, model=TIED, train=NO_CLIP),
     Case(name="zero_bubble, selective", schedule="zero_bubble", stages=[stage((0, 4), replica([0, 1], 8, 2), recompute="selective")]),
+    Case(name="zero2 in rounds, uneven", stages=lockstep(2)),
+    Case(name="zero3 in rounds, uneven, islands", stages=lockstep(3), vendors="anan"),
+    Case(name="zero3 in rounds, gpipe, tied head", stages=lockstep(3), schedule="gpipe", model=TIED),
+    Case(name="zero3 in rounds, full recompute", stages=lockstep(3, recompute="full"), document_mask=True),
+    Case(name="zero2 in rounds, zero_bubble", stages=lockstep(2), schedule="zero_bubble", vendors="anan"),
+    Case(name="zero3 in rounds, zero_bubble, tied head", stages=lockstep(3), schedule="zero_bubble", model=TIED),
+    Case(name="zero3, layered", stages=lockstep(3), schedule="layered", vendors="anan"),
+    Case(name="zero2, layered, tied head, no clipping", stages=lockstep(2), schedule="layered", model=TIED, train=NO_CLIP),
+    Case(name="zero3, layered, one stage", stages=ONE, schedule="layered"),
+    Case(name="zero2, ministages", stages=lockstep_chunks(2), schedule="ministages", model=SIX),
+    Case(name="zero2, ministages, no clipping", stages=lockstep_chunks(2), schedule="ministages", model=SIX, train=NO_CLIP, vendors="ana"),
+    Case(name="zero3, ministages", stages=lockstep_chunks(3), schedule="ministages", model=SIX),
+    Case(name="zero3, interleaved in rounds", stages=lockstep_chunks(3), schedule="interleaved", model=SIX),
 ]  # fmt: skip
 
 

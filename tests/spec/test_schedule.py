@@ -55,7 +55,14 @@ def test_the_entries_of_a_round_belong_together(case: Case) -> None:
         replicas = range(len(spec.replicas))
         for r in replicas:
             compute = [act for act in lists[s, r] if act.is_compute]
-            assert lists[s, r][: len(compute)] == compute  # reduction and step come behind all of it
+            update = [act for act in lists[s, r] if not act.is_compute]
+            if layout.plan.steps_part_by_part:
+                ends = {act.part: index for index, act in enumerate(lists[s, r]) if act.kind is Kind.BACKWARD}
+                for part, index in ends.items():
+                    assert lists[s, r][index + 1 : index + 4] == [act for act in update if act.part == part]
+            else:
+                assert lists[s, r] == compute + update
+                assert [act.kind for act in update] == [Kind.REDUCE, Kind.STEP, Kind.GATHER]
             assert layout.plan.runs_in_rounds(s) or all(act.tile for act in compute)
         if not layout.plan.runs_in_rounds(s):
             continue
