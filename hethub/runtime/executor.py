@@ -61,7 +61,9 @@ class Executor:
         found = []
         for _, group in passes:
             acts = [action for _, action in group]
-            found += [Visit(acts[0].kind, layer, len(acts)) for layer in self._layers(acts[0])]
+            layers = self._layers(acts[0])
+            last = layers[-1]
+            found += [Visit(acts[0].kind, layer, len(acts), not together or layer == last) for layer in layers]
         return found
 
     def run_step(self, load: Callable[[Tile], TileInput], loss_scale: float) -> float:

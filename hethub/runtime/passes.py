@@ -26,6 +26,7 @@ class Visit(NamedTuple):
     kind: Kind
     layer: int
     tiles: int = 1
+    ends_pass: bool = True  # the tiles then pass no more layers together
 
 
 class Itinerary:
@@ -35,6 +36,7 @@ class Itinerary:
         self.residency, self._visits, self._pace = residency, visits, pace
         self._position = 0
         self._under_way: dict[tuple[Kind, int], int] = {}  # the tiles that a visit still waits for
+        self._through: list[tuple[Kind, int]] = []  # visits that are over, in a pass with layers yet to be entered
 
     def start_step(self) -> None:
         assert not self._under_way
@@ -47,6 +49,7 @@ class Itinerary:
             self._under_way[kind, layer] = visit.tiles
             self.residency.acquire(kind, layer)
             self._announce()
+            self._release_through()
         self._pace.enter(kind, layer)
 
     def leave(self, kind: Kind, layer: int) -> None:
@@ -55,7 +58,8 @@ class Itinerary:
         self._under_way[kind, layer] -= 1
         if not self._under_way[kind, layer]:
             del self._under_way[kind, layer]
-            self.residency.release(kind, layer)
+            self._through.append((kind, layer))
+            self._release_through()
 
     def join(self, kind: Kind, layer: int) -> None:
         """Makes a visit without a tile, as its round asks for: the same calls in the same order as with one."""
@@ -63,6 +67,17 @@ class Itinerary:
         self.residency.acquire(kind, layer)
         self._announce()
         self.residency.release(kind, layer)
+
+    def _release_through(self) -> None:
+        """Releases what is through once all layers of its pass are entered.
+
+        A replica with one tile would else release a layer before it acquires the next, one with more after: their
+        collectives would be in two orders.
+        """
+        if self._visits[self._position - 1].ends_pass:
+            for kind, layer in self._through:
+                self.residency.release(kind, layer)
+            self._through.clear()
 
     def _next(self, kind: Kind, layer: int) -> Visit:
         visit = self._visits[self._position]

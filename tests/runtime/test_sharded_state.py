@@ -5,12 +5,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import MODEL, Case, Shards, build_trainer, replica, shards, stage, worst_difference
+from tests.support.layouts import (
+    MODEL,
+    Case,
+    Shards,
+    build_trainer,
+    chunked,
+    replica,
+    shards,
+    stage,
+    worst_difference,
+)  # fmt: skip
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-10
 TIED = MODEL.replace(tied_head=True)
 MQA = MODEL.replace(kv_heads=2)
+SIX = MODEL.replace(layers=6)
+NO_CLIP = {"grad_clip": None}
 
 
 def alike(num_ranks: int, zero: int, **more: Any) -> list[dict[str, Any]]:
@@ -60,6 +72,106 @@ CASES = [
         name="zero3 in one replica has nothing to shard",
         stages=[stage((0, 2), replica([0, 1], 8, 2), zero=3), stage((2, 4), replica([2], 8, 2), zero=2)],
     ),
+    Case(
+        name="zero3 in rounds, uneven samples",
+        stages=[stage((0, 4), replica([0], 5, 1), replica([1], 3, 2), zero=3, state_shares={1: 0.1})],
+    ),
+    Case(
+        name="zero2 in rounds between pipelines, other tiles and islands",
+        stages=[
+            stage((0, 1), replica([0], 8, 3)),
+            stage((1, 3), replica([1], 6, 2), replica([2], 2, 2), zero=2),
+            stage((3, 4), replica([3], 5, 2), replica([4], 3, 1), zero=3),
+        ],
+        vendors="nanna",
+        model=TIED,
+    ),
+    Case(
+        name="layered, zero3, other counts per rank",
+        stages=[stage((0, 4), replica([0], 5, 1), replica([1], 3, 2), zero=3, state_shares={0: 0.9})],
+        schedule="layered",
+        vendors="an",
+    ),
+    Case(
+        name="layered, zero2, two stages, tied head, no clipping",
+        stages=[
+            stage((0, 2), replica([0], 5, 1), replica([1], 3, 3), zero=2),
+            stage((2, 4), replica([2], 6, 2), replica([3], 2, 2), zero=3),
+        ],
+        schedule="layered",
+        model=TIED,
+        train=NO_CLIP,
+    ),
+    Case(
+        name="ministages, zero3, one tile beside three, tied head",
+        stages=[chunked([(0, 2), (2, 4)], replica([0], 6, 2), replica([1], 2, 2), zero=3)],
+        schedule="ministages",
+        model=TIED,
+    ),
+    Case(
+        name="ministages, zero2, two stages of three chunks",
+        stages=[
+            chunked([(0, 1), (2, 3), (4, 5)], replica([0], 5, 2), replica([1], 3, 1), zero=2),
+            chunked([(1, 2), (3, 4), (5, 6)], replica([2], 8, 2), zero=2),
+        ],
+        schedule="ministages",
+        model=SIX,
+        vendors="ann",
+    ),
+    Case(
+        name="ministages, zero2, all offloaded",
+        stages=[
+            chunked(
+                [(0, 1), (2, 3), (4, 5)],
+                replica([0], 5, 2),
+                replica([1], 3, 1),
+                zero=2,
+                offload=["parameters", "optimizer"],
+            ),
+            chunked([(1, 2), (3, 4), (5, 6)], replica([2], 8, 2), zero=1, offload=["parameters", "optimizer"]),
+        ],
+        schedule="ministages",
+        model=SIX,
+    ),
+    Case(
+        name="ministages, zero2, all offloaded, no clipping, tied head",
+        stages=[
+            chunked(
+                [(0, 1), (2, 3)], replica([0], 5, 2), replica([1], 3, 1), zero=2, offload=["parameters", "optimizer"]
+            ),
+            chunked([(1, 2), (3, 4)], replica([2], 8, 2), zero=2, offload=["parameters"]),
+        ],
+        schedule="ministages",
+        model=TIED,
+        train=NO_CLIP,
+    ),
+    Case(
+        name="ministages of one stage, zero3, all offloaded, no clipping",
+        stages=[
+            chunked(
+                [(0, 2), (2, 4)], replica([0], 6, 2), replica([1], 2, 2), zero=3, offload=["parameters", "optimizer"]
+            )
+        ],
+        schedule="ministages",
+        model=TIED,
+        train=NO_CLIP,
+    ),
+    Case(
+        name="interleaved, zero3",
+        stages=[
+            chunked([(0, 1), (2, 3)], replica([0], 4, 2), replica([1], 4, 2), zero=3),
+            chunked([(1, 2), (3, 4)], replica([2], 8, 2)),
+        ],
+        schedule="interleaved",
+    ),
+    Case(
+        name="zero_bubble, zero2 and zero3",
+        stages=[
+            stage((0, 2), replica([0], 5, 2), replica([1], 3, 1), zero=2),
+            stage((2, 4), replica([2], 4, 2), replica([3], 4, 1), zero=3),
+        ],
+        schedule="zero_bubble",
+    ),
 ]
 
 
@@ -87,15 +199,18 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Sh
 
 
 @functools.cache
-def _reference(tied: bool, kv_heads: int) -> tuple[list[float], list[float], Shards]:
-    model = MODEL.replace(tied_head=tied, kv_heads=kv_heads)
-    case = Case(name="alone", stages=[stage((0, 4), replica([0], 8, 8))], model=model)
-    return run_ranks(1, train_counting, case)[0][:3]
+def _reference(key: str) -> tuple[list[float], list[float], Shards]:
+    case = next(case for case in CASES if _key(case) == key)
+    return run_ranks(1, train_counting, case.alone())[0][:3]
+
+
+def _key(case: Case) -> str:
+    return f"{case.model}{case.train}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case) -> None:
-    losses, norms, weights = _reference(case.model.tied_head, case.model.num_kv_heads)
+    losses, norms, weights = _reference(_key(case))
     results = run_ranks(case.size, train_counting, case, islands=case.islands, timeout_seconds=120)
     for rank_losses, rank_norms, _, _ in results:
         assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
