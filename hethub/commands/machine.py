@@ -49,24 +49,40 @@ def launch(options: argparse.Namespace) -> None:
 
 def _add_doctor(commands: Any) -> None:
     parser = command(
-        commands, "doctor", doctor, "Says what this machine has, what is missing and what to do.", "hethub doctor"
+        commands,
+        "doctor",
+        doctor,
+        "Says what this machine has, or each rank under a launcher, what is missing and what to do.",
+        "mpirun -n 4 hethub doctor",
     )
     parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="also check this job's files")
     add_json(parser)
 
 
 def doctor(options: argparse.Namespace) -> None:
-    from hethub.report.tables import print_findings
+    from hethub.report.tables import print_findings, print_ranks
     from hethub.runtime.doctor import examine
+    from hethub.runtime.place import launch_info
     from hethub.spec.job import load_job
 
-    findings = examine()
-    if options.job is not None:
-        load_job(options.job)
-    if options.json:
-        print_json({"findings": [finding.to_dict() for finding in findings]})
-    else:
-        print_findings(findings)
+    job = None if options.job is None else load_job(options.job)
+    info = launch_info()
+    if info.launcher == "alone":
+        findings = examine()
+        if options.json:
+            print_json({"findings": [finding.to_dict() for finding in findings]})
+        else:
+            print_findings(findings)
+        return
+    need_torch("doctor")
+    from hethub.runtime.doctor_ranks import examine_ranks
+
+    examined = examine_ranks(info, None if job is None else job.cluster)
+    if examined is not None and options.json:
+        print_json(examined.to_dict())
+    elif examined is not None:
+        print_ranks(examined)
+        print_findings(examined.findings)
 
 
 def _add_profile(commands: Any) -> None:

@@ -16,7 +16,7 @@ from hethub.spec.errors import BadInput
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 
-_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +165,12 @@ def choose_device(local_rank: int, local_size: int, *, kind: Literal["auto", "cp
 
 def visible_devices(environment: Mapping[str, str]) -> list[str] | None:
     """The entries of the first visible-devices variable that is set, or None."""
-    for variable in _VISIBLE_DEVICES:
+    for variable in VISIBLE_DEVICES:
         if variable in environment:
             return [entry for entry in environment[variable].split(",") if entry.strip()]
     return None
 
 
 def _describe_visible(environment: Mapping[str, str]) -> str:
-    given = [f"{variable}={environment[variable]}" for variable in _VISIBLE_DEVICES if variable in environment]
+    given = [f"{variable}={environment[variable]}" for variable in VISIBLE_DEVICES if variable in environment]
     return ", ".join(given) if given else "no visible-devices variable is set"

@@ -17,6 +17,7 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec
 
 if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
     from hethub.planner import PlanDiff, PlanResult
+    from hethub.runtime.doctor_ranks import RanksExamined
 
 GIB = 2**30
 
@@ -116,6 +117,15 @@ def print_findings(findings: Sequence[Any]) -> None:
             console.print(f"{'':24}{finding.remedy}", markup=False)
 
 
+def print_ranks(examined: "RanksExamined") -> None:
+    """What each rank has, under a launcher; ranks that have the same in one paragraph."""
+    console = Console(highlight=False, soft_wrap=True)
+    for ranks, lines in examined.paragraphs().items():
+        console.print(ranks, markup=False)
+        for what, found in lines:
+            console.print(f"{'':8}{what:16}{found}", markup=False)
+
+
 def print_diff(result: "PlanDiff") -> None:
     """What differs between two plans, and the seconds that it costs."""
     console = make_console()
@@ -146,6 +156,20 @@ def print_validation(result: Mapping[str, Any]) -> None:
     )
     for skipped in result["skipped"][:10]:
         console.print(f"skipped {skipped['id']}: {skipped['why']}")
+    if result.get("goals"):
+        _print_goals(result["goals"])
+
+
+def _print_goals(goals: Sequence[Mapping[str, Any]]) -> None:
+    """Each figure beside what is asked of it, and on which rows it was taken."""
+    table = Table("figure", "value", "asked", "met", "taken on")
+    for goal in goals:
+        digits = 1 if goal["unit"] else 2
+        asked = " to ".join(f"{bound:g}" for bound in goal["bound"])
+        asked = asked if goal["sense"] == "within" else f"{goal['sense']} {asked}"
+        value = f"{goal['value']:.{digits}f} {goal['unit']}".rstrip()
+        table.add_row(goal["what"], value, asked, "yes" if goal["met"] else "no", goal["basis"])
+    make_console().print(table)
 
 
 def _figure(value: float | int | None) -> str:

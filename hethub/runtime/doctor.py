@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import socket
@@ -37,11 +38,15 @@ def examine() -> list[Finding]:
         *_torch(),
         *_mpi(),
         _cupy(),
+        _relays(),
         _network(),
         _host_name(),
         _shared_memory(),
     ]
     return findings
+
+
+CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0", "cupy")
 
 
 def _version(package: str) -> str | None:
@@ -58,13 +63,35 @@ def _torch() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    from hethub.kernels.device import detect_vendor
+    from hethub.kernels.device import VISIBLE_DEVICES, detect_vendor
 
     vendor = detect_vendor()
+    build = (
+        f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "CPU"
+    )
     libraries = [
         name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
     ]
-    found = [Finding(what="torch", state="ok", found=f"{torch.__version__}, c10d backends {', '.join(libraries)}")]
+    found = [
+        Finding(
+            what="torch", state="ok", found=f"{torch.__version__} ({build} build), c10d backends {', '.join(libraries)}"
+        )
+    ]
+    visible = "; ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICES if name in os.environ)
+    if visible:
+        found.append(Finding(what="visible devices", state="note", found=visible))
+    if vendor == "cpu" and build != "CPU":
+        remedy = "look for the driver (nvidia-smi, rocm-smi), the container's devices and *_VISIBLE_DEVICES"
+        return [
+            *found,
+            Finding(
+                what="accelerators", state="missing", found=f"torch is a {build} build and sees none", remedy=remedy
+            ),
+        ]
     if vendor == "cpu":
         remedy = "on a GPU node, install the vendor's build of torch (see README, Installing)"
         return [
@@ -95,7 +122,7 @@ def _mpi() -> list[Finding]:
     if mpi4py is None:
         remedy = "ranks started by mpirun need it: `pip install 'hethub[train]'`"
         return [*findings, Finding(what="mpi4py", state="missing", found="not installed", remedy=remedy)]
-    return [*findings, Finding(what="mpi4py", state="ok", found=f"{mpi4py}; relay mpi {_gpu_aware()}")]
+    return [*findings, Finding(what="mpi4py", state="ok", found=mpi4py)]
 
 
 def _find(program: str) -> str | None:
@@ -108,18 +135,43 @@ def _gpu_aware() -> str:
     """Whether the MPI says that it takes device memory (Open MPI's own info tool tells)."""
     tool = _find("ompi_info")
     if tool is None:
-        return "host-staged (no ompi_info to ask whether this MPI is GPU-aware)"
+        return "host-staged: no ompi_info to ask whether this MPI is GPU-aware"
     text = subprocess.run([tool, "--parsable", "--all"], capture_output=True, text=True, check=False).stdout
     aware = any("cuda_support:value:true" in line or "rocm_support:value:true" in line for line in text.splitlines())
-    return "GPU-aware" if aware else "host-staged (this MPI is not GPU-aware)"
+    return "GPU-aware" if aware else "host-staged: this MPI is not GPU-aware"
 
 
 def _cupy() -> Finding:
-    for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0"):
+    for package in CUPY_PACKAGES:
         if (version := _version(package)) is not None:
-            return Finding(what="CuPy", state="ok", found=f"{package} {version}")
+            return _cupy_fits(package, version)
     remedy = "optional: staging kernels run through torch; on GPU nodes `pip install 'hethub[nvidia]'` or `hethub[amd]`"
     return Finding(what="CuPy", state="note", found="not installed", remedy=remedy)
+
+
+def _cupy_fits(package: str, version: str) -> Finding:
+    """Whether CuPy is built for what torch drives: both must speak to one driver."""
+    found = f"{package} {version}"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(what="CuPy", state="ok", found=found)
+    import torch
+
+    wanted = "rocm" if torch.version.hip else f"cuda{(torch.version.cuda or '').split('.')[0]}"
+    if (torch.version.hip or torch.version.cuda) and wanted not in package:
+        remedy = f"torch is built for {wanted}: install CuPy's package for it, or none (staging kernels then run through torch)"
+        return Finding(what="CuPy", state="missing", found=f"{found} does not fit torch", remedy=remedy)
+    return Finding(what="CuPy", state="ok", found=found)
+
+
+def _relays() -> Finding:
+    """What can carry bytes between islands here; `auto` takes shm inside a host and gloo between hosts."""
+    relays = ["gloo"]
+    if sys.platform == "linux" and os.access("/dev/shm", os.W_OK):
+        relays.append("shm")
+    if _version("mpi4py") is not None and _find("mpirun") is not None:
+        relays.append(f"mpi ({_gpu_aware()})")
+    remedy = "" if "shm" in relays else "ranks of one host will talk over TCP: give the container a writable /dev/shm"
+    return Finding(what="relays", state="ok" if not remedy else "note", found=", ".join(relays), remedy=remedy)
 
 
 def _network() -> Finding:

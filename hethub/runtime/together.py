@@ -54,7 +54,7 @@ def _attempt(meeting: Rendezvous, key: str, prepare: Callable[[], T]) -> tuple[T
         return None, {"fault": str(error)}
     except Exception as error:
         _tell(meeting, key, {"failure": f"{type(error).__name__}: {error}"})
-        _leave(meeting)
+        leave(meeting)
         raise
 
 
@@ -90,7 +90,7 @@ def _judge(meeting: Rendezvous, answers: Sequence[Answer]) -> None:
         first = next((rank for rank, text in enumerate(told) if text is not None), None)
         if first is None:
             continue
-        _leave(meeting)
+        leave(meeting)
         if what == "failure":
             raise RunFailed(f"rank {meeting.rank} ends because rank {first} failed: {told[first]}")
         everywhere = all(text == told[first] for text in told)
@@ -99,7 +99,7 @@ def _judge(meeting: Rendezvous, answers: Sequence[Answer]) -> None:
         raise error
 
 
-def _leave(meeting: Rendezvous) -> None:
+def leave(meeting: Rendezvous) -> None:
     """Rank 0 may serve the store, so when all ranks are about to end it waits until the others have read it."""
     with suppress(dist.DistError):
         meeting.store.set(f"agree/left/{meeting.rank}", "")

