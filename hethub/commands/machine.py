@@ -139,11 +139,11 @@ def bench(options: argparse.Namespace) -> None:
 
     sizes = DEFAULT_SIZES if options.sizes is None else _sizes(options.sizes)
     with session(None) as (world, _):
-        rows, speaks = run(world, sizes), world.rank == 0
+        rows, relays, speaks = run(world, sizes), world.relays, world.rank == 0
     if speaks and options.json:
-        print_json({"rows": rows})
+        print_json({"rows": rows, "relays": relays})
     elif speaks:
-        print_communication(rows)
+        print_communication(rows, relays)
 
 
 def _sizes(text: str) -> list[int]:

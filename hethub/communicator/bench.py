@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hethub.communicator.counters import since
 from hethub.communicator.islands import lower_bound_bridge_elements
 from hethub.communicator.world import World
 
@@ -30,6 +31,8 @@ class BenchRow:
     bytes_per_second: float
     bridge_bytes: int
     bridge_bytes_over_bound: float | None
+    legs: dict[str, float]
+    """Mean seconds per call that rank 0 felt in each leg; empty for native and flat paths."""
 
 
 def run(world: World, sizes: Sequence[int] = DEFAULT_SIZES, repeats: int = 5) -> list[dict[str, Any]]:
@@ -98,7 +101,7 @@ def _row(
     """Times `call` on the ranks that have one; all ranks take part in the exchange of results."""
     seconds: list[float] = []
     world.barrier()
-    before = _bridge_bytes(world)
+    counters, before = world.counters(), _bridge_bytes(world)
     if call is not None:
         for repeat in range(repeats + 1):
             start = time.perf_counter()
@@ -107,7 +110,8 @@ def _row(
             if repeat > 0:
                 seconds.append(time.perf_counter() - start)
     sent = (_bridge_bytes(world) - before) // (repeats + 1)
-    of_ranks = world.all_gather_objects({"seconds": seconds, "sent": sent})
+    legs = _legs(since(counters, world.counters())) if path == "world" else {}
+    of_ranks = world.all_gather_objects({"seconds": seconds, "sent": sent, "legs": legs})
     slowest = [max(times) for times in zip(*(r["seconds"] for r in of_ranks if r["seconds"]), strict=True)]
     median = statistics.median(slowest)
     total_sent = sum(r["sent"] for r in of_ranks)
@@ -121,7 +125,16 @@ def _row(
         bytes_per_second=size / median,
         bridge_bytes=total_sent,
         bridge_bytes_over_bound=total_sent / least if least else None,
+        legs=of_ranks[0]["legs"],
     )
+
+
+def _legs(news: dict[str, Any]) -> dict[str, float]:
+    """Seconds per call in each leg, over the bridged operations counted."""
+    rows = [row for row in news["operations"] if row["legs"]]
+    calls = sum(row["calls"] for row in rows)
+    names = sorted({leg for row in rows for leg in row["legs"]})
+    return {leg: sum(row["legs"].get(leg, 0.0) for row in rows) / calls for leg in names}
 
 
 def _bridge_bytes(world: World) -> int:

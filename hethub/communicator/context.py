@@ -16,6 +16,7 @@ from hethub.communicator.islands import Islands, island_index, restrict
 from hethub.communicator.links import Links
 from hethub.communicator.liveness import Failure, Hub, Liveness
 from hethub.communicator.relay import Relay
+from hethub.communicator.relay_choice import Carriers, RelayChoice
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.staging import Stager
 from hethub.communicator.work import CallbackThreads
@@ -35,7 +36,10 @@ class Context:
     device: Device
     islands: Islands
     gloo: torch_private.GlooGroup
-    relays: Mapping[int, Relay]
+    relays: Mapping[int, Carriers]
+    relay_choice: RelayChoice
+    hosts: Sequence[str]
+    """What tells each rank's host from the others."""
     liveness: Liveness
     hub: Hub | None
     timeout_seconds: float
@@ -121,7 +125,7 @@ class Context:
         islands = restrict(self.islands, members)
         rank = members.index(self.rank)
         near = frozenset(islands[island_index(islands, rank)])
-        tuning = Tuning.over({self.relays[member].name for member in members if member != self.rank})
+        tuning = Tuning.over(set().union(*(self.relays[member].names for member in members if member != self.rank)))
         links = Links(
             relays=self.relays,
             members=members,
@@ -139,10 +143,13 @@ class Context:
             store.set(f"group-number/{name}", str(store.add("group-numbers", 1)))
         return int(store.get(f"group-number/{name}"))
 
+    def _distinct_relays(self) -> set[Relay]:
+        return {relay for carriers in self.relays.values() for relay in carriers}
+
     def abort(self, failure: Failure | None = None) -> None:
         """Makes everything under way in this process fail, in every group; the world cannot be used any more."""
         _log.debug("giving up communication on rank %d: %s", self.rank, failure)
-        for relay in {id(relay): relay for relay in self.relays.values()}.values():
+        for relay in self._distinct_relays():
             relay.abort()
         with self._lock:
             groups = [(self.gloo, self.rank, self.size), *self._gloo_groups]
@@ -152,7 +159,7 @@ class Context:
     def close(self) -> None:
         """Frees connections and threads; every rank is done."""
         self.liveness.goodbye()
-        for relay in {id(relay): relay for relay in self.relays.values()}.values():
+        for relay in self._distinct_relays():
             relay.close()
         self.liveness.close()
         if self.hub is not None:

@@ -46,17 +46,17 @@ class Expected(Protocol):
 
 
 class Departing(Protocol):
-    """A message on its way to host memory."""
+    """A message on its way to where its relay takes it from: host memory, but for a GPU-aware MPI."""
 
     def message(self) -> torch.Tensor:
-        """The message, in host memory."""
+        """The message, there."""
 
 
 class Side(Protocol):
     """Where this rank computes."""
 
-    def depart(self, message: torch.Tensor) -> Departing:
-        """Starts what brings an encoded message to host memory."""
+    def depart(self, message: torch.Tensor, peer: int) -> Departing:
+        """Starts what brings an encoded message for `peer` to where its relay takes it from."""
 
     def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
         """Posts the receive of a message that stands for that many elements."""
@@ -69,7 +69,7 @@ class HostSide:
         self._links = links
         self._clock = clock
 
-    def depart(self, message: torch.Tensor) -> Departing:
+    def depart(self, message: torch.Tensor, peer: int) -> Departing:
         return _InHostMemory(message)
 
     def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
@@ -86,7 +86,10 @@ class _InHostMemory:
 
 
 class DeviceSide:
-    """Partials lie on a device: messages are copied through pinned memory. `stream` is the calling thread's current."""
+    """Partials lie on a device: messages are copied through pinned memory, unless their relay takes the device's.
+
+    `stream` is the calling thread's current.
+    """
 
     def __init__(self, links: Links, clock: LegClock, device: Device, stream: Stream) -> None:
         self._links = links
@@ -94,19 +97,25 @@ class DeviceSide:
         self._device = device
         self._stream = stream
 
-    def depart(self, message: torch.Tensor) -> Departing:
+    def depart(self, message: torch.Tensor, peer: int) -> Departing:
+        if self._links.takes_device_memory(peer, message.nbytes):
+            return _Copied(message, self._stream.record(), self._clock)
         host = self._device.host_buffer(message.nbytes).view(message.dtype)
         host.copy_(message, non_blocking=True)
         return _Copied(host, self._stream.record(), self._clock)
 
     def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
         size = wire.num_elements(num_elements)
-        host = self._device.host_buffer(size * wire.dtype.itemsize).view(wire.dtype)
-        return _ToDevice(self, host, self._links.receive(host, peer, stage), wire, num_elements)
+        if self._links.takes_device_memory(peer, size * wire.dtype.itemsize):
+            place = torch.empty(size, dtype=wire.dtype, device=self._device.torch_device)
+            self._stream.record().synchronize()  # what used this memory before must be done with it
+        else:
+            place = self._device.host_buffer(size * wire.dtype.itemsize).view(wire.dtype)
+        return _ToDevice(self, place, self._links.receive(place, peer, stage), wire, num_elements)
 
-    def arrived(self, host: torch.Tensor, wire: Wire, num_elements: int) -> torch.Tensor:
-        """What a message in host memory stands for, on the device once the stream is there."""
-        return wire.decode(host.to(self._device.torch_device, non_blocking=True), num_elements)
+    def arrived(self, message: torch.Tensor, wire: Wire, num_elements: int) -> torch.Tensor:
+        """What a message stands for, on the device once the stream is there."""
+        return wire.decode(message.to(self._device.torch_device, non_blocking=True), num_elements)
 
 
 class _Copied:

@@ -59,7 +59,7 @@ class Exchange:
         places = [_at(partial, common, mine) for _, common in peers]
         with self._clock(Leg.ADD):
             own = [self._encoded(piece, place, common, mine) for place, (_, common) in zip(places, peers, strict=True)]
-            departing = [piece.side.depart(message) for message, _ in own]
+            departing = [piece.side.depart(message, peer) for (message, _), (peer, _) in zip(own, peers, strict=True)]
         yield
         sends = [
             self._links.send(each.message(), peer, Stage.EXCHANGE)
@@ -89,7 +89,7 @@ class Exchange:
             for segment in segments:
                 for holder, share in self._foreign_shares(segment):
                     message, _ = self._encoded(piece, _at(partial, share, mine), share, mine)
-                    departing.append((holder, piece.side.depart(message)))
+                    departing.append((holder, piece.side.depart(message, holder)))
                 own = segment.shares[self._home]
                 seen.append(self._encoded(piece, _at(partial, own, mine), own, mine)[1])
         yield
@@ -99,8 +99,8 @@ class Exchange:
         for segment, own_seen, expected in zip(segments, seen, partials, strict=True):
             total = self._total(piece, segment, mine, own_seen, expected, partial)
             if total is not None:
-                departs = piece.side.depart(total)
-                returning += [(holder, departs) for holder in segment.holders if holder != self._rank]
+                others = (holder for holder in segment.holders if holder != self._rank)
+                returning += [(holder, piece.side.depart(total, holder)) for holder in others]
         yield
         returned = [self._links.send(each.message(), holder, Stage.TOTAL) for holder, each in returning]
         self._wait(sends)  # they may be sent from `partial` itself, which the totals overwrite

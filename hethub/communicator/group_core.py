@@ -59,7 +59,7 @@ class GroupCore(torch_private.GroupBase):
         self._worker = Worker(f"hethub-{name}")
         self._submitting = threading.Lock()
         self._num_operations = 0
-        self.point_to_point = PointToPoint(gloo, context, self._label)
+        self.point_to_point = PointToPoint(gloo, context, members, self._label)
         torch_private.attach_backend(self, gloo)
 
     def getBackendName(self) -> str:

@@ -1,4 +1,4 @@
-"""A group's way to its members: messages by group rank and stage, each over the relay chosen for that pair."""
+"""A group's way to its members: messages by group rank and stage, each over the relay chosen for pair and size."""
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -7,6 +7,7 @@ import torch
 
 from hethub.communicator.counters import Counters
 from hethub.communicator.relay import Incoming, Outgoing, Relay, Transfer
+from hethub.communicator.relay_choice import Carriers
 
 
 class Stage(IntEnum):
@@ -33,7 +34,7 @@ class Links:
     def __init__(
         self,
         *,
-        relays: Mapping[int, Relay],
+        relays: Mapping[int, Carriers],
         members: Sequence[int],
         number: int,
         label: str,
@@ -48,26 +49,35 @@ class Links:
         self._counters = counters
 
     def send(self, tensor: torch.Tensor, to: int, stage: Stage) -> Transfer:
-        peer = self._members[to]
-        self._count(to, peer, tensor.nbytes)
-        return self._relays[peer].send(tensor, peer, self._first_tag + stage)
+        relay, peer = self._way(to, tensor.nbytes)
+        self._count(to, peer, relay, tensor.nbytes)
+        return relay.send(tensor, peer, self._first_tag + stage)
 
     def outgoing(self, num_elements: int, dtype: torch.dtype, to: int) -> Outgoing:
-        peer = self._members[to]
-        return self._relays[peer].outgoing(num_elements, dtype, peer)
+        relay, peer = self._way(to, num_elements * dtype.itemsize)
+        return relay.outgoing(num_elements, dtype, peer)
 
     def send_outgoing(self, message: Outgoing, to: int, stage: Stage) -> Transfer:
-        self._count(to, self._members[to], message.tensor.nbytes)
+        relay, peer = self._way(to, message.tensor.nbytes)
+        self._count(to, peer, relay, message.tensor.nbytes)
         return message.send(self._first_tag + stage)
 
-    def _count(self, to: int, peer: int, num_bytes: int) -> None:
-        name = self._relays[peer].name
-        self._counters.count_sent(self._label, peer, name, is_bridge=to not in self._near, num_bytes=num_bytes)
-
     def receive(self, tensor: torch.Tensor, source: int, stage: Stage) -> Transfer:
-        peer = self._members[source]
-        return self._relays[peer].receive(tensor, peer, self._first_tag + stage)
+        relay, peer = self._way(source, tensor.nbytes)
+        return relay.receive(tensor, peer, self._first_tag + stage)
 
     def expect(self, num_elements: int, dtype: torch.dtype, source: int, stage: Stage) -> Incoming:
-        peer = self._members[source]
-        return self._relays[peer].expect(num_elements, dtype, peer, self._first_tag + stage)
+        relay, peer = self._way(source, num_elements * dtype.itemsize)
+        return relay.expect(num_elements, dtype, peer, self._first_tag + stage)
+
+    def takes_device_memory(self, member: int, num_bytes: int) -> bool:
+        """Whether messages of that size to and from the member need not lie in host memory."""
+        return self._way(member, num_bytes)[0].takes_device_memory
+
+    def _way(self, member: int, num_bytes: int) -> tuple[Relay, int]:
+        """The relay for a message of that size, and the member's rank in the world."""
+        peer = self._members[member]
+        return self._relays[peer].carrier(num_bytes), peer
+
+    def _count(self, to: int, peer: int, relay: Relay, num_bytes: int) -> None:
+        self._counters.count_sent(self._label, peer, relay.name, is_bridge=to not in self._near, num_bytes=num_bytes)

@@ -1,17 +1,21 @@
-"""The `mpi` relay: messages through MPI, host-staged, on a communicator of its own.
+"""The `mpi` relay: messages through MPI on a communicator of its own, from device memory where MPI says it takes it.
 
 MPI moves bytes only inside its calls, so a waiting thread tests its request and sleeps in between: a blocking
 MPI_Wait would spin on a core and could not be interrupted when a peer is gone.
 """
 
+import ctypes
+import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from hethub.communicator.relay import PeerError, Relay, Transfer
 from hethub.communicator.rendezvous import Rendezvous
+from hethub.kernels.device import Vendor
 from hethub.spec.errors import BadInput
 
 _SPINS = 20
@@ -49,7 +53,8 @@ class MpiRelay(Relay):
 
     name = "mpi"
 
-    def __init__(self, mpi: Any, comm: Any, timeout_seconds: float) -> None:
+    def __init__(self, mpi: Any, comm: Any, timeout_seconds: float, *, takes_device_memory: bool = False) -> None:
+        self.takes_device_memory = takes_device_memory
         self._mpi = mpi
         self._comm = comm
         self._max_tag = comm.Get_attr(mpi.TAG_UB)
@@ -57,7 +62,7 @@ class MpiRelay(Relay):
         self.aborted = threading.Event()
 
     @classmethod
-    def create(cls, rendezvous: Rendezvous, timeout_seconds: float) -> "MpiRelay":
+    def create(cls, rendezvous: Rendezvous, timeout_seconds: float, vendor: Vendor) -> "MpiRelay":
         """The relay of this rank. Raises BadInput unless MPI started the job and allows calls from any thread."""
         if rendezvous.launcher not in ("openmpi", "mpich"):
             raise BadInput(
@@ -71,7 +76,8 @@ class MpiRelay(Relay):
                 "communicator.relay is mpi, but this MPI library does not allow calls from several threads"
                 " (MPI_THREAD_MULTIPLE). Use one that does, or choose relay gloo."
             )
-        return cls(MPI, MPI.COMM_WORLD.Dup(), timeout_seconds)
+        aware = is_gpu_aware(vendor, os.environ, ask_open_mpi(MPI.__file__))
+        return cls(MPI, MPI.COMM_WORLD.Dup(), timeout_seconds, takes_device_memory=aware)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return self._start(self._comm.Isend, tensor, peer, tag)
@@ -83,8 +89,10 @@ class MpiRelay(Relay):
         assert tag <= self._max_tag, f"tag {tag} is above this MPI's limit of {self._max_tag}"
         if self.aborted.is_set():
             raise PeerError(peer, "communication was given up on this rank")
-        data = tensor.view(torch.uint8).numpy()
-        parts = [data[at : at + _MAX_MESSAGE_BYTES] for at in range(0, len(data), _MAX_MESSAGE_BYTES)]
+        data = tensor.view(torch.uint8)
+        # mpi4py takes a host tensor's bytes fastest as an array, a device's by their own interface.
+        place: Any = data if tensor.is_cuda else data.numpy()
+        parts = [place[at : at + _MAX_MESSAGE_BYTES] for at in range(0, len(data), _MAX_MESSAGE_BYTES)]
         return MpiTransfer(self, [start([part, self._mpi.BYTE], peer, tag) for part in parts], tensor, peer)
 
     def abort(self) -> None:
@@ -92,3 +100,35 @@ class MpiRelay(Relay):
 
     def close(self) -> None:
         self._comm.Free()
+
+
+def ask_open_mpi(library: str) -> Callable[[Vendor], bool | None]:
+    """Asks the MPI that `library` is linked to, as Open MPI lets one: MPIX_Query_cuda_support and its ROCm sister.
+
+    The answer is None where the library has no such function.
+    """
+    loaded = ctypes.CDLL(library)
+
+    def ask(vendor: Vendor) -> bool | None:
+        name = {"nvidia": "MPIX_Query_cuda_support", "amd": "MPIX_Query_rocm_support"}[vendor]
+        query = getattr(loaded, name, None)
+        return None if query is None else bool(query())
+
+    return ask
+
+
+def is_gpu_aware(vendor: Vendor, environment: Mapping[str, str], ask: Callable[[Vendor], bool | None]) -> bool:
+    """Whether this MPI takes memory of the vendor's devices.
+
+    HETHUB_MPI_GPU_AWARE (1 or 0) decides where it is set; else the library itself, else what the MPIs that cannot be
+    asked take as their switch: MPICH_GPU_SUPPORT_ENABLED (MPICH, Cray), MV2_USE_CUDA and MV2_USE_ROCM (MVAPICH).
+    """
+    if vendor == "cpu":
+        return False
+    if "HETHUB_MPI_GPU_AWARE" in environment:
+        return environment["HETHUB_MPI_GPU_AWARE"] == "1"
+    said = ask(vendor)
+    if said is not None:
+        return said
+    switches = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA" if vendor == "nvidia" else "MV2_USE_ROCM")
+    return any(environment.get(switch) == "1" for switch in switches)

@@ -7,7 +7,7 @@ peer; a receive lands in pinned memory and is copied to the device when it is wa
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,16 +16,21 @@ import torch
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.gloo_relay import GlooTransfer
+from hethub.communicator.islands import island_index
 from hethub.communicator.staging import Staged, Stager
 from hethub.communicator.work import HethubWork, Job, NativeWork, Operation, Worker
 from hethub.spec.errors import BadInput
 
 
 class PointToPoint:
-    """Messages of one group; ranks are the group's, `label` names it in the counters."""
+    """Messages among `members` (the world's ranks, in group order), who are named by their place in the group.
 
-    def __init__(self, gloo: torch_private.GlooGroup, context: Context, label: str) -> None:
+    `label` names the group in the counters.
+    """
+
+    def __init__(self, gloo: torch_private.GlooGroup, context: Context, members: Sequence[int], label: str) -> None:
         self._context = context
+        self._members = members
         self._gloo = gloo
         self._label = label
         self._stager = context.stager()
@@ -67,6 +72,8 @@ class PointToPoint:
         self, start: Any, host: torch.Tensor, tensor: torch.Tensor, peer: int, tag: int, operation: Operation
     ) -> NativeWork:
         name = "send" if start is torch_private.gloo_send else "receive"
+        if name == "send":
+            self._count_sent(tensor, peer)
         try:
             return NativeWork(
                 operation, start(self._gloo, host, peer, tag), [tensor], peer, self._counted(tensor, name)
@@ -76,6 +83,7 @@ class PointToPoint:
 
     def _send_staged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:
         worker, stager = self._lane(peer)
+        self._count_sent(tensor, peer)
         staged = stager.stage(tensor)
 
         def job() -> None:
@@ -84,6 +92,11 @@ class PointToPoint:
 
         work = HethubWork(operation, [tensor], self._context.callbacks)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))
+
+    def _count_sent(self, tensor: torch.Tensor, peer: int) -> None:
+        other, islands = self._members[peer], self._context.islands
+        is_bridge = island_index(islands, other) != island_index(islands, self._context.rank)
+        self._context.counters.count_sent(self._label, other, "gloo", is_bridge=is_bridge, num_bytes=tensor.nbytes)
 
     def _counted(self, tensor: torch.Tensor, name: str) -> Callable[[float], None]:
         """Counts one message and the seconds it was waited for."""

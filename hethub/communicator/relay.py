@@ -1,7 +1,8 @@
 """What carries bytes between two ranks: one small interface over Gloo, MPI and shared memory.
 
 Messages between an ordered pair of ranks with the same tag arrive in the order sent; different tags are independent.
-Both sides know sizes beforehand; empty messages are not sent. Tensors are contiguous and in host memory.
+Both sides know sizes beforehand; empty messages are not sent. Tensors are contiguous, and in host memory but where a
+relay says that it takes a device's.
 """
 
 from abc import ABC, abstractmethod
@@ -51,6 +52,8 @@ class Relay(ABC):
     """Carries messages between this rank and any other rank of the world (ranks are the world's)."""
 
     name: str
+    takes_device_memory = False
+    """Whether `send` and `receive` take tensors of a device, whose work on them is done."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer: ...

@@ -3,26 +3,24 @@
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
+from hethub.communicator.connect_relays import Connector
 from hethub.communicator.context import Context
-from hethub.communicator.gloo_relay import GlooRelay
 from hethub.communicator.islands import Islands, check_islands, islands_by_label
 from hethub.communicator.liveness import Hub, Liveness
-from hethub.communicator.relay import Relay
+from hethub.communicator.relay_choice import RelayChoice
 from hethub.communicator.rendezvous import Rendezvous
-from hethub.communicator.shm_connect import connect_same_host, host_identity
+from hethub.communicator.shm_connect import host_identity
 from hethub.communicator.versions import Software, check_same
 from hethub.communicator.wire import check_wire
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
-
-RELAYS = ("auto", "gloo", "shm", "mpi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,7 @@ def make_context(
     debug: bool = False,
     num_lanes: int = 1,
     staged_ranks: Sequence[int] = (),
+    stored_relays: RelayChoice | None = None,
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
     check_wire(wire)
@@ -72,6 +71,9 @@ def make_context(
     hub, liveness = _watch_over(rendezvous, silence_seconds)
     store = dist.PrefixStore("gloo/world", rendezvous.store)
     gloo = torch_private.create_gloo_group(store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address)
+    hosts = [fact.host_identity for fact in facts]
+    connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
+    choice = connector.choose(relay, stored_relays)
     context = Context(
         rendezvous=rendezvous,
         device=device,
@@ -79,7 +81,9 @@ def make_context(
         stages_host_tensors=rendezvous.rank in staged_ranks,
         islands=known,
         gloo=gloo,
-        relays=make_relays(rendezvous, facts, relay, timeout_seconds, num_lanes),
+        relays=connector.carriers(choice),
+        relay_choice=choice,
+        hosts=hosts,
         liveness=liveness,
         hub=hub,
         timeout_seconds=timeout_seconds,
@@ -98,46 +102,6 @@ def check_staged(islands: Islands, staged_ranks: Sequence[int]) -> None:
                 f"ranks {sorted(staged_ranks)} stage their host tensors, but island {list(island)} only in part; name"
                 " all ranks of an island or none."
             )
-
-
-def make_relays(
-    rendezvous: Rendezvous, facts: Sequence[RankFacts], relay: str, timeout_seconds: float, num_lanes: int
-) -> Mapping[int, Relay]:
-    """The relay to each other rank. `auto` takes shm inside a host and gloo between hosts."""
-    if relay not in RELAYS:
-        raise BadInput(f"communicator.relay is {relay!r}; choose one of {', '.join(RELAYS)}.")
-    hosts = [fact.host_identity for fact in facts]
-    near = [rank for rank, host in enumerate(hosts) if host == hosts[rendezvous.rank]]
-    if relay == "shm" and len(set(hosts)) > 1:
-        raise BadInput(
-            f"communicator.relay is shm, but rank 0 is on {facts[0].host} and other ranks are on"
-            f" {sorted({fact.host for fact in facts} - {facts[0].host})}: shared memory joins ranks of one host."
-            " Choose auto (shm inside a host, gloo between hosts)."
-        )
-    if relay == "mpi":
-        from hethub.communicator.mpi_relay import MpiRelay
-
-        return dict.fromkeys(range(rendezvous.size), MpiRelay.create(rendezvous, timeout_seconds))
-    chosen: dict[int, Relay] = {}
-    if relay != "shm" and (relay == "gloo" or len(near) < rendezvous.size):
-        chosen = dict.fromkeys(range(rendezvous.size), _gloo_relay(rendezvous, timeout_seconds, num_lanes))
-    if relay in ("auto", "shm"):
-        chosen |= dict.fromkeys(near, connect_same_host(rendezvous, hosts, timeout_seconds))
-    return chosen
-
-
-def _gloo_relay(rendezvous: Rendezvous, timeout_seconds: float, num_lanes: int) -> GlooRelay:
-    lanes = [
-        torch_private.create_gloo_group(
-            dist.PrefixStore(f"gloo/relay/{lane}", rendezvous.store),
-            rendezvous.rank,
-            rendezvous.size,
-            timeout_seconds,
-            rendezvous.address,
-        )
-        for lane in range(num_lanes)
-    ]
-    return GlooRelay(lanes, rendezvous.rank, rendezvous.size)
 
 
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:

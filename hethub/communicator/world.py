@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hethub.communicator.group import HethubGroup
 from hethub.communicator.islands import Islands, island_index
 from hethub.communicator.liveness import Failure
 from hethub.communicator.point_to_point import PointToPoint
+from hethub.communicator.relay_choice import RelayChoice
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.setup import make_context
 from hethub.communicator.work import Operation
@@ -38,13 +39,15 @@ def connect(
     debug: bool = False,
     num_lanes: int = 1,
     staged_ranks: Sequence[int] = (),
+    stored_relays: Mapping[str, Any] | None = None,
 ) -> "World":
     """The connected world, once every rank of `rendezvous` has called it with the same arguments.
 
     `islands` emulates islands; without it, ranks of one vendor form one. With `debug`, bridged operations compare first
     what each rank is about to do, and name the rank that does something else. `num_lanes` connections per pair carry the gloo
     relay's large messages: one fills a slow link, a fast one may want 2 to 4. `staged_ranks` treat host tensors as
-    they would a device's, so that this way can be tested without one. Raises BadInput where ranks do not fit together
+    they would a device's, so that this way can be tested without one. `stored_relays` is an earlier world's `relays`,
+    used again where `relay` is auto. Raises BadInput where ranks do not fit together
     (versions, islands, relay) and RunFailed where one does not come within the timeout.
     """
     with connecting(rendezvous):
@@ -58,6 +61,7 @@ def connect(
             debug=debug,
             num_lanes=num_lanes,
             staged_ranks=staged_ranks,
+            stored_relays=None if stored_relays is None else RelayChoice.from_dict(stored_relays),
         )
         return World(context, backend.init_default_group(context))
 
@@ -80,7 +84,7 @@ class World:
         self._context = context
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
-        self._messages = PointToPoint(context.gloo, context, f"the world of {context.size} ranks")
+        self._messages = PointToPoint(context.gloo, context, range(context.size), f"the world of {context.size} ranks")
         self._closed = threading.Event()
 
     @property
@@ -158,6 +162,14 @@ class World:
     def counters(self) -> dict[str, Any]:
         """What has been communicated since `connect`, as JSON-able data: operations per group, and links."""
         return self._context.counters.to_dict()
+
+    @property
+    def relays(self) -> dict[str, Any]:
+        """What carries messages, as JSON-able data: [bytes, relay] inside a host and between hosts; ranks by host."""
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(self._context.hosts):
+            ranks.setdefault(host, []).append(rank)
+        return {**self._context.relay_choice.to_dict(), "hosts": list(ranks.values())}
 
     @property
     def failure(self) -> Failure | None:

@@ -176,13 +176,24 @@ def _figure(value: float | int | None) -> str:
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}"
 
 
-def print_communication(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What `hethub bench comm` timed, a row per operation, path and size."""
-    table = Table("operation", "path", "ranks", "bytes", "ms", "GB/s", "bridge bytes / lower bound")
+def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, Any]) -> None:
+    """What `hethub bench comm` timed, a row per operation, path and size, and the relays it went over."""
+    table = Table("operation", "path", "ranks", "bytes", "ms", "GB/s", "bridge bytes / lower bound", "ms in each leg")
     for row in rows:
         bound = row["bridge_bytes_over_bound"]
         table.add_row(
             row["operation"], row["path"], str(row["ranks"]), f"{row['bytes']:,}", f"{row['seconds'] * 1e3:.3f}",
             f"{row['bytes_per_second'] / 1e9:.2f}", "" if bound is None else f"{bound:.2f}",
+            ", ".join(f"{leg} {seconds * 1e3:.2f}" for leg, seconds in row["legs"].items()),
         )  # fmt: skip
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    console.print(f"relays between ranks of one host: {_by_size(relays['near'])}; ranks by host: {relays['hosts']}")
+    if len(relays["hosts"]) > 1:
+        console.print(f"relays between ranks of two hosts: {_by_size(relays['far'])}")
+
+
+def _by_size(thresholds: Sequence[Sequence[Any]]) -> str:
+    """`gloo, from 4,194,304 bytes mpi`."""
+    (_, first), *later = thresholds
+    return ", ".join([first, *(f"from {start:,} bytes {name}" for start, name in later)])

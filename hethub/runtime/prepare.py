@@ -69,6 +69,7 @@ class Agreed:
     warnings: list[str]
     profile: ProfileSpec | None  # what counted instead of estimates
     measured: list[str]  # what ranks found of themselves, a line each
+    relays: dict[str, Any] | None  # what the run communicated over before, where it is resumed
 
 
 def read_job(request: TrainRequest, info: LaunchInfo) -> Job | BadInput:
@@ -150,6 +151,7 @@ def agree(request: TrainRequest, prepared: Prepared, meeting: Rendezvous) -> Agr
         warnings=warnings,
         profile=profile,
         measured=lines,
+        relays=shared["relays"],
     )
 
 
@@ -200,6 +202,7 @@ def _decide(request: TrainRequest, job: Job, cluster: ClusterSpec, profile: Prof
         "plan": layout.plan.model_dump(mode="json"),
         "prediction": {"strategy": strategy, **prediction.to_dict()},
         "folder": str(folder.path.resolve()),
+        "relays": folder.relays() if request.resume is not None else None,
     }
 
 

@@ -90,7 +90,7 @@ class Run:
 
     def _open(self) -> None:
         folder = self.agreed.folder
-        chosen = {"islands": self.world.islands, **self.world.counters()}
+        chosen = {"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()}
         folder.start(self.job, self.agreed.layout, self.agreed.prediction, chosen)
         if self.agreed.profile is not None:
             save_profile(self.agreed.profile, folder.profile)

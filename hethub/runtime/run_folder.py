@@ -27,6 +27,7 @@ class StepMetrics:
     lr: float
     memory_bytes: int  # of the rank with the most
     loss_scale: float = 1.0
+    communication: dict[str, Any] | None = None  # of rank 0 in this step: operations with their legs, and links
     time_scale: float | None = None  # of a rehearsal: `step_seconds` are emulated, real seconds divided by this
 
 
@@ -79,6 +80,14 @@ class RunFolder:
         save_plan(layout.plan, self.plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
+
+    def relays(self) -> dict[str, Any] | None:
+        """What the run in this folder communicated over (`World.relays`); None where it has not got that far."""
+        path = self.path / "communicator.json"
+        if not path.exists():
+            return None
+        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("relays")
+        return found
 
     def _write_json(self, name: str, data: Any) -> None:
         (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")

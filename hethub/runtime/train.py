@@ -73,7 +73,7 @@ def _connect(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> World:
     }  # fmt: skip
     if cluster.emulated:
         return connect_emulated(meeting, ClusterNetwork(cluster, agreed.profile), **options)
-    return connect(meeting, **options)
+    return connect(meeting, stored_relays=agreed.relays, **options)
 
 
 def _pace(prepared: Prepared, agreed: Agreed, world: World) -> Pace:

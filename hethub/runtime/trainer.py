@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hethub.communicator import World
+from hethub.communicator.counters import since
 from hethub.predictor.timeline import Span
 from hethub.runtime.accounting import MemoryMeter
 from hethub.runtime.checkpoint import CheckpointStore
@@ -69,6 +70,7 @@ class Trainer:
         self.state = StateMap(layout)
         verify_owners(world, self.state)
         self.device = world.device
+        self._communicated = world.counters()
         replica = layout.replica(self.seat.stage, self.seat.replica)
         group_of = build_groups(world, self.state)
         self.arena = HostArena(self.device)
@@ -214,7 +216,8 @@ class Trainer:
         return int(extra["step"])
 
     def metrics(self, step: int, outcome: StepOutcome, step_seconds: float, predicted: float | None) -> StepMetrics:
-        """The line of metrics.jsonl for a step."""
+        """The line of metrics.jsonl for a step, with what this rank has communicated since the last one."""
+        before, self._communicated = self._communicated, self.world.counters()
         tokens = self.layout.plan.global_batch * self.layout.plan.seq_len
         return StepMetrics(
             step=step,
@@ -222,6 +225,7 @@ class Trainer:
             tokens=tokens,
             step_seconds=step_seconds,
             time_scale=self.pace.time_scale,
+            communication=since(before, self._communicated),
             predicted_step_seconds=predicted,
             tokens_per_second=tokens / step_seconds,
             grad_norm=outcome.grad_norm,

@@ -34,10 +34,13 @@ def test_bench_times_bridge_and_flat_side_by_side(tmp_path: Path) -> None:
     first, second = ranks(2, "bench", "comm", "--sizes", "4096,300000", "--json", cwd=tmp_path, hook=two_islands)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert second.stdout == ""
-    rows = json.loads(first.stdout)["rows"]
+    answer = json.loads(first.stdout)
+    rows = answer["rows"]
+    assert answer["relays"] == {"near": [[0, "shm"]], "far": [[0, "gloo"]], "hosts": [[0, 1]]}
     assert {(row["path"], row["bytes"]) for row in rows} >= {("world", 4096), ("flat", 300000)}
     large = next(r for r in rows if r["operation"] == "all_reduce" and r["path"] == "world" and r["bytes"] == 300000)
     assert 0.99 <= large["bridge_bytes_over_bound"] <= 1.01
+    assert {"wire", "add"} <= set(large["legs"])
 
 
 def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -51,6 +51,28 @@ def resume(job, run, *arguments, size=4):
     return results[0]
 
 
+def test_a_resumed_run_communicates_over_the_relays_it_began_with(uninterrupted, tmp_path):
+    job, whole = uninterrupted
+    run = cut_back(whole, tmp_path / "run", 4)
+    record = json.loads((run / "communicator.json").read_text())
+    assert record["relays"] == {"near": [[0, "shm"]], "far": [[0, "gloo"]], "hosts": [[0, 1, 2, 3]]}
+    record["relays"]["near"] = [[0, "gloo"]]
+    (run / "communicator.json").write_text(json.dumps(record))
+    resume(job, run)
+    assert losses(run) == losses(whole)
+    assert json.loads((run / "communicator.json").read_text())["relays"] == record["relays"]
+
+
+def test_every_step_says_what_it_communicated(uninterrupted):
+    _, whole = uninterrupted
+    steps = [json.loads(line)["communication"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    sent = [sum(link["bytes"] for link in step["links"] if link["level"] == "bridge") for step in steps]
+    assert sent[1] > 0
+    assert len(set(sent[1:])) == 1  # the steps are alike
+    for step in steps:
+        assert all(row["calls"] > 0 and row["seconds"] >= 0 for row in step["operations"])
+
+
 def test_under_the_same_plan_every_bit_is_the_same(uninterrupted, tmp_path):
     job, whole = uninterrupted
     run = cut_back(whole, tmp_path / "run", 2)

@@ -1,0 +1,121 @@
+"""Which relay carries what: by pair and size, stored and taken up again; and MPI that takes device memory."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import relay_choice
+from hethub.communicator.mpi_relay import ask_open_mpi, is_gpu_aware
+from hethub.communicator.relay_choice import RelayChoice, faster_by_size
+from hethub.kernels.device import Device
+from hethub.spec.errors import BadInput
+from tests.support.ranks import run_ranks, start_ranks
+
+BY_SIZE = {"near": [[0, "shm"], [100_000, "gloo"]], "far": [[0, "gloo"]]}
+
+
+@pytest.mark.parametrize(
+    ("gloo", "mpi", "chosen"),
+    [
+        ([1.0, 10.0], [0.5, 2.0], ((0, "mpi"),)),
+        ([1.0, 10.0], [1.0, 2.0], ((0, "gloo"), (relay_choice.PROBED_BYTES[1], "mpi"))),
+        ([1.0, 10.0], [0.1, 9.5], ((0, "gloo"),)),
+        ([1.0, 1.0], [1.0, 1.0], ((0, "gloo"),)),
+    ],
+)
+def test_mpi_gets_the_sizes_at_which_it_is_clearly_faster(gloo, mpi, chosen):
+    assert faster_by_size({"gloo": gloo, "mpi": mpi}) == chosen
+
+
+def test_a_choice_survives_its_file():
+    choice = RelayChoice.from_dict(BY_SIZE)
+    assert RelayChoice.from_dict(choice.to_dict()) == choice
+
+
+@pytest.mark.parametrize("near", [[], [[5, "shm"]], [[0, "carrier pigeon"]], [[0, "shm"], [8, "gloo"], [4, "mpi"]]])
+def test_what_is_no_choice_is_refused(near):
+    with pytest.raises(BadInput, match="ascending order"):
+        RelayChoice.from_dict({"near": near, "far": [[0, "gloo"]]})
+
+
+def reduce_small_and_large(world):
+    for size in (100, 20_000, 300_000):
+        tensor = torch.full((size,), float(world.rank))
+        dist.all_reduce(tensor)
+        assert (tensor == sum(range(world.size))).all()
+    sent = {link["relay"]: link["bytes"] for link in world.counters()["links"] if link["level"] == "bridge"}
+    return sent, world.relays
+
+
+def test_stored_relays_carry_by_size():
+    for sent, relays in run_ranks(2, reduce_small_and_large, islands=[[0], [1]], stored_relays=BY_SIZE):
+        assert sent == {"shm": 80_400, "gloo": 1_200_000}
+        assert relays == {**BY_SIZE, "hosts": [[0, 1]]}
+
+
+def test_a_named_relay_overrules_what_was_stored():
+    for sent, _ in run_ranks(2, reduce_small_and_large, islands=[[0], [1]], relay="gloo", stored_relays=BY_SIZE):
+        assert set(sent) == {"gloo"}
+
+
+def test_stored_relays_that_cannot_be_connected_are_chosen_anew():
+    stored = {"near": [[0, "mpi"]], "far": [[0, "gloo"]]}  # the first run was started by mpirun, this one is not
+    for sent, relays in run_ranks(2, reduce_small_and_large, islands=[[0], [1]], stored_relays=stored):
+        assert set(sent) == {"shm"}
+        assert relays["near"] == [[0, "shm"]]
+
+
+def test_an_unknown_relay_is_refused():
+    outcomes = start_ranks(2, reduce_small_and_large, connect={"islands": [[0], [1]], "relay": "smoke"})
+    assert all("communicator.relay is 'smoke'" in outcome.error[1] for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "environment", "said", "aware"),
+    [
+        ("nvidia", {}, True, True),
+        ("nvidia", {}, False, False),
+        ("amd", {}, None, False),
+        ("amd", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None, True),
+        ("nvidia", {"MV2_USE_CUDA": "1"}, None, True),
+        ("nvidia", {"MV2_USE_ROCM": "1"}, None, False),
+        ("nvidia", {"HETHUB_MPI_GPU_AWARE": "0"}, True, False),
+        ("amd", {"HETHUB_MPI_GPU_AWARE": "1"}, False, True),
+        ("cpu", {"HETHUB_MPI_GPU_AWARE": "1"}, True, False),
+    ],
+)
+def test_whether_mpi_takes_device_memory(vendor, environment, said, aware):
+    assert is_gpu_aware(vendor, environment, lambda asked: said if asked == vendor else None) is aware
+
+
+def test_open_mpi_is_asked_through_the_library_itself():
+    assert ask_open_mpi(torch._C.__file__)("nvidia") is None  # linked to no MPI
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoHostBuffers(Device):
+    """A device whose tensors must not be staged in host memory."""
+
+    def host_buffer(self, num_bytes):
+        raise AssertionError("staged in host memory")
+
+
+def reduce_from_device_memory(world):
+    for carriers in world._context.relays.values():
+        for relay in carriers:
+            relay.takes_device_memory = True
+    found = []
+    for size in (100_003, 1_500_001):
+        tensor = torch.randn(size, generator=torch.Generator().manual_seed(world.rank))
+        exact = sum(torch.randn(size, generator=torch.Generator().manual_seed(r)).double() for r in range(world.size))
+        dist.all_reduce(tensor)
+        found.append(((tensor - exact).norm() / exact.norm()).item())
+    return max(found)
+
+
+@pytest.mark.parametrize("islands", [[[0, 1], [2]], [[0], [1], [2]]], ids=["2+1", "1+1+1"])
+def test_a_relay_that_takes_device_memory_gets_it(islands):
+    options = {"islands": islands, "staged_ranks": [0, 1, 2], "device": NoHostBuffers(vendor="cpu")}
+    assert max(run_ranks(3, reduce_from_device_memory, relay="gloo", **options)) < 1e-6
