@@ -1,6 +1,7 @@
 """Runs one rank's actions of a step: tiles through the parts of its stage, forward and back, and reductions."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -79,10 +80,14 @@ class Executor:
             self._transport.post_receives(self._actions[index : index + WINDOW])
             with self.log.timed(action), self.pace.action(action):
                 self._run(action)
-        with self.log.timed(Action(Kind.REDUCE, self.seat.stage)):
+        with self.timed(Kind.REDUCE):
             self.residency.finish()
             self._transport.finish()
         return float(torch.stack(step.losses).sum()) if step.losses else 0.0
+
+    def timed(self, kind: Kind) -> AbstractContextManager[None]:
+        """The span of what ends a step of the whole stage; one that steps part by part has those behind each part."""
+        return nullcontext() if self._by_part else self.log.timed(Action(kind, self.seat.stage))
 
     def _run(self, action: Action) -> None:
         tile, part = action.tile, action.part

@@ -31,7 +31,7 @@ from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout import Layout
 from hethub.spec.ranges import Range
-from hethub.spec.schedule import Action, Kind
+from hethub.spec.schedule import Kind
 from hethub.spec.state import StateMap, steps_per_part
 from hethub.spec.tiling import Tile
 
@@ -110,11 +110,11 @@ class Trainer:
         valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
         with self._counting_memory():
             loss = self.executor.run_step(self._loader(step), self.loss_scale.value / valid_tokens)
-        with self.executor.log.timed(Action(Kind.STEP, self.seat.stage)):
+        with self.executor.timed(Kind.STEP):
             outcome = self._agree(loss, stop_requested())
             self._update(step, outcome)
         if outcome.grad_norm is not None:
-            with self.executor.log.timed(Action(Kind.GATHER, self.seat.stage)):
+            with self.executor.timed(Kind.GATHER):
                 self.stepping.gather()
         if step % VERIFY_EVERY == 0:
             self.stepping.flush()
