@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 
+from hethub.kernels.device import Device
 from hethub.spec.schedule import Action, Kind
 
 
@@ -43,6 +45,11 @@ class Pace:
         """The block updates so many parameters."""
         yield
 
+    @property
+    def busy_seconds(self) -> float | None:
+        """What this rank has computed since the step began, in seconds to report; None where nobody looked."""
+        return None
+
     def seconds(self, real_seconds: float) -> float:
         """Seconds to report for what really took `real_seconds`."""
         return real_seconds
@@ -50,3 +57,32 @@ class Pace:
     def memory_bytes(self, counted: int) -> int:
         """Bytes to report for a rank that counted `counted`. Raises RunFailed where its device has less."""
         return counted
+
+
+LOOKED_AT = 10  # every so many steps on a device: to time a layer, it is waited for
+
+
+class WatchedPace(Pace):
+    """The pace of a real device that times what it computes, collectives inside layers included."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._step = device, 0
+        self._busy, self._began, self._looks = 0.0, 0.0, False
+
+    def start_step(self) -> None:
+        self._looks = not self._device.is_gpu or self._step % LOOKED_AT == 0
+        self._step, self._busy = self._step + 1, 0.0
+
+    def enter(self, kind: Kind, layer: int) -> None:
+        if self._looks:
+            self._device.synchronize()
+            self._began = monotonic()
+
+    def leave(self) -> None:
+        if self._looks:
+            self._device.synchronize()
+            self._busy += monotonic() - self._began
+
+    @property
+    def busy_seconds(self) -> float | None:
+        return self._busy if self._looks else None

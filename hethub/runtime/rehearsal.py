@@ -119,6 +119,7 @@ class RehearsedPace(Pace):
         self, layout: Layout, world: EmulatedWorld, spec: RehearsalSpec, profile: ProfileSpec | None = None
     ) -> None:
         self.rank, self._clock = world.rank, world.clock
+        self._world, self._spec, self._profile = world, spec, profile
         costs = PlanCosts(layout, HETHUB, packaged(), profile)
         self._times = RankTimes(costs, layout.seats[world.rank], spec.slowdown.get(world.rank, 1.0))
         self._memory = memory(layout)[world.rank]
@@ -162,6 +163,15 @@ class RehearsedPace(Pace):
         self._end()
         self._count_overrun(real, emulated)
 
+    @property
+    def busy_seconds(self) -> float | None:
+        """What the emulated accelerator has computed; or this process, where it needed longer than that."""
+        if not self._clock.scale:
+            return None
+        passes = [kind for kind in self._emulated if kind is not Kind.STEP]
+        real = sum(self._real[kind] for kind in passes) / self._clock.scale
+        return max(real, sum(self._emulated[kind] for kind in passes))
+
     def _begin(self, kind: Kind, seconds: float) -> None:
         self._kind = kind
         self._emulated[kind] = self._emulated.get(kind, 0.0) + seconds
@@ -182,6 +192,10 @@ class RehearsedPace(Pace):
         if self._clock.scale:
             self._overrun += max(0.0, now_real - real - (now_emulated - emulated) * self._clock.scale)
         self._clock.keep()
+
+    def on(self, layout: Layout) -> "RehearsedPace":
+        """The pace of this rank under another plan, at the same scale."""
+        return RehearsedPace(layout, self._world, self._spec, self._profile)
 
     # -- what is reported --------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from hethub.predictor.profile import save_profile
 from hethub.predictor.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.clock import clock_offset
+from hethub.runtime.drifting import Drifting, Rebuild
 from hethub.runtime.pace import StepPace
 from hethub.runtime.prepare import Agreed
 from hethub.runtime.progress import Reporter, Silent, TerminalReporter
@@ -46,10 +47,19 @@ class Run:
     """A trainer with its weights in place, `done` steps behind them; rank 0 writes the run folder and speaks."""
 
     def __init__(
-        self, job: Job, agreed: Agreed, world: World, trainer: Trainer, store: CheckpointStore, done: int
+        self,
+        job: Job,
+        agreed: Agreed,
+        world: World,
+        trainer: Trainer,
+        store: CheckpointStore,
+        done: int,
+        drifting: Drifting | None,
+        rebuild: Rebuild,
     ) -> None:
         self.agreed, self.world, self.trainer, self.store = agreed, world, trainer, store
         self.job, self.done, self.last = job, done, job.spec.train.steps
+        self._drifting, self._rebuild = drifting, rebuild
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._spans: list[list[Span]] = []
@@ -134,13 +144,38 @@ class Run:
             metrics = self.trainer.metrics(step, outcome, seconds, self.agreed.prediction["step_seconds"])
             self.agreed.folder.append(metrics)
             reporter.step(metrics)
+        if self._drifting is not None and step - self.done > SETTLING_STEPS:
+            for row in self._drifting.note(step, outcome.busy_seconds, self.agreed, plans=self._speaks):
+                self._say(row["text"], reporter)
+                if self._speaks:
+                    self.agreed.folder.append_drift(row)
         ends = outcome.stop_requested or step == self.last
         every = self.job.spec.checkpoint.every_steps
         if ends or (every is not None and step % every == 0):
             self.trainer.save(self.store, step, blocking=ends)
             if self._speaks:
                 self.agreed.folder.log(f"checkpoint of step {step}{'' if ends else ' begun'}")
+            if not ends:
+                self._replan(step, reporter)
         return outcome.stop_requested
+
+    def _replan(self, step: int, reporter: Reporter) -> None:
+        """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants it."""
+        found = self._drifting.chosen(self.world) if self._drifting is not None else None
+        if self._drifting is None or found is None:
+            return
+        self.store.wait()
+        self.world.barrier()
+        self.agreed, self.trainer = self._rebuild(self.agreed, self.trainer, found)
+        path = self.store.latest()
+        assert path is not None
+        self.trainer.restore(self.store, path)
+        self._drifting.follow(self.agreed)
+        self._spans = []
+        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", reporter)
+        if self._speaks:
+            self.agreed.folder.write_plan(self.agreed.layout, self.agreed.prediction)
+            self.agreed.folder.append_drift({"step": step, "text": "new plan", "prediction": self.agreed.prediction})
 
     def _finish(self, last_step: int, stopped: bool, offset: float) -> RunSummary | None:
         seconds = self.trainer.pace.seconds

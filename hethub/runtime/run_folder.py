@@ -92,6 +92,16 @@ class RunFolder:
     def _write_json(self, name: str, data: Any) -> None:
         (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
+    def append_drift(self, row: dict[str, Any]) -> None:
+        """Adds a line about a rank that is slower than planned, or a plan that was changed for it."""
+        with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def write_plan(self, layout: Layout, prediction: dict[str, Any]) -> None:
+        """Replaces the plan that runs, and its prediction."""
+        save_plan(layout.plan, self.plan)
+        self._write_json("prediction.json", prediction)
+
     def write_rehearsal(self, report: dict[str, Any]) -> None:
         """How a rehearsal kept its pace."""
         self._write_json("rehearsal.json", report)

@@ -182,15 +182,18 @@ def speed_classes(places: Sequence[Place], curves: Sequence[DeviceProfile]) -> l
     return result
 
 
-def tell_apart(cluster: ClusterSpec, classes: Sequence[int]) -> ClusterSpec:
-    """The cluster in which ranks of class 1 and up have accelerators of other names; the order of ranks stays."""
+def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = "~") -> ClusterSpec:
+    """The cluster in which ranks of class 1 and up have accelerators of other names; the order of ranks stays.
+
+    Parts of a machine that was split are priced as if its network joined them, where it has one.
+    """
     if not any(classes):
         return cluster
     nodes = []
     for (machine, number), group in groupby(cluster.places, key=lambda place: (place.machine, classes[place.rank])):
         places = list(group)
         node, device = places[0].node, places[0].node.unnamed_device
-        name = device.name if number == 0 else f"{device.name}~{number}"
+        name = device.name if number == 0 else f"{device.name}{mark}{number}"
         nodes.append(
             node.replace(
                 name=f"{node.name}-{machine}-{places[0].local}", count=1, accelerators=len(places), hosts=None,

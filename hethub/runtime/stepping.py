@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hethub.runtime.optimizer import Optimizer, OwnedRun
+from hethub.runtime.pace import Pace
 from hethub.runtime.reduction import LocalPiece, Reducer
 from hethub.runtime.unit_weights import UnitWeights
 
@@ -22,8 +23,11 @@ class Stepping:
     `gather` once all ranks know the norm.
     """
 
-    def __init__(self, optimizer: Optimizer, reducer: Reducer, *, per_part: bool, waits_for_norm: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, reducer: Reducer, pace: Pace, *, per_part: bool, waits_for_norm: bool
+    ) -> None:
         self._optimizer, self._reducer, self._storage = optimizer, reducer, reducer.storage
+        self._pace = pace
         self._per_part, self._waits = per_part, waits_for_norm
         self.weights: UnitWeights | None = None
         num_chunks = len(self._storage.state.layout.stages[self._storage.seat.stage].chunks)
@@ -51,7 +55,7 @@ class Stepping:
     def step_part(self, chunk: int) -> None:
         """Steps a chunk right after its reduction, unless that must wait."""
         if not self._waits:
-            self._optimizer.step_runs(self._runs(chunk), self._step, 1.0)
+            self._step_runs(self._runs(chunk), self._step, 1.0)
 
     def gather_part(self, chunk: int) -> None:
         """Sends the weights that `step_part` made."""
@@ -61,10 +65,11 @@ class Stepping:
     def conclude(self, scale: float) -> None:
         """Steps what is due at the end of the step, gradients multiplied by `scale`, and notes what is due later."""
         if not self._per_part:
-            self._optimizer.step(self._step, scale)
+            with self._pace.stepping(sum(run.local.size for run in self._optimizer.runs)):
+                self._optimizer.step(self._step, scale)
             return
         self._optimizer.updates += 1
-        self._optimizer.step_runs(self._runs(None), self._step, scale)
+        self._step_runs(self._runs(None), self._step, scale)
         if self._waits:
             self._pending = {chunk: (self._step, scale) for chunk in self._chunks if chunk is not None}
 
@@ -76,13 +81,17 @@ class Stepping:
         """Steps a chunk that waited for the norm, and sends its weights."""
         if chunk in self._pending:
             step, scale = self._pending.pop(chunk)
-            self._optimizer.step_runs(self._runs(chunk), step, scale)
+            self._step_runs(self._runs(chunk), step, scale)
             self._gather([chunk])
 
     def flush(self) -> None:
         """Returns when nothing waits to be stepped; all ranks of the stage call it together."""
         for chunk in self._chunks:
             self.catch_up(chunk)
+
+    def _step_runs(self, runs: list[OwnedRun], step: int, scale: float) -> None:
+        with self._pace.stepping(sum(run.local.size for run in runs)):
+            self._optimizer.step_runs(runs, step, scale)
 
     def _runs(self, chunk: Chunk) -> list[OwnedRun]:
         return [run for run in self._optimizer.runs if run.bucket.chunk == chunk]

@@ -2,22 +2,27 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
 from hethub.communicator.emulated import EmulatedWorld, connect_emulated
 from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.drifting import Drifting, Rebuild
 from hethub.runtime.initial import load_hugging_face
 from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
-from hethub.runtime.pace import Pace
+from hethub.runtime.pace import Pace, WatchedPace
 from hethub.runtime.prepare import Agreed, Prepared, TrainRequest, agree, prepare, read_job
-from hethub.runtime.rehearsal import ClusterNetwork, rehearsed_pace
+from hethub.runtime.rehearsal import ClusterNetwork, RehearsedPace, rehearsed_pace
 from hethub.runtime.run import Run, RunSummary
 from hethub.runtime.session import watched
 from hethub.runtime.together import together
 from hethub.runtime.trainer import Trainer
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
+from hethub.spec.layout import bind
+from hethub.spec.plan import PlanSpec
 
 _BUILDING_SECONDS = 3600.0  # how long ranks wait for each other's weights; a dead one is noticed by the watch
 
@@ -48,7 +53,7 @@ def train(request: TrainRequest) -> RunSummary | None:
         run = together(
             meeting,
             "checkpoint",
-            lambda: _start(request, prepared, agreed, trainer),
+            lambda: _start(request, prepared, agreed, trainer, partial(_rebuild, prepared)),
             patience_seconds=_BUILDING_SECONDS,
         )
         return run.train()
@@ -79,7 +84,7 @@ def _connect(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> World:
 def _pace(prepared: Prepared, agreed: Agreed, world: World) -> Pace:
     """As fast as the ranks can, or in a rehearsal as fast as the emulated accelerators."""
     if not isinstance(world, EmulatedWorld):
-        return Pace()
+        return WatchedPace(world.device)
     job = prepared.job
     return rehearsed_pace(
         agreed.layout, world, job.spec.rehearsal, agreed.prediction["step_seconds"],
@@ -101,7 +106,7 @@ def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: Wor
     return trainer
 
 
-def _start(request: TrainRequest, prepared: Prepared, agreed: Agreed, trainer: Trainer) -> Run:
+def _start(request: TrainRequest, prepared: Prepared, agreed: Agreed, trainer: Trainer, rebuild: Rebuild) -> Run:
     """The run with its checkpoints opened, and the newest restored where it is resumed."""
     job, world, done = prepared.job, trainer.world, 0
     store = CheckpointStore(agreed.folder.checkpoints, keep=job.spec.checkpoint.keep, world=world)
@@ -112,7 +117,25 @@ def _start(request: TrainRequest, prepared: Prepared, agreed: Agreed, trainer: T
                 f"{store.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
             )
         done = trainer.restore(store, path)
-    return Run(job, agreed, world, trainer, store, done)
+    return Run(job, agreed, world, trainer, store, done, _drifting(job, agreed, world), rebuild)
+
+
+def _drifting(job: Job, agreed: Agreed, world: World) -> Drifting | None:
+    """Who watches for ranks slower than planned; nobody where the job says so, and on CPUs unless it asks."""
+    shares_cores = not world.device.is_gpu and not agreed.layout.cluster.emulated
+    if job.spec.replan == "never" or (job.spec.replan is None and shares_cores):
+        return None
+    return Drifting(job, agreed)
+
+
+def _rebuild(prepared: Prepared, agreed: Agreed, trainer: Trainer, found: dict[str, Any]) -> tuple[Agreed, Trainer]:
+    """The same run under another plan, its weights to be restored."""
+    cluster, pace = agreed.layout.cluster, trainer.pace
+    layout = bind(PlanSpec.model_validate(found["plan"]), prepared.job.model, cluster)
+    agreed = replace(agreed, layout=layout, prediction={"strategy": "replanned", **found["prediction"]})
+    if isinstance(pace, RehearsedPace):
+        pace = pace.on(layout)
+    return agreed, _trainer(prepared, agreed, trainer.world, pace)
 
 
 def _fill(trainer: Trainer, job: Job) -> None:

@@ -47,6 +47,7 @@ class StepOutcome:
     grad_norm: float | None
     memory_bytes: int
     stop_requested: bool
+    busy_seconds: tuple[float | None, ...]  # by rank, what it computed before the update; None where nobody looked
 
 
 class Trainer:
@@ -84,6 +85,7 @@ class Trainer:
         self.stepping = Stepping(
             self.optimizer,
             self.reducer,
+            self.pace,
             per_part=steps_per_part(layout),
             waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
         )
@@ -149,11 +151,12 @@ class Trainer:
             self.stepping.square_sum(),
             self.memory_bytes,
             stop_requested,
+            self.pace.busy_seconds,
         ]
-        losses, squares, memory, stops = zip(*self.world.all_gather_objects(own), strict=True)
+        losses, squares, memory, stops, busy = zip(*self.world.all_gather_objects(own), strict=True)
         square_sum = ordered_sum(squares)
         norm = math.sqrt(square_sum) / self.loss_scale.value if math.isfinite(square_sum) else None
-        return StepOutcome(ordered_sum(losses) / self.loss_scale.value, norm, max(memory), any(stops))
+        return StepOutcome(ordered_sum(losses) / self.loss_scale.value, norm, max(memory), any(stops), busy)
 
     def _update(self, step: int, outcome: StepOutcome) -> None:
         """Clips and steps; an fp16 overflow skips the update on all ranks together."""
@@ -166,8 +169,7 @@ class Trainer:
             )
         if outcome.grad_norm is not None:
             scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
-            with self.pace.stepping(sum(run.local.size for run in self.optimizer.runs)):
-                self.stepping.conclude(scale)
+            self.stepping.conclude(scale)
         self.loss_scale.update(overflow=overflow)
 
     def _loader(self, step: int) -> Callable[[Tile], TileInput]:

@@ -104,6 +104,13 @@ class RehearsalSpec(Spec):
     slowdown: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=1)]] = {}  # noqa: RUF012
 
 
+class DriftSpec(Spec):
+    """When a rank counts as slower than planned: by how much beyond the others, and for how many steps on end."""
+
+    threshold: Positive = 0.2
+    steps: Count = 5
+
+
 class JobSpec(Spec):
     """A job file, one to one."""
 
@@ -119,6 +126,9 @@ class JobSpec(Spec):
     profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
     # Ranks measure themselves before a plan is made: `auto` on devices, unless micro-batch or profile are given.
     measure: Literal["auto", "always", "never"] = "auto"
+    drift: DriftSpec = DriftSpec()
+    # A rank slower than planned is reported, or a new plan taken at the next checkpoint. null: reported, except on CPUs.
+    replan: Literal["auto", "report", "never"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,350 @@
+"""What unlike accelerators are worth together: python benchmarks/hetero.py [CASE …] [--steps N] [--out FOLDER]
+
+makers    two makers, 4 + 4 accelerators with rates 1 : 1.6: auto over the upper bound (both rehearsed) and over uniform
+poplar    Poplar's three kinds of cluster (memory, compute, both), ZeRO 0 to 3, against the even split
+cephalo   a model that fits only where training state is split unevenly
+zorse     ministages and offload: memory saved, time lost
+quotas    measured, not rehearsed: two CPU ranks on 100 % and 40 % of a core, by cgroups
+
+All but `quotas` are rehearsed: CPU processes compute the real model and take the time that the emulated accelerators would
+(hethub/runtime/rehearsal.py). Accelerators are a catalogue's, made slow enough for a tiny model (rehearse.pocket). Prints
+markdown; with --out also writes hetero.md and hetero.svg there.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # behind site-packages: only `tests` and `benchmarks` are meant
+
+from benchmarks.quotas import measured_rows
+from benchmarks.rehearse import LINKS_SMALLER, Rehearsed, pocket, rehearse
+from hethub.planner import plan
+from hethub.planner.problem import Batch, pose
+from hethub.predictor import layer_rates, predict
+from hethub.predictor.memory import memory
+from hethub.report.drawing import stacked
+from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout import Layout, bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule import check_executable
+
+MODEL = ModelSpec(name="pocket", layers=8, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=256, max_seq_len=64)
+SEQ_LEN, PRECISION = 32, "fp32"
+MOST_OVERRUN_PERCENT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One rehearsed plan; `of` names the case it belongs to."""
+
+    of: str
+    what: str
+    layout: Layout
+    rehearsed: Rehearsed
+
+    @property
+    def tokens_per_second(self) -> float:
+        plan_ = self.layout.plan
+        return plan_.global_batch * plan_.seq_len / self.rehearsed.step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A line of the table: what came out and what was to be reached; None where it could not be run, with the reason."""
+
+    case: str
+    figure: str
+    to_reach: str
+    reached: bool | None
+    how: str = "rehearsed"
+
+
+class Bench:
+    """Rehearses plans and keeps what came out."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.runs, self.findings = steps, list[Run](), list[Finding]()
+
+    def run(self, of: str, what: str, layout: Layout) -> Run:
+        check_executable(layout)
+        done = Run(of=of, what=what, layout=layout, rehearsed=rehearse(layout, steps=self.steps))
+        self.runs.append(done)
+        print(f"| {' | '.join(run_cells(done))} |", flush=True)
+        return done
+
+    def found(self, case: str, figure: str, to_reach: str, reached: bool | None, how: str = "rehearsed") -> None:
+        self.findings.append(Finding(case=case, figure=figure, to_reach=to_reach, reached=reached, how=how))
+
+    def left_out(self, case: str, to_reach: str, reason: BadInput) -> None:
+        self.found(case, f"not run: {reason}", to_reach, None)
+
+
+# -- clusters and plans ------------------------------------------------------------------------------------------------
+
+
+def cluster(name: str, *nodes: tuple[AcceleratorSpec, int], gbps: float = 200.0) -> ClusterSpec:
+    """Nodes of some accelerators of a kind each, an interface per accelerator."""
+    listed = [
+        {"name": f"{name}-{index}", "accelerator": accelerator, "accelerators": count, "nics": count,
+         "gbps_per_nic": gbps / LINKS_SMALLER}
+        for index, (accelerator, count) in enumerate(nodes)
+    ]  # fmt: skip
+    return ClusterSpec.model_validate({"name": name, "emulated": True, "nodes": listed})
+
+
+def planned(on: ClusterSpec, global_batch: int, strategy: str, **constraints: Any) -> Layout:
+    """The strategy's plan, bound."""
+    wishes = ConstraintsSpec(**constraints)
+    batch = (global_batch, SEQ_LEN, PRECISION)
+    return bind(plan(MODEL, on, batch, wishes, strategy=strategy, with_bounds=False).plan, MODEL, on)
+
+
+def written(on: ClusterSpec, global_batch: int, stages: list[dict[str, Any]], schedule: str = "1f1b") -> Layout:
+    """A plan given in full, bound."""
+    content = {
+        "model": MODEL.name, "cluster": on.name, "global_batch": global_batch, "seq_len": SEQ_LEN, "precision": PRECISION,
+        "schedule": schedule, "stages": stages,
+    }  # fmt: skip
+    return bind(PlanSpec.model_validate(content), MODEL, on)
+
+
+def with_memory(accelerator: AcceleratorSpec, num_bytes: float) -> AcceleratorSpec:
+    """The accelerator with so much memory beyond what the framework takes on any."""
+    framework = memory(planned(cluster("probe", (accelerator, 2)), 2, "uniform"))[0].parts["framework"]
+    return accelerator.replace(memory_gb=(framework + num_bytes) / 2**30)
+
+
+# -- the cases ---------------------------------------------------------------------------------------------------------
+
+
+def makers(bench: Bench) -> None:
+    """HETHUB's question: how near do two makers together come to the sum of both alone?"""
+    case, global_batch = "two makers, 4 + 4, rates 1 : 1.6", 104
+    fast, slow = pocket("A100-SXM4-80GB"), pocket("MI250X-GCD")
+    ratio = layer_seconds(slow) / layer_seconds(fast)
+    on = cluster("makers", (fast, 4), (pocket("MI250X-GCD", speed=ratio / 1.6), 4))
+    mixed = bench.run(case, "auto", planned(on, global_batch, "auto"))
+    problem = pose(MODEL, on, Batch(global_batch, SEQ_LEN, PRECISION), None)
+    alone = plan(MODEL, on, (global_batch, SEQ_LEN, PRECISION)).kinds_alone
+    bound = 0.0
+    for index, kind in enumerate(alone):
+        layout = bind(kind.plan, MODEL, problem.part(index).cluster)
+        bound += bench.run(case, f"{kind.island} alone, batch {kind.global_batch}", layout).tokens_per_second
+    share = mixed.tokens_per_second / bound
+    bench.found(f"{case}: auto / upper bound", f"{share:.3f}", "≥ 0.975 (HETHUB: 0.9749)", share >= 0.975)
+    even = bench.run(case, "uniform", planned(on, global_batch, "uniform"))
+    gain = mixed.tokens_per_second / even.tokens_per_second
+    bench.found(f"{case}: auto / uniform", f"{gain:.2f}x", "≥ 1.25x", gain >= 1.25)
+
+
+def layer_seconds(accelerator: AcceleratorSpec) -> float:
+    return layer_rates(MODEL, accelerator, SEQ_LEN, PRECISION, (8,))[8, 1]
+
+
+def poplar(bench: Bench) -> None:
+    """Poplar's clusters at every ZeRO level, samples by measured speed against the even split."""
+    gains: list[float] = []
+    global_batch = 24
+    for kind, on in poplar_clusters():
+        for zero in range(4):
+            case = f"Poplar, {kind}, ZeRO {zero}"
+            try:
+                uneven = bench.run(case, "poplar", planned(on, global_batch, "poplar", zero=zero, reserve=0.0))
+                even = bench.run(
+                    case, "even split", planned(on, global_batch, "uniform", zero=zero, pp=1, tp=1, reserve=0.0)
+                )
+            except BadInput as reason:
+                bench.left_out(case, "≥ 1.0x, within 5 % of predicted", reason)
+                continue
+            gain = uneven.tokens_per_second / even.tokens_per_second
+            foreseen = even.rehearsed.predicted_seconds / uneven.rehearsed.predicted_seconds
+            gains.append(gain)
+            reached = gain >= 0.995 and abs(gain / foreseen - 1.0) <= 0.05
+            figure = f"{gain:.2f}x (predicted {foreseen:.2f}x)"
+            bench.found(case, figure, "≥ 1.0x, within 5 % of predicted", reached)
+    if gains:
+        bench.found("Poplar, the best", f"{max(gains):.2f}x", "≥ 1.5x", max(gains) >= 1.5)
+
+
+def poplar_clusters() -> Iterator[tuple[str, ClusterSpec]]:
+    """Two accelerators of each type. Where memories differ, so does the largest micro-batch: about 8 and 2 samples."""
+    state = 20.0 * MODEL.parameters
+    small = state + 2.5 * bytes_per_sample()
+    large = state + 10.0 * bytes_per_sample()
+    a100, a800, v100 = pocket("A100-PCIe-80GB"), pocket("A800-SXM4-80GB"), pocket("V100-PCIe-32GB")
+    yield "memory", cluster("memory", (with_memory(a100, large), 2), (with_memory(pocket("A100-PCIe-40GB"), small), 2))
+    yield "compute", cluster("compute", (pocket("V100-PCIe-16GB"), 2), (pocket("T4"), 2))
+    yield "both", cluster("both", (with_memory(a800, large), 2), (with_memory(v100, small), 2))
+
+
+def bytes_per_sample() -> float:
+    """What a sample in flight takes on an accelerator that holds the whole model."""
+    on = cluster("probe", (pocket("A100-PCIe-80GB"), 2))
+    sizes = [
+        sum(memory(even(on, samples))[0].parts[part] for part in ("activations", "logits", "buffers"))
+        for samples in (1, 2)
+    ]
+    return float(sizes[1] - sizes[0])
+
+
+def even(on: ClusterSpec, micro_batch: int, samples: int = 8, **stage: Any) -> Layout:
+    """One stage of all ranks, each with as many samples."""
+    replicas = [{"ranks": [rank], "micro_batch": micro_batch, "samples": samples} for rank in range(on.size)]
+    return written(on, samples * on.size, [{"layers": [[0, MODEL.layers]], "replicas": replicas, **stage}])
+
+
+def cephalo(bench: Bench) -> None:
+    """Half of the accelerators have no room for an even part of the optimizer state."""
+    case, global_batch = "Cephalo, state fits only unevenly", 32
+    optimizer, resident = 8.0 * MODEL.parameters, 8.0 * MODEL.parameters + 10.0 * bytes_per_sample()
+    fast, slow = pocket("A100-PCIe-40GB"), pocket("V100-PCIe-16GB")
+    tight = cluster(
+        "tight", (with_memory(fast, resident + 0.1 * optimizer), 2), (with_memory(slow, resident + optimizer), 2)
+    )
+    free = cluster("free", (fast, 2), (slow, 2))
+    refused = not predict(even(tight, 8, zero=1), reserve=0.0).fits
+    try:
+        limited = bench.run(case, "cephalo", planned(tight, global_batch, "cephalo", reserve=0.0))
+        roomy = bench.run(case, "cephalo without the limit", planned(free, global_batch, "cephalo"))
+    except BadInput as reason:
+        bench.left_out(case, "trains; ≥ 0.95 of the throughput without the memory limit", reason)
+        return
+    share = limited.tokens_per_second / roomy.tokens_per_second
+    shares = dict(limited.layout.stages[0].state_shares)
+    figure = f"{share:.3f} (even state {'does not fit' if refused else 'fits'}; shares {shares})"
+    bench.found(case, figure, "trains; ≥ 0.95 of the throughput without the memory limit", refused and share >= 0.95)
+
+
+def zorse(bench: Bench) -> None:
+    """As many ministages as layers allow, with parameters offloaded, against one chunk per stage."""
+    on = cluster("zorse", (pocket("A100-PCIe-40GB"), 2), (pocket("V100-PCIe-16GB"), 2))
+    plain = bench.run("Zorse", "one chunk", chunked(on, 1))
+    for case, chunks, offload, slower, less in (
+        ("Zorse, offload alone", 1, ["optimizer"], 3.0, None),
+        ("Zorse, most ministages", MODEL.layers // 2, ["parameters"], 20.0, 35.0),
+    ):
+        limits = f"≤ {slower:g} % slower" + (f", ≥ {less:g} % less memory" if less else "")
+        try:
+            run = bench.run("Zorse", case, chunked(on, chunks, offload))
+        except BadInput as reason:
+            bench.left_out(case, limits, reason)
+            continue
+        lost = 100.0 * (1.0 - run.tokens_per_second / plain.tokens_per_second)
+        saved = 100.0 * (1.0 - own_bytes(run) / own_bytes(plain))
+        reached = lost <= slower and (less is None or saved >= less)
+        bench.found(case, f"{lost:.1f} % slower, {saved:.0f} % less memory", limits, reached)
+
+
+def own_bytes(run: Run) -> int:
+    """Counted bytes of the fullest rank without what the framework takes on every accelerator."""
+    return run.rehearsed.memory_bytes - memory(run.layout)[0].parts["framework"]
+
+
+def chunked(on: ClusterSpec, chunks: int, offload: list[str] | None = None) -> Layout:
+    """Two stages of one node each, every stage with `chunks` equal runs of layers in turn."""
+    size = MODEL.layers // (2 * chunks)
+    stages = []
+    for stage in range(2):
+        layers = [[(2 * chunk + stage) * size, (2 * chunk + stage + 1) * size] for chunk in range(chunks)]
+        replicas = [{"ranks": [2 * stage + index], "micro_batch": 2, "samples": 16} for index in range(2)]
+        stages.append(
+            {"layers": layers, "replicas": replicas, "zero": 2 if chunks > 1 else 1, "offload": offload or []}
+        )
+    return written(on, 32, stages, "ministages" if chunks > 1 else "1f1b")
+
+
+def quotas(bench: Bench) -> None:
+    """Measured on CPU ranks that the kernel gives unlike parts of a core."""
+    for row in measured_rows():
+        bench.found(**row)
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[[Bench], None]] = {
+    "makers": makers, "poplar": poplar, "cephalo": cephalo, "zorse": zorse, "quotas": quotas,
+}  # fmt: skip
+RUN_HEAD = [
+    "case",
+    "plan",
+    "predicted s",
+    "rehearsed s",
+    "predicted / rehearsed - 1, %",
+    "overrun %",
+    "memory, predicted / counted",
+]
+
+
+def run_cells(run: Run) -> list[str]:
+    r = run.rehearsed
+    return [
+        run.of, run.what, f"{r.predicted_seconds:.3f}", f"{r.step_seconds:.3f}", f"{r.error_percent:+.1f}",
+        f"{r.overrun_percent:.2f}", f"{r.predicted_bytes / r.memory_bytes:.3f}",
+    ]  # fmt: skip
+
+
+def summary(bench: Bench) -> None:
+    """Adds the lines about all runs together."""
+    errors = [abs(run.rehearsed.error_percent) for run in bench.runs]
+    if not errors:
+        return
+    figure = f"mean {statistics.fmean(errors):.1f} %, largest {max(errors):.1f} % over {len(errors)} runs"
+    reached = statistics.fmean(errors) <= 4.0 and max(errors) <= 10.0
+    bench.found("predicted vs rehearsed step time", figure, "mean ≤ 4 %, largest ≤ 10 %", reached)
+    overrun = max(run.rehearsed.overrun_percent for run in bench.runs)
+    within = overrun <= MOST_OVERRUN_PERCENT
+    bench.found("overrun of the emulated time", f"{overrun:.2f} %", f"≤ {MOST_OVERRUN_PERCENT:g} %", within)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def plot(bench: Bench) -> str:
+    """Every run's step, predicted above rehearsed, as an SVG file's text."""
+    rows = []
+    for run in bench.runs:
+        longest = max(run.rehearsed.predicted_seconds, run.rehearsed.step_seconds)
+        rows.append((f"{run.of}: {run.what}", {"compute": run.rehearsed.predicted_seconds / longest}, None))
+        rows.append(("rehearsed", {"reduce": run.rehearsed.step_seconds / longest}, None))
+    drawn = stacked(rows, "of the longer")
+    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="10" ', 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=list(CASES))
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    started, bench = time.perf_counter(), Bench(options.steps)
+    print(f"| {' | '.join(RUN_HEAD)} |\n| {' | '.join(['---'] * len(RUN_HEAD))} |")
+    for name in options.cases:
+        CASES[name](bench)
+    summary(bench)
+    words = {True: "yes", False: "no", None: "-"}
+    found = [[f.case, f.how, f.figure, f.to_reach, words[f.reached]] for f in bench.findings]
+    answer = table(["case", "how", "came out", "to reach", "reached"], found)
+    print(f"\n{answer}\n\n{len(bench.runs)} rehearsals, {time.perf_counter() - started:.0f} s")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        runs = table(RUN_HEAD, [run_cells(run) for run in bench.runs])
+        (options.out / "hetero.md").write_text(f"{answer}\n\n{runs}\n", encoding="utf-8")
+        (options.out / "hetero.svg").write_text(plot(bench), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Two CPU ranks on unlike parts of a core, measured: they measure themselves, are planned for, and train.
+
+The parts are cgroup quotas (v1 or v2), where this machine lets us set them; where it does not, the row says why it is
+skipped. The machine must be quiet: quotas bind only where the cores are there.
+"""
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hethub.communicator import Rendezvous, connect
+from hethub.kernels.device import Device
+from hethub.planner import plan
+from hethub.predictor import predict
+from hethub.predictor.profile import DeviceProfile
+from hethub.runtime.data import Dataset
+from hethub.runtime.self_measure import combine, measure_rank
+from hethub.runtime.together import exchange
+from hethub.runtime.trainer import Trainer
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec, TrainSpec
+from hethub.spec.layout import Layout, bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
+from tests.support.ranks import start_ranks, values
+
+MODEL = ModelSpec(name="quotas", layers=4, hidden=256, heads=8, kv_heads=4, ffn=704, vocab=1024, max_seq_len=128)
+TRAIN = TrainSpec(steps=10_000, warmup_steps=1, global_batch=14, seq_len=128, precision="fp32")
+PARTS = (1.0, 0.4)  # of a core
+PERIOD_SECONDS = 0.02
+ROUNDS = 7
+WARM_UP = 2
+CASE = "two CPU ranks on 100 % and 40 % of a core, self-measured plan / even split"
+TO_REACH = "≥ 1.3x, prediction within 10 %"
+
+
+class NoQuotas(Exception):
+    """Why cgroups cannot be used here."""
+
+
+def measured_rows() -> list[dict[str, Any]]:
+    """The table's line: its figure, or why it could not be measured."""
+    try:
+        with quota_groups() as groups:
+            return [_row(values(start_ranks(2, _rank, [str(group) for group in groups], timeout_seconds=300))[0])]
+    except NoQuotas as reason:
+        return [
+            {"case": CASE, "figure": f"skipped: {reason}", "to_reach": TO_REACH, "reached": None, "how": "measured"}
+        ]
+
+
+def _row(rank: dict[str, Any]) -> dict[str, Any]:
+    gain = rank["even"] / rank["planned"]
+    error = 100.0 * (rank["predicted"] / rank["planned"] - 1.0)
+    figure = f"{gain:.2f}x; samples {rank['samples']}; step {rank['planned']:.3f} s, predicted {error:+.1f} %"
+    reached = gain >= 1.3 and abs(error) <= 10.0
+    return {"case": CASE, "figure": figure, "to_reach": TO_REACH, "reached": reached, "how": "measured"}
+
+
+# -- parts of a core ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quota_groups() -> Iterator[list[Path]]:
+    """A cgroup per rank with its part of a core. Raises NoQuotas where they cannot be made."""
+    root, set_quota = _hierarchy()
+    folders = [root / f"hethub-quota-{os.getpid()}-{rank}" for rank in range(len(PARTS))]
+    try:
+        for folder, part in zip(folders, PARTS, strict=True):
+            folder.mkdir()
+            set_quota(folder, int(part * PERIOD_SECONDS * 1e6), int(PERIOD_SECONDS * 1e6))
+    except OSError as error:
+        _remove(folders)
+        raise NoQuotas(f"cgroups cannot be made here ({error.strerror}: {error.filename})") from None
+    try:
+        yield folders
+    finally:
+        _remove(folders)
+
+
+def _hierarchy() -> tuple[Path, Callable[[Path, int, int], None]]:
+    """Where groups with a cpu quota are made, and how one is set: cgroup v2, or v1's cpu controller."""
+    second = Path("/sys/fs/cgroup")
+    if (second / "cgroup.controllers").exists():
+        if "cpu" not in (second / "cgroup.subtree_control").read_text().split():
+            raise NoQuotas("cgroup v2 does not hand its cpu controller down here")
+        return second, lambda folder, quota, period: _write(folder / "cpu.max", f"{quota} {period}")
+    for first in (second / "cpu", second / "cpu,cpuacct"):
+        if first.is_dir():
+            return first, _set_quota_v1
+    raise NoQuotas("there is no cgroup cpu controller here")
+
+
+def _set_quota_v1(folder: Path, quota: int, period: int) -> None:
+    _write(folder / "cpu.cfs_period_us", str(period))
+    _write(folder / "cpu.cfs_quota_us", str(quota))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir():
+            folder.rmdir()
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
+    """Measures itself, plans, and trains the plan and the even split in turn; seconds of a step, medians."""
+    torch.set_num_threads(1)
+    _write(Path(groups[rank]) / "cgroup.procs", str(os.getpid()))
+    meeting, device = Rendezvous.on_one_host(store, rank, 2), Device(vendor="cpu")
+    node = {"name": "cpu", "accelerator": "CPU-core", "accelerators": 2}
+    cluster = ClusterSpec.model_validate({"name": "quotas", "nodes": [node]})
+    accelerator = cluster.places[rank].accelerator
+    exchange(meeting, "start", None)
+    curve = measure_rank(MODEL, TRAIN, accelerator, device, accelerator.memory_bytes, 2)
+    curves = [DeviceProfile.model_validate(row) for row in exchange(meeting, "curves", curve.to_dict())]
+    measured = combine(MODEL, cluster, curves, fresh=True)
+    wishes = ConstraintsSpec(pp=1, tp=1, zero=0)
+    found = plan(MODEL, measured.cluster, TRAIN.batch, wishes, with_bounds=False, profile=measured.profile).plan
+    layouts = {"planned": bind(found, MODEL, measured.cluster), "even": _even(measured.cluster, found)}
+    world = connect(meeting, device=device, islands=[[0, 1]])
+    world.watch()
+    steps = {name: _trainer(layout, world) for name, layout in layouts.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(1, WARM_UP + ROUNDS + 1):
+        for name, trainer in steps.items():
+            world.barrier()
+            start = time.perf_counter()
+            trainer.run_step(number)
+            world.barrier()
+            times[name].append(time.perf_counter() - start)
+    world.close()
+    return {
+        **{name: statistics.median(own[WARM_UP:]) for name, own in times.items()},
+        "predicted": predict(layouts["planned"], profile=measured.profile).step_seconds,
+        "samples": [replica.samples for replica in found.stages[0].replicas],
+    }
+
+
+def _even(cluster: ClusterSpec, planned: PlanSpec) -> Layout:
+    """As many samples on each rank, in one micro-batch."""
+    half = TRAIN.global_batch // 2
+    replicas = [{"ranks": [rank], "micro_batch": half, "samples": half} for rank in range(2)]
+    stages = [{"layers": [[0, MODEL.layers]], "replicas": replicas}]
+    return bind(PlanSpec.model_validate({**planned.model_dump(), "stages": stages}), MODEL, cluster)
+
+
+def _trainer(layout: Layout, world: Any) -> Trainer:
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab, 20_000)
+    dataset = Dataset(
+        name="random", tokens=tokens, seq_len=TRAIN.seq_len, seed=1, vocab=MODEL.vocab, max_token=MODEL.vocab - 1,
+        end_of_document=None, tokenizer="none",
+    )  # fmt: skip
+    trainer = Trainer(layout, world, dataset, TRAIN)
+    trainer.initialise()
+    return trainer
