@@ -14,6 +14,8 @@ class Capabilities:
     recompute: tuple[Recompute, ...]
     offload: tuple[Offload, ...]
     max_chunks: int
+    family_schedules: tuple[ScheduleName, ...] = ()  # beside `schedules`, by the families of their papers alone
+    family_zero: tuple[int, ...] = (0, 1)  # levels that Poplar's, Cephalo's and Zorse's own plans use
     chooses_in_flight: bool = True  # whether more tiles in flight than the default are looked at
 
     def limited(self, *, chooses_in_flight: bool) -> "Capabilities":
@@ -23,13 +25,34 @@ class Capabilities:
     def left_out(self) -> list[str]:
         """What the plan format knows and this table does not allow, one entry each, for `not_searched`."""
         names: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
-        missing = [f"schedule {name}: not executable yet" for name in names if name not in self.schedules]
-        missing += [f"zero {level}: not executable yet" for level in range(4) if level not in self.zero]
+        of_families, kinds = (
+            "only as the families of their papers propose it",
+            ("activations", "parameters", "optimizer"),
+        )
+        missing = [
+            f"schedule {name}: {of_families if name in self.family_schedules else 'not searched'}"
+            for name in names
+            if name not in self.schedules
+        ]
+        missing += [
+            f"zero {level}: {of_families if level in self.family_zero else 'not executable yet'}"
+            for level in range(4)
+            if level not in self.zero
+        ]
         if self.max_chunks == 1:
-            missing.append("several chunks of layers per stage: not executable yet")
-        kinds: tuple[Offload, ...] = ("activations", "parameters", "optimizer")
-        return missing + [f"offload of {kind}: not executable yet" for kind in kinds if kind not in self.offload]
+            missing.append(f"several chunks of layers per stage: {of_families}")
+        return missing + [
+            f"offload of {kind}: {of_families if kind in self.offload else 'not executable yet'}" for kind in kinds
+        ]
 
 
 # Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
-RUNTIME = Capabilities(schedules=("gpipe", "1f1b"), zero=(0, 1), recompute=("none", "full"), offload=(), max_chunks=1)
+RUNTIME = Capabilities(
+    schedules=("gpipe", "1f1b", "zero_bubble"),
+    zero=(0, 1),
+    recompute=("none", "full"),
+    offload=("parameters", "optimizer"),
+    max_chunks=1,
+    family_schedules=("ministages", "layered"),
+    family_zero=(0, 1, 2, 3),
+)

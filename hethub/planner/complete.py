@@ -22,7 +22,7 @@ def complete(draft: Draft, problem: Problem, costs: UnitCosts, holds: Sequence[i
     if seated is None:
         return None
     divided = _divided(draft, seated, problem, costs)
-    if holds is None and problem.schedule == "1f1b" and _nearly_even(divided):
+    if holds is None and draft.schedule is None and problem.schedule == "1f1b" and _nearly_even(divided):
         holds = range(len(draft.stages), 0, -1)
     stages, start = [], 0
     for index, (stage, own, by_speed) in enumerate(zip(draft.stages, seated, divided, strict=True)):
@@ -37,7 +37,7 @@ def complete(draft: Draft, problem: Problem, costs: UnitCosts, holds: Sequence[i
         global_batch=problem.batch.global_batch,
         seq_len=problem.batch.seq_len,
         precision=problem.batch.precision,
-        schedule=problem.schedule,
+        schedule=draft.schedule or problem.schedule,
         stages=tuple(stages),
     )
 

@@ -47,6 +47,7 @@ class UnitCosts:
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
         self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
+        self._put_off: dict[tuple[int, int, int, str], float] = {}
         self._reduce: dict[tuple[int, int, int], float] = {}
 
     def rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
@@ -67,6 +68,17 @@ class UnitCosts:
             PassSeconds(embedding.forward + once, embedding.backward + once),
             PassSeconds(head.forward + once, head.backward + once),
         )
+
+    def put_off(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
+        """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
+        key = (kind, tp, samples, recompute)
+        found = self._put_off.get(key)
+        if found is None:
+            cost = self.layer_costs[kind]
+            found = self._put_off[key] = cost.layer(samples, tp, recompute).backward * cost.weight_share(
+                samples, 1 / tp
+            )
+        return found
 
     def all_reduce(self, kind: int, tp: int, samples: int) -> float:
         """Seconds to sum a micro-batch's hidden states over a unit."""

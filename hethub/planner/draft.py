@@ -1,12 +1,12 @@
 """Drafts: plans as the search moves them about. Equal accelerators are counted, not named; `complete` names them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.problem import Combination, Problem, Unit
-from hethub.spec.plan import Recompute
+from hethub.spec.plan import PlanSpec, Recompute, ScheduleName
 
 
 class Seats(NamedTuple):
@@ -56,6 +56,9 @@ class Draft:
     alike: bool = True
     roomy: bool = False
     even: bool = False  # samples in equal parts, whatever the speeds
+    name: str = ""  # tells drafts apart that carry their plan
+    plan: PlanSpec | None = field(default=None, compare=False)  # judged as it stands, not moved about
+    schedule: ScheduleName | None = None  # None: the problem's
 
     def with_stage(self, index: int, stage: DraftStage) -> "Draft":
         return replace(self, stages=(*self.stages[:index], stage, *self.stages[index + 1 :]))
@@ -79,7 +82,7 @@ def to_draft(
         own = units[position : position + size]
         position += size
         seats = merged([Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], 1) for unit in own])
-        drafted.append(DraftStage(layers, seats, combination.recompute, max(problem.zeros)))
+        drafted.append(DraftStage(layers, seats, combination.recompute, problem.usual_zero))
     return Draft(tuple(drafted))
 
 

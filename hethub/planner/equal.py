@@ -47,7 +47,7 @@ def cut_equally(
 def room_for(problem: Problem, table: Table, rows: np.ndarray, replicas: np.ndarray) -> np.ndarray:
     """Whether all stages together could hold the layers if only one tile were held and nothing but layers: what fails
     here needs no cut. A stage that straddles sorts counts in full for each."""
-    shards = replicas if max(problem.zeros) > 0 else np.ones_like(replicas)
+    shards = replicas if problem.usual_zero > 0 else np.ones_like(replicas)
     memory = table.memory
     per_layer = memory.layer[rows, :, MIDDLE] + memory.layer_tile[rows, :, MIDDLE]
     per_layer = per_layer + memory.state_layer[rows, :, MIDDLE] / shards[:, None]
@@ -104,7 +104,7 @@ def _most_layers(problem: Problem, table: Table, rows: np.ndarray, composition: 
     if stages == 1:
         places[0] = ONLY
     at = Coefficients(*(part[rows][:, :, places].transpose(0, 2, 1) for part in table.memory))
-    shards = composition.sum(axis=2)[:, :, None] if max(problem.zeros) > 0 else 1
+    shards = composition.sum(axis=2)[:, :, None] if problem.usual_zero > 0 else 1
     per_layer = at.layer + held * at.layer_tile + at.state_layer / shards
     once = at.once + held * at.tile + at.state_once / shards
     present = composition > 0

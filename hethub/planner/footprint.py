@@ -1,7 +1,7 @@
 """Bytes of a rank by its number of layers: coefficients read off the predictor's own memory on small probes.
 
-A rank's bytes are linear in its layers and in the tiles it holds, and nearly so in the micro-batch; the optimizer's part
-falls with the replicas that share it. So a few probes of hethub.predictor.memory give every stage's bytes without a plan,
+A rank's bytes are linear in its layers and in the tiles it holds, and nearly so in the micro-batch; what ZeRO cuts falls
+with the replicas that share it. So a few probes of hethub.predictor.memory give every stage's bytes without a plan,
 and stay true when the predictor's memory changes. The predictor judges every answer.
 """
 
@@ -16,7 +16,7 @@ from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout import Layout
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 
 FIRST, MIDDLE, LAST, ONLY = range(4)
 PROBED_MICRO_BATCHES = (1, 4, 64)
@@ -26,6 +26,13 @@ NEVER = 1 << 40
 def position(first: bool, last: bool) -> int:
     """Where a stage is, as an index of a coefficient's last axis."""
     return ONLY if first and last else FIRST if first else LAST if last else MIDDLE
+
+
+class Mode(NamedTuple):
+    """What beside micro-batch and recompute decides how much a rank keeps."""
+
+    zero: int = 1
+    schedule: ScheduleName = "1f1b"
 
 
 class Coefficients(NamedTuple):
@@ -67,34 +74,49 @@ class Footprints:
     model: ModelSpec
     seq_len: int
     precision: Precision
-    _known: dict[tuple[bool, int, int, Recompute], Coefficients] = field(default_factory=dict)
+    _known: dict[tuple[bool, int, int, Recompute, Mode], Coefficients] = field(default_factory=dict)
 
     def coefficients(
-        self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute
+        self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
     ) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
         on_cpu = family(accelerator) == "cpu"
-        key = (on_cpu, tp, micro_batch, recompute)
+        key = (on_cpu, tp, micro_batch, recompute, mode)
         found = self._known.get(key)
         if found is None:
             if micro_batch in PROBED_MICRO_BATCHES:
-                found = self._probe(ON_CPU if on_cpu else PROBE, tp, micro_batch, recompute)
+                probe = _Probe(self, ON_CPU if on_cpu else PROBE, tp, micro_batch, recompute, mode)
+                found = probe.coefficients()
             else:
                 low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
                 high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
-                a, b = (self.coefficients(accelerator, tp, size, recompute) for size in (low, high))
+                a, b = (self.coefficients(accelerator, tp, size, recompute, mode) for size in (low, high))
                 part = (micro_batch - low) / (high - low)
                 found = Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
             self._known[key] = found
         return found
 
-    def _probe(self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
-        grid = {(x, k): self._parts(tp, micro_batch, recompute, x, k, accelerator) for x in (1, 2) for k in (1, 2)}
-        rest = {
-            key: np.array([sum(p.values()) - p["optimizer"] for p in parts], dtype=float) for key, parts in grid.items()
-        }
-        state = {x: np.array([p["optimizer"] for p in grid[x, 1]], dtype=float) for x in (1, 2)}
+
+@dataclass(frozen=True)
+class _Probe:
+    """Plans of a few layers whose memory tells the coefficients."""
+
+    footprints: Footprints
+    accelerator: AcceleratorSpec
+    tp: int
+    micro_batch: int
+    recompute: Recompute
+    mode: Mode
+
+    def coefficients(self) -> Coefficients:
+        """From one and two layers, one and two tiles in flight, and two and four replicas, which share the state."""
+        grid = {(x, k): self._bytes(x, k, FEW) for x in (1, 2) for k in (1, 2)}
+        state = {x: np.zeros(4) for x in (1, 2)}
+        if self.mode.zero:
+            for x in (1, 2):
+                state[x] = (grid[x, 1] - self._bytes(x, 1, MANY)) / (1 / FEW - 1 / MANY)
+        rest = {(x, k): found - state[x] / FEW for (x, k), found in grid.items()}
         layer_tile = rest[2, 2] - rest[2, 1] - rest[1, 2] + rest[1, 1]
         layer = rest[2, 1] - rest[1, 1] - layer_tile
         tile = rest[1, 2] - rest[1, 1] - layer_tile
@@ -102,29 +124,14 @@ class Footprints:
         state_layer = state[2] - state[1]
         return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer)
 
-    def _parts(
-        self, tp: int, micro_batch: int, recompute: Recompute, layers: int, held: int, accelerator: AcceleratorSpec
-    ) -> list[dict[str, int]]:
-        """The predictor's parts on a rank of the first, a middle and the last of three stages, and of a stage alone."""
-        return [
-            *self._ranks(tp, micro_batch, recompute, layers, held, accelerator, 3),
-            *self._ranks(tp, micro_batch, recompute, layers, held, accelerator, 1),
-        ]
+    def _bytes(self, layers: int, held: int, replicas: int) -> np.ndarray:
+        """Bytes of a rank of the first, a middle and the last of three stages, and of a stage alone."""
+        three, one = self._ranks(layers, held, replicas, 3), self._ranks(layers, held, replicas, 1)
+        return np.array([*three, *one], dtype=float)
 
-    def _ranks(
-        self,
-        tp: int,
-        micro_batch: int,
-        recompute: Recompute,
-        layers: int,
-        held: int,
-        accelerator: AcceleratorSpec,
-        stages: int,
-    ) -> list[dict[str, int]]:
-        samples = 4 * micro_batch
-        replicas = 2 if stages == 1 else 1  # a rank among others: alone it would need no communicator
-        model = self.model.replace(layers=stages * layers)
-        node = NodeSpec(name="probe", accelerator=accelerator, accelerators=stages * replicas * tp)
+    def _ranks(self, layers: int, held: int, replicas: int, stages: int) -> list[int]:
+        samples, model, tp = 4 * self.micro_batch, self.footprints.model.replace(layers=stages * layers), self.tp
+        node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=stages * replicas * tp)
         cluster = ClusterSpec(name="probe", emulated=True, nodes=(node,))
         drafted = [
             StageSpec(
@@ -132,13 +139,14 @@ class Footprints:
                 replicas=tuple(
                     ReplicaSpec(
                         ranks=tuple(range(r * tp, (r + 1) * tp)),
-                        micro_batch=micro_batch,
+                        micro_batch=self.micro_batch,
                         samples=samples,
                         in_flight=held,
                     )
-                    for r in range(s, s + replicas)
+                    for r in range(s * replicas, (s + 1) * replicas)
                 ),
-                recompute=recompute,
+                recompute=self.recompute,
+                zero=self.mode.zero,
             )
             for s in range(stages)
         ]
@@ -146,13 +154,16 @@ class Footprints:
             model=model.name,
             cluster=cluster.name,
             global_batch=replicas * samples,
-            seq_len=self.seq_len,
-            precision=self.precision,
+            seq_len=self.footprints.seq_len,
+            precision=self.footprints.precision,
+            schedule=self.mode.schedule,
             stages=tuple(drafted),
         )
         found = memory(Layout(plan, model, cluster))
-        return [found[s * tp].parts for s in range(stages)]
+        return [found[s * replicas * tp].bytes for s in range(stages)]
 
+
+FEW, MANY = 2, 4  # replicas of a probe
 
 ON_CPU = AcceleratorSpec(
     name="probe", vendor="cpu", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1

@@ -1,6 +1,7 @@
 """The judge: every plan the search considers is bound and predicted here, each once, with full cost."""
 
 import time
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from hethub.planner.surrogate import Surrogate
 from hethub.predictor import Prediction, predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -72,6 +74,25 @@ def layout_of(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     return AlikeLayout(plan, model, cluster) if is_alike(plan) else bind(plan, model, cluster)
 
 
+def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:
+    """Whether a family's own plan keeps to the constraints."""
+    replicas = [replica for stage in plan.stages for replica in stage.replicas]
+    wide = [stage for stage in plan.stages if len(stage.replicas) > 1]
+    pairs: list[tuple[object, Iterable[object]]] = [
+        (given.schedule, [plan.schedule]),
+        (given.tp, [replica.tp for replica in replicas]),
+        (given.pp, [len(plan.stages)]),
+        (given.dp, [len(stage.replicas) for stage in plan.stages]),
+        (given.micro_batch, [replica.micro_batch for replica in replicas]),
+        (given.recompute, [stage.recompute for stage in plan.stages]),
+        (given.zero, [stage.zero for stage in wide]),
+    ]
+    most = given.max_micro_batch or plan.global_batch
+    return all(wanted is None or set(found) <= {wanted} for wanted, found in pairs) and all(
+        replica.micro_batch <= most for replica in replicas
+    )
+
+
 SMALL_REPLAY = 1_000  # tiles: always replayed
 
 
@@ -108,8 +129,8 @@ class Judge:
 
     def _judge(self, draft: Draft) -> Verdict | None:
         holds = self.surrogate.holds(draft) if draft.roomy else None
-        plan = complete(draft, self.problem, self.costs, holds)
-        if plan is None:
+        plan = draft.plan or complete(draft, self.problem, self.costs, holds)
+        if plan is None or (draft.plan is not None and not keeps(plan, self.problem.constraints)):
             return None
         if not is_alike(plan) and not self._spend(plan):
             return None
@@ -122,8 +143,11 @@ class Judge:
         return Verdict(draft, plan, prediction)
 
     def _spend(self, plan: PlanSpec) -> bool:
-        """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend."""
+        """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend. Of
+        equal replicas one is replayed."""
         tiles = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
+        if is_equal(plan):
+            tiles //= len(plan.stages[0].replicas)
         if self.fitting and tiles > max(self.tiles_left, SMALL_REPLAY):
             return False
         self.tiles_left -= tiles
@@ -162,7 +186,8 @@ class Judge:
     def estimate_error_percent(self) -> float:
         """The worst disagreement of estimate and prediction over the plans that fit and are near the best."""
         best = self.best
-        near = [v for v in self.fitting.values() if best is not None and v.seconds < 1.25 * best.seconds]
+        estimated = [v for v in self.fitting.values() if v.draft.plan is None]
+        near = [v for v in estimated if best is not None and v.seconds < 1.25 * best.seconds]
         return max((100.0 * abs(self.surrogate.seconds(v.draft) / v.seconds - 1.0) for v in near), default=0.0)
 
     @property

@@ -87,8 +87,11 @@ def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
         for chosen in _ones_and_all(wide):
             if any(draft.stages[index].zero != zero for index in chosen):
                 yield _each(draft, chosen, zero=zero)
-    if problem.schedule == "1f1b" and len(draft.stages) > 1 and problem.capabilities.chooses_in_flight:
-        yield replace(draft, roomy=not draft.roomy)
+    if len(draft.stages) > 1 and problem.capabilities.chooses_in_flight:
+        if problem.schedule != "gpipe":
+            yield replace(draft, roomy=not draft.roomy)
+        for schedule in problem.other_schedules:
+            yield replace(draft, schedule=None if draft.schedule == schedule else schedule)
     yield replace(draft, alike=not draft.alike)
 
 

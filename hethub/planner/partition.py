@@ -143,7 +143,7 @@ class Partitioner:
         """[class, layers]: the fewest replicas of a stage at this depth whose ranks fit into memory."""
         found = self._replicas.get((depth, first))
         if found is None:
-            place, sharded = position(first, depth == 1), max(self.problem.zeros) > 0
+            place, sharded = position(first, depth == 1), self.problem.usual_zero > 0
             found = self._replicas[depth, first] = np.array(
                 [
                     self.problem.coefficients(

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.capabilities import RUNTIME, Capabilities
-from hethub.planner.footprint import Coefficients, Footprints
+from hethub.planner.footprint import Coefficients, Footprints, Mode
 from hethub.predictor.profile import ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
@@ -81,9 +81,17 @@ class Problem:
         """Bytes of an accelerator that a rank may use."""
         return self.kinds[kind].memory_bytes * (1 - self.constraints.reserve)
 
-    def coefficients(self, kind: int, tp: int, micro_batch: int, recompute: Recompute) -> Coefficients:
-        """What a rank of the kind needs of memory."""
-        return self.footprints.coefficients(self.kinds[kind].accelerator, tp, micro_batch, recompute)
+    def coefficients(
+        self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
+    ) -> Coefficients:
+        """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
+        mode = mode or Mode(self.usual_zero)
+        return self.footprints.coefficients(self.kinds[kind].accelerator, tp, micro_batch, recompute, mode)
+
+    @property
+    def usual_zero(self) -> int:
+        """The ZeRO level that drafts start with: 1 costs nothing but the owners' new weights on the way."""
+        return 1 if 1 in self.zeros else max(self.zeros)
 
     @property
     def size(self) -> int:
@@ -114,6 +122,12 @@ class Problem:
     @property
     def schedule(self) -> ScheduleName:
         return self.constraints.schedule or "1f1b"
+
+    @property
+    def other_schedules(self) -> tuple[ScheduleName, ...]:
+        """Schedules that may be better than 1F1B for the same stages."""
+        free = self.constraints.schedule is None and "zero_bubble" in self.capabilities.schedules
+        return ("zero_bubble",) if free else ()
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:

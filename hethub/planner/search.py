@@ -15,8 +15,7 @@ from hethub.planner.settings import Line, orders
 from hethub.planner.small import small_drafts
 from hethub.planner.table import Table, tabulate
 
-FAMILY_FINALISTS = 6  # judged of each family
-HOPELESS = 1.25  # times the best so far: a family's plan estimated so is not judged before the search
+FAMILY_FINALISTS = 4  # judged of each family
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
@@ -50,11 +49,11 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
         )
     elif size <= 128:
         full = Effort(
-            cuts=64, free_cells=2_000_000, finalists=24, descents=3, climbs=2, steps=12, tried_per_step=8, tiles=40_000
+            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=1, steps=3, tried_per_step=4, tiles=10_000
         )
     else:
         full = Effort(
-            cuts=64, free_cells=2_000_000, finalists=20, descents=2, climbs=1, steps=8, tried_per_step=6, tiles=10_000
+            cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
         )
     if size <= 4:
         full = replace(full, climbs=8, tried_per_step=32)
@@ -62,12 +61,13 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
         return full
     return replace(
         full,
-        finalists=full.finalists // 3,
-        descents=1,
-        climbs=1,
+        cuts=full.cuts // 2,
+        finalists=full.finalists // 2,
+        descents=2,
+        climbs=1 if size <= 8 else 0,
         steps=full.steps // 2,
-        tiles=full.tiles // 4,
-        free_cells=full.free_cells // 4,
+        tiles=full.tiles // 8,
+        free_cells=full.free_cells // 8,
     )
 
 
@@ -85,10 +85,14 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
         few = thriftiest(problem, table)
         cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
         _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
-    for draft in list(dict.fromkeys(descend(problem, judge, draft, effort) for draft in found[: effort.descents])):
-        judge(draft)
-    leaders: list[Verdict] = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)[: effort.climbs]
-    if not leaders and judge.closest is not None:
+    ranked = [v for v in sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds) if v.draft.plan is None]
+    unlike = {verdict.draft.shape: verdict.draft for verdict in reversed(ranked)}
+    starting = list(dict.fromkeys([*found[: effort.descents], *reversed(unlike.values())]))
+    for draft in starting[: effort.descents + min(effort.descents, len(unlike))]:
+        judge(descend(problem, judge, draft))
+    movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
+    leaders: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)[: effort.climbs]
+    if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
     for leader in leaders:
         climb(leader, problem, judge, effort)
@@ -96,14 +100,14 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
 
 
 def _judge_families(problem: Problem, judge: Judge, effort: Effort, best: Best) -> None:
-    """Judges every family's leaders; HETHUB's are the pure ones of the cuts made anyway."""
-    for name, family in FAMILIES.items():
+    """Judges every family's leaders; HETHUB's are the pure ones of the cuts made anyway. A draft that cannot beat what was
+    judged, since its busiest replica works longer, is left out."""
+    for name in sorted(FAMILIES, key=lambda name: name != "hethub"):
         judge.tiles_left = effort.tiles
-        drafts = (
-            [entry.draft(problem) for entry in best.pure] if name == "hethub" else list(family(problem, judge.costs))
-        )
+        family = FAMILIES[name]
+        drafts = [e.draft(problem) for e in best.pure] if name == "hethub" else list(family(problem, judge.costs))
         for draft in leading(judge, drafts):
-            if judge.best is None or judge.surrogate.seconds(draft) < HOPELESS * judge.best.seconds:
+            if judge.best is None or judge.surrogate.least(draft) < judge.best.seconds:
                 judge(draft)
     judge.mark_start()
 
@@ -116,10 +120,12 @@ def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
 
 
 def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts with the smallest estimates that are likely to fit, or the smallest of all where none is."""
-    unlike = list(dict.fromkeys(drafts))
+    """The drafts with the smallest estimates that are likely to fit, or the smallest of all where none is; and those that
+    carry their plan, which nothing estimates."""
+    whole = [draft for draft in dict.fromkeys(drafts) if draft.plan is not None]
+    unlike = [draft for draft in dict.fromkeys(drafts) if draft.plan is None]
     fitting = [draft for draft in unlike if judge.surrogate.likely_fits(draft)]
-    return heapq.nsmallest(FAMILY_FINALISTS, fitting or unlike, key=judge.surrogate.seconds)
+    return whole + heapq.nsmallest(FAMILY_FINALISTS, fitting or unlike, key=judge.surrogate.seconds)
 
 
 def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort) -> Verdict | None:
@@ -192,20 +198,26 @@ def _depths(problem: Problem, setting: Setting) -> list[int]:
     return [depth for depth in range(1, deepest + 1) if problem.constraints.pp in (None, depth)]
 
 
-def descend(problem: Problem, judge: Judge, draft: Draft, effort: Effort) -> Draft:
+WORTHWHILE = 2e-3  # a gain for which the first better neighbour is taken, before the best one is looked for
+MOST_CHANGES, MOST_SMALL_CHANGES = 60, 3
+
+
+def descend(problem: Problem, judge: Judge, draft: Draft) -> Draft:
     """Where the estimate has no better neighbour: many small changes, none of them judged."""
     surrogate = judge.surrogate
-    best = surrogate.seconds(draft)
-    for _ in range(effort.steps):
+    for _ in range(MOST_CHANGES):
+        enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
         near = neighbours(draft, problem, surrogate.slowest(draft))
-        seconds, _, better = min(
-            ((surrogate.seconds(d), i, d) for i, d in enumerate(near) if surrogate.likely_fits(d)),
-            default=(best, 0, draft),
-            key=lambda entry: entry[:2],
-        )
-        if seconds >= best * (1 - 1e-9) or judge.out_of_time:
-            return draft
-        best, draft = seconds, better
+        better = next((d for d in near if surrogate.is_faster(d, enough)), None)
+        if better is None or judge.out_of_time:
+            break
+        draft = better
+    for _ in range(MOST_SMALL_CHANGES):
+        now, near = surrogate.seconds(draft), neighbours(draft, problem, surrogate.slowest(draft))
+        faster = [d for d in near if surrogate.is_faster(d, now * (1 - 1e-6))]
+        if not faster or judge.out_of_time:
+            break
+        draft = min(faster, key=surrogate.seconds)
     return draft
 
 

@@ -78,5 +78,5 @@ def _draft(
             Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], count)
             for unit, count in zip(examples, counts, strict=True)
         ]
-        stages.append(DraftStage(x, merged(seats), combination.recompute, max(problem.zeros)))
+        stages.append(DraftStage(x, merged(seats), combination.recompute, problem.usual_zero))
     return Draft(tuple(stages))

@@ -6,6 +6,7 @@ tiles in flight allow.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import ceil
 from typing import NamedTuple
@@ -14,11 +15,12 @@ import numpy as np
 
 from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.footprint import position
+from hethub.planner.footprint import Mode, position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker, earliest_finish
 from hethub.predictor.links import Group
 from hethub.predictor.state_costs import BUCKET_BYTES
+from hethub.spec.plan import ScheduleName
 
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
 
@@ -28,7 +30,7 @@ class StageEstimate(NamedTuple):
 
     busy: float
     forward: float
-    backward: float
+    backward: float  # what the tile above waits for
     tiles: float  # of the busiest replica
     wave: int  # samples of one tile on every replica
     reduce: float
@@ -64,11 +66,14 @@ class Surrogate:
         stages, crossing = self.stages(draft), self.crossings(draft)
         held = self.holds(draft)
         detour = _detours(stages, crossing)
+        filled = (draft.schedule or self.problem.schedule) == "zero_bubble"  # weights' gradients fill the drain
         fill = drain = end = 0.0
         drains = []
         for stage, away, hold, across in zip(stages, detour, held, [*crossing, 0.0], strict=True):
-            gap = max(0.0, away - (hold - 1) * stage.forward) + max(0.0, away - (hold - 1) * stage.backward)
-            end = max(end, fill + stage.busy + gap + drain)
+            end = max(end, fill + stage.busy + max(0.0, away - (hold - 1) * stage.forward))
+            if not filled:
+                gap = max(0.0, away - (hold - 1) * stage.forward) + max(0.0, away - (hold - 1) * stage.backward)
+                end = max(end, fill + stage.busy + gap + drain)
             drains.append(drain)
             fill += stage.forward + across
             drain += stage.backward + across
@@ -79,6 +84,16 @@ class Surrogate:
         shown[0], shown[-1] = shown[0] + tied, shown[-1] + tied
         reduced = max(end - d + seconds for seconds, d in zip(shown, drains, strict=True))
         return reduced + max(stage.finish for stage in stages)
+
+    def is_faster(self, draft: Draft, seconds: float) -> bool:
+        """Whether the estimate is below `seconds` and the draft likely fits."""
+        return self.least(draft) < seconds and self.seconds(draft) < seconds and self.likely_fits(draft)
+
+    def least(self, draft: Draft) -> float:
+        """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
+        last = len(draft.stages) - 1
+        computing = (replace(stage, zero=min(stage.zero, 1)) if stage.zero > 1 else stage for stage in draft.stages)
+        return max(self.stage(stage, s == 0, s == last, draft.even).busy for s, stage in enumerate(computing))
 
     def _tied(self, draft: Draft) -> float:
         """Seconds to sum a tied head's gradients with the embedding's, on other ranks than it."""
@@ -119,7 +134,9 @@ class Surrogate:
         default = list(range(last + 1, 0, -1))
         if not draft.roomy or not last:
             return default
-        stages, crossing = self.stages(draft), self.crossings(draft)
+        # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
+        plain = replace(draft, schedule=None) if draft.schedule == "zero_bubble" else draft
+        stages, crossing = self.stages(plain), self.crossings(draft)
         pace = self.problem.batch.global_batch / max(stage.busy for stage in stages)
         spare = 0 if all(one.wave == two.wave for one, two in pairwise(stages)) else 1
         ends = list(accumulate((stage.tile + 2 * c for stage, c in zip(stages, [*crossing, 0.0], strict=True))))
@@ -129,7 +146,7 @@ class Surrogate:
         for s in range(last - 1, -1, -1):
             need = most - pace * (ends[s] - stages[s].tile)
             wanted = ceil(need / stages[s].wave - 1e-6) + spare
-            room = self._most(draft.stages[s], s == 0, False)
+            room = self._most(draft.stages[s], s == 0, False, draft.schedule or self.problem.schedule)
             held[s] = max(min(wanted, room, ceil(stages[s].tiles)), held[s + 1])
             most = max(most, (held[s] - 1) * stages[s].wave + pace * ends[s])
         return held
@@ -141,41 +158,74 @@ class Surrogate:
 
     def likely_fits(self, draft: Draft) -> bool:
         """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
-        last = len(draft.stages) - 1
+        last, schedule = len(draft.stages) - 1, draft.schedule or self.problem.schedule
         return all(
-            held <= self._most(stage, index == 0, index == last)
+            held <= self._most(stage, index == 0, index == last, schedule)
             for index, (stage, held) in enumerate(zip(draft.stages, self.holds(draft), strict=True))
         )
 
-    def _most(self, stage: DraftStage, first: bool, last: bool) -> int:
+    def _most(self, stage: DraftStage, first: bool, last: bool, schedule: ScheduleName) -> int:
         """The most tiles that every rank of a stage has memory for, by the closed form; named shares are left to the
         judge."""
-        key = (stage.layers, stage.seats, stage.recompute, stage.zero, stage.state_shares != (), first, last)
+        key = (stage.layers, stage.seats, stage.recompute, stage.zero, stage.state_shares != (), first, last, schedule)
         found = self._most_held.get(key)
         if found is None:
-            found = self._most_held[key] = min(self._room(stage, own, first, last) for own in stage.seats)
+            found = min(self._room(stage, own, position(first, last), schedule) for own in stage.seats)
+            self._most_held[key] = found
         return found
 
-    def _room(self, stage: DraftStage, own: Seats, first: bool, last: bool) -> int:
+    def _room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> int:
         if stage.state_shares:
             return 1 << 30
-        place, shards = position(first, last), stage.replicas if stage.zero else 1
-        at = self.problem.coefficients(own.kind, own.tp, own.micro_batch, stage.recompute)
+        mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
+        at = self.problem.coefficients(own.kind, own.tp, own.micro_batch, stage.recompute, mode)
+        shards = stage.replicas if stage.zero else 1
         kept = float(at.fixed(stage.layers, 0, place) + at.state(stage.layers, place) / shards)
         tile = float(at.tile[place] + at.layer_tile[place] * stage.layers)
         return int((NEARLY * self.problem.capacity(own.kind) - kept) / max(tile, 1.0))
 
     def stages(self, draft: Draft) -> list[StageEstimate]:
         """Every stage by itself."""
-        last = len(draft.stages) - 1
-        return [self.stage(stage, index == 0, index == last, draft.even) for index, stage in enumerate(draft.stages)]
+        last, schedule = len(draft.stages) - 1, draft.schedule or self.problem.schedule
+        return [
+            self.stage(stage, index == 0, index == last, draft.even, schedule)
+            for index, stage in enumerate(draft.stages)
+        ]
 
-    def stage(self, stage: DraftStage, first: bool, last: bool, even: bool = False) -> StageEstimate:
-        key = (stage.layers, stage.seats, stage.recompute, stage.zero, first, last, even)
+    def stage(
+        self, stage: DraftStage, first: bool, last: bool, even: bool = False, schedule: ScheduleName = "1f1b"
+    ) -> StageEstimate:
+        key = (stage.layers, stage.seats, stage.recompute, stage.zero, first, last, even, schedule)
         found = self._stages.get(key)
         if found is None:
-            found = self._stages[key] = self._stage(stage, first, last, even)
+            found = self._stage(stage, first, last, even)
+            if stage.zero >= 2 and stage.replicas > 1:
+                found = self._in_rounds(stage, found, first, last)
+            if schedule == "zero_bubble":
+                found = found._replace(backward=found.backward - self._put_off(stage))
+            self._stages[key] = found
         return found
+
+    def _put_off(self, stage: DraftStage) -> float:
+        """Seconds of a tile's backward that nobody above waits for."""
+        seats = stage.seats
+        return stage.layers * min(self.costs.put_off(*own[:3], stage.recompute) for own in seats)
+
+    def _in_rounds(self, stage: DraftStage, alone: StageEstimate, first: bool, last: bool) -> StageEstimate:
+        """The stage under ZeRO-2/3, its replicas in lockstep: every tile waits for gathers and reductions of its layers
+        that compute does not hide."""
+        group, network = self._group(stage), self.costs.network
+        parameters, sharing = self._parameters(stage, first, last), self.costs.sharing(group)
+        gather = network.all_gather(group, parameters * self.costs.width, sharing) if stage.zero == 3 else 0.0
+        reduce = network.reduce_scatter(group, parameters * max(4, self.costs.width), sharing)
+        tiles = [self.costs.rate(*own[:3], stage.recompute).tile(stage.layers, first, last) for own in stage.seats]
+        forward = max(gather, *(tile.forward for tile in tiles)) + gather / stage.layers
+        backward = max(gather + reduce, *(tile.backward for tile in tiles)) + (gather + reduce) / stage.layers
+        rounds = max(alone.tiles, self.problem.batch.global_batch / alone.wave)
+        return alone._replace(
+            busy=max(alone.busy, rounds * (forward + backward)), forward=forward, backward=backward, tiles=rounds,
+            reduce=0.0, tail=reduce / stage.layers,
+        )  # fmt: skip
 
     def _stage(self, stage: DraftStage, first: bool, last: bool, even: bool) -> StageEstimate:
         samples = self.problem.batch.global_batch

@@ -44,5 +44,5 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draf
             break
         held = [seats_of(units[i * replicas : (i + 1) * replicas], micro_batch) for i in range(stages)]
         for recompute in problem.recomputes:
-            drafted = (DraftStage(n, own, recompute, max(problem.zeros)) for n, own in zip(sizes, held, strict=True))
+            drafted = (DraftStage(n, own, recompute, problem.usual_zero) for n, own in zip(sizes, held, strict=True))
             yield Draft(tuple(drafted), even=True)
