@@ -4,13 +4,15 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
 from hethub.kernels.sources import COMPILE_OPTIONS, NAMES, THREADS_PER_BLOCK, num_blocks, source
 
-_MAX_BLOCKS = 8192
+_MAX_BLOCKS, _MAX_ROWS = 8192, 65_535
+_BYTES_PER_THREAD = 16
 _SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _QUANTISED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -37,63 +39,67 @@ class CompiledKernels(TorchKernels):
             self._functions = {name: module.get_function(name) for name in NAMES}
 
     def pack(self, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        if not flat.is_cuda:
+        if not self._holds(flat):
             return super().pack(tensors, flat)
         self._move("pack", tensors, flat)
         return None
 
     def unpack(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        if not flat.is_cuda:
+        if not self._holds(flat):
             return super().unpack(flat, tensors)
         self._move("unpack", tensors, flat)
         return None
 
     def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        if not total.is_cuda:
+        if not self._holds(total) or total.dtype != torch.float32 or part.dtype not in _SUFFIX:
             return super().add(total, part)
-        return self._launch(f"add_{_SUFFIX[part.dtype]}", total.numel(), total, part, total.numel())
+        return self._launch(f"add_{_SUFFIX[part.dtype]}", total.numel(), total, part)
 
     def cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
         narrow, wide = _SUFFIX.get(out.dtype), _SUFFIX.get(source.dtype)
-        if not out.is_cuda or source.dtype == out.dtype or narrow is None or wide is None:
+        if not self._holds(out) or source.dtype == out.dtype or narrow is None or wide is None:
             return super().cast(source, out)
         if out.dtype == torch.float32:
-            return self._launch(f"widen_{wide}_all", out.numel(), out, source, out.numel())
+            return self._launch(f"widen_{wide}_all", out.numel(), out, source)
         if source.dtype == torch.float32:
-            return self._launch(f"round_{narrow}_all", out.numel(), out, source, out.numel())
+            return self._launch(f"round_{narrow}_all", out.numel(), out, source)
         return super().cast(source, out)
 
     def quantise(self, source: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-        if not source.is_cuda:
+        if not self._holds(source):
             return super().quantise(source, values, scales)
         name = f"quantise_{_QUANTISED[values.dtype]}"
-        return self._launch(name, source.numel(), values, scales, source, source.numel())
+        return self._launch(name, source.numel(), values, scales, source)
 
     def dequantise(self, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        if not out.is_cuda:
+        if not self._holds(out):
             return super().dequantise(values, scales, out)
         name = f"dequantise_{_QUANTISED[values.dtype]}"
-        return self._launch(name, out.numel(), out, scales, values, out.numel())
+        return self._launch(name, out.numel(), out, scales, values)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies on this rank's device."""
+        return tensor.device == self._device.torch_device
 
     def _launch(self, name: str, num_elements: int, *arguments: Any) -> None:
         if num_elements == 0:
             return
         grid = (min(num_blocks(num_elements), _MAX_BLOCKS),)
-        self._run(name, grid, arguments)
+        self._run(name, grid, (*arguments, numpy.uint64(num_elements)))
 
     def _move(self, name: str, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         sizes = torch.tensor([0, *(tensor.numel() * tensor.itemsize for tensor in tensors)], dtype=torch.int64)
         places = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        if not sizes.any():
+            return
         offsets = sizes.cumsum(0).to(flat.device, non_blocking=True)
-        grid = (min(num_blocks(int(sizes.max()) // 4), _MAX_BLOCKS), min(len(tensors), 65_535))
-        self._run(name, grid, (flat, places.to(flat.device, non_blocking=True), offsets, len(tensors)))
+        num_threads = -(-int(sizes.max()) // _BYTES_PER_THREAD)
+        grid = (min(-(-num_threads // THREADS_PER_BLOCK), _MAX_BLOCKS), min(len(tensors), _MAX_ROWS))
+        self._run(name, grid, (flat, places.to(flat.device, non_blocking=True), offsets, numpy.uint32(len(tensors))))
 
     def _run(self, name: str, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream(self._device.index).cuda_stream)
-        passed = [
-            self._cupy.uintp(a.data_ptr()) if isinstance(a, torch.Tensor) else self._cupy.uint64(a) for a in arguments
-        ]
-        if name in ("pack", "unpack"):
-            passed[-1] = self._cupy.uint32(arguments[-1])
+        """Launches on torch's current stream; the caching allocator keeps what the arguments hold until then."""
+        passed = [numpy.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+        stream = self._cupy.cuda.ExternalStream(self._device.stream_pointer())
         with self._cupy.cuda.Device(self._device.index), stream:
             self._functions[name](grid, (THREADS_PER_BLOCK,), tuple(passed))

@@ -65,6 +65,10 @@ class Device:
     def current_stream(self) -> "Stream":
         return Stream(torch.cuda.current_stream(self.index)) if self.is_gpu else Stream(None)
 
+    def stream_pointer(self) -> int:
+        """The current stream's handle, for a library that launches beside torch."""
+        return int(torch.cuda.current_stream(self.index).cuda_stream) if self.is_gpu else 0
+
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor in host memory, pinned where a device copies from it."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)

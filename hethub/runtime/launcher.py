@@ -102,7 +102,9 @@ def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
 def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
     """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
     lines = ["#!/bin/bash", "#SBATCH --job-name=hethub"]
-    for index, node in enumerate(cluster.nodes):
+    if is_local(cluster):
+        lines.append(f"#SBATCH --nodes=1 --ntasks={cluster.size}")
+    for index, node in enumerate(() if is_local(cluster) else cluster.nodes):
         tasks = [*_tasks(node), f"--ntasks-per-node={node.accelerators}"]
         if node.unnamed_device.vendor != "cpu":
             tasks.append(f"--gpus-per-node={node.accelerators}")

@@ -94,6 +94,9 @@ def test_a_batch_script_has_a_component_per_node_entry() -> None:
         "#SBATCH --nodes=1 --ntasks=8 --ntasks-per-node=8 --gpus-per-node=8",
         "exec /opt/cuda/bin/hethub launch job.yaml --with srun --run-dir out",
     ]
+    (laptop,) = launch_commands(JOB, LAPTOP, "sbatch")
+    assert laptop.script is not None
+    assert [line for line in laptop.script.splitlines() if "SBATCH -" in line][1:] == ["#SBATCH --nodes=1 --ntasks=4"]
 
 
 @pytest.mark.parametrize(("launcher", "count"), [("torchrun", "--nproc-per-node=4"), ("srun", "--ntasks=4")])
