@@ -20,6 +20,9 @@ class Kept:
     def __del__(self) -> None:
         self._meter.release(self.tensor)
 
+    def prefetch(self) -> None:
+        """Nothing to bring: it is on the device."""
+
 
 class MemoryMeter:
     """Counts the bytes of tensors kept for backward, each storage once, and remembers the peak.
@@ -42,6 +45,10 @@ class MemoryMeter:
     def keep(self, tensor: Tensor) -> Kept:
         """Counts a tensor for as long as the result lives."""
         return Kept(tensor, self)
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is counted elsewhere."""
+        return tensor.untyped_storage().data_ptr() in self._fixed
 
     def take(self, tensor: Tensor) -> None:
         """Counts a tensor that stays alive; storages already counted add nothing."""

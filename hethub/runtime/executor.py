@@ -79,7 +79,7 @@ class Executor:
         for index, action in enumerate(self._actions):
             self._transport.post_receives(self._actions[index : index + WINDOW])
             with self.log.timed(action), self.pace.action(action):
-                self._run(action)
+                self._run(action, self._next_backward(index))
         with self.timed(Kind.REDUCE):
             self.residency.finish()
             self._transport.finish()
@@ -89,7 +89,14 @@ class Executor:
         """The span of what ends a step of the whole stage; one that steps part by part has those behind each part."""
         return nullcontext() if self._by_part else self.log.timed(Action(kind, self.seat.stage))
 
-    def _run(self, action: Action) -> None:
+    def _next_backward(self, index: int) -> TilePass | None:
+        """The tile whose backward is the next action, where its forward is over."""
+        following = self._actions[index + 1 : index + 2]
+        if not following or following[0].kind is not Kind.BACKWARD or following[0].tile is None:
+            return None
+        return self._step.running.get((following[0].part, following[0].tile))
+
+    def _run(self, action: Action, following: TilePass | None) -> None:
         tile, part = action.tile, action.part
         if not action.is_compute:
             self._update(action)
@@ -97,9 +104,11 @@ class Executor:
             for layer in self._layers(action):
                 self._itinerary.join(action.kind, layer)
         elif action.kind is Kind.FORWARD:
+            if following is not None:
+                following.prefetch()
             self._forward(part, tile)
         elif action.kind is Kind.BACKWARD:
-            self._backward(part, tile)
+            self._backward(part, tile, following)
         else:
             self._step.running.pop((part, tile)).run_weight_part()
 
@@ -125,10 +134,10 @@ class Executor:
             self._transport.hand_on(Kind.FORWARD, part, tile, result)
         step.running[part, tile] = running
 
-    def _backward(self, part: int, tile: Tile) -> None:
+    def _backward(self, part: int, tile: Tile, following: TilePass | None) -> None:
         grad = self._transport.arrived(Kind.BACKWARD, part, tile)
         running = self._step.running[part, tile]
-        grad = running.backward(grad, puts_weights_off=self._splits_backward)
+        grad = running.backward(grad, puts_weights_off=self._splits_backward, following=following)
         if not self._splits_backward:
             del self._step.running[part, tile]
         if grad is not None:

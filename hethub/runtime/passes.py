@@ -6,14 +6,17 @@ kept elsewhere; a layer run again) are statements of a loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hethub.runtime.accounting import Kept
+from hethub.runtime.layers import LlamaLayer
 from hethub.runtime.pace import Pace
 from hethub.runtime.parameter import Parameter, putting_off
+from hethub.runtime.parked import ParkedInput, ParkedLayer
 from hethub.runtime.residency import Residency
 from hethub.runtime.stage import Stage, TileInput
 from hethub.spec.ranges import Range
@@ -94,16 +97,54 @@ class Itinerary:
 class _Through:
     """A layer that a tile has passed: the ends of its graph, or its input alone where it will be run again."""
 
-    source: Tensor | Kept
+    source: Tensor | Kept | ParkedInput
     result: Tensor | None = None
+
+    def prefetch(self) -> None:
+        """Starts bringing what its backward needs, where that is in host memory."""
+        if not isinstance(self.source, Tensor):
+            self.source.prefetch()
+
+
+@dataclass
+class _ParkedGraph:
+    """A layer that a tile has passed whose graph keeps its tensors in host memory, and none of its ends."""
+
+    parked: ParkedLayer
+    result: GradientEdge
+    gradients: list[Tensor]  # receives the input's
+
+    def prefetch(self) -> None:
+        self.parked.prefetch()
+
+    def backward(self, grad: Tensor | None) -> Tensor:
+        torch.autograd.backward(self.result, grad)
+        return self.gradients.pop()
+
+
+class _Inlet(torch.autograd.Function):
+    """A layer's input, which its graph does not keep alive; the gradient goes to `gradients`.
+
+    `anchor` is any tensor that requires a gradient: it makes autograd come here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(grad)
+        return None, None, None
 
 
 class _Product(NamedTuple):
     """A gradient put off: left @ right, to be added to the parameter's."""
 
     parameter: Parameter
-    left: Kept
-    right: Kept
+    left: Kept | ParkedInput
+    right: Kept | ParkedInput
 
 
 class TilePass:
@@ -119,10 +160,11 @@ class TilePass:
         self._stage, self._itinerary, self._layers = stage, itinerary, range(*layers)
         self._data, self._loss_scale = data, loss_scale
         self._tokens = stage.token_layout(data)
-        self._embedded: Tensor | None = None
-        self._through: list[_Through] = []
+        self._embedded: GradientEdge | None = None
+        self._through: list[_Through | _ParkedGraph] = []
         self._head: tuple[Tensor, Tensor] | None = None  # the head's input and loss
         self._put_off: list[list[_Product]] = []  # per layer, the last one first
+        self._following: TilePass | None = None
 
     def forward(self, x: Tensor | None) -> Tensor:
         """Hidden states (batch * seq, hidden) behind the layers, or the loss behind the model's last (0-d), detached.
@@ -132,8 +174,8 @@ class TilePass:
         for layer in self._layers:
             self._itinerary.enter(Kind.FORWARD, layer)
             if x is None:
-                self._embedded = self._stage.embed(self._data)
-                x = self._embedded
+                x = self._stage.embed(self._data)
+                self._embedded = get_gradient_edge(x)
             x = self._layer_forward(layer, x.detach())
             if self._stage.is_end(layer):
                 source = x.detach().requires_grad_()
@@ -150,15 +192,33 @@ class TilePass:
                 result = run(x, self._tokens)
             self._through.append(_Through(self._itinerary.residency.keep(x)))
             return result
+        if (parked := self._itinerary.residency.park()) is not None:
+            return self._parked_forward(run, x, parked)
         result = run(x.requires_grad_(), self._tokens)
         self._through.append(_Through(x, result))
         return result
 
-    def backward(self, grad: Tensor | None, *, puts_weights_off: bool = False) -> Tensor | None:
+    def _parked_forward(self, run: LlamaLayer, x: Tensor, parked: ParkedLayer) -> Tensor:
+        gradients: list[Tensor] = []
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        with parked.saving():
+            result = run(_Inlet.apply(anchor, x, gradients), self._tokens)
+        self._through.append(_ParkedGraph(parked, get_gradient_edge(result), gradients))
+        return result
+
+    def prefetch(self) -> None:
+        """Starts bringing what the next backward needs first, where that is in host memory."""
+        if self._through:
+            self._through[-1].prefetch()
+
+    def backward(
+        self, grad: Tensor | None, *, puts_weights_off: bool = False, following: "TilePass | None" = None
+    ) -> Tensor | None:
         """The gradient of what `forward` was given, from that of its result (None: the loss's is 1).
 
-        None where tokens were embedded.
+        None where tokens were embedded. `following` is the tile that goes backward next, if one does.
         """
+        self._following = following
         for layer in reversed(self._layers):
             self._itinerary.enter(Kind.BACKWARD, layer)
             if self._head is not None:
@@ -192,6 +252,10 @@ class TilePass:
 
     def _layer_backward(self, layer: int, grad: Tensor | None) -> Tensor:
         through = self._through.pop()
+        if upcoming := self if self._through else self._following:
+            upcoming.prefetch()
+        if isinstance(through, _ParkedGraph):
+            return through.backward(grad)
         if isinstance(through.source, Tensor):
             assert through.result is not None
             return _backward(through.source, through.result, grad)

@@ -18,6 +18,8 @@ from collections import Counter
 from torch import Tensor
 
 from hethub.runtime.accounting import Kept, MemoryMeter
+from hethub.runtime.offload import HostArena
+from hethub.runtime.parked import ParkedInput, ParkedLayer
 from hethub.runtime.reduction import Reducer
 from hethub.runtime.stepping import Stepping
 from hethub.runtime.unit_gradients import UnitGradients
@@ -34,13 +36,20 @@ class Residency:
     in a round too: what they do not add to counts as zeros.
     """
 
-    def __init__(self, reducer: Reducer, meter: MemoryMeter, stepping: Stepping | None = None) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        meter: MemoryMeter,
+        stepping: Stepping | None = None,
+        arena: HostArena | None = None,
+    ) -> None:
         self.reducer, self._meter, self.stepping = reducer, meter, stepping
         storage = reducer.storage
         self._state, self._stage = storage.state, storage.seat.stage
         layout = self._state.layout
         self._spec = layout.stages[self._stage]
         self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        self._arena = arena if "activations" in self._spec.offload else None
         self.weights = UnitWeights(reducer, meter) if storage.moves_weights else None
         self.gradients = UnitGradients(reducer, meter) if storage.shards_gradients else None
         if stepping is not None:
@@ -125,9 +134,13 @@ class Residency:
             self.gradients.finish()
         self.reducer.finish(chunk)
 
-    def keep(self, x: Tensor) -> Kept:
-        """Keeps a layer's input until its backward runs the layer again; `.tensor` gives it back."""
-        return self._meter.keep(x)
+    def keep(self, x: Tensor) -> Kept | ParkedInput:
+        """Keeps a tensor between a tile's passes; `.tensor` gives it back, sooner after `.prefetch()`."""
+        return self._meter.keep(x) if self._arena is None else ParkedInput(x, self._arena, self._meter)
+
+    def park(self) -> ParkedLayer | None:
+        """Where a layer's graph keeps its tensors in host memory; None where they stay on the device."""
+        return None if self._arena is None else ParkedLayer(self._arena, self._meter)
 
     def finish(self) -> None:
         """Returns when all reductions are through: owned gradients are complete sums."""

@@ -89,7 +89,7 @@ class Trainer:
             per_part=steps_per_part(layout),
             waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
         )
-        self.residency = Residency(self.reducer, self._meter, self.stepping)
+        self.residency = Residency(self.reducer, self._meter, self.stepping, self.arena)
         self.executor = Executor(layout, self.seat, world, self.stage, self.residency, self.pace)
         self.loss_scale = LossScale(layout.plan.precision)
         self._steps_counted = 0

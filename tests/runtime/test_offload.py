@@ -71,3 +71,41 @@ def test_optimizer_state_alone_leaves_the_weights_where_they_are() -> None:
     for _, _, counted in run_ranks(2, train_counting, case):
         assert counted["host"] == counted["state"] > 0
         assert counted["device"] == 2 * 4 * MODEL.parameters
+
+
+def train_measuring(world: Any, case: Case) -> tuple[list[float], Shards, int, int, int, int]:
+    """Losses, weights, the meter's peak and what it holds at the end, the arena's peak and what it holds then."""
+    trainer = build_trainer(world, case)
+    losses = [trainer.run_step(step).loss for step in range(1, case.steps + 1)]
+    gc.collect()
+    meter, arena = trainer._meter, trainer.arena
+    return losses, shards(trainer), meter.peak_bytes, meter.live_bytes, arena.peak_bytes, arena.live_bytes
+
+
+DEEP = MODEL.replace(layers=8)
+ACTIVATIONS = {
+    "gpipe": ([stage((0, 8), replica([0], 4, 1), replica([1], 4, 1))], "gpipe", {}),
+    "layered, zero3": ([stage((0, 8), replica([0], 5, 1), replica([1], 3, 1), zero=3)], "layered", {}),
+    "two stages": ([stage((0, 4), replica([0], 8, 1, in_flight=4)), stage((4, 8), replica([1], 8, 1))], "1f1b", {}),
+    "selective": ([stage((0, 8), replica([0], 4, 1), replica([1], 4, 1), recompute="selective")], "gpipe", {}),
+    "full": ([stage((0, 8), replica([0], 4, 1), replica([1], 4, 1), recompute="full")], "gpipe", {}),
+    "documents": ([stage((0, 8), replica([0], 4, 1), replica([1], 4, 1))], "gpipe", {"document_mask": True}),
+    "zero_bubble": ([stage((0, 4), replica([0], 8, 1)), stage((4, 8), replica([1], 8, 1))], "zero_bubble", {}),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_offloaded_activations_train_the_same_model_in_less_memory(name: str) -> None:
+    stages, schedule, more = ACTIVATIONS[name]
+    results = {}
+    for offload in ([], ["activations"]):
+        own = [{**each, "offload": offload} for each in stages]
+        case = Case(name=name, stages=own, schedule=schedule, model=DEEP, steps=2, **more)
+        results[bool(offload)] = run_ranks(2, train_measuring, case)
+    for here, there in zip(results[False], results[True], strict=True):
+        assert there[0] == pytest.approx(here[0], rel=1e-12)
+        assert_alike(here[1], there[1], 1e-12)
+        assert here[3] == there[3] == there[5] == here[4] == 0
+    here, there = results[False][0], results[True][0]
+    assert there[4] > 0.4 * here[2]  # the host holds what the device no longer does
+    assert there[2] < (0.9 if name in ("full", "documents") else 0.6) * here[2]
