@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hethub.spec.action import Kind
 from hethub.spec.errors import BadInput
 from hethub.spec.plan import PlanSpec
-from hethub.spec.tiling import Tile, asked_in_flight, is_regular, overlapping
+from hethub.spec.tiling import Load, Tile, asked_in_flight, is_regular, loads, overlapping
 
 
 class Pass(NamedTuple):
@@ -105,10 +105,10 @@ class _Simulation:
             ]
             for way in (-1, 1)
         )
-        sizes = [_lane_sizes(own) for own in tiles]
-        self.wave = self.stages * max(sum(largest for _, largest in lanes) for lanes in sizes)
+        sizes = [loads(own) for own in tiles]
+        self.wave = self.stages * max(sum(load.largest for load in lanes) for lanes in sizes)
         self.lanes = [
-            [_Lane(self._limit(plan, stage, lane, *size)) for lane, size in enumerate(lanes)]
+            [_Lane(self._limit(plan, stage, lane, load)) for lane, load in enumerate(lanes)]
             for stage, lanes in enumerate(sizes)
         ]
         last = self.stations - 1
@@ -121,12 +121,12 @@ class _Simulation:
             for v in range(self.stations)
         ]
 
-    def _limit(self, plan: PlanSpec, stage: int, lane: int, samples: int, largest: int) -> int:
+    def _limit(self, plan: PlanSpec, stage: int, lane: int, load: Load) -> int:
         asked, _ = asked_in_flight(plan, stage)[lane]
         if asked is not None:
             return asked
-        per_wave = self.wave * samples / plan.global_batch / largest / self.stages  # the lane's tiles of a wave's stage
-        return max(1, math.ceil((_depth(stage, self.stages, plan.num_chunks) + 1) * per_wave))
+        per_stage = self.wave / self.stages * load.samples / plan.global_batch / load.largest  # of the lane's tiles
+        return max(1, math.ceil((_depth(stage, self.stages, plan.num_chunks) + 1) * per_stage))
 
     def run(self) -> list[list[list[Pass]]]:
         """Every lane's passes in the order in which they ran."""
@@ -185,11 +185,3 @@ class _Simulation:
         lacks[station][n] -= 1
         if not lacks[station][n]:
             self._ready(kind, station, n)
-
-
-def _lane_sizes(tiles: Sequence[Tile]) -> list[tuple[int, int]]:
-    """Per lane of a stage, its samples and its largest tile."""
-    sizes: dict[int, list[int]] = {}
-    for tile in tiles:
-        sizes.setdefault(tile.replica, []).append(tile.samples.size)
-    return [(sum(sizes[lane]), max(sizes[lane])) for lane in sorted(sizes)]

@@ -13,12 +13,14 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
 from hethub.spec.tensors import RankShares, rank_shares
 from hethub.spec.tiling import (
+    Load,
     Tile,
     Transfer,
     as_one_replica,
     deal,
     in_flight_limits,
     is_regular,
+    loads,
     regular_limits,
     rounds,
     transfers,
@@ -114,13 +116,27 @@ class Layout:
         """The lane a replica goes in: one of its own, or the first with all others of its stage."""
         return 0 if self.plan.runs_in_rounds(stage) else replica
 
+    @cached_property
+    def loads(self) -> tuple[list[Load], ...]:
+        """Per stage and lane, its tiles and samples."""
+        return tuple(loads(tiles) for tiles in self.lanes)
+
     def lane_tiles(self, stage: int, replica: int) -> tuple[Tile | None, ...]:
         """The replica's own tile of each tile of its lane; None for a round that has none for it."""
         if not self.plan.runs_in_rounds(stage):
             return self.tiles_of(stage, replica)
-        return tuple(
-            next((tile for tile in together if tile.replica == replica), None) for together in rounds(self.tiles[stage])
-        )
+        return self._rounds_by_replica[stage][replica]
+
+    @cached_property
+    def _rounds_by_replica(self) -> dict[int, list[tuple[Tile | None, ...]]]:
+        """For the stages in rounds, each replica's own tile of every round."""
+        found = {}
+        for stage in range(self.num_stages):
+            if self.plan.runs_in_rounds(stage):
+                by_replica = [{tile.replica: tile for tile in together} for together in rounds(self.tiles[stage])]
+                replicas = range(len(self.stages[stage].replicas))
+                found[stage] = [tuple(own.get(replica) for own in by_replica) for replica in replicas]
+        return found
 
     @cached_property
     def in_flight(self) -> list[list[int]]:
@@ -139,7 +155,7 @@ class Layout:
     def lane_limits(self) -> list[list[int]]:
         """As `in_flight`, per lane."""
         if self.plan.schedule in ALL_IN_FLIGHT:
-            return [[len(own) for own in _by_lane(tiles)] for tiles in self.lanes]
+            return [[load.num_tiles for load in own] for own in self.loads]
         if self.plan.schedule == "interleaved":
             return [[most_held(passes) for passes in lanes] for lanes in self.interleaved]
         if is_regular(self.plan):
@@ -212,13 +228,6 @@ class Layout:
     def head_is_apart(self) -> bool:
         """Whether a tied head lives on another stage than the embedding that owns its weight."""
         return self.model.tied_head and self.num_stages > 1
-
-
-def _by_lane(tiles: tuple[Tile, ...]) -> list[list[Tile]]:
-    lanes: dict[int, list[Tile]] = {}
-    for tile in tiles:
-        lanes.setdefault(tile.replica, []).append(tile)
-    return [lanes[lane] for lane in sorted(lanes)]
 
 
 def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:

@@ -59,7 +59,7 @@ def _passes(layout: Layout, stage: int, lane: int) -> Sequence[Pass]:
     name = layout.plan.schedule
     if name == "interleaved":
         return layout.interleaved[stage][lane]
-    num_tiles = sum(tile.replica == lane for tile in layout.lanes[stage])
+    num_tiles = layout.loads[stage][lane].num_tiles
     if name in ("ministages", "layered"):
         return list(part_by_part(num_tiles, len(layout.parts(stage))))
     order = list(one_forward_one_backward(num_tiles, layout.lane_limits[stage][lane]))
@@ -72,18 +72,12 @@ def _put_off(layout: Layout, stage: int, lane: int) -> int:
     Later stages hold fewer tiles, so they have that much room, and their backwards come the sooner to those before
     (arXiv 2401.10241, its schedule H1). A replica takes its share of the stage's samples.
     """
-    under_way = [_samples_under_way(layout, each) for each in range(layout.num_stages)]
-    own = [tile.samples.size for tile in layout.lanes[stage] if tile.replica == lane]
-    room = (max(under_way) - under_way[stage]) * sum(own)
-    return room // (layout.plan.global_batch * max(own))
-
-
-def _samples_under_way(layout: Layout, stage: int) -> int:
-    """Samples that a stage holds between forward and backward at most."""
-    largest: dict[int, int] = {}
-    for tile in layout.lanes[stage]:
-        largest[tile.replica] = max(largest.get(tile.replica, 0), tile.samples.size)
-    return sum(layout.lane_limits[stage][lane] * size for lane, size in largest.items())
+    under_way = [
+        sum(limit * load.largest for limit, load in zip(limits, loads, strict=True))
+        for limits, loads in zip(layout.lane_limits, layout.loads, strict=True)
+    ]
+    own = layout.loads[stage][lane]
+    return (max(under_way) - under_way[stage]) * own.samples // (layout.plan.global_batch * own.largest)
 
 
 def schedule(layout: Layout) -> dict[tuple[int, int], list[Action]]:

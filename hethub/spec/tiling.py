@@ -76,6 +76,22 @@ def as_one_replica(groups: Sequence[Sequence[Tile]]) -> tuple[Tile, ...]:
     )
 
 
+class Load(NamedTuple):
+    """What a lane has to do in a step."""
+
+    num_tiles: int
+    samples: int
+    largest: int  # samples of its largest tile
+
+
+def loads(tiles: Sequence[Tile]) -> list[Load]:
+    """The load of every lane of a stage, in their order."""
+    sizes: dict[int, list[int]] = {}
+    for tile in tiles:
+        sizes.setdefault(tile.replica, []).append(tile.samples.size)
+    return [Load(len(own), sum(own), max(own)) for _, own in sorted(sizes.items())]
+
+
 def overlapping(tiles: Sequence[Tile], samples: Range) -> Sequence[Tile]:
     """Those of `tiles` (in axis order, without gaps) that share a sample with `samples`."""
     first = bisect_left(tiles, samples.start + 1, key=lambda tile: tile.samples.stop)

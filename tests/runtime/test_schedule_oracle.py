@@ -7,31 +7,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from hethub.spec.ranges import Range
 from hethub.spec.schedule import actions
-from tests.support.layouts import MODEL, Case, random_tokens, replica, stage, train
+from tests.support.layouts import MODEL, Case, chunked, random_tokens, replica, train
 from tests.support.plain_llama import PlainLlama
 from tests.support.ranks import run_ranks, start_ranks, values
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-Order = list[tuple[str, int]]
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
+Order = list[tuple[str, int, int]]  # what, part, tile
 
 
 class RecordingStage(PipelineStage):
     """A pipeline stage that notes what it is told to run."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, order: Order, part: int, *args: Any) -> None:
         super().__init__(*args)
-        self.order: Order = []
+        self.order, self.part = order, part
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.order.append(("forward", fwd_chunk_id))
+        self.order.append(("forward", self.part, fwd_chunk_id))
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.order.append(("backward", bwd_chunk_id))
+        self.order.append(("backward", self.part, bwd_chunk_id))
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
@@ -39,9 +39,13 @@ def torch_step(rank: int, store: dist.Store, case: Case) -> tuple[Order, float, 
     """One step by torch's pipelining: this rank's order of actions, the loss it computed, its squared gradients."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.size)
-    layers = Range(*case.stages[rank]["layers"][0])
-    own = PlainLlama(case.model, layers, seed=1)
-    part = RecordingStage(own, rank, case.size, torch.device("cpu"))
+    chunks = [Range(*chunk) for chunk in case.stages[rank]["layers"]]
+    own = [PlainLlama(case.model, layers, seed=1) for layers in chunks]
+    order: Order = []
+    parts = [
+        RecordingStage(order, c, module, c * case.size + rank, len(chunks) * case.size, torch.device("cpu"))
+        for c, module in enumerate(own)
+    ]
     rows = torch.from_numpy(random_tokens(case).samples(0, case.global_batch, 0, case.global_batch))
     tokens, targets = rows[:, :-1], rows[:, 1:]
 
@@ -50,33 +54,50 @@ def torch_step(rank: int, store: dist.Store, case: Case) -> tuple[Order, float, 
         return total / targets.numel()
 
     count = case.global_batch // case.stages[0]["replicas"][0]["micro_batch"]
-    schedule = SCHEDULES[case.schedule](part, count, loss_fn=loss_function, scale_grads=False)
+    held: Any = parts if case.schedule == "interleaved" else parts[0]
+    schedule = SCHEDULES[case.schedule](held, count, loss_fn=loss_function, scale_grads=False)
     losses: list[Tensor] = []
     if rank == case.size - 1:
         schedule.step(target=targets, losses=losses)
     else:
         schedule.step(*([tokens] if rank == 0 else []))
-    square = sum(float(weight.grad.square().sum()) for weight in own.parameters() if weight.grad is not None)
+    square = sum(
+        float(weight.grad.square().sum()) for module in own for weight in module.parameters() if weight.grad is not None
+    )
     dist.barrier()
     dist.destroy_process_group()
-    return part.order, float(sum(losses)), square
+    return order, float(sum(losses)), square
 
 
-def pipeline(num_stages: int, num_tiles: int, schedule: str) -> Case:
-    stages = [stage((s, s + 1), replica([s], 2 * num_tiles, 2)) for s in range(num_stages)]
-    model = MODEL.replace(layers=num_stages)
+def pipeline(num_stages: int, num_tiles: int, schedule: str, num_chunks: int = 1) -> Case:
+    stages = [
+        chunked(
+            [(c * num_stages + s, c * num_stages + s + 1) for c in range(num_chunks)], replica([s], 2 * num_tiles, 2)
+        )
+        for s in range(num_stages)
+    ]
+    model = MODEL.replace(layers=num_stages * num_chunks)
     return Case(name=schedule, stages=stages, schedule=schedule, global_batch=2 * num_tiles, model=model, steps=1)
 
 
 @pytest.mark.parametrize(
     "case",
-    [pipeline(2, 4, "1f1b"), pipeline(4, 6, "1f1b"), pipeline(3, 3, "1f1b"), pipeline(3, 4, "gpipe")],
+    [
+        pipeline(2, 4, "1f1b"),
+        pipeline(4, 6, "1f1b"),
+        pipeline(3, 3, "1f1b"),
+        pipeline(3, 4, "gpipe"),
+        pipeline(2, 4, "interleaved", 2),
+        pipeline(3, 6, "interleaved", 2),
+    ],
     ids=lambda case: f"{case.schedule} {case.size} stages",
 )
 def test_torch_runs_the_same_order_to_the_same_loss(case: Case) -> None:
     theirs = values(start_ranks(case.size, torch_step, case))
     for s, (order, _, _) in enumerate(theirs):
-        ours = [(str(action.kind), action.tile.index) for action in actions(case.layout(), s, 0) if action.tile]
+        ours = [
+            (str(action.kind), action.part, action.tile.index) for action in actions(case.layout(), s, 0) if action.tile
+        ]
         assert ours == order
     losses, norms, _ = run_ranks(case.size, train, case)[0]
     assert losses[0] == pytest.approx(sum(loss for _, loss, _ in theirs), rel=1e-10)
