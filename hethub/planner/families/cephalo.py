@@ -1,71 +1,131 @@
 """`cephalo`: Cephalo's plans (arXiv 2411.01075). One stage, no TP; samples and training state divided independently.
 
+ZeRO-3 with layered accumulation: all micro-batches pass a layer before the next, so a layer is gathered once per pass.
 Every accelerator gets a micro-batch and a number of samples for speed, whatever state it holds; the state is then cut so
-that all fit, evenly where possible. Faults of the published planner are not repeated: communication is priced, and no
-plan over memory is proposed.
+that all fit, evenly where possible; what layers keep is recomputed and offloaded where that is needed. Faults of the
+published planner are not repeated: communication is priced, and no plan over memory is proposed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
+from hethub.planner import samples as division
 from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.draft import Draft
 from hethub.planner.families.uniform import allowed
-from hethub.planner.footprint import ONLY, Coefficients
+from hethub.planner.families.whole import (
+    WholeStage,
+    Worker,
+    draft_of,
+    levels,
+    memory_of,
+    offers,
+    plan_of,
+    ranks_by_kind,
+)
 from hethub.planner.problem import Problem
-from hethub.spec.plan import Recompute
+from hethub.spec.plan import Offload, Recompute, ScheduleName
+from hethub.spec.tensors import model_tensors
+
+ATTEMPTS = 12  # at samples that leave every rank room
+ROUNDING = 0.985  # of an accelerator's memory is divided: shares are met to an element, buffers are not counted in full
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """A draft per recompute and largest micro-batch, where the state can be cut so that all fit."""
-    sharded = [zero for zero in problem.zeros if zero]
+    """A draft per recompute, offload and largest micro-batch, where the state can be cut so that all fit."""
+    zero = max(levels(problem))
     if (
         problem.constraints.tp not in (None, 1)
         or not allowed(problem, 1, problem.size)
-        or not sharded
         or problem.size == 1
+        or not zero
     ):
         return
+    layered = zero == 3 and offers(problem, "layered")
+    schedule: ScheduleName = "layered" if layered else "1f1b"
+    offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
-        for most in problem.micro_batches:
-            found = _draft(problem, costs, recompute, most, sharded[0])
-            if found is not None:
-                yield found
+        for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
+            for most in problem.micro_batches:
+                stage = _stage(problem, costs, recompute, most, WholeStage((), (), zero, recompute, offload), schedule)
+                if stage is not None:
+                    yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
 
 
-def _draft(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, zero: int) -> Draft | None:
-    """The largest micro-batches up to `most` that leave room for the state; None where there is none."""
-    kinds = range(len(problem.kinds))
-    prints, sizes = [], []
-    for kind in kinds:
-        options = {b: problem.coefficients(kind, 1, b, recompute) for b in problem.micro_batches if b <= most}
-        able = [b for b, held in options.items() if _room(problem, kind, held) >= 0]
-        if not able:
+def _stage(
+    problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, stage: WholeStage, schedule: ScheduleName
+) -> WholeStage | None:
+    """Samples for speed with micro-batches up to `most`, fewer where memory asks for it, and state where there is room;
+    None where there is too little."""
+    curves = _curves(problem, costs, recompute, most)
+    state = _state_bytes(problem, costs, stage.zero)
+    limits: dict[int, int] = {}
+    for _ in range(ATTEMPTS):
+        workers = _workers(problem, curves, limits)
+        if workers is None:
             return None
-        seconds = {b: costs.rate(kind, 1, b, recompute).tile(problem.model.layers, True, True).total for b in able}
-        sizes.append(max(able, key=lambda b: b / seconds[b]))
-        prints.append(options[sizes[kind]])
-    state = float(prints[0].state(problem.model.layers, ONLY))
-    rooms = [_room(problem, kind, prints[kind]) / state for kind in kinds]
-    shares = _state_shares(rooms, [kind.size for kind in problem.kinds])
-    if shares is None:
+        whole = stage._replace(chunks=((0, problem.model.layers),), workers=workers)
+        rooms = _rooms(problem, schedule, whole, state)
+        shares = _state_shares(rooms)
+        if shares is not None:
+            even = max(shares) - min(shares) < 1e-9
+            named = {own.rank: share for own, share in zip(workers, shares, strict=True)}
+            return whole if even else whole._replace(state_shares=named)
+        limits |= {own.rank: 3 * own.samples // 4 for own, room in zip(workers, rooms, strict=True) if room < 0.0}
+        if min(rooms) >= 0.0 or 0 in limits.values():
+            return None
+    return None
+
+
+def _curves(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
+    """Every kind at its fastest micro-batch up to `most`."""
+    curves = []
+    for kind in range(len(problem.kinds)):
+        rates = (costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
+        tiles = list(accumulate((rate.tile(problem.model.layers, True, True).total for rate in rates), max))
+        size = max((b for b in problem.micro_batches if b <= most), key=lambda b: b / tiles[b - 1])
+        curves.append(division.Worker(size, tuple(tiles[:size])))
+    return curves
+
+
+def _workers(problem: Problem, curves: Sequence[division.Worker], limits: Mapping[int, int]) -> list[Worker] | None:
+    """Every rank with samples for the earliest finish, those with a limit at it; None where the others cannot take all."""
+    own = ranks_by_kind(problem)
+    free = [(kind, rank) for kind, rank in own if rank not in limits]
+    left = problem.batch.global_batch - sum(limits.values())
+    if left < len(free) or not free:
         return None
-    named = () if len(set(shares)) == 1 else tuple(enumerate(shares))
-    seats = merged([Seats(kind, 1, sizes[kind], problem.kinds[kind].size) for kind in kinds])
-    return Draft((DraftStage(problem.model.layers, seats, recompute, zero, named),))
+    divided = division.divide(left, [curves[kind] for kind, _ in free])
+    loads = dict(limits) | {rank: n for (_, rank), n in zip(free, divided, strict=True)}
+    return [Worker(kind, rank, min(curves[kind].micro_batch, loads[rank]), loads[rank]) for kind, rank in own]
 
 
-def _room(problem: Problem, kind: int, held: Coefficients) -> float:
-    """Bytes left for shared state on a rank; a little is kept for rounding."""
-    return 0.995 * problem.capacity(kind) - float(held.fixed(problem.model.layers, 1, ONLY))
+def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: float) -> list[float]:
+    """What every rank has left for state, as a fraction of all of it."""
+    even = state / problem.size
+    used = memory_of(problem, plan_of(problem, schedule, [stage]))
+    return [
+        (ROUNDING * problem.capacity(own.kind) - (entry.bytes - even)) / state
+        for own, entry in zip(stage.workers, used, strict=True)
+    ]
 
 
-def _state_shares(rooms: list[float], counts: list[int]) -> list[float] | None:
-    """A rank's fraction by kind, equal but for those without room; None where all rooms together do not suffice."""
+def _state_bytes(problem: Problem, costs: UnitCosts, zero: int) -> float:
+    """Bytes that the ranks share: optimizer state, and under ZeRO-2 gradients and under 3 weights of all matrices."""
+    wide = max(4, costs.width)
+    optimizer = (wide if costs.width < 4 else 0) + 2 * wide
+    shared = (wide if zero >= 2 else 0) + (costs.width if zero == 3 else 0)
+    matrices = sum(tensor.numel for tensor in model_tensors(problem.model) if tensor.decays)
+    return float(problem.model.parameters * optimizer + matrices * shared)
+
+
+def _state_shares(rooms: Sequence[float]) -> list[float] | None:
+    """A fraction for every rank, equal but for those without room; None where all rooms together do not suffice."""
 
     def held(most: float) -> float:
-        return sum(count * min(room, most) for room, count in zip(rooms, counts, strict=True))
+        return sum(min(room, most) for room in rooms)
 
-    if held(1.0) < 1.0:
+    if min(rooms) < 0.0 or held(1.0) < 1.0:
         return None
     low, high = 0.0, 1.0
     for _ in range(60):

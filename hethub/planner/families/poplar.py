@@ -1,26 +1,40 @@
-"""`poplar`: Poplar's plans (arXiv 2408.12596). One stage, no TP; every accelerator at the micro-batch of its peak speed
-within its memory, samples in proportion to speed."""
+"""`poplar`: Poplar's plans (arXiv 2408.12596). One stage, no TP.
+
+ZeRO-0 and 1 meet once per step: every accelerator works at the micro-batch of its peak speed within its memory, samples
+in proportion to speed. ZeRO-2 and 3 meet at every micro-step, so all accelerators share a number of steps, each at the
+largest batch that it ends within the step's time; that time is searched. State is cut evenly.
+"""
 
 from collections.abc import Iterator
+from functools import cache
+from heapq import nsmallest
+from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.families.uniform import allowed
+from hethub.planner.families.whole import WholeStage, Worker, draft_of, levels, memory_of, plan_of, ranks_by_kind
 from hethub.planner.footprint import ONLY
 from hethub.planner.problem import Problem
 from hethub.spec.plan import Recompute
+from hethub.spec.ranges import split_by_shares
+
+JUDGED = 2  # micro-step times per recompute and level that the predictor judges
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """One draft per recompute and ZeRO level, where every accelerator can hold the model."""
+    """Drafts per recompute and ZeRO level, where every accelerator can hold the model."""
     if problem.constraints.tp not in (None, 1) or not allowed(problem, 1, problem.size):
         return
     for recompute in problem.recomputes:
-        for zero in problem.zeros:
-            sizes = [_peak(problem, costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
-            if all(sizes):
-                seats = [Seats(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
-                yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
+        for zero in levels(problem):
+            if zero >= 2 and problem.size > 1:
+                yield from _shared_steps(problem, costs, recompute, zero)
+            elif zero < 2:
+                sizes = [_peak(problem, costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
+                if all(sizes):
+                    seats = [Seats(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
+                    yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
 
 
 def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, zero: int) -> int | None:
@@ -36,3 +50,76 @@ def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, z
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole tile
     able = [b for b in fitting if b <= most]
     return max(able, key=lambda b: b / costs.rate(kind, 1, b, recompute).tile(layers, True, True).total, default=None)
+
+
+class _Steps(NamedTuple):
+    """A number of micro-steps and every kind's batch in them."""
+
+    seconds: float
+    number: int
+    batches: tuple[int, ...]
+
+
+def _shared_steps(problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int) -> Iterator[Draft]:
+    """The drafts of the best micro-step times."""
+    kinds, total = range(len(problem.kinds)), problem.batch.global_batch
+    tops = [_largest(problem, recompute, zero, kind) for kind in kinds]
+    if not all(tops):
+        return
+    fixed = problem.constraints.micro_batch
+    curves = [
+        {b: costs.rate(k, 1, b, recompute).tile(problem.model.layers, True, True).total for b in range(1, top + 1)}
+        for k, top in zip(kinds, tops, strict=True)
+        if top is not None
+    ]
+    beside = _meeting_seconds(problem, costs, zero)
+    found = set()
+    for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
+        batches = [max((b for b, t in curve.items() if t <= seconds), default=0) for curve in curves]
+        if 0 not in batches and (fixed is None or set(batches) == {fixed}):
+            count = -(-total // sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True)))
+            found.add(_Steps(count * (seconds + beside), count, tuple(batches)))
+    for index, steps in enumerate(nsmallest(JUDGED, found)):
+        workers = _workers(problem, steps)
+        if workers is not None:
+            stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
+            yield draft_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+
+
+def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
+    """Every rank's samples: a batch in all steps but the last, which takes what is left; None where that is nothing."""
+    own = [(kind, rank, steps.batches[kind]) for kind, rank in ranks_by_kind(problem)]
+    left = problem.batch.global_batch - (steps.number - 1) * sum(batch for _, _, batch in own)
+    last = [part.size for part in split_by_shares(left, [batch for _, _, batch in own])]
+    samples = [(steps.number - 1) * batch + more for (_, _, batch), more in zip(own, last, strict=True)]
+    if min(samples) < 1:
+        return None
+    return [Worker(kind, rank, batch, n) for (kind, rank, batch), n in zip(own, samples, strict=True)]
+
+
+def _meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
+    """Seconds of a micro-step's collectives, as the paper adds them to its compute."""
+    model, group = problem.model, costs.network.group(range(problem.size))
+    gathered = 2 * costs.width if zero == 3 else 0
+    return costs.network.reduce_scatter(group, model.parameters * (gathered + max(4, costs.width)))
+
+
+def _largest(problem: Problem, recompute: Recompute, zero: int, kind: int) -> int | None:
+    """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even one sample does."""
+    most = problem.constraints.micro_batch or min(max(problem.micro_batches), problem.batch.global_batch)
+
+    @cache
+    def fits(batch: int) -> bool:
+        loads = [Worker(k, rank, batch if k == kind else 1, 2 * batch) for k, rank in ranks_by_kind(problem)]
+        asked = problem.on(problem.cluster, problem.batch._replace(global_batch=2 * batch * len(loads)))
+        stage = WholeStage(((0, problem.model.layers),), loads, zero, recompute)
+        rank = problem.kinds[kind].ranks[0]
+        return memory_of(asked, plan_of(asked, "1f1b", [stage]))[rank].bytes <= problem.capacity(kind)
+
+    if not fits(1):
+        return None
+    low, high = 1, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,104 @@
+"""Zorse's ministages: every group of accelerators holds several chunks of layers, and all tiles pass one before the next.
+
+With ZeRO-2 inside a group and, where memory asks for it, parameters or optimizer state in host memory: what is resident
+is then a chunk or two, not the stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from hethub.planner import samples as division
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft, DraftStage, seat_units
+from hethub.planner.families.whole import WholeStage, Worker, draft_of, levels, memory_of, offers
+from hethub.planner.problem import Problem
+from hethub.spec.plan import Offload
+from hethub.spec.ranges import split
+
+CHUNKS = (2, 4, 8)
+TRIED = 6  # plain drafts of the family that are cut into chunks
+OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters", "optimizer"))
+
+
+def drafts(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
+    """The family's most promising plain drafts with their stages in chunks, their state sharded, and offloaded as far as
+    memory asks for it."""
+    if not offers(problem, "ministages"):
+        return
+    zero = max((z for z in levels(problem) if z <= 2), default=0)
+    tried = 0
+    for draft, workers in _by_pace(plain, problem, costs):
+        found = [
+            chosen
+            for chunks in CHUNKS
+            if chunks <= min(stage.layers for stage in draft.stages)
+            and (chosen := _thriftily(problem, draft, workers, chunks, zero)) is not None
+        ]
+        yield from found
+        tried += bool(found)
+        if tried == TRIED:
+            return
+
+
+def _by_pace(plain: Sequence[Draft], problem: Problem, costs: UnitCosts) -> list[tuple[Draft, list[list[Worker]]]]:
+    """Drafts that can be seated, with their workers, from the shortest step by its busiest replica and one tile's way."""
+    found = []
+    for index, draft in enumerate(plain):
+        workers = _workers(draft, problem, costs)
+        if workers is not None:
+            busy, way = 0.0, 0.0
+            for stage, own in zip(draft.stages, workers, strict=True):
+                curves = {w.kind: _curve(stage, w.kind, w.micro_batch, costs) for w in own}
+                busy = max(busy, *(curves[w.kind].seconds(w.samples) for w in own))
+                way += max(curve.tile_seconds[-1] for curve in curves.values())
+            found.append((busy + way, index, draft, workers))
+    return [(draft, workers) for _, _, draft, workers in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _thriftily(
+    problem: Problem, draft: Draft, workers: Sequence[Sequence[Worker]], chunks: int, zero: int
+) -> Draft | None:
+    """The draft in chunks with the least offloading that fits; None where none does."""
+    layers = _chunks([stage.layers for stage in draft.stages], chunks)
+    for offload in OFFLOADS:
+        stages = [
+            WholeStage(own, loads, zero, stage.recompute, offload)
+            for stage, own, loads in zip(draft.stages, layers, workers, strict=True)
+        ]
+        if set(offload) <= set(problem.capabilities.offload):
+            whole = draft_of(problem, f"zorse {draft.shape} in {chunks} {offload}", "ministages", stages)
+            assert whole.plan is not None
+            if all(entry.fits(problem.constraints.reserve) for entry in memory_of(problem, whole.plan)):
+                return whole
+    return None
+
+
+def _workers(draft: Draft, problem: Problem, costs: UnitCosts) -> list[list[Worker]] | None:
+    """Per stage, its ranks with samples for their speed; None where they cannot be seated."""
+    seated = seat_units(draft, problem)
+    if seated is None or max(draft.replica_counts) > problem.batch.global_batch:
+        return None
+    found = []
+    for stage, own in zip(draft.stages, seated, strict=True):
+        curves = {(unit.kind, b): _curve(stage, unit.kind, b, costs) for unit, b in own}
+        divided = division.divide(problem.batch.global_batch, [curves[unit.kind, b] for unit, b in own])
+        found.append([Worker(unit.kind, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
+    return found
+
+
+def _curve(stage: DraftStage, kind: int, micro_batch: int, costs: UnitCosts) -> division.Worker:
+    rates = (costs.rate(kind, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
+    tiles = accumulate((rate.tile(stage.layers, False, False).total for rate in rates), max)
+    return division.Worker(micro_batch, tuple(tiles))
+
+
+def _chunks(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:
+    """Per stage its chunks [start, stop), chunk by chunk over the stages."""
+    sizes = [[part.size for part in split(own, chunks)] for own in layers]
+    found: list[list[tuple[int, int]]] = [[] for _ in layers]
+    start = 0
+    for chunk in range(chunks):
+        for stage, own in enumerate(sizes):
+            found[stage].append((start, start + own[chunk]))
+            start += own[chunk]
+    return [tuple(own) for own in found]

@@ -1,0 +1,94 @@
+"""Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move about."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.problem import Problem
+from hethub.predictor.memory import RankMemory, memory
+from hethub.spec.layout import Layout
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+
+
+class Worker(NamedTuple):
+    """A rank that is a replica by itself, and its load."""
+
+    kind: int
+    rank: int
+    micro_batch: int
+    samples: int
+
+
+class WholeStage(NamedTuple):
+    """A stage of one-rank replicas, its layers as chunks."""
+
+    chunks: tuple[tuple[int, int], ...]
+    workers: Sequence[Worker]
+    zero: int
+    recompute: Recompute
+    offload: tuple[Offload, ...] = ()
+    state_shares: Mapping[int, float] = {}
+
+
+def levels(problem: Problem) -> tuple[int, ...]:
+    """The ZeRO levels that families may use."""
+    chosen = problem.constraints.zero
+    return problem.capabilities.family_zero if chosen is None else (chosen,)
+
+
+def offers(problem: Problem, schedule: ScheduleName) -> bool:
+    """Whether a family's own schedule may be used: it is executable, and the job asks for no other."""
+    return schedule in problem.capabilities.family_schedules and problem.constraints.schedule in (None, schedule)
+
+
+def ranks_by_kind(problem: Problem) -> list[tuple[int, int]]:
+    """(kind, rank) of every accelerator, by rank."""
+    return sorted(((k, rank) for k, kind in enumerate(problem.kinds) for rank in kind.ranks), key=lambda own: own[1])
+
+
+def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStage]) -> PlanSpec:
+    """The plan of these stages."""
+    return PlanSpec(
+        model=problem.model.name,
+        cluster=problem.cluster.name,
+        global_batch=problem.batch.global_batch,
+        seq_len=problem.batch.seq_len,
+        precision=problem.batch.precision,
+        schedule=schedule,
+        stages=tuple(_stage(problem, stage) for stage in stages),
+    )
+
+
+def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
+    islands = {problem.kinds[own.kind].island for own in stage.workers}
+    zero = 0 if len(stage.workers) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
+    return StageSpec(
+        layers=stage.chunks,
+        replicas=tuple(
+            ReplicaSpec(ranks=(own.rank,), micro_batch=min(own.micro_batch, own.samples), samples=own.samples)
+            for own in stage.workers
+        ),
+        zero=zero,
+        state_shares=dict(stage.state_shares) if zero else {},
+        recompute=stage.recompute,
+        offload=stage.offload,
+    )
+
+
+def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Draft:
+    """The plan as a draft that is judged as it stands."""
+    drafted = tuple(
+        DraftStage(
+            sum(stop - start for start, stop in stage.chunks),
+            merged([Seats(own.kind, 1, own.micro_batch, 1) for own in stage.workers]),
+            stage.recompute,
+            stage.zero,
+        )
+        for stage in stages
+    )
+    return Draft(drafted, name=name, plan=plan_of(problem, schedule, stages))
+
+
+def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
+    """What the plan's ranks hold."""
+    return memory(Layout(plan, problem.model, problem.cluster))
