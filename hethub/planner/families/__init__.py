@@ -1,8 +1,7 @@
 """The systems that hethub unites, each as a planner of its own kind of plan over our specs; all judged alike.
 
 A family yields drafts, as its system's search would propose them; the predictor's judge picks among them with full link,
-optimizer and memory cost, whatever the paper left out. What the runtime cannot execute yet is left out here as well:
-ZeRO-2/3, ministages and offload (see hethub.planner.capabilities).
+optimizer and memory cost, whatever the paper left out.
 """
 
 from collections.abc import Callable, Iterator

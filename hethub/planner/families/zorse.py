@@ -7,6 +7,7 @@ import numpy as np
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats
+from hethub.planner.families import ministages
 from hethub.planner.families.uniform import allowed, seats_of, units_in_order
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
@@ -16,7 +17,13 @@ MOST_NODES = 48  # of the graph: with more machines, neighbours of one kind are 
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """A draft per number of groups, micro-batch and recompute."""
+    """A draft per number of groups, micro-batch and recompute, and some of them as ministages."""
+    plain = list(_plain_drafts(problem, costs))
+    yield from plain
+    yield from ministages.drafts(problem, costs, plain)
+
+
+def _plain_drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     if problem.constraints.tp not in (None, 1):
         return
     nodes = _nodes(problem)
@@ -121,6 +128,6 @@ def _draft(problem: Problem, costs: UnitCosts, stages: list[tuple[Seats, ...]], 
     shares = [max(speed / sum(speeds) * problem.model.layers - 1.0, 0.0) for speed in speeds]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
     drafted = (
-        DraftStage(1 + more, seats, recompute, max(problem.zeros)) for seats, more in zip(stages, extra, strict=True)
+        DraftStage(1 + more, seats, recompute, problem.usual_zero) for seats, more in zip(stages, extra, strict=True)
     )
     return Draft(tuple(drafted), alike=False)
