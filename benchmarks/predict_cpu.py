@@ -1,19 +1,23 @@
 """Profile, predict and run plans on this machine's CPUs: predicted beside measured step time and memory.
 
-    python benchmarks/predict_cpu.py [--steps 7] [--rounds 2]
+    python benchmarks/predict_cpu.py [--steps 6] [--rounds 2] [--plans NAME …]
 
-One set of processes profiles, others run the plans. Every round profiles anew right before its plan, because a shared
-machine's speed drifts; the figure of a plan is the median over rounds. The control is the ratio of the plan's own
-steps in the first and second half of a round: no predictor can be better than that.
+One set of processes profiles, others run the plans. A shared machine's speed drifts, so profiles and runs alternate:
+each run stands between two profiles, and its prediction is the geometric mean of what the two foretell. Rounds go over
+all plans, so that a plan's rounds lie minutes apart; its figure is the median over rounds. Both ranks profile at the
+same time, so that each feels the other as it will in the run. The controls: by how much the two predictions around a
+run differ, and its steps in the first and second half; no predictor can be better than those. About six minutes on
+two idle cores.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,7 +101,7 @@ def profile_rank(world: Any) -> dict[str, Any]:
         seq_lens=[SEQ_LEN],
         micro_batches=[1, 2],
         tps=[1, 2],
-        seconds_per_point=0.4,
+        seconds_per_point=0.3,
     ).to_dict()
 
 
@@ -120,41 +124,88 @@ def run_rank(world: Any, name: str, steps: int) -> tuple[list[float], int]:
     return times[2:], trainer.memory_bytes
 
 
+class Round(NamedTuple):
+    """One run of a plan between two profiles; percents."""
+
+    predicted: float
+    measured: float
+    error: float
+    drift: float  # the later profile's prediction over the earlier one's
+    steps_drift: float  # steps of the first half over those of the second
+    memory: float
+
+
+def take_profile(islands: list[list[int]] | None) -> ProfileSpec:
+    """What two processes of their own measure, both at once."""
+    return ProfileSpec.model_validate(run_ranks(2, profile_rank, islands=islands)[0])
+
+
+def islands_of(layout: Layout) -> list[list[int]] | None:
+    return [[0], [1]] if len(layout.cluster.islands) > 1 else None
+
+
+def one_round(name: str, steps: int, before: ProfileSpec) -> tuple[Round, ProfileSpec]:
+    """Runs a plan after `before` and profiles again; the round and the new profile."""
+    layout = layout_of(name)
+    islands = islands_of(layout)
+    outcomes = run_ranks(2, run_rank, name, steps, islands=islands)
+    after = take_profile(islands)
+    early, late = predict(layout, profile=before), predict(layout, profile=after)
+    times = outcomes[0][0]
+    measured, half = statistics.median(times), len(times) // 2
+    predicted = math.sqrt(early.step_seconds * late.step_seconds)
+    largest = max(num_bytes for _, num_bytes in outcomes)
+    found = Round(
+        predicted,
+        measured,
+        100 * (predicted / measured - 1),
+        100 * (late.step_seconds / early.step_seconds - 1),
+        100 * (statistics.median(times[:half]) / statistics.median(times[half:]) - 1),
+        100 * (max(entry.bytes for entry in early.memory) / largest - 1),
+    )
+    return found, after
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=7)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--plans", nargs="*", choices=list(PLANS), default=list(PLANS), metavar="NAME")
     options = parser.parse_args()
     print(
         f"model: {MODEL.parameters / 1e6:.1f} M parameters; two ranks, {os.cpu_count()} cores, torch {torch.__version__}"
     )
-    print("| plan | predicted s | measured s | error % | control % | memory error % |")
-    print("|---|---|---|---|---|---|")
+    print(f"load average at the start: {os.getloadavg()[0]:.1f}")
+    rounds: dict[str, list[Round]] = {name: [] for name in options.plans}
+    ordered = sorted(options.plans, key=lambda name: islands_of(layout_of(name)) is not None)
+    for _ in range(options.rounds):
+        kind, profile = None, None
+        for name in ordered:
+            islands = islands_of(layout_of(name))
+            if profile is None or islands != kind:
+                kind, profile = islands, take_profile(islands)
+            found, profile = one_round(name, options.steps, profile)
+            rounds[name].append(found)
+    report(rounds)
+
+
+def report(rounds: dict[str, list[Round]]) -> None:
+    """One line per plan, medians over its rounds, and the figures over all."""
+    print("| plan | predicted s | measured s | error % | profiles differ % | steps differ % | memory error % |")
+    print("|---|---|---|---|---|---|---|")
     errors, memory_errors = [], []
-    for name in PLANS:
-        rows = [one_round(name, options.steps) for _ in range(options.rounds)]
-        predicted, measured, error, control, memory = (statistics.median(column) for column in zip(*rows, strict=True))
-        errors.append(abs(error))
-        memory_errors.append(abs(memory))
+    for name, own in rounds.items():
+        middle = Round(*(statistics.median(column) for column in zip(*own, strict=True)))
+        errors.append(abs(middle.error))
+        memory_errors.append(abs(middle.memory))
         print(
-            f"| {name} | {predicted:.3f} | {measured:.3f} | {error:+.1f} | {control:+.1f} | {memory:+.1f} |", flush=True
+            f"| {name} | {middle.predicted:.3f} | {middle.measured:.3f} | {middle.error:+.1f} | {middle.drift:+.1f} | "
+            f"{middle.steps_drift:+.1f} | {middle.memory:+.1f} |"
         )
     print(
-        f"mean |error| {statistics.fmean(errors):.1f} %, largest {max(errors):.1f} %; memory {statistics.fmean(memory_errors):.1f} %"
+        f"mean |error| {statistics.fmean(errors):.1f} %, largest {max(errors):.1f} %; memory {statistics.fmean(memory_errors):.1f} %, "
+        f"largest {max(memory_errors):.1f} %"
     )
-
-
-def one_round(name: str, steps: int) -> tuple[float, float, float, float, float]:
-    layout = layout_of(name)
-    islands = [[0], [1]] if len(layout.cluster.islands) > 1 else None
-    profile = ProfileSpec.model_validate(run_ranks(2, profile_rank, islands=islands)[0])
-    prediction = predict(layout, profile=profile)
-    outcomes = run_ranks(2, run_rank, name, steps, islands=islands)
-    times = outcomes[0][0]
-    measured, half = statistics.median(times), len(times) // 2
-    control = 100 * (statistics.median(times[:half]) / statistics.median(times[half:]) - 1)
-    memory = 100 * (max(entry.bytes for entry in prediction.memory) / max(bytes_ for _, bytes_ in outcomes) - 1)
-    return prediction.step_seconds, measured, 100 * (prediction.step_seconds / measured - 1), control, memory
 
 
 if __name__ == "__main__":

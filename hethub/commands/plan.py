@@ -74,6 +74,7 @@ def _add_predict(commands: Any) -> None:
     add_job(parser)
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
     add_profile(parser)
+    parser.add_argument("--bounds", action="store_true", help="plan every kind alone, for %% of the upper bound")
     parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
     add_json(parser)
 
@@ -81,8 +82,6 @@ def _add_predict(commands: Any) -> None:
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
     from hethub.predictor.profile import profile_for
-    from hethub.report.tables import print_prediction
-    from hethub.report.trace import chrome_trace, write_trace
     from hethub.spec.job import load_job, load_plan_of
     from hethub.spec.layout import bind
 
@@ -92,6 +91,10 @@ def predict(options: argparse.Namespace) -> None:
     profile = profile_for(job, options.profile)
     if plan_file is not None:
         strategy, chosen = "plan file", load_plan_of(job, plan_file)
+        if options.bounds:
+            from hethub.planner.bounds import upper_bound
+
+            bound = upper_bound(job.model, cluster, job.spec.train.batch, job.spec.constraints, profile)
     else:
         from hethub.planner import plan as make_plan
 
@@ -108,11 +111,15 @@ def predict(options: argparse.Namespace) -> None:
         profile=profile,
     )
     if options.trace is not None:
+        from hethub.report.trace import chrome_trace, write_trace
+
         names = [place.accelerator.name for place in cluster.places]
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
     if options.json:
         print_json({"strategy": strategy, **prediction.to_dict()})
     else:
+        from hethub.report.tables import print_prediction
+
         print_prediction(strategy, prediction)
 
 

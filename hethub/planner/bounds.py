@@ -2,9 +2,26 @@
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
-from hethub.planner.problem import Batch, Problem
+from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.result import KindAlone
 from hethub.planner.search import effort_for, search
+from hethub.predictor.profile import ProfileSpec
+from hethub.spec.accelerator import Precision
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.model import ModelSpec
+
+
+def upper_bound(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    train: Batch | tuple[int, int, Precision],
+    constraints: ConstraintsSpec | None = None,
+    profile: ProfileSpec | None = None,
+) -> float | None:
+    """Tokens per second of the upper bound for a job, whatever its plan; None where it is undefined."""
+    problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
+    return upper_bound_tokens_per_second(kinds_alone(problem, UnitCosts(problem)))
 
 
 def kinds_alone(problem: Problem, costs: UnitCosts) -> tuple[KindAlone, ...] | None:

@@ -7,25 +7,33 @@ row. Cross-validation leaves out a fifth of the (model × accelerator) groups at
 
 import argparse
 import json
-import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from hethub.predictor.constants import Constants, packaged
-from hethub.predictor.evaluate import Repricer, evaluate
-from hethub.predictor.fit_layers import cross_validate, fit_layers
-from hethub.predictor.fit_steps import Linear, fit_steps, refit_without
-from hethub.predictor.intervals import widths
+from hethub.predictor.evaluate import Repricer
+from hethub.predictor.fit_layers import fit_layers
+from hethub.predictor.fit_report import (
+    FOLDS,
+    coverage,
+    folds,
+    leave_sources_out,
+    report_accelerators,
+    report_layers,
+    report_steps,
+)
+from hethub.predictor.fit_steps import fit_steps, refit_without
+from hethub.predictor.intervals import half_width, widths
 from hethub.predictor.layer_table import LayerRow, LayerTable, read_layer_times
 from hethub.predictor.tables import Case, read_table
 from hethub.predictor.tables_more import read_single_node
 
-FOLDS = 5
-# vTrain's single-node steps are sums: at equal shapes they are linear in layers and micro-batches to the last digit, so
-# they were composed from one profiled layer each. They check the fit (every 24th row) and are not in it.
-SINGLE_NODE_STRIDE = 24
+# Of vTrain's composed steps (tables_more.read_single_node) one of each layer shape, every second of those: 30 rows.
+COMPOSED_LAYERS, COMPOSED_STRIDE = 24, 2
+
 
 # AMD's half-precision products reach less of the sheet's peak than others': power-capped clocks. From published GEMM
 # benchmarks: MI300X 620 to 750 of 1,307 TFLOP/s in bf16 (SemiAnalysis, December 2024; ROCm release notes since), an
@@ -35,14 +43,6 @@ ASSUMED_FAMILIES = {
     "cdna3 fp16": {"log_scale": 0.4, "throttle": 0.0, "log_attention": -0.2},
     "cdna4 fp16": {"log_scale": 0.3, "throttle": 0.0, "log_attention": -0.2},
 }
-
-
-def folds(groups: list[str], seed: int = 0) -> np.ndarray:
-    """A fold for every row; equal groups share one."""
-    names = sorted(set(groups))
-    random.Random(seed).shuffle(names)
-    number = {name: index % FOLDS for index, name in enumerate(names)}
-    return np.array([number[group] for group in groups])
 
 
 def start_constants() -> Constants:
@@ -56,114 +56,77 @@ def fit_all(data: Path) -> Constants:
     """The constants fitted on a folder of tables; prints residuals on the way."""
     layers = [row for row in read_layer_times(data / "layer_times.csv") if row.is_transformer]
     base = fit_layers(start_constants(), layers)
-    unseen_accelerator = report_layers(layers, base)
+    unseen_accelerator, figures = report_layers(start_constants(), layers, base)
     cases, skipped = read_table(data / "measured_steps.csv")
     cases = [case for case in cases if not case.suspect]
+    cases += composed_cases(data / "single_node_steps_a100.csv")
     print(f"\nmeasured_steps.csv: {len(cases)} rows, {len(skipped)} skipped, suspects left out")
     repricers = [Repricer(case, base) for case in cases]
     constants, linear = fit_steps(base, cases, repricers)
     fold = folds([case.group for case in cases])
-    predicted = np.zeros(len(cases))
+    inside = log_errors(constants, cases, repricers, np.arange(len(cases)))
+    crossed = np.zeros(len(cases))
     for number in range(FOLDS):
         out = np.flatnonzero(fold == number)
         held = refit_without(base, linear, cases, repricers, out)
-        predicted[out] = [repricers[row].seconds(held) for row in out]
-    errors = np.log(predicted / [case.measured_seconds for case in cases])
-    inside = np.log([repricer.seconds(constants) for repricer in repricers]) - np.log(
-        [case.measured_seconds for case in cases]
-    )
-    report_composed(data / "single_node_steps_a100.csv", constants)
+        crossed[out] = log_errors(held, cases, repricers, out)
     unseen = leave_sources_out(base, linear, cases, repricers)
-    by_source = report_steps(cases, inside, errors, unseen)
+    figures |= report_steps(cases, inside, crossed, unseen)
+    report_accelerators(base, linear, cases, repricers)
     stacks = [case.software.stack for case in cases]
-    covered = coverage(errors, stacks, fold)
-    print(
-        f"  80 % intervals, their widths from the other folds, cover {100 * covered:.0f} % of the cross-validated rows"
-    )
-    residuals = {f"{source} (cross-validated MAPE, %)": round(value, 2) for source, value in by_source.items()}
+    figures["coverage"] = 100.0 * coverage(crossed, stacks, fold)
+    print(f"  80 % intervals, their widths from the other folds, cover {figures['coverage']:.0f} % of the rows")
+    interval = widths(crossed.tolist(), stacks, unseen[1].tolist(), unseen_accelerator.tolist())
     return replace(
         constants,
-        interval=widths(errors.tolist(), stacks, unseen[1].tolist(), unseen_accelerator.tolist()),
-        residuals={**residuals, "coverage of the 80 % interval, %": round(100 * covered, 1)},
+        interval=interval | {"profiled": profiled_width(layers, base, cases, inside)},
+        residuals={key: round(value, 3) for key, value in figures.items()},
         provenance=f"fitted by hethub.predictor.fit on {len(layers)} layer times and {len(cases)} training steps, published measurements",
     )
 
 
-def report_composed(path: Path, constants: Constants) -> None:
-    """Prints how far the composed single-node steps are from predictions that never saw them."""
-    cases = read_single_node(path)[::SINGLE_NODE_STRIDE]
-    errors = [abs(evaluate(case, constants).seconds / case.measured_seconds - 1.0) for case in cases]
-    print(f"  vTrain, single node (composed, not in the fit): {len(cases)} rows, {100 * np.mean(errors):.1f} %")
+def log_errors(
+    constants: Constants, cases: Sequence[Case], repricers: Sequence[Repricer], rows: np.ndarray
+) -> np.ndarray:
+    """Logarithms of predicted over measured seconds of some rows."""
+    return np.array([np.log(repricers[row].seconds(constants) / cases[row].measured_seconds) for row in rows])
 
 
-def coverage(errors: np.ndarray, stacks: list[str], fold: np.ndarray) -> float:
-    """The fraction of rows inside intervals whose widths come from the other folds."""
-    inside = np.zeros(len(errors), dtype=bool)
-    for number in range(FOLDS):
-        others = np.flatnonzero(fold != number)
-        table = widths(errors[others].tolist(), [stacks[row] for row in others], [0.0], [0.0])
-        for row in np.flatnonzero(fold == number):
-            inside[row] = abs(errors[row]) <= table.get(f"stack {stacks[row]}", table["known"])
-    return float(inside.mean())
+def profiled_width(rows: Sequence[LayerRow], constants: Constants, cases: Sequence[Case], inside: np.ndarray) -> float:
+    """The half width of a prediction whose layers were profiled: two independent sources of error, added in squares.
+
+    Layer times that a profile did not take are interpolated: measured with every micro-batch left out between its
+    neighbours. What a plan adds to right layer times (pipelines, links, reductions) is what remains of the fitted
+    steps' errors within one model, accelerator and stack.
+    """
+    groups: dict[tuple[str, str], list[float]] = {}
+    for case, error in zip(cases, inside, strict=True):
+        groups.setdefault((case.group, case.software.stack), []).append(float(error))
+    composed = [error - float(np.median(own)) for own in groups.values() if len(own) > 2 for error in own]
+    return float(np.hypot(half_width(interpolation_errors(rows, constants)), half_width(composed)))
 
 
-def report_layers(rows: list[LayerRow], constants: Constants) -> np.ndarray:
-    """Prints how well layers are priced; returns the logarithms of each accelerator's errors when it was left out."""
-    measured = LayerTable.of(rows).measured
-    grouped = {row.group: fold for row, fold in zip(rows, folds([row.group for row in rows]), strict=True)}
-    names = sorted({row.accelerator.name for row in rows})
-    seen = LayerTable.of(rows).predict(constants)
-    crossed = cross_validate(start_constants(), rows, grouped, "group")
-    left_out = cross_validate(start_constants(), rows, {name: index for index, name in enumerate(names)}, "accelerator")
-    print(f"layer_times.csv: {len(rows)} transformer rows; mean |error| of forward + backward")
-    for what, seconds in (
-        ("in the fit", seen),
-        ("cross-validated by model x accelerator", crossed),
-        ("accelerator left out", left_out),
-    ):
-        total = np.abs(seconds.sum(0) / measured.sum(0) - 1)
-        single = np.abs(seconds / measured - 1).mean()
-        print(f"  {what:<40} {100 * total.mean():5.1f} %   (forward and backward apart {100 * single:.1f} %)")
-    errors = np.log(left_out.sum(0) / measured.sum(0))
-    for name in names:
-        own = [index for index, row in enumerate(rows) if row.accelerator.name == name]
-        print(f"    without {name:<20} {100 * np.abs(np.expm1(errors[own])).mean():5.1f} %  ({len(own)} rows)")
+def interpolation_errors(rows: Sequence[LayerRow], constants: Constants) -> list[float]:
+    """Log errors of layer times interpolated as a profile interpolates: measured over estimated, linear in log samples."""
+    table = LayerTable.of(list(rows))
+    ratios = np.log(table.measured.sum(0) / table.predict(constants).sum(0))
+    sweeps: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+    for row, ratio in zip(rows, ratios, strict=True):
+        sweeps.setdefault((row.group, row.seq_len, row.precision), []).append((np.log(row.micro_batch), float(ratio)))
+    errors = []
+    for sweep in sweeps.values():
+        sizes, values = map(np.array, zip(*sorted(sweep), strict=True))
+        errors += [
+            float(values[i] - np.interp(sizes[i], np.delete(sizes, i), np.delete(values, i)))
+            for i in range(1, len(sizes) - 1)
+        ]
     return errors
 
 
-def leave_sources_out(
-    base: Constants, linear: Linear, cases: list[Case], repricers: list[Repricer]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log errors of every row by a fit without its source: with its stack factor set on three rows, and with nothing."""
-    measured = np.log([case.measured_seconds for case in cases])
-    factored, nothing = np.zeros(len(cases)), np.zeros(len(cases))
-    for source in sorted({case.source for case in cases}):
-        out = np.array([index for index, case in enumerate(cases) if case.source == source])
-        held = refit_without(base, linear, cases, repricers, out)
-        error = np.log([repricers[row].seconds(held) for row in out]) - measured[out]
-        three = sorted(range(len(out)), key=lambda index: cases[out[index]].id)[:3]
-        nothing[out], factored[out] = error, error - np.median(error[three])
-    return factored, nothing
-
-
-def report_steps(
-    cases: list[Case], inside: np.ndarray, crossed: np.ndarray, unseen: tuple[np.ndarray, np.ndarray]
-) -> dict[str, float]:
-    """Prints the mean |error| of every source in per cent; returns the cross-validated ones."""
-    print(f"  {'source':<44} rows   in fit   cross-validated   left out, stack set on 3   left out")
-    result = {}
-    sources = sorted({case.source for case in cases})
-    table = []
-    for source in sources:
-        own = [index for index, case in enumerate(cases) if case.source == source]
-        figures = [100 * np.abs(np.expm1(errors[own])).mean() for errors in (inside, crossed, *unseen)]
-        table.append(figures)
-        result[source] = float(figures[1])
-        print(
-            f"  {source[:44]:<44} {len(own):4} {figures[0]:8.1f} {figures[1]:17.1f} {figures[2]:26.1f} {figures[3]:10.1f}"
-        )
-    print(f"  {'mean of the sources':<49} " + " ".join(f"{value:8.1f}" for value in np.mean(table, axis=0)))
-    return result
+def composed_cases(path: Path) -> list[Case]:
+    """Composed steps of one rank or one tensor-parallel group: what they tell of layers and their launches."""
+    rows = [case for case in read_single_node(path) if case.row["dp"] == case.row["pp"] == "1"]
+    return [case for case in rows if int(case.row["layers"]) == COMPOSED_LAYERS][::COMPOSED_STRIDE]
 
 
 def main() -> None:

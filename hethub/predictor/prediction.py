@@ -13,9 +13,8 @@ from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB, Software
 from hethub.predictor.step import StepTimes, step_times
 from hethub.predictor.timeline import Span, timeline
+from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
-
-PROFILED_HALF_WIDTH = 0.15  # of the step where every accelerator was profiled: assumed, not fitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,11 @@ def predict(
     tokens_per_second = tokens / times.seconds
     peaks = sum(place.accelerator.peak_flops(plan.precision) for place in layout.cluster.places)
     ceiling = ceiling_tokens_per_second(layout, costs)
-    assert 0 < times.seconds < math.inf
+    if not 0 < times.seconds < math.inf:
+        raise BadInput(
+            f"cluster '{layout.cluster.name}': the step would take {times.seconds} s; a rate of an accelerator or a link is "
+            "absurdly small or large: look at *_tflops, memory_gbytes_per_second, link_gbytes_per_second and gbps_per_nic."
+        )
     return Prediction(
         fits=all(entry.fits(reserve) for entry in used),
         step_seconds=times.seconds,
@@ -101,7 +104,8 @@ def _interval(
     names = {node.device.name for node in layout.cluster.nodes}
     known = all(f"{name} {kind}" in constants.accelerators for name in names)
     if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
-        return seconds / (1.0 + PROFILED_HALF_WIDTH), seconds * (1.0 + PROFILED_HALF_WIDTH)
+        width = math.exp(constants.interval["profiled"])
+        return seconds / width, seconds * width
     return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
 
 

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab", "seq", "accelerator", "n_accelerators",
             "tp", "pp", "dp", "global_batch", "precision", "step_seconds")  # fmt: skip
 IN_NODE_NICS = 8
+LARGEST = 10**7  # of any count in a table: larger ones are slips, and would be laid out one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def read_row(row: Mapping[str, str]) -> Case:
                                  schedule="1f1b", stages=stage)
         for stage in stages
     ]  # fmt: skip
-    memory = row.get("peak_memory_gib")
+    memory = number.positive("peak_memory_gib")
     return Case(
         id=row["id"],
         source=row["source"],
@@ -101,7 +103,7 @@ def read_row(row: Mapping[str, str]) -> Case:
         layouts=tuple(Layout(plan, model, cluster) for plan in plans),
         software=_software(row, number, cp),
         measured_seconds=seconds,
-        measured_memory_bytes=float(memory) * 2**30 if memory else None,
+        measured_memory_bytes=None if memory is None else memory * 2**30,
         suspect=row.get("suspect") == "1",
         row=row,
     )
@@ -118,9 +120,16 @@ class _Numbers:
         if not text and default is not None:
             return default
         value = float(text) if text else 0.0
-        if value != int(value) or value < (0 if default == 0 else 1):
-            raise ValueError(f"{key} is {text or 'empty'}; a whole number is needed")
+        if not (0 if default == 0 else 1) <= value <= LARGEST or value != int(value):
+            raise ValueError(f"{key} is {text or 'empty'}; a whole number is needed, up to {LARGEST:,}")
         return int(value)
+
+    def positive(self, key: str) -> float | None:
+        """A positive finite number; None for an empty cell."""
+        text = self.row.get(key) or ""
+        if text and not 0 < float(text) < inf:
+            raise ValueError(f"{key} is {text}; a positive number is needed")
+        return float(text) if text else None
 
 
 def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
@@ -149,8 +158,7 @@ def _cluster(row: Mapping[str, str], number: _Numbers, total: int) -> ClusterSpe
         "count": total // per_node,
         "accelerators": per_node,
     }
-    if row.get("inter_node_gbps"):
-        gbps = float(row["inter_node_gbps"])
+    if (gbps := number.positive("inter_node_gbps")) is not None:
         node |= {"nics": min(IN_NODE_NICS, per_node), "gbps_per_nic": gbps / min(IN_NODE_NICS, per_node)}
     nodes = [node]
     if total % per_node:

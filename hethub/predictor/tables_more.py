@@ -11,6 +11,7 @@ from hethub.predictor.software import Software
 from hethub.predictor.tables import Case, read_row, stage_specs, without_ends
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
@@ -22,7 +23,11 @@ _SINGLE_NODE = {
 
 
 def read_single_node(path: Path) -> list[Case]:
-    """vTrain's steps on 2, 4 and 8 A100 (GPT, fp16, full recompute, Megatron-DeepSpeed)."""
+    """vTrain's steps on 2, 4 and 8 A100 (GPT, fp16, full recompute, Megatron-DeepSpeed).
+
+    They are sums: at equal shapes they are linear in layers and micro-batches to the last digit, so each was composed
+    from one profiled layer. They count as layer times of that software, not as measured steps.
+    """
     cases = []
     with path.open(newline="", encoding="utf-8") as file:
         for number, line in enumerate(csv.DictReader(file), 2):
@@ -40,10 +45,14 @@ def read_single_node(path: Path) -> list[Case]:
 
 def read_mixed(path: Path) -> list[Case]:
     """Measured plans on clusters of unlike accelerators: AMP's in modules over nodes in order, Sailor's stage by stage."""
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        _amp(row, f"case {index}") if "tp" in row else _sailor(row, f"case {index}") for index, row in enumerate(rows)
-    ]
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            _amp(row, f"case {index}") if "tp" in row else _sailor(row, f"case {index}")
+            for index, row in enumerate(rows)
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{path}: no table of measured plans on mixed clusters: {error!r}.") from None
 
 
 def _model(row: dict[str, Any]) -> ModelSpec:
@@ -75,7 +84,9 @@ def _amp(row: dict[str, Any], name: str) -> Case:
     modules = [b - a for a, b in pairwise(cuts)]
     layers = without_ends(modules, sum(modules) - model.layers)
     stages = stage_specs(layers, row["tp"], row["dp"], row["micro_batch"], row["global_batch"], 0, "none")
-    return _case(row, name, model, cluster, stages, Software(stack="deepspeed", **{**_EAGER_MEGATRON, "gradient_wire_bytes": 4}))
+    return _case(
+        row, name, model, cluster, stages, Software(stack="deepspeed", **{**_EAGER_MEGATRON, "gradient_wire_bytes": 4})
+    )
 
 
 _EAGER_MEGATRON: dict[str, Any] = {
@@ -107,7 +118,7 @@ def _sailor(row: dict[str, Any], name: str) -> Case:
     return _case(row, name, model, cluster, tuple(stages), Software(stack="megatron-deepspeed", **_EAGER_MEGATRON))
 
 
-SAILOR_GBPS = 0.12  # between the machines of Sailor's mixed cluster: not published; what its three cases agree on
+SAILOR_GBPS = 0.13  # between the machines of Sailor's mixed cluster: not published; what its three cases agree on
 
 
 def _case(
@@ -131,5 +142,14 @@ def _case(
         measured_seconds=row["step_seconds"],
         measured_memory_bytes=row.get("peak_memory_bytes"),
         suspect=False,
-        row={"micro_batch": str(row["micro_batch"])},
+        row={
+            "micro_batch": str(row["micro_batch"]),
+            "source": row["source"],
+            "model": model.name,
+            "accelerator": cluster.name,
+            "n_accelerators": str(len(cluster.places)),
+            "global_batch": str(row["global_batch"]),
+            "seq": str(model.max_seq_len),
+            "precision": "fp16",
+        },
     )

@@ -7,7 +7,9 @@ from typing import Any
 
 from hethub.predictor.constants import Constants, packaged
 from hethub.predictor.evaluate import Outcome, evaluate
+from hethub.predictor.goals import fit_goals, table_goals
 from hethub.predictor.tables import Case, read_table
+from hethub.predictor.tables_more import read_mixed
 from hethub.spec.errors import BadInput
 
 SWEEP_COLUMNS = ("source", "model", "accelerator", "n_accelerators", "global_batch", "seq", "precision")
@@ -15,7 +17,9 @@ ENOUGH_PLANS = 5  # in a sweep, for its ranking to mean something
 
 
 def validate(path: Path, by: str = "source", constants: Constants | None = None) -> dict[str, Any]:
-    """What `hethub validate` prints for a table (CSV) or a folder of cases. Raises BadInput where there is neither.
+    """What `hethub validate` prints for a table (CSV), measured plans on mixed clusters (JSON) or a folder of cases.
+
+    Raises BadInput where there is none of them.
 
     Errors are percents of the measured time. Rows marked suspect are predicted and listed, but stay out of all means;
     rows whose micro-batch the table leaves open are a group of their own.
@@ -25,7 +29,8 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
 
         return validate_folders(path)
     constants = constants or packaged()
-    cases, skipped = read_table(path)
+    mixed = path.suffix == ".json"
+    cases, skipped = (read_mixed(path), []) if mixed else read_table(path)
     if by != "source" and cases and by not in cases[0].row:
         raise BadInput(f"--by {by}: the table has no such column; its columns are {', '.join(cases[0].row)}.")
     outcomes: list[tuple[Case, Outcome]] = []
@@ -40,17 +45,19 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     sound = [(case, outcome) for case, outcome in outcomes if not case.suspect]
     rows = [_row(case, outcome) for case, outcome in outcomes]
     group = _grouping(by)
-    return {
+    result = {
         "rows": rows,
         **summary([_error(case, outcome) for case, outcome in sound], [group(case) for case, _ in sound]),
         "suspects": [case.id for case, _ in outcomes if case.suspect],
         "skipped": skipped,
         "covered_percent": 100.0 * len(outcomes) / (len(outcomes) + len(skipped)),
         "memory": _memory(sound, group),
-        "sweeps": sweeps(sound),
+        "sweeps": sweeps([(case, outcome.seconds) for case, outcome in sound]),
         "constants": constants.count,
         "fitted_on": constants.provenance,
     }
+    goals = [*table_goals(result, mixed), *([] if mixed else fit_goals(constants.residuals))]
+    return {**result, "goals": [goal.to_dict() for goal in goals]}
 
 
 def _grouping(by: str) -> Callable[[Case], str]:
@@ -103,12 +110,13 @@ def _memory(cases: Sequence[tuple[Case, Outcome]], group: Callable[[Case], str])
     return summary(errors, [group(case) for case, _ in measured])
 
 
-def sweeps(cases: Sequence[tuple[Case, Outcome]]) -> list[dict[str, Any]]:
-    """Plans for the same job on the same accelerators: how well they are ranked, and what choosing by prediction costs."""
+def sweeps(cases: Sequence[tuple[Case, float]]) -> list[dict[str, Any]]:
+    """Plans for the same job on the same accelerators, with predicted seconds: how well they are ranked, and what
+    choosing by prediction costs."""
     found: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    for case, outcome in cases:
+    for case, seconds in cases:
         key = tuple(case.row.get(column, "") for column in SWEEP_COLUMNS)
-        found.setdefault(key, []).append((outcome.seconds, case.measured_seconds))
+        found.setdefault(key, []).append((seconds, case.measured_seconds))
     result = []
     for key, pairs in found.items():
         if len(pairs) >= ENOUGH_PLANS:

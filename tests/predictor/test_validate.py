@@ -3,9 +3,12 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hethub.predictor.goals import Goal
+from hethub.predictor.tables import without_ends
 from hethub.predictor.validate import spearman, summary, validate
 from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
@@ -20,6 +23,7 @@ ROW = {
     "cp": 1, "dp": 2, "zero": 0, "micro_batch": 1,
     "global_batch": 16, "precision": "bf16", "recompute": "none", "stack": "mine", "flash_attention": 1,
     "optimizer_included": 1, "suspect": 0, "step_seconds": 0.2, "inter_node_gbps": "",
+    "peak_memory_gib": "",
 }  # fmt: skip
 
 
@@ -49,6 +53,14 @@ def test_suspects_are_listed_but_in_no_mean(tmp_path: Path) -> None:
         ({"layers": 2.5}, "whole number"),
         ({"n_accelerators": 16, "dp": 4}, "gbps_per_nic"),
         ({"precision": "int8"}, "precision int8 is unknown"),
+        ({"step_seconds": "nan"}, "no positive time"),
+        ({"layers": "inf"}, "whole number"),
+        ({"heads": -8}, "whole number"),
+        ({"vocab": 1e12}, "up to 10,000,000"),
+        ({"peak_memory_gib": "nan"}, "peak_memory_gib is nan"),
+        ({"peak_memory_gib": -3}, "positive number"),
+        ({"inter_node_gbps": "inf", "n_accelerators": 16, "dp": 4}, "inter_node_gbps is inf"),
+        ({"inter_node_gbps": 0, "n_accelerators": 16, "dp": 4}, "inter_node_gbps is 0"),
     ],
 )
 def test_a_bad_row_is_skipped_by_name(tmp_path: Path, change: dict[str, object], why: str) -> None:
@@ -106,6 +118,42 @@ def test_means_over_groups_count_every_group_once() -> None:
 def test_spearman() -> None:
     assert spearman([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
     assert spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1)
+
+
+def test_a_tables_figures_stand_beside_what_is_asked(tmp_path: Path) -> None:
+    result = validate(table(tmp_path, {"peak_memory_gib": 1.0}, {"tp": 3}))
+    goals = {goal["what"]: goal for goal in result["goals"]}
+    covered = goals["rows covered"]
+    assert (covered["value"], covered["bound"], covered["met"]) == (50.0, [95], False)
+    assert goals["peak memory"]["value"] == result["memory"]["mape"]
+    assert goals["layer times, forward + backward"]["basis"] == "the last fit, rows it had not seen"
+
+
+@pytest.mark.parametrize(
+    ("sense", "bound", "value", "met"),
+    [("at most", (8,), 8.0, True), ("at least", (0.9,), 0.8, False), ("within", (75, 85), 86.0, False)],
+)
+def test_a_goal_is_met_at_its_bound(sense: Any, bound: tuple[float, ...], value: float, met: bool) -> None:
+    assert Goal("x", value, sense, bound, "%", "y").met is met
+
+
+def test_modules_that_are_no_layers_leave_the_ends() -> None:
+    assert without_ends([14, 16], 6) == [12, 12]  # DeepSpeed's GPT-2: 2 + 24 + 4
+    assert without_ends([12, 14], 2) == [11, 13]  # embedding and head
+    assert without_ends([12, 12], 0) == [12, 12]
+
+
+def test_a_table_of_mixed_plans_that_is_none_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('[{"tp": 1}]')
+    with pytest.raises(BadInput, match="mixed clusters"):
+        validate(tmp_path / "t.json")
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the measured tables in ../shared/data")
+def test_plans_on_mixed_clusters_are_predicted() -> None:
+    result = validate(DATA / "mixed_cases.json")
+    assert result["covered_percent"] == 100
+    assert all(goal["value"] < 20 for goal in result["goals"] if goal["what"].startswith("mean error"))
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="needs the measured tables in ../shared/data")
