@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
@@ -48,7 +49,6 @@ class Context:
     kernels: TorchKernels = field(default_factory=TorchKernels)
     stages_host_tensors: bool = False
     """Host tensors take the way of a device's, with Gloo for the island's legs: it can be tested without one."""
-    callbacks: CallbackThreads = field(default_factory=CallbackThreads)
     counters: Counters = field(default_factory=Counters)
     spanning: dict[str, Any] = field(default_factory=dict)
     """Our operations over native groups, by name, where a caller has asked for them."""
@@ -60,6 +60,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.device)
+        self.callbacks = CallbackThreads(self.device.activate)
 
     @property
     def rank(self) -> int:
@@ -73,6 +74,10 @@ class Context:
     def has_device(self) -> bool:
         """Whether tensors of this rank may lie outside host memory."""
         return self.device.is_gpu or self.stages_host_tensors
+
+    def blocks_streams(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a stream can wait for an operation on these tensors by itself; on ROCm torch does not test that."""
+        return self.device.vendor == "nvidia" and any(tensor.is_cuda for tensor in tensors)
 
     def stager(self) -> Stager:
         """What moves tensors to and from the device for one thread of communication."""

@@ -56,7 +56,7 @@ class GroupCore(torch_private.GroupBase):
         self._bridge = context.bridge(name, members, self._label)
         self._stager = context.stager()
         self._legs = self._make_legs(name, timeout_seconds)
-        self._worker = Worker(f"hethub-{name}")
+        self._worker = Worker(f"hethub-{name}", context.device.activate)
         self._submitting = threading.Lock()
         self._num_operations = 0
         self.point_to_point = PointToPoint(gloo, context, members, self._label)
@@ -120,7 +120,13 @@ class GroupCore(torch_private.GroupBase):
         if self.context.debug:
             job = self._compared(name, job, tensors)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        work = HethubWork(self._operation(name, tensors), tensors, self.context.callbacks, self._timeout_seconds)
+        work = HethubWork(
+            self._operation(name, tensors),
+            tensors,
+            self.context.callbacks,
+            self._timeout_seconds,
+            blocks_streams=self.context.blocks_streams(tensors),
+        )
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
 
         def count(seconds: float) -> None:

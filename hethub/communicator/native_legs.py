@@ -19,6 +19,18 @@ from hethub.communicator.reduction import Reduction
 from hethub.kernels.device import Device, Event
 from hethub.spec.ranges import Range
 
+# What NCCL and RCCL add; torch has more types.
+_NATIVE_TYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+
 
 class NativeLegs:
     """The island's side of an all-reduce; `native` is its library's group, None for a rank alone in its island."""
@@ -30,8 +42,8 @@ class NativeLegs:
         self._dispatcher = dispatcher
 
     def can_reduce(self, reduction: Reduction) -> bool:
-        """Whether the native library knows the operation."""
-        return self._native is None or reduction.is_native
+        """Whether the native library knows the operation and the type."""
+        return self._native is None or (reduction.is_native and reduction.dtype in _NATIVE_TYPES)
 
     def take_turn(self) -> Turn:
         """This operation's place among all that launch legs in this process; taken when it is submitted."""

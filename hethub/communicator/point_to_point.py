@@ -90,7 +90,8 @@ class PointToPoint:
             host = staged.load_whole()
             GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, peer).wait()
 
-        work = HethubWork(operation, [tensor], self._context.callbacks)
+        blocks_streams = self._context.blocks_streams([tensor])
+        work = HethubWork(operation, [tensor], self._context.callbacks, blocks_streams=blocks_streams)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))
 
     def _count_sent(self, tensor: torch.Tensor, peer: int) -> None:
@@ -105,7 +106,7 @@ class PointToPoint:
     def _lane(self, peer: int) -> tuple[Worker, Stager]:
         with self._lock:
             if peer not in self._lanes:
-                self._lanes[peer] = Worker(f"hethub-send-{peer}"), self._context.stager()
+                self._lanes[peer] = Worker(f"hethub-send-{peer}", self._context.device.activate), self._context.stager()
             return self._lanes[peer]
 
 
@@ -126,6 +127,9 @@ class StagedReceive(torch_private.WorkBase):
         return True
 
     def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:

@@ -150,13 +150,14 @@ def begin_range(name: str) -> Any:
     return record
 
 
-def future_of(result: Any) -> tuple[torch.futures.Future[Any], Callable[[Exception | None], None]]:
+def future_of(result: Sequence[torch.Tensor]) -> tuple[torch.futures.Future[Any], Callable[[Exception | None], None]]:
     """A future and the function that ends it, with `result` or with an error that C++ sees as one.
 
     Future.set_exception only stores the exception as a value, which DDP's reducer takes for gradients and crashes on;
-    an exception raised in a callback becomes a real error.
+    an exception raised in a callback becomes a real error. A future must be told the devices of its result.
     """
-    trigger: torch.futures.Future[None] = torch.futures.Future()
+    devices: list[int | str | torch.device] = list({tensor.device for tensor in result if tensor.is_cuda})
+    trigger: torch.futures.Future[None] = torch.futures.Future(devices=devices)
     error: list[Exception] = []
 
     def outcome(_: torch.futures.Future[None]) -> Any:

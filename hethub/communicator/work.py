@@ -55,8 +55,11 @@ class HethubWork(torch_private.WorkBase):
         result: list[torch.Tensor],
         callbacks: "CallbackThreads",
         timeout_seconds: float | None = None,
+        *,
+        blocks_streams: bool = False,
     ) -> None:
         super().__init__()
+        self._blocks_streams = blocks_streams
         self.operation = operation
         self._result = result
         self._callbacks = callbacks
@@ -95,6 +98,16 @@ class HethubWork(torch_private.WorkBase):
 
     def synchronize(self) -> None:
         self.wait()
+
+    def block_current_stream(self) -> None:
+        """The device's current stream waits for the result and this thread goes on; without a device, this one waits.
+
+        torch does it by a kernel that spins until the future ends. An operation that fails ends it too: `wait` tells.
+        """
+        if self._blocks_streams:
+            super().block_current_stream()
+        else:
+            self.wait()
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -152,6 +165,9 @@ class NativeWork(torch_private.WorkBase):
     def synchronize(self) -> None:
         self.wait()
 
+    def block_current_stream(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
 
@@ -177,10 +193,11 @@ class CallbackThreads:
     """Threads that complete futures: a callback may start another operation and wait for it (PowerSGD does).
 
     So callbacks run neither in a worker, which must be free for that operation, nor one after another: a thread is
-    started whenever none is idle.
+    started whenever none is idle. `prepare` runs at the start of each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self._prepare = prepare
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._num_idle = 0
         self._lock = threading.Lock()
@@ -194,6 +211,7 @@ class CallbackThreads:
         self._waiting.put(callback)
 
     def _serve(self) -> None:
+        self._prepare()
         while True:
             self._waiting.get()()
             with self._lock:
@@ -228,12 +246,15 @@ class Job:
 class Worker:
     """Runs a group's operations one at a time in the order they were submitted, in a thread of its own.
 
+    `prepare` runs at the thread's start: it makes the rank's device the current one, which is device 0 otherwise.
+
     An operation whose caller waits anyway, submitted when nothing else is under way, runs in the caller's thread: two
     thread switches less, which is most of the latency of a small message.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, prepare: Callable[[], None]) -> None:
         self._name = name
+        self._prepare = prepare
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_queued = 0
@@ -264,6 +285,7 @@ class Worker:
             self._thread.start()
 
     def _serve(self) -> None:
+        self._prepare()
         while (job := self._jobs.get()) is not None:
             with self._running:
                 with self._lock:

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,6 +196,43 @@ def test_a_stranger_neither_joins_nor_ends_a_world():
     for failure, learned in values(start_ranks(2, knock_without_the_token, timeout_seconds=60)):
         assert failure is None
         assert learned == "failed: on purpose"
+
+
+def listening():
+    """The ports on which this process listens."""
+    own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def reduce_for_ever():
+    while True:
+        dist.all_reduce(torch.ones(500_000))
+
+
+def left_by_a_failure(rank, store):
+    """Shared memory, ports and blocks that a failed and closed world has left in a survivor."""
+    names, ports = set(os.listdir("/dev/shm")), listening()
+    world = connect(Rendezvous.on_one_host(store, rank, 3), islands=[[0, 1], [2]])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RunFailed, match="rank 2 is gone"):
+        reduce_for_ever()
+    world.close()
+    del world
+    gc.collect()
+    time.sleep(1.0)
+    blocks = sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return set(os.listdir("/dev/shm")) - names, listening() - ports, blocks
+
+
+def test_a_failure_leaves_nothing_behind():
+    for outcome in start_ranks(3, left_by_a_failure, timeout_seconds=60)[:2]:
+        assert outcome.value is not None, outcome.traceback
+        names, ports, blocks = outcome.value
+        assert names == set()
+        assert len(ports) <= 2  # the last Gloo groups', which torch frees when it likes
+        assert blocks == 0
 
 
 def leaked(rank, store):

@@ -1,6 +1,9 @@
 """The path of device tensors, run on the CPU: host tensors staged as a device's, Gloo in the place of NCCL."""
 
+import os
 import random
+import re
+import signal
 import time
 
 import pytest
@@ -10,8 +13,9 @@ from torch.distributed import ReduceOp
 
 from hethub.communicator import torch_private
 from hethub.communicator.dispatcher import Dispatcher
+from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation, Worker
 from hethub.kernels.device import Device
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from tests.communicator.test_operations import LAYOUTS, move_all_types, premul_and_coalesced, reduce_all_cases
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -220,3 +224,69 @@ def test_half_an_island_cannot_be_staged():
 
 def test_native_collectives_are_called_by_their_private_names():
     assert {"_reduce_scatter_base", "_allgather_base"} <= set(dir(torch_private.GlooGroup))
+
+
+def wait_without_a_device(world):
+    """Without a device there is no stream to block: the thread waits, and the result is there."""
+    tensor = torch.full((200_000,), 1.0)
+    dist.all_reduce(tensor, async_op=True).block_current_stream()
+    assert (tensor == 2).all()
+    received = torch.empty(3)
+    arrival = world.receive(received, 1 - world.rank)
+    sending = world.send(torch.ones(3), 1 - world.rank)
+    arrival.block_current_stream()
+    sending.block_current_stream()
+    assert (received == 1).all()
+    return True
+
+
+@pytest.mark.parametrize("staged", [[], [0, 1]], ids=["host", "staged"])
+def test_a_stream_that_is_none_is_waited_for_here(staged):
+    assert all(run_ranks(2, wait_without_a_device, islands=[[0], [1]], staged_ranks=staged))
+
+
+def test_a_stream_is_blocked_by_torch():
+    """torch's own StreamBlock is asked for, which a CPU build does not have."""
+    threads = CallbackThreads(lambda: None)
+    work = HethubWork(Operation(name="x", group="g", rank=0, explainer=None), [], threads, blocks_streams=True)
+    with pytest.raises(RuntimeError, match="StreamBlock"):
+        work.block_current_stream()
+
+
+def test_threads_start_on_the_ranks_device():
+    activated = []
+    threads = CallbackThreads(lambda: activated.append("callbacks"))
+    work = HethubWork(Operation(name="x", group="g", rank=0, explainer=None), [], threads)
+    worker = Worker("test", lambda: activated.append("worker"))
+    worker.submit(Job(run=lambda: activated.append("job"), work=work, count=lambda seconds: None)).wait()
+    work.get_future().wait()
+    assert activated[:2] == ["worker", "job"]
+
+
+def stop_or_die(world, how):
+    """Rank 3 is stopped or killed while staged operations of two groups are under way."""
+    groups = [world.group([0, 1, 2, 3]), world.group([0, 1, 3])]
+    if world.rank == 3:
+        if how == signal.SIGSTOP and os.fork() == 0:
+            time.sleep(6)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), how)
+    works = [dist.all_reduce(torch.ones(200_000), group=group, async_op=True) for group in groups if group is not None]
+    failed = []
+    for work in works:
+        with pytest.raises(RunFailed) as caught:
+            work.wait()
+        failed.append(str(caught.value))
+    return failed
+
+
+@pytest.mark.parametrize(("how", "said"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "has stopped")])
+def test_faults_end_staged_operations_of_all_groups(how, said):
+    connect = {"islands": [[0, 1], [2, 3]], "staged_ranks": [0, 1, 2, 3], "timeout_seconds": 5}
+    outcomes = start_ranks(4, stop_or_die, how, connect=connect, timeout_seconds=60)
+    for rank, outcome in enumerate(outcomes[:3]):
+        assert outcome.value is not None, outcome.traceback
+        assert len(outcome.value) == (1 if rank == 2 else 2)
+        for message in outcome.value:
+            assert re.search(f"all_reduce in group .* on rank {rank}.*rank 3 {said}", message), message

@@ -34,9 +34,14 @@ def train_ddp(rank, store, size):
     return parameters
 
 
-@pytest.mark.parametrize("islands", ["0,1|2,3", "0,2|1,3", "0|1,2,3", "0,1,2,3"])
-def test_ddp_over_islands_equals_one_process(islands):
-    results = values(start_ranks(4, train_ddp, 4, environment={"HETHUB_ISLANDS": islands}))
+@pytest.mark.parametrize(
+    ("islands", "staged"),
+    [("0,1|2,3", ""), ("0,2|1,3", ""), ("0|1,2,3", ""), ("0,1,2,3", ""), ("0,1|2,3", "0,1,2,3"), ("0|1,2,3", "0")],
+)
+def test_ddp_over_islands_equals_one_process(islands, staged):
+    """Also where some ranks stage their tensors as a device's."""
+    environment = {"HETHUB_ISLANDS": islands, "HETHUB_STAGED_RANKS": staged}
+    results = values(start_ranks(4, train_ddp, 4, environment=environment))
     expected = train(*model_and_data(4))
     for parameters in results:
         for ours, theirs in zip(parameters, expected, strict=True):
