@@ -40,23 +40,29 @@ class TorchKernels:
         A scale is the block's largest magnitude over the type's largest. A block with an infinity or a NaN comes back
         as NaN: overflow must be seen, not smoothed. A block below `SMALLEST_MAXIMUM` everywhere comes back as zeros.
         """
-        largest = LARGEST[values.dtype]
-        blocks = _blocks(source)
-        maximum = blocks.abs().amax(dim=1)
-        finite, vanishes = torch.isfinite(maximum), maximum < SMALLEST_MAXIMUM
-        # One division per block and a product per element: an element's own division would take most of the time.
-        inverse = torch.where(finite & ~vanishes, largest / maximum, 0.0)
-        quotient = torch.where(finite[:, None], blocks * inverse[:, None], 0.0)
-        if values.dtype == torch.int8:
-            quotient = quotient.round()
-        quotient = quotient.clamp(-largest, largest).view(-1)[: source.numel()]
-        values.copy_(quotient)
-        scales.copy_(torch.where(finite, torch.where(vanishes, 1.0, maximum / largest), float("nan")))
+        for part, count, first in _whole_and_last(source.numel()):
+            rows = source[part].view(-1, count)
+            _quantise_rows(rows, values[part].view(-1, count), scales[first : first + rows.shape[0]])
 
     def dequantise(self, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """`out` (fp32) becomes what `values` and `scales` stand for."""
-        blocks = _blocks(values.float())
-        out.copy_((blocks * scales[:, None]).view(-1)[: out.numel()])
+        for part, count, first in _whole_and_last(out.numel()):
+            rows = out[part].view(-1, count)
+            rows.copy_(values[part].view(-1, count)).mul_(scales[first : first + rows.shape[0], None])
+
+
+def _quantise_rows(rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """A block per row. No step makes a copy that another could do without: on a CPU each one takes as long."""
+    largest = LARGEST[values.dtype]
+    maximum = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
+    finite, vanishes = torch.isfinite(maximum), maximum < SMALLEST_MAXIMUM
+    # One division per block and a product per element: an element's own division would take most of the time.
+    inverse = torch.where(finite & ~vanishes, largest / maximum, 0.0)
+    quotient = rows * inverse[:, None]
+    if rows.is_cuda or not bool(finite.all()):  # a device is not asked: the host would wait for it
+        quotient.masked_fill_(~finite[:, None], 0.0)
+    values.copy_(quotient.round_() if values.dtype == torch.int8 else quotient)
+    scales.copy_(torch.where(finite, torch.where(vanishes, 1.0, maximum / largest), float("nan")))
 
 
 def num_scales(num_elements: int) -> int:
@@ -64,7 +70,9 @@ def num_scales(num_elements: int) -> int:
     return -(-num_elements // QUANTISED_BLOCK)
 
 
-def _blocks(flat: torch.Tensor) -> torch.Tensor:
-    """The elements as rows of 256, the last one filled up with zeros."""
-    missing = num_scales(flat.numel()) * QUANTISED_BLOCK - flat.numel()
-    return torch.nn.functional.pad(flat, (0, missing)).view(-1, QUANTISED_BLOCK)
+def _whole_and_last(num_elements: int) -> list[tuple[slice, int, int]]:
+    """The whole blocks, and the short last one: where, elements per block, and the number of the first block."""
+    whole = num_elements // QUANTISED_BLOCK
+    cut, left = whole * QUANTISED_BLOCK, num_elements % QUANTISED_BLOCK
+    parts = [(slice(0, cut), QUANTISED_BLOCK, 0), (slice(cut, num_elements), left, whole)]
+    return [part for part in parts if part[0].stop > part[0].start]
