@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
+from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
 from hethub.communicator.bridge import Tuning
+from hethub.spec.ranges import from_sizes
 from tests.support.ranks import run_ranks
 
 FLOATS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +90,7 @@ def exact(operation, tensors):
     return (wide.amin(0) if operation == "MIN" else wide.amax(0)), torch.zeros(wide.shape[1:])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     islands=layouts(),
     drawn=st.lists(cases(), min_size=12, max_size=25),
@@ -116,3 +118,44 @@ def test_the_bound_would_notice_a_lost_contribution(dtype):
     expected, bound = exact("SUM", tensors)
     without_one, _ = exact("SUM", tensors[:3])
     assert ((without_one - expected).abs() > bound).float().mean() > 0.8
+
+
+@st.composite
+def cuts(draw):
+    """Sizes of four ranks' shares, some of them empty, none divisible by anything in particular."""
+    return draw(st.lists(st.sampled_from([0, 1, 13, 257, 4099]), min_size=4, max_size=4))
+
+
+def by_ranges_cases(world, drawn):
+    """Per case, this rank's share of the sum, and the whole put together again."""
+    found = []
+    for sizes, name, seed in drawn:
+        ranges = from_sizes(sizes[: world.size])
+        own, whole = ranges[world.rank], ranges[-1].stop
+        flat = contribution(world.rank, TYPES[name], whole, seed)
+        share = torch.empty(own.size, dtype=flat.dtype)
+        reduce_scatter_by_ranges(world.default_group, flat, ranges, share).wait()
+        gathered = torch.zeros(whole, dtype=flat.dtype)
+        gathered[own.start : own.stop] = share
+        all_gather_by_ranges(world.default_group, gathered, ranges).wait()
+        found.append((share, gathered))
+    return found
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    islands=layouts(),
+    drawn=st.lists(st.tuples(cuts(), st.sampled_from(sorted(FLOATS)), st.integers(0, 99)), min_size=6, max_size=12),
+    relay=st.sampled_from(["gloo", "shm"]),
+)
+def test_uneven_shares_add_up_and_come_back_whole(islands, drawn, relay):
+    size = sum(map(len, islands))
+    results = run_ranks(size, by_ranges_cases, drawn, islands=islands, relay=relay)
+    for number, (sizes, name, seed) in enumerate(drawn):
+        ranges = from_sizes(sizes[:size])
+        expected, bound = exact("SUM", [contribution(r, TYPES[name], ranges[-1].stop, seed) for r in range(size)])
+        for rank, own in enumerate(ranges):
+            share, gathered = results[rank][number]
+            assert ((share.double() - expected[own.start : own.stop]).abs() <= bound[own.start : own.stop]).all(), sizes
+            assert torch.equal(gathered.view(torch.uint8), results[0][number][1].view(torch.uint8)), sizes
+            assert torch.equal(gathered[own.start : own.stop], share), sizes
