@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from hethub.kernels.device import Device, Event
+from hethub.runtime.pace import Pace
 
 
 class HostArena:
     """One rank's offloaded bytes in host memory, counted; what nobody holds any more is given back."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, pace: Pace | None = None) -> None:
+        self.device, self._pace = device, pace or Pace()
         self._stream = device.new_stream()
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -40,6 +41,7 @@ class HostArena:
         with self._stream.active():
             host.copy_(values, non_blocking=True)
         self._stream.keep(values)
+        self._pace.start_host_copy(values.nbytes)
 
     def fetch(self, host: Tensor, into: Tensor | None = None) -> "Fetch":
         """Starts copying `host` to the device: to a new tensor, or `into` one."""
@@ -52,7 +54,7 @@ class HostArena:
             into.copy_(host, non_blocking=True)
             event = self._stream.record()
         self._stream.keep(into)
-        return Fetch(into, event, self.device)
+        return Fetch(into, event, self.device, self._pace, self._pace.start_host_copy(host.nbytes))
 
     def synchronize(self) -> None:
         """Returns when every copy started is done: the host may read what was stored."""
@@ -66,8 +68,11 @@ class Fetch:
     values: Tensor
     event: Event
     device: Device
+    pace: Pace
+    end: float | None  # in the pace's own time
 
     def wait(self) -> Tensor:
         """The copy; what the current stream does from now on comes after it."""
         self.device.current_stream().wait(self.event)
+        self.pace.end_host_copy(self.end)
         return self.values

@@ -45,6 +45,13 @@ class Pace:
         """The block updates so many parameters."""
         yield
 
+    def start_host_copy(self, num_bytes: int) -> float | None:
+        """Bytes start their way between host and device; when they are through, for `end_host_copy`."""
+        return None
+
+    def end_host_copy(self, end: float | None) -> None:
+        """The device waits for a copy."""
+
     @property
     def busy_seconds(self) -> float | None:
         """What this rank has computed since the step began, in seconds to report; None where nobody looked."""

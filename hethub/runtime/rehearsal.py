@@ -14,12 +14,13 @@ from hethub.communicator.fabric import Way
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.layer_cost import PassSeconds
-from hethub.predictor.links import Network
+from hethub.predictor.links import PCIE_3_GBYTES_PER_SECOND, UNKNOWN_GENERATION, Network
 from hethub.predictor.memory import memory
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.trainer import COUNTED_STEPS, Trainer
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import RehearsalSpec
@@ -80,6 +81,13 @@ class ClusterNetwork:
         return Way(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))
 
 
+def host_gbytes_per_second(accelerator: AcceleratorSpec) -> float:
+    """What copies between host and device reach: PCIe of the accelerator's generation, as its collectives do."""
+    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
+    wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
+    return wire * packaged().links["pcie_fraction"]
+
+
 class RankTimes:
     """Seconds of one rank's layers and optimizer on its emulated accelerator, compute only."""
 
@@ -92,6 +100,7 @@ class RankTimes:
         self._recompute = stage.recompute
         self._puts_off_weights = layout.plan.schedule == "zero_bubble"
         self._first = 0 if seat.stage == 0 else None
+        self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator)
         self._last = stage.num_layers - 1 if seat.stage == layout.num_stages - 1 else None
 
     def layer(self, kind: Kind, layer: int, samples: int) -> float:
@@ -124,6 +133,7 @@ class RehearsedPace(Pace):
         self._times = RankTimes(costs, layout.seats[world.rank], spec.slowdown.get(world.rank, 1.0))
         self._memory = memory(layout)[world.rank]
         self._samples = 0
+        self._host_copies_end = 0.0
         self._real: dict[Kind, float] = {}
         self._emulated: dict[Kind, float] = {}
         self._began = self._step_began = self._waited = self._overrun = 0.0
@@ -171,6 +181,16 @@ class RehearsedPace(Pace):
         passes = [kind for kind in self._emulated if kind is not Kind.STEP]
         real = sum(self._real[kind] for kind in passes) / self._clock.scale
         return max(real, sum(self._emulated[kind] for kind in passes))
+
+    def start_host_copy(self, num_bytes: int) -> float | None:
+        """Copies go one after the other on a stream of their own, beside what is computed."""
+        seconds = num_bytes * self._times.host_seconds_per_byte * self._clock.scale
+        self._host_copies_end = max(self._clock.at, self._host_copies_end) + seconds
+        return self._host_copies_end
+
+    def end_host_copy(self, end: float | None) -> None:
+        if end is not None:
+            self._clock.advance(end)
 
     def _begin(self, kind: Kind, seconds: float) -> None:
         self._kind = kind

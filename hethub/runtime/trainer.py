@@ -74,7 +74,7 @@ class Trainer:
         self._communicated = world.counters()
         replica = layout.replica(self.seat.stage, self.seat.replica)
         group_of = build_groups(world, self.state)
-        self.arena = HostArena(self.device)
+        self.arena = HostArena(self.device, self.pace)
         self.storage = FlatStorage(self.state, self.seat, layout.plan.precision, self.device.torch_device, self.arena)
         self.stage = Stage(
             layout, self.seat, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None)
