@@ -23,7 +23,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-# torch's own DistributedTest under three layouts of islands, and messages above 2 GiB.
+# torch's own DistributedTest under three layouts of islands, and Inductor beside what `make test` runs of it.
 test-communicator: $(INSTALLED)
 	$(BIN)/python -m pytest tests/communicator -m "slow or not slow" -s
 
