@@ -119,6 +119,7 @@ def _parts(layout: Layout, seat: Seat, software: Software, on_cpu: bool) -> tupl
         fraction = KEPT_UNDER_SELECTIVE
     tiles, activations_host = held_tiles(layout, seat, kept, fraction)
     peak = _peak(layout, seat, holdings, tiles, state, width)
+    computing = peak.activations + width * peak.weights + max(4, width) * peak.gradients
     hidden = spec.micro_batch * layout.plan.seq_len * layout.model.hidden * width // software.context_parallel
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
@@ -129,7 +130,8 @@ def _parts(layout: Layout, seat: Seat, software: Software, on_cpu: bool) -> tupl
     parts = {
         "weights": int(width * (state.weights + peak.weights)),
         "gradients": int(max(4, width) * (state.gradients + peak.gradients)),
-        "optimizer": int(state.optimizer_bytes),
+        # The update comes when what computing needed is gone again.
+        "optimizer": int(state.optimizer_bytes + max(0.0, state.update_bytes - computing)),
         "activations": int(peak.activations),
         "buffers": int(tables + counted * (4 if layout.num_stages > 1 else 1) * hidden),
         "logits": int(counted * last * logits * LOSS_BYTES_PER_LOGIT),

@@ -50,15 +50,20 @@ def _layer_by_layer(holdings: Holdings, tiles: Tiles, again: bool) -> Iterator[M
 
 
 def _part_by_part(layout: Layout, stage: int, holdings: Holdings, tiles: Tiles) -> Iterator[Moment]:
-    """All tiles on their way down through a part: its layers stay until the last of them has passed."""
+    """All tiles on their way down through a part: its layers stay until the last of them has passed.
+
+    The first tile enters them one by one, the next announced, and frees what it kept of those above.
+    """
     units, activations = holdings.units, tiles.activations
     parts = [units[own.start : own.stop] for own in own_parts(layout, stage)]
     above = 0.0
     for part in range(len(parts) - 1, -1, -1):
-        own, ends = sum(parts[part]), part in (0, len(parts) - 1)
-        at_hand, gradients = own + holdings.tied * ends, own + above + holdings.tied
-        yield Moment(activations, at_hand, gradients)
+        tied = holdings.tied * (part in (0, len(parts) - 1))
+        downward = [*parts[part][::-1], parts[part - 1][-1] if part else 0.0]
+        for passed in range(len(parts[part])):
+            entered = sum(downward[: passed + 1])
+            freed = passed * tiles.freed_by_layer
+            weights = entered + downward[passed + 1] + tied
+            yield Moment(activations - freed, weights, entered + above + holdings.tied)
         activations -= tiles.freed_by_part[part]
-        if part and len(parts[part]) == 1:  # the last tile, with the next part's weights on their way
-            yield Moment(activations + tiles.freed_by_layer, at_hand + parts[part - 1][-1], gradients)
         above = parts[part][0]

@@ -4,6 +4,7 @@ A unit is what moves together where a rank does not hold all of its stage: a lay
 first layer and the head in the last (hethub.spec.state). Norms always stay.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from hethub.predictor.software import Software
@@ -65,6 +66,7 @@ class Resident(NamedTuple):
     moves_weights: bool
     moves_gradients: bool
     optimizer_bytes: float
+    update_bytes: float  # what the update brings from the host: two buckets' worth; or a unit's weights on their way there
     host_bytes: float
 
 
@@ -82,13 +84,18 @@ def resident(layout: Layout, seat: Seat, holdings: Holdings, software: Software,
         weights, host = stay, width * (part if level == 3 else sum(holdings.units) + holdings.tied)
     elif level == 3:
         weights = part + stay
-    state = owned * ((wide if width < 4 else 0) + 2 * wide)
+    masters = wide if width < 4 else 0
+    state, brought = owned * (masters + 2 * wide), 0.0
     if "optimizer" in stage.offload:
-        host += state
-        state *= min(1.0, 2.0 * _bucket(layout, seat, holdings) / holdings.total)
+        host, state, brought = host + state, 0.0, masters + 2.0 * wide
+    if offloaded and not masters:
+        brought += width
+    update = brought * owned / holdings.total * _two_buckets(layout, seat, holdings)
+    if offloaded and level < 3:
+        update = max(update, width * max(holdings.units))
     # Other frameworks' buffers are in what was fitted on them.
     ours = software.gathers_ahead
-    return Resident(weights, gradients, ours and (offloaded or level == 3), ours and level >= 2, state, host)
+    return Resident(weights, gradients, ours and (offloaded or level == 3), ours and level >= 2, state, update, host)
 
 
 def _owned(layout: Layout, seat: Seat, holdings: Holdings, shards: int) -> float:
@@ -107,15 +114,18 @@ def _owned(layout: Layout, seat: Seat, holdings: Holdings, shards: int) -> float
     return named * (whole.total if seat.stage == 0 else whole.total - whole.apart)
 
 
-def _bucket(layout: Layout, seat: Seat, holdings: Holdings) -> float:
-    """Elements of the largest bucket: a unit's where units move, a chunk's matrices else, cut where it is full."""
-    stage = layout.stages[seat.stage]
-    moves = stage.zero >= 2 or "parameters" in stage.offload
-    whole = (
-        max(holdings.units)
-        if moves
-        else max(sum(holdings.units[p.start : p.stop]) for p in own_parts(layout, seat.stage))
-    )
-    table = layout.model.vocab * layout.model.hidden
-    largest = max(layout.model.hidden * layout.model.ffn, table if seat.stage in (0, layout.num_stages - 1) else 0)
-    return min(whole, BUCKET_ELEMENTS + largest)
+def _two_buckets(layout: Layout, seat: Seat, holdings: Holdings) -> float:
+    """Elements of the two largest neighbouring buckets: of units where these move, of a chunk's matrices else.
+
+    A bucket is cut where it is full.
+    """
+    stage, model = layout.stages[seat.stage], layout.model
+    table = model.vocab * model.hidden if seat.stage in (0, layout.num_stages - 1) else 0
+    full = BUCKET_ELEMENTS + max(model.hidden * model.ffn, table)
+    parts = [holdings.units[part.start : part.stop] for part in own_parts(layout, seat.stage)]
+    parts[0] = (holdings.tied, *parts[0])
+    if not layout.plan.steps_part_by_part:
+        parts = [tuple(unit for part in parts for unit in part)]
+    if stage.zero >= 2 or "parameters" in stage.offload:
+        return max(a + b for part in parts for a, b in pairwise([min(unit, full) for unit in (0.0, *part)]))
+    return min(2 * full, max(map(sum, parts)))

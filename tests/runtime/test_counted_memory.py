@@ -1,0 +1,67 @@
+"""What a rank counts when it trains is what the predictor foresaw, wherever its state lies: device and host bytes."""
+
+from typing import Any
+
+import pytest
+
+from hethub.predictor.memory import memory
+from hethub.spec.model import ModelSpec
+from tests.support.layouts import Case, build_trainer, chunked, replica, stage
+from tests.support.ranks import run_ranks
+
+MODEL = ModelSpec(name="small", layers=6, hidden=64, heads=8, kv_heads=4, ffn=176, vocab=256, max_seq_len=64)
+ALL = ["parameters", "optimizer", "activations"]
+
+
+def pair(zero: int, **more: Any) -> list[dict[str, Any]]:
+    return [stage((0, 6), replica([0], 4, 2), replica([1], 4, 2), zero=zero, **more)]
+
+
+def chunks(**more: Any) -> list[dict[str, Any]]:
+    return [
+        chunked([(0, 1), (2, 3), (4, 5)], replica([0], 8, 2), **more),
+        chunked([(1, 2), (3, 4), (5, 6)], replica([1], 8, 2), **more),
+    ]
+
+
+NO_CLIP = {"grad_clip": None}
+CASES = [
+    Case(name="zero1, state shares", stages=pair(1, state_shares={0: 0.9})),
+    Case(name="zero2", stages=pair(2)),
+    Case(name="zero2, bf16", stages=pair(2), precision="bf16"),
+    Case(name="zero3, state shares", stages=pair(3, state_shares={1: 0.1})),
+    Case(name="zero3, full recompute", stages=pair(3, recompute="full")),
+    Case(name="zero3, tied head", stages=pair(3), model=MODEL.replace(tied_head=True)),
+    Case(name="zero3, layered", stages=pair(3), schedule="layered"),
+    Case(name="zero3, layered, all offloaded", stages=pair(3, offload=ALL), schedule="layered"),
+    Case(name="zero0, all offloaded", stages=pair(0, offload=ALL)),
+    Case(name="zero2, all offloaded, bf16", stages=pair(2, offload=ALL), precision="bf16"),
+    Case(name="ministages", stages=chunks(), schedule="ministages"),
+    Case(name="ministages, all offloaded", stages=chunks(offload=ALL), schedule="ministages"),
+    Case(
+        name="ministages, zero2, parameters and optimizer offloaded, no clipping",
+        stages=[chunked([(0, 3), (3, 6)], replica([0], 4, 2), replica([1], 4, 1), zero=2, offload=ALL[:2])],
+        schedule="ministages",
+        train=NO_CLIP,
+    ),
+]
+
+
+def counted_bytes(world: Any, case: Case) -> tuple[int, int]:
+    """This rank's peak on the device and in host memory."""
+    trainer = build_trainer(world, case)
+    for step in (1, 2):
+        trainer.run_step(step)
+    return trainer.memory_bytes, trainer.arena.peak_bytes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_counted_memory_is_the_plans(case: Case) -> None:
+    precision = "fp32" if case.precision == "fp64" else case.precision
+    model = MODEL if case.model.name == "tiny" else case.model
+    case = Case(**{**vars(case), "precision": precision, "model": model, "seq_len": 32})
+    foreseen = memory(case.layout())
+    counted = run_ranks(case.size, counted_bytes, case)
+    for rank, (entry, (device, host)) in enumerate(zip(foreseen, counted, strict=True)):
+        assert entry.bytes == pytest.approx(device, rel=0.05), f"rank {rank}: {entry.parts}"
+        assert entry.host_bytes == pytest.approx(host, rel=0.05), f"rank {rank}"
