@@ -17,6 +17,14 @@ class Kind(StrEnum):
     GATHER = "gather"  # new weights from their owners to all holders
 
 
+class Pass(NamedTuple):
+    """A lane's `index`-th tile in a part of its stage. A lane is a replica, or a stage that goes in rounds."""
+
+    kind: Kind
+    part: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
+
+
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 

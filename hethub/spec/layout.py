@@ -5,9 +5,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from hethub.spec.action import Pass
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.interleaving import Pass, interleave, most_held
+from hethub.spec.interleaving import interleave, most_held
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range

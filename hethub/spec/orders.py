@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from hethub.spec.action import Kind
-from hethub.spec.interleaving import Pass
+from hethub.spec.action import Kind, Pass
 
 
 def one_forward_one_backward(num_tiles: int, in_flight: int) -> Iterator[Pass]:

@@ -19,8 +19,7 @@ What both may rely on:
 
 from collections.abc import Iterable, Sequence
 
-from hethub.spec.action import COMPUTE, Action, Kind
-from hethub.spec.interleaving import Pass
+from hethub.spec.action import COMPUTE, Action, Kind, Pass
 from hethub.spec.layout import Layout
 from hethub.spec.orders import one_forward_one_backward, part_by_part, with_weight_passes
 from hethub.spec.state import StateMap

@@ -197,6 +197,33 @@ def test_interleaved_is_megatrons_order_where_all_is_regular() -> None:
     assert layout.in_flight == [[5], [3]]
 
 
+def ticks(layout: Layout) -> int:
+    """How long a step's compute takes where a sample takes a tick forward in a layer, one for its input, one for its weights."""
+    splits = layout.plan.schedule == "zero_bubble"
+    lengths = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits else 2, Kind.WEIGHT: 1}
+    clock: dict[tuple[int, int], int] = {}
+    ends: dict[Action, int] = {}
+    for s, r, act in execution_order(layout):
+        if act.tile is not None:
+            start = max([clock.get((s, r), 0), *(ends[need] for need in dependencies(layout, act))])
+            part = layout.parts(s)[act.part]
+            clock[s, r] = ends[act] = start + lengths[act.kind] * act.tile.samples.size * part.size
+    return max(clock.values())
+
+
+@pytest.mark.parametrize("micro_batches", [(1, 1, 1), (1, 2, 1), (2, 1, 3)])
+@pytest.mark.parametrize("batch", [6, 7, 10])
+def test_interleaving_and_splitting_fill_waits(micro_batches: tuple[int, ...], batch: int) -> None:
+    model = MODEL.replace(layers=6)
+    found = {}
+    for name in ("1f1b", "zero_bubble", "interleaved"):
+        pieces = [[(s, s + 1), (s + 3, s + 4)] if name == "interleaved" else [(2 * s, 2 * s + 2)] for s in range(3)]
+        stages = [chunked(own, replica([s], batch, micro_batches[s])) for s, own in enumerate(pieces)]
+        found[name] = ticks(Case(name=name, stages=stages, schedule=name, global_batch=batch, model=model).layout())
+    assert found["zero_bubble"] < found["1f1b"]
+    assert found["interleaved"] < found["1f1b"]
+
+
 def test_zero_bubble_puts_off_more_the_later_the_stage() -> None:
     """By hand, schedule H1: stage s puts s tiles off; without the weight parts it is 1F1B."""
     stages = [stage((s, s + 1), replica([s], 4)) for s in range(3)]
