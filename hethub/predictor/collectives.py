@@ -52,9 +52,11 @@ class Collectives:
         for stage in stages:
             if costs.state.in_rounds(stage.index):
                 self._wait_after_rounds(stage)
-            elif costs.state.in_passes(stage.index):
-                self._collect_by_pass(stage)
-            else:
+                continue
+            by_pass, sharded = costs.state.in_passes(stage.index), costs.state.level(stage.index) >= 2
+            if by_pass:
+                self._collect_by_pass(stage, sharded)
+            if not (by_pass and sharded):
                 self._reduce_beside(stage)
         norm = self._meet([node for place in compute.entries for _, node in self._actions(place, Kind.REDUCE)])
         for stage in stages:
@@ -115,8 +117,9 @@ class Collectives:
                 tail = self._meet(stage.completing(part), reduction.tail_seconds)
                 self._wait(self._reduces(stage, part), node, tail)
 
-    def _collect_by_pass(self, stage: Stage) -> None:
-        """One gather per part and pass while the pass before runs, one reduction per part while the next pass runs.
+    def _collect_by_pass(self, stage: Stage, sharded: bool) -> None:
+        """Weights brought once per part and pass while the pass before runs; where gradients are `sharded`, one reduction per
+        part while the next pass runs.
 
         Two slots of memory: the pass after the next waits for a reduction.
         """
@@ -129,10 +132,11 @@ class Collectives:
             if gather:
                 started = stage.last[passes[index - 2]] if index > 1 else []
                 self._wait(stage.first[kind, part], self._beside(stream, gather, started, ahead=0.0))
-            if index and passes[index - 1][0] is Kind.BACKWARD:
+            if sharded and index and passes[index - 1][0] is Kind.BACKWARD:
                 self._wait(stage.first[kind, part], *reduced[-1:])
                 reduced.append(self._reduce_pass(stage, stream, passes[index - 1][1]))
-        self._reduce_pass(stage, stream, passes[-1][1])
+        if sharded:
+            self._reduce_pass(stage, stream, passes[-1][1])
 
     def _reduce_pass(self, stage: Stage, stream: int, part: int) -> int:
         """Adds the reduction of a part, layer by layer while the last tile passes it."""

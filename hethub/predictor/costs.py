@@ -4,9 +4,11 @@ from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
+from hethub.predictor.activations import kept_per_sample
 from hethub.predictor.constants import Constants
 from hethub.predictor.layer_cost import LayerCost
 from hethub.predictor.links import Network
+from hethub.predictor.overlap import exposed
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.profiled import ProfiledLayerCost
 from hethub.predictor.software import Software, element_bytes
@@ -141,6 +143,9 @@ class PlanCosts:
         tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
         dp_forward, dp_backward = self.state.round_seconds(stage, passes, portion)
+        if "activations" in self.layout.stages[stage].offload:
+            shown = [self._offloading(stage, spec, samples, portion.layers, seconds) for seconds in passes]
+            dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
         return TileCost(
             Parts(forward, tp_forward, dp_forward),
             Parts(backward - weight, tp_backward, dp_backward),
@@ -162,6 +167,15 @@ class PlanCosts:
             head = cost.head(samples, fraction)
             forward, backward = forward + head.forward, backward + head.backward
         return forward, backward, weight
+
+    def _offloading(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
+        """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
+        share = max(self.state.rank_fractions(spec))
+        kept = kept_per_sample(self.layout, share, self.software, self.width)
+        each = samples * (kept.input if self.layout.stages[stage].recompute == "full" else kept.layer)
+        places = self.layout.cluster.places
+        slowest = max(self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks)
+        return exposed(compute, [each * slowest] * layers)
 
     def _activation_bytes(self, samples: float) -> float:
         """Bytes of the hidden states of `samples` on one rank."""
@@ -193,7 +207,13 @@ class PlanCosts:
             owned = max(
                 self.state.owned(stage, spec, rank, portion) for rank in (spec.ranks if shared else spec.ranks[:1])
             )
-            found = self._optimizers[key] = self.layer_cost(spec.ranks[0]).optimizer(owned)
+            found = self.layer_cost(spec.ranks[0]).optimizer(owned)
+            if "optimizer" in stage_spec.offload:  # fetched and stored, bucket by bucket, beside the step
+                wide = max(4, self.width)
+                moved = 2.0 * owned * (2 * wide + (wide if self.width < 4 else 0))
+                places = self.layout.cluster.places
+                found = max(found, *(moved * self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks))
+            self._optimizers[key] = found
         return found
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:

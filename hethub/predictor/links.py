@@ -1,7 +1,7 @@
 """Seconds of messages and collectives by level of the network: in a node, between nodes, between islands."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,13 @@ def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool
     """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
     generation = accelerator.pcie_generation or UNKNOWN_GENERATION
     return gbytes_per_second <= PCIE_3_GBYTES_PER_SECOND * 2 ** (generation - 3)
+
+
+def host_gbytes_per_second(accelerator: AcceleratorSpec, fit: Mapping[str, float]) -> float:
+    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower."""
+    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
+    wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
+    return wire * fit["pcie_fraction"]
 
 
 class Network:

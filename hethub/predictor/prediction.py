@@ -126,7 +126,7 @@ _WORDS = {
     "bubble": "waiting for other stages and replicas",
     "tp": "tensor-parallel communication",
     "pp": "waiting for activations and gradients under way between stages",
-    "dp": "summing gradients and gathering weights over replicas",
+    "dp": "summing gradients, gathering weights over replicas and fetching what was offloaded",
     "optimizer": "the optimizer",
 }
 

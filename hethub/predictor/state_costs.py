@@ -1,11 +1,13 @@
 """What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.predictor.links import Group, Network
+from hethub.predictor.links import Group, Network, host_gbytes_per_second
 from hethub.predictor.overlap import beside_backward, beside_forward, exposed
 from hethub.predictor.software import Software, element_bytes
+from hethub.spec.cluster import Place
 from hethub.spec.layout import Layout
 from hethub.spec.plan import ReplicaSpec
 
@@ -108,7 +110,12 @@ class StateCosts:
         tiles."""
         found, ends = self._over_replicas(stage, portion), portion or self.whole(stage)
         tied = self.tied_seconds if ends.first or ends.last else 0.0
-        return Reduction(found.seconds + tied, found.tail_seconds + tied, found.gather_seconds)
+        spread = found.gather_seconds
+        if "parameters" in self.layout.stages[stage].offload and self.level(stage) < 3:
+            spread += self._copied(
+                stage, portion, 2 * self.width
+            )  # new weights pass the accelerator to the others' hosts
+        return Reduction(found.seconds + tied, found.tail_seconds + tied, spread)
 
     @cached_property
     def tied_seconds(self) -> float:
@@ -142,20 +149,23 @@ class StateCosts:
         if stage_spec.zero == 0:
             seconds = self.network.all_reduce(group, num_bytes, sharing)
             return Reduction(seconds, seconds * tail, 0.0)
-        gather = self.network.all_gather(group, parameters * self.width, sharing)
+        uneven = self._unevenness(stage)
+        gather = uneven * self.network.all_gather(group, parameters * self.width, sharing)
         if stage_spec.zero == 1:
-            seconds = self.network.reduce_scatter(group, num_bytes, sharing)
+            seconds = uneven * self.network.reduce_scatter(group, num_bytes, sharing)
             return Reduction(seconds, seconds * tail, gather)
         last = self.reduce_seconds(stage, portion or self.whole(stage))[0] if self.software.gathers_ahead else 0.0
         return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
 
     def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
-        """What the collectives of a round (ZeRO-2/3) add to a forward and a backward beyond what compute hides."""
-        zero, forward, backward = self.layout.stages[stage].zero, *passes
-        if zero < 2 or not self.in_rounds(stage):
+        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a tile's forward and backward, beyond
+        what compute hides."""
+        (forward, backward), in_rounds = passes, self.in_rounds(stage)
+        offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
+        if not in_rounds and not offloaded:
             return 0.0, 0.0
         gathers = self.gather_seconds(stage, portion)
-        reductions = self.reduce_seconds(stage, portion)[::-1]
+        reductions = self.reduce_seconds(stage, portion)[::-1] if in_rounds else [0.0] * portion.layers
         if not self.software.gathers_ahead:
             gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
             return (
@@ -176,15 +186,41 @@ class StateCosts:
         return shared or self.layout.plan.runs_in_rounds(stage)
 
     def in_passes(self, stage: int) -> bool:
-        """Whether the collectives of a stage go once per part and pass, whatever the tiles."""
+        """Whether what a stage fetches and sums goes once per part and pass, whatever the tiles."""
         stage_spec = self.layout.stages[stage]
-        return stage_spec.zero >= 2 and len(stage_spec.replicas) > 1 and not self.in_rounds(stage)
+        moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
+        return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
+
+    def level(self, stage: int) -> int:
+        """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""
+        zero, replicas = self.layout.stages[stage].zero, len(self.layout.stages[stage].replicas)
+        return zero if replicas * self.software.context_parallel > 1 else min(zero, 1)
 
     def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
-        """Seconds to gather each layer's weights under ZeRO-3, in model order; ends of the model with their layer."""
-        if self.layout.stages[stage].zero < 3:
-            return [0.0] * portion.layers
-        return self._by_layer(stage, portion, self.width)
+        """Seconds to bring each layer's weights, in model order: gathered under ZeRO-3, from the host where offloaded; ends
+        of the model go with their layer."""
+        level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
+        found = self._by_layer(stage, portion, self.width) if level == 3 else [0.0] * portion.layers
+        if offloaded:
+            shards = len(self.layout.stages[stage].replicas) if level == 3 else 1
+            fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width / shards))
+            found = [a + b for a, b in zip(found, fetched, strict=True)]
+        return found
+
+    def _copied(self, stage: int, portion: Portion | None, bytes_per_parameter: float) -> float:
+        """Seconds to copy a portion's state between host and accelerator, on the rank where it takes longest."""
+        stage_spec, places = self.layout.stages[stage], self.layout.cluster.places
+        return max(
+            self.rank_parameters(stage, replica, portion)
+            * bytes_per_parameter
+            * self.host_seconds_per_byte(places[rank])
+            for replica in stage_spec.replicas
+            for rank in replica.ranks
+        )
+
+    def host_seconds_per_byte(self, place: Place) -> float:
+        """Of one byte between an accelerator and its host, either way."""
+        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit)
 
     def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
         """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""
@@ -192,14 +228,20 @@ class StateCosts:
 
     def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
         """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
-        stage_spec, one = self.layout.stages[stage], Portion(1, False, False)
+        stage_spec = self.layout.stages[stage]
         group = self.replica_group(stage, 0)
         sharing = self.groups_per_machine(group)
 
         def seconds(of: Portion) -> float:
             held = max(self.rank_parameters(stage, replica, of) for replica in stage_spec.replicas)
-            return self.network.reduce_scatter(group, held * bytes_per_parameter, sharing)
+            return self._unevenness(stage) * self.network.reduce_scatter(group, held * bytes_per_parameter, sharing)
 
+        return self._each_layer(portion, seconds)
+
+    @staticmethod
+    def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:
+        """`seconds` of each layer of a portion, in model order; equal ones are asked once."""
+        one = Portion(1, False, False)
         if portion.layers == 1:
             return [seconds(portion)]
         middle = seconds(one) if portion.layers > 2 or not (portion.first and portion.last) else 0.0
@@ -209,6 +251,17 @@ class StateCosts:
         if portion.last:
             times[-1] = seconds(one._replace(last=True))
         return times
+
+    def _unevenness(self, stage: int) -> float:
+        """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut evenly,
+        the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
+        stage_spec = self.layout.stages[stage]
+        shares, count = stage_spec.state_shares, len(stage_spec.ranks)
+        if not shares:
+            return 1.0
+        rest = (1.0 - sum(shares.values())) / max(count - len(shares), 1)
+        even = count * min([*shares.values(), *([rest] if count > len(shares) else [])])
+        return 1.0 + 0.25 * (1.0 - min(1.0, max(0.0, even)))
 
     def groups_per_machine(self, group: Group) -> int:
         """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""

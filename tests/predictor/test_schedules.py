@@ -23,12 +23,40 @@ from tests.spec.random_plans import any_cases
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_plan_is_predicted_in_the_order_that_runs(data: st.DataObject) -> None:
-    layout = data.draw(any_cases()).layout()
+    case = data.draw(any_cases())
+    for own in case.stages:
+        own["offload"] = sorted(data.draw(st.sets(st.sampled_from(["activations", "parameters", "optimizer"]))))
+    layout = case.layout()
     prediction = predict(layout, with_timeline=True)
     check_timeline(layout, prediction)
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds, rel=1e-9)
     assert prediction.percent_of_ceiling <= 100
     assert max(span.stop_seconds for span in prediction.timeline) == pytest.approx(prediction.step_seconds)
+
+
+@pytest.mark.parametrize("what", ["activations", "parameters", "optimizer"])
+@pytest.mark.parametrize("name", ["1f1b", "ministages"])
+def test_offloading_moves_bytes_to_the_host_and_takes_no_less_time(name: str, what: str) -> None:
+    def layout(offload: list[str]) -> Layout:
+        on, chunks = cluster(("A100-SXM4-80GB", 1, 4)), [1] if name == "1f1b" else [1, 1]
+        stages = [
+            {
+                "layers": [[2 * s, 2 * s + 2]] if len(chunks) == 1 else [[s, s + 1], [s + 2, s + 3]],
+                "replicas": [{"ranks": [2 * s + r], "micro_batch": 2, "samples": 16} for r in range(2)],
+                "zero": 1,
+                "offload": offload,
+            }
+            for s in range(2)
+        ]
+        plan = {"model": "tiny", "cluster": "test", "global_batch": 32, "seq_len": 128, "precision": "bf16"}
+        return bind(PlanSpec.model_validate({**plan, "schedule": name, "stages": stages}), TINY, on)
+
+    near, far = predict(layout([])), predict(layout([what]))
+    part = {"activations": "activations", "parameters": "weights", "optimizer": "optimizer"}[what]
+    for before, after in zip(near.memory, far.memory, strict=True):
+        assert after.host_bytes > before.host_bytes == 0
+        assert after.parts[part] <= before.parts[part]
+    assert far.step_seconds >= near.step_seconds
 
 
 def check_timeline(layout: Layout, prediction) -> None:
