@@ -1,7 +1,7 @@
 """`auto`: all settings cut exactly and estimated, the best judged by the predictor, then improved step by step."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hethub.planner.cuts import Best, Entry, best_cuts, reordered
@@ -16,6 +16,8 @@ from hethub.planner.small import small_drafts
 from hethub.planner.table import Table, tabulate
 
 FAMILY_FINALISTS = 4  # judged of each family
+WHOLE_FINALISTS = 1  # of its drafts that carry their plan
+WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
@@ -72,8 +74,8 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
 
 
 def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = True) -> Verdict | None:
-    """The best plan found, or None where none fits. With `starts`, every family's leaders are judged first, so the answer
-    is never worse than a family's; a family far behind by estimate is left out."""
+    """The best plan found, or None where none fits. With `starts`, every family's leaders are judged, but for those that are
+    proved to be slower, so the answer is never worse than a family's."""
     table = tabulate(problem, judge.costs)
     best = best_cuts(problem, table, effort.cuts, memory_counts=not judge.ignore_memory)
     if starts:
@@ -87,6 +89,7 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
         _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
     ranked = [v for v in sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds) if v.draft.plan is None]
     unlike = {verdict.draft.shape: verdict.draft for verdict in reversed(ranked)}
+    judge.tiles_left = effort.tiles
     starting = list(dict.fromkeys([*found[: effort.descents], *reversed(unlike.values())]))
     for draft in starting[: effort.descents + min(effort.descents, len(unlike))]:
         judge(descend(problem, judge, draft))
@@ -96,20 +99,38 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
         leaders = [judge.closest]
     for leader in leaders:
         climb(leader, problem, judge, effort)
+    judge.tiles_left = WHOLE_TILES
+    _judge_whole(problem, judge, FAMILIES if starts else ("cephalo",))
     return judge.best
 
 
 def _judge_families(problem: Problem, judge: Judge, effort: Effort, best: Best) -> None:
-    """Judges every family's leaders; HETHUB's are the pure ones of the cuts made anyway. A draft that cannot beat what was
-    judged, since its busiest replica works longer, is left out."""
+    """Judges every family's leading drafts; HETHUB's are the pure ones of the cuts made anyway."""
     for name in sorted(FAMILIES, key=lambda name: name != "hethub"):
         judge.tiles_left = effort.tiles
-        family = FAMILIES[name]
-        drafts = [e.draft(problem) for e in best.pure] if name == "hethub" else list(family(problem, judge.costs))
-        for draft in leading(judge, drafts):
-            if judge.best is None or judge.surrogate.least(draft) < judge.best.seconds:
-                judge(draft)
+        made = [entry.draft(problem) for entry in best.pure] if name == "hethub" else None
+        _judge_leading(judge, leading(judge, made or list(FAMILIES[name].drafts(problem, judge.costs))))
     judge.mark_start()
+
+
+def _judge_whole(problem: Problem, judge: Judge, names: Iterable[str]) -> None:
+    """Judges the families' plans that the search cannot move about, where they may be better than the best so far."""
+    for name in names:
+        drafts, whole = FAMILIES[name]
+        plain = [draft for draft in drafts(problem, judge.costs) if _may_win(judge, draft)]
+        if not judge.out_of_time and (plain or name != "zorse"):
+            _judge_leading(judge, leading_whole(judge, list(whole(problem, judge.costs, plain))))
+
+
+def _judge_leading(judge: Judge, drafts: Sequence[Draft]) -> None:
+    for draft in drafts:
+        if _may_win(judge, draft):
+            judge(draft)
+
+
+def _may_win(judge: Judge, draft: Draft) -> bool:
+    """Whether the draft's busiest replica computes less than the best plan takes: else it is proved to be slower."""
+    return judge.best is None or judge.surrogate.least(draft) < judge.best.seconds
 
 
 def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
@@ -120,18 +141,24 @@ def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
 
 
 def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts with the smallest estimates that are likely to fit, or the smallest of all where none is; and those that
-    carry their plan, which nothing estimates."""
-    whole = [draft for draft in dict.fromkeys(drafts) if draft.plan is not None]
-    unlike = [draft for draft in dict.fromkeys(drafts) if draft.plan is None]
+    """The drafts with the smallest estimates that are likely to fit, or the smallest of all where none is."""
+    unlike = list(dict.fromkeys(drafts))
     fitting = [draft for draft in unlike if judge.surrogate.likely_fits(draft)]
-    return whole + heapq.nsmallest(FAMILY_FINALISTS, fitting or unlike, key=judge.surrogate.seconds)
+    return heapq.nsmallest(FAMILY_FINALISTS, fitting or unlike, key=judge.surrogate.seconds)
+
+
+def leading_whole(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
+    """Of drafts that carry their plan, those whose busiest replica computes least."""
+    return heapq.nsmallest(WHOLE_FINALISTS, dict.fromkeys(drafts), key=judge.surrogate.least)
 
 
 def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort) -> Verdict | None:
     """The family's best plan among its leaders, or None where none fits."""
     judge.tiles_left = effort.tiles
-    _judge_all(judge, leading(judge, list(family(problem, judge.costs))))
+    plain = list(family.drafts(problem, judge.costs))
+    _judge_all(judge, leading(judge, plain))
+    judge.tiles_left = WHOLE_TILES
+    _judge_all(judge, leading_whole(judge, list(family.whole(problem, judge.costs, plain))))
     return judge.best
 
 

@@ -4,19 +4,34 @@ A family yields drafts, as its system's search would propose them; the predictor
 optimizer and memory cost, whatever the paper left out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
-from hethub.planner.families import cephalo, hethub, poplar, uniform, zorse
+from hethub.planner.families import cephalo, hethub, ministages, poplar, uniform, zorse
 from hethub.planner.problem import Problem
 
-Family = Callable[[Problem, UnitCosts], Iterator[Draft]]
+Drafts = Callable[[Problem, UnitCosts], Iterator[Draft]]
+Whole = Callable[[Problem, UnitCosts, Sequence[Draft]], Iterator[Draft]]
+
+
+def _none(problem: Problem, costs: UnitCosts, plain: Sequence[Draft] = ()) -> Iterator[Draft]:
+    return iter(())
+
+
+class Family(NamedTuple):
+    """A system's plans: drafts that the search may move about, and plans with its own schedule, rounds or offloading,
+    which may be made from those."""
+
+    drafts: Drafts = _none
+    whole: Whole = _none
+
 
 FAMILIES: dict[str, Family] = {
-    "uniform": uniform.drafts,
-    "hethub": hethub.drafts,
-    "poplar": poplar.drafts,
-    "cephalo": cephalo.drafts,
-    "zorse": zorse.drafts,
+    "uniform": Family(uniform.drafts),
+    "hethub": Family(hethub.drafts),
+    "poplar": Family(poplar.drafts, poplar.whole),
+    "cephalo": Family(whole=cephalo.whole),
+    "zorse": Family(zorse.drafts, ministages.drafts),
 }

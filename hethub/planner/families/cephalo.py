@@ -31,8 +31,8 @@ ATTEMPTS = 12  # at samples that leave every rank room
 ROUNDING = 0.985  # of an accelerator's memory is divided: shares are met to an element, buffers are not counted in full
 
 
-def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """A draft per recompute, offload and largest micro-batch, where the state can be cut so that all fit."""
+def whole(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
+    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit."""
     zero = max(levels(problem))
     if (
         problem.constraints.tp not in (None, 1)
@@ -46,10 +46,11 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
-            for most in problem.micro_batches:
+            for most in reversed(problem.micro_batches):
                 stage = _stage(problem, costs, recompute, most, WholeStage((), (), zero, recompute, offload), schedule)
                 if stage is not None:
                     yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
+                    break  # smaller ones only compute more slowly
 
 
 def _stage(
@@ -64,13 +65,13 @@ def _stage(
         workers = _workers(problem, curves, limits)
         if workers is None:
             return None
-        whole = stage._replace(chunks=((0, problem.model.layers),), workers=workers)
-        rooms = _rooms(problem, schedule, whole, state)
+        placed = stage._replace(chunks=((0, problem.model.layers),), workers=workers)
+        rooms = _rooms(problem, schedule, placed, state)
         shares = _state_shares(rooms)
         if shares is not None:
             even = max(shares) - min(shares) < 1e-9
             named = {own.rank: share for own, share in zip(workers, shares, strict=True)}
-            return whole if even else whole._replace(state_shares=named)
+            return placed if even else placed._replace(state_shares=named)
         limits |= {own.rank: 3 * own.samples // 4 for own, room in zip(workers, rooms, strict=True) if room < 0.0}
         if min(rooms) >= 0.0 or 0 in limits.values():
             return None

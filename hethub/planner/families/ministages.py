@@ -12,11 +12,12 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, seat_units
 from hethub.planner.families.whole import WholeStage, Worker, draft_of, levels, memory_of, offers
 from hethub.planner.problem import Problem
+from hethub.planner.surrogate import Surrogate
 from hethub.spec.plan import Offload
 from hethub.spec.ranges import split
 
 CHUNKS = (2, 4, 8)
-TRIED = 6  # plain drafts of the family that are cut into chunks
+TRIED = 3  # plain drafts of the family that are cut into chunks
 OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters", "optimizer"))
 
 
@@ -40,19 +41,12 @@ def drafts(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterat
             return
 
 
-def _by_pace(plain: Sequence[Draft], problem: Problem, costs: UnitCosts) -> list[tuple[Draft, list[list[Worker]]]]:
-    """Drafts that can be seated, with their workers, from the shortest step by its busiest replica and one tile's way."""
-    found = []
-    for index, draft in enumerate(plain):
+def _by_pace(plain: Sequence[Draft], problem: Problem, costs: UnitCosts) -> Iterator[tuple[Draft, list[list[Worker]]]]:
+    """Drafts that can be seated, with their workers, from the shortest estimated step."""
+    for draft in sorted(plain, key=Surrogate(problem, costs).seconds):
         workers = _workers(draft, problem, costs)
         if workers is not None:
-            busy, way = 0.0, 0.0
-            for stage, own in zip(draft.stages, workers, strict=True):
-                curves = {w.kind: _curve(stage, w.kind, w.micro_batch, costs) for w in own}
-                busy = max(busy, *(curves[w.kind].seconds(w.samples) for w in own))
-                way += max(curve.tile_seconds[-1] for curve in curves.values())
-            found.append((busy + way, index, draft, workers))
-    return [(draft, workers) for _, _, draft, workers in sorted(found, key=lambda entry: entry[:2])]
+            yield draft, workers
 
 
 def _thriftily(

@@ -5,7 +5,7 @@ in proportion to speed. ZeRO-2 and 3 meet at every micro-step, so all accelerato
 largest batch that it ends within the step's time; that time is searched. State is cut evenly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from heapq import nsmallest
 from typing import NamedTuple
@@ -23,18 +23,27 @@ JUDGED = 2  # micro-step times per recompute and level that the predictor judges
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """Drafts per recompute and ZeRO level, where every accelerator can hold the model."""
-    if problem.constraints.tp not in (None, 1) or not allowed(problem, 1, problem.size):
+    """A draft per recompute at ZeRO-0 and 1, where every accelerator can hold the model."""
+    if not _is_allowed(problem):
         return
     for recompute in problem.recomputes:
-        for zero in levels(problem):
-            if zero >= 2 and problem.size > 1:
+        for zero in (level for level in levels(problem) if level < 2):
+            sizes = [_peak(problem, costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
+            if all(sizes):
+                seats = [Seats(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
+                yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
+
+
+def whole(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
+    """The plans of the best micro-step times per recompute at ZeRO-2 and 3."""
+    if _is_allowed(problem) and problem.size > 1:
+        for recompute in problem.recomputes:
+            for zero in (level for level in levels(problem) if level >= 2):
                 yield from _shared_steps(problem, costs, recompute, zero)
-            elif zero < 2:
-                sizes = [_peak(problem, costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
-                if all(sizes):
-                    seats = [Seats(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
-                    yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
+
+
+def _is_allowed(problem: Problem) -> bool:
+    return problem.constraints.tp in (None, 1) and allowed(problem, 1, problem.size)
 
 
 def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, zero: int) -> int | None:

@@ -7,7 +7,6 @@ import numpy as np
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.families import ministages
 from hethub.planner.families.uniform import allowed, seats_of, units_in_order
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
@@ -17,13 +16,7 @@ MOST_NODES = 48  # of the graph: with more machines, neighbours of one kind are 
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """A draft per number of groups, micro-batch and recompute, and some of them as ministages."""
-    plain = list(_plain_drafts(problem, costs))
-    yield from plain
-    yield from ministages.drafts(problem, costs, plain)
-
-
-def _plain_drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """A draft per number of groups, micro-batch and recompute."""
     if problem.constraints.tp not in (None, 1):
         return
     nodes = _nodes(problem)
