@@ -8,15 +8,21 @@ import pytest
 
 from hethub.runtime.checkpoint import CheckpointStore, iterate_weights, newest_intact, read_record
 from tests.support.checkpoints import assembled, load_and_save, start, state_parts, train_and_save
-from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
+from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
 
 TIED = MODEL.replace(tied_head=True)
 MILLION = 10**6
+ALL = ["parameters", "optimizer", "activations"]
 
 
 def plans(precision: str, model: Any) -> list[Case]:
-    """A chain of unlike plans."""
+    """A chain of unlike plans, the first with everything sharded, offloaded and stepped chunk by chunk."""
+    everything = [
+        chunked([(0, 1), (2, 3)], replica([0], 5, 2), replica([1], 3), zero=3, state_shares={1: 0.1}, offload=ALL),
+        chunked([(1, 2), (3, 4)], replica([2], 4, 2), replica([3], 4), zero=2, offload=["optimizer"]),
+    ]
+    first = Case(name="all", stages=everything, schedule="ministages", vendors="anan", precision=precision, model=model)
     stages: dict[str, tuple[list[dict[str, Any]], str]] = {
         "zero1 with state shares, a rank without state": (
             [stage((0, 4), replica([0], 4), replica([1], 2), replica([2], 2), zero=1, state_shares={0: 0.7, 2: 0.0})],
@@ -40,8 +46,11 @@ def plans(precision: str, model: Any) -> list[Case]:
         ),
     }
     return [
-        Case(name=name, stages=value, vendors=vendors, precision=precision, model=model)
-        for name, (value, vendors) in stages.items()
+        first,
+        *(
+            Case(name=name, stages=value, vendors=vendors, precision=precision, model=model)
+            for name, (value, vendors) in stages.items()
+        ),
     ]
 
 
@@ -52,7 +61,7 @@ def test_state_goes_through_every_plan_unchanged(precision: str, model: Any, tmp
     state = assembled([owned for owned, _, _ in results])
     weights = assembled([held for _, held, _ in results])
     assert all(np.any(values) for values in state.values())
-    for number, (case, chunk_elements) in enumerate(zip(others, [MILLION, 1000, MILLION, 333], strict=True), 1):
+    for number, (case, chunk_elements) in enumerate(zip(others, [500, MILLION, 1000, MILLION, 333], strict=True), 1):
         source, target = tmp_path / str(number - 1), tmp_path / str(number)
         restored = run_ranks(case.size, load_and_save, case, source, target, chunk_elements, islands=case.islands)
         assert_equal(assembled([owned for owned, _, _ in restored]), state)
@@ -91,9 +100,9 @@ def train_on(world: Any, case: Case, folder: Path | None, first: int, last: int)
     return losses, *state_parts(trainer)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_resumed_training_equals_uninterrupted_training(precision: str, tmp_path: Path) -> None:
-    case = plans(precision, TIED)[2]
+@pytest.mark.parametrize(("precision", "plan"), [("fp32", 3), ("fp16", 3), ("fp16", 0)])
+def test_resumed_training_equals_uninterrupted_training(precision: str, plan: int, tmp_path: Path) -> None:
+    case = plans(precision, TIED)[plan]
     options = {"islands": case.islands}
     run_ranks(case.size, train_and_save, case, tmp_path, [3], 1, **options)
     straight = run_ranks(case.size, train_on, case, None, 1, 6, **options)

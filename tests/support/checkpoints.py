@@ -25,6 +25,7 @@ def numbers(chunks: Iterable[Chunk], prefix: str = "") -> Parts:
 
 def state_parts(trainer: Trainer) -> tuple[Parts, Parts]:
     """This rank's masters and moments, and the weights it holds."""
+    trainer.stepping.flush()
     optimizer, storage = trainer.optimizer, trainer.storage
     owned = [c for run in optimizer.runs for c in owned_chunks(run, state_of(optimizer, run))]
     return numbers(owned), numbers(held_chunks(storage), prefix="held ")
