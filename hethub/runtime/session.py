@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hethub.communicator import World, connect
+from hethub.kernels.device import Device
 from hethub.runtime.agreement import check_versions, facts_from, own_facts, to_row
-from hethub.runtime.launch import launch_info, rendezvous
+from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
 from hethub.runtime.prepare import agreed_cluster, device_in
 from hethub.runtime.together import exchange, together
 from hethub.spec.cluster import ClusterSpec
@@ -22,7 +23,7 @@ def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
     info = launch_info()
     cluster = None if job is None else job.cluster
     meeting = rendezvous(info, network=None if cluster is None else cluster.network_of(info.rank))
-    device = together(meeting, "device", lambda: device_in(cluster, info))
+    device = together(meeting, "device", lambda: _real_device(cluster, info))
     own = own_facts(
         rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
         memory_bytes=device.memory_bytes(), job="", tokens="",
@@ -32,6 +33,15 @@ def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
     found = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
     with watched(connect(meeting, device=device, islands=list(found.islands.values())), "measure") as world:
         yield world, found
+
+
+def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
+    if cluster is not None and cluster.emulated:
+        raise BadInput(
+            f"cluster '{cluster.name}' is marked emulated: on these CPUs there is nothing of it to measure. `hethub train` rehearses it "
+            "with predicted times; measure on the real accelerators."
+        )
+    return device_in(cluster, info)
 
 
 @contextmanager

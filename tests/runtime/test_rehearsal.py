@@ -231,3 +231,10 @@ def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
     assert pace.memory_bytes(500) == 1000
     with pytest.raises(RunFailed, match=r"rank 3 \(T4, emulated\) is out of memory: it needs 1,001 bytes"):
         pace.memory_bytes(501)
+
+
+def test_an_emulated_cluster_is_not_measured(tmp_path):
+    job = write_job(tmp_path / "job", cluster=EMULATED)
+    ended = ranks(4, "profile", job, "--out", tmp_path / "profile.json", cwd=tmp_path)
+    assert [end.exit_code for end in ended] == [2] * 4
+    assert "nothing of it to measure" in ended[0].stderr
