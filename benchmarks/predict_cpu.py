@@ -1,12 +1,12 @@
 """Profile, predict and run plans on this machine's CPUs: predicted beside measured step time and memory.
 
-    python benchmarks/predict_cpu.py [--steps 6] [--rounds 2] [--plans NAME …]
+    python benchmarks/predict_cpu.py [--steps 5] [--rounds 2] [--plans NAME …]
 
 One set of processes profiles, others run the plans. A shared machine's speed drifts, so profiles and runs alternate:
 each run stands between two profiles, and its prediction is the geometric mean of what the two foretell. Rounds go over
 all plans, so that a plan's rounds lie minutes apart; its figure is the median over rounds. Both ranks profile at the
 same time, so that each feels the other as it will in the run. The controls: by how much the two predictions around a
-run differ, and its steps in the first and second half; no predictor can be better than those. About six minutes on
+run differ, and its steps in the first and second half; no predictor can be better than those. About eight minutes on
 two idle cores.
 """
 
@@ -168,7 +168,7 @@ def one_round(name: str, steps: int, before: ProfileSpec) -> tuple[Round, Profil
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--plans", nargs="*", choices=list(PLANS), default=list(PLANS), metavar="NAME")
     options = parser.parse_args()

@@ -60,6 +60,9 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     assert yaml.safe_load(out.read_text()) == data["plan"]
     again = answer(capsys, "predict", LAPTOP, "--plan", out)
     assert again["step_seconds"] == pytest.approx(data["step_seconds"])
+    assert again["percent_of_upper_bound"] is None
+    bounded = answer(capsys, "predict", LAPTOP, "--plan", out, "--bounds")
+    assert bounded["percent_of_upper_bound"] == pytest.approx(data["percent_of_upper_bound"])
 
 
 def test_predict_prints_one_json_object_with_the_interfaces_keys(capsys):

@@ -157,8 +157,8 @@ def test_a_missing_link_speed_is_asked_for_by_name():
         predict(layout)
 
 
-def test_importing_the_predictor_brings_neither_torch_nor_scipy():
-    code = "import sys, hethub.predictor; print([m for m in ('torch', 'scipy') if m in sys.modules])"
+def test_importing_the_predictor_brings_no_torch_scipy_or_numpy():
+    code = "import sys, hethub.predictor; print([m for m in ('torch', 'scipy', 'numpy') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
