@@ -27,7 +27,8 @@ def held_tiles(layout: Layout, seat: Seat, kept: KeptPerSample, fraction: float 
     again = stage.recompute == "full"
     layer = kept.input if again else fraction * kept.layer
     held, put_off = _held(layout, seat)
-    ends = held[0] * kept.first * (seat.stage == 0) + held[-1] * kept.last * (seat.stage == layout.num_stages - 1)
+    head = held[-1] * kept.last * (seat.stage == layout.num_stages - 1)  # gone with the topmost part
+    ends = held[0] * kept.first * (seat.stage == 0) + head
     sizes = [part.size for part in layout.parts(seat.stage)]
     by_part = [
         size * (samples * layer + later * kept.put_off)
@@ -35,9 +36,10 @@ def held_tiles(layout: Layout, seat: Seat, kept: KeptPerSample, fraction: float 
     ]
     running = spec.micro_batch * (kept.layer - kept.input) if again else 0.0
     if "activations" not in stage.offload:
-        return Tiles(ends + sum(by_part) + running, spec.micro_batch * layer, tuple(by_part)), 0.0
+        freed = (*by_part[:-1], by_part[-1] + head)
+        return Tiles(ends + sum(by_part) + running, spec.micro_batch * layer, freed), 0.0
     near = min(sum(by_part), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
-    return Tiles(ends + near + running, 0.0, (0.0,) * len(sizes)), sum(by_part)
+    return Tiles(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_part)
 
 
 def _held(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:

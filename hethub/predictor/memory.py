@@ -1,5 +1,7 @@
 """Peak bytes of every rank by part, as the runtime allocates them; a plan over memory is refused before it runs."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hethub.predictor.activations import KEPT_UNDER_SELECTIVE, held_tiles, kept_per_sample, score_bytes
@@ -7,6 +9,7 @@ from hethub.predictor.constants import family
 from hethub.predictor.peak import Moment, Tiles, moments
 from hethub.predictor.resident import Holdings, Resident, resident
 from hethub.predictor.software import HETHUB, Software, element_bytes
+from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, Seat
 from hethub.spec.tensors import LOSS_CHUNK_TOKENS
@@ -70,28 +73,34 @@ def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HET
     )
 
 
-def _check_hosts(layout: Layout, used: list[RankMemory]) -> None:
+def _check_hosts(layout: Layout, used: Sequence[RankMemory]) -> None:
     """Raises BadInput where the ranks of a machine offload more than its host memory, if that is known."""
+    found = _overfull_host(layout, used)
+    if found is not None:
+        node, held = found
+        raise BadInput(
+            f"node '{node.name}': its ranks would offload {held / 2**30:.2f} GiB to host memory, of which it has "
+            f"{node.host_memory_gb:g} GiB; offload less on its stages, or give host_memory_gb as it is."
+        )
+
+
+def _overfull_host(layout: Layout, used: Sequence[RankMemory]) -> tuple[NodeSpec, int] | None:
+    """The first node one of whose machines offloads more than its host memory, and the bytes; None where all fit."""
     places = layout.cluster.places
-    by_machine: dict[int, int] = {}
+    by_machine: Counter[int] = Counter()
     for entry in used:
-        by_machine[places[entry.rank].machine] = by_machine.get(places[entry.rank].machine, 0) + entry.host_bytes
+        by_machine[places[entry.rank].machine] += entry.host_bytes
     for entry in used:
-        node, held = places[entry.rank].node, by_machine[places[entry.rank].machine]
-        if node.host_memory_gb is not None and held > node.host_memory_gb * 2**30:
-            raise BadInput(
-                f"node '{node.name}': its ranks would offload {held / 2**30:.2f} GiB to host memory, of which it has "
-                f"{node.host_memory_gb:g} GiB; offload less on its stages, or give host_memory_gb as it is."
-            )
+        place = places[entry.rank]
+        limit = place.node.host_memory_gb
+        if entry.host_bytes and limit is not None and by_machine[place.machine] > limit * 2**30:
+            return place.node, by_machine[place.machine]
+    return None
 
 
-def hosts_fit(layout: Layout, used: list[RankMemory]) -> bool:
-    """Whether every machine's host memory takes what its ranks offload."""
-    try:
-        _check_hosts(layout, used)
-    except BadInput:
-        return False
-    return True
+def hosts_fit(layout: Layout, used: Sequence[RankMemory]) -> bool:
+    """Whether every machine's host memory, where it is known, takes what its ranks offload."""
+    return _overfull_host(layout, used) is None
 
 
 _REMEDIES = {

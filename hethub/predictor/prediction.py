@@ -7,7 +7,7 @@ from typing import Any
 from hethub.predictor.constants import Constants, packaged, precision_class
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.intervals import interval
-from hethub.predictor.memory import RankMemory, memory
+from hethub.predictor.memory import RankMemory, hosts_fit, memory
 from hethub.predictor.operators import model_flops
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB, Software
@@ -78,7 +78,7 @@ def predict(
             "absurdly small or large: look at *_tflops, memory_gbytes_per_second, link_gbytes_per_second and gbps_per_nic."
         )
     return Prediction(
-        fits=all(entry.fits(reserve) for entry in used),
+        fits=all(entry.fits(reserve) for entry in used) and hosts_fit(layout, used),
         step_seconds=times.seconds,
         step_seconds_interval=_interval(layout, times.seconds, software, constants, profile),
         tokens_per_second=tokens_per_second,

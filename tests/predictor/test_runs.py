@@ -51,15 +51,27 @@ CASES = [
         schedule="interleaved",
     ),
     of("zero bubble", stage((0, 2), replica([0], 16, 2)), stage((2, 4), replica([1], 16, 2)), schedule="zero_bubble"),
+    of("offloaded parameters", stage((0, 4), *TWO, zero=1, offload=["parameters"])),
+    of("offloaded parameters, zero 3", stage((0, 4), *TWO, zero=3, offload=["parameters"])),
+    of("offloaded optimizer", stage((0, 4), *TWO, zero=2, offload=["optimizer"])),
+    of("offloaded activations", stage((0, 2), replica([0], 16, 2), offload=["activations"]), stage((2, 4), replica([1], 16, 2))),
+    of("layered, all offloaded", stage((0, 4), *TWO, zero=3, recompute="full", offload=["activations", "optimizer", "parameters"]),
+       schedule="layered"),
+    of(
+        "ministages, offloaded",
+        chunks((0, 1), (2, 3), replicas=[replica([0], 10, 2), replica([1], 6, 3)], zero=2, offload=["parameters", "optimizer"]),
+        chunks((1, 2), (3, 4), replicas=[replica([2], 16, 4)], offload=["parameters"]),
+        schedule="ministages",
+    ),
 ]  # fmt: skip
 
 
-def watch(world: Any, case: Case) -> tuple[int, list[str]]:
-    """Peak bytes of a rank that trains the case, and the names of the actions of its last step."""
+def watch(world: Any, case: Case) -> tuple[int, int, list[str]]:
+    """Peak bytes of a rank that trains the case and of its host memory, and the names of the actions of its last step."""
     trainer = build_trainer(world, case)
     for step in range(1, case.steps + 1):
         trainer.run_step(step)
-    return trainer.memory_bytes, [span.name for span in trainer.spans]
+    return trainer.memory_bytes, trainer.arena.peak_bytes, [span.name for span in trainer.spans]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -67,6 +79,7 @@ def test_a_run_does_and_holds_what_was_predicted(case: Case) -> None:
     layout = case.layout()
     measured = run_ranks(case.size, watch, case, islands=case.islands)
     spans, foreseen = predict(layout, with_timeline=True).timeline or (), memory(layout)
-    for rank, (peak_bytes, names) in enumerate(measured):
+    for rank, (peak_bytes, host_bytes, names) in enumerate(measured):
         assert names == [span.name for span in spans if span.rank == rank]
         assert foreseen[rank].bytes == pytest.approx(peak_bytes, rel=0.05), foreseen[rank].parts
+        assert foreseen[rank].host_bytes == pytest.approx(host_bytes, rel=0.05)

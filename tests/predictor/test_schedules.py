@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="needs torch, which the random layouts' module imports: pip install hethub[train]")
 
-from hethub.predictor import predict
+from hethub.predictor import check_memory, predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
 from hethub.predictor.step import step_times
+from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, bind
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule import Kind, dependencies, schedule
@@ -57,6 +58,19 @@ def test_offloading_moves_bytes_to_the_host_and_takes_no_less_time(name: str, wh
         assert after.host_bytes > before.host_bytes == 0
         assert after.parts[part] <= before.parts[part]
     assert far.step_seconds >= near.step_seconds
+
+
+def test_a_host_too_small_for_what_is_offloaded_is_refused_by_name() -> None:
+    on = cluster(("A100-SXM4-80GB", 1, 1))
+    small = on.replace(nodes=(on.nodes[0].replace(host_memory_gb=1e-4),))
+    stages = [
+        {"layers": [[0, 4]], "replicas": [{"ranks": [0], "micro_batch": 1, "samples": 4}], "offload": ["optimizer"]}
+    ]
+    plan = {"model": "tiny", "cluster": "test", "global_batch": 4, "seq_len": 64, "precision": "fp32", "stages": stages}
+    layout = bind(PlanSpec.model_validate(plan), TINY, small)
+    assert not predict(layout).fits
+    with pytest.raises(BadInput, match=r"node 'n0': its ranks would offload .* GiB to host memory"):
+        check_memory(layout)
 
 
 def check_timeline(layout: Layout, prediction) -> None:
