@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from hethub.spec.errors import BadInput
+from hethub.spec.ranges import Range, merge
+from hethub.spec.schedule import check_executable
 from tests.support.layouts import (
     MODEL,
     Case,
@@ -190,6 +193,7 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Sh
     counted = {
         "gathers": dict(weights.gathers) if weights else {},
         "most_present": weights.most_present if weights else 0,
+        "most_chunks": weights.most_chunks if weights else 0,
         "reductions": dict(gradients.reductions) if gradients else {},
         "weights": sum(values.numel() for _, _, values in trainer.storage.persistent()),
         "gradients": trainer.storage.grads.numel() + sum(own.numel() for own in trainer.storage.owned_grads.values()),
@@ -215,4 +219,68 @@ def test_layout_equals_one_process(case: Case) -> None:
     for rank_losses, rank_norms, _, _ in results:
         assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
         assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
-    assert worst_difference([held for _, _, held, _ in results], weights) <= TOLERANCE
+    held = [held for _, _, held, _ in results]
+    assert worst_difference(held, weights) <= TOLERANCE
+    for name, start, stop, _ in weights:  # together the ranks keep all of it
+        kept = merge(Range(a, b) for own in held for other, a, b, _ in own if other == name)
+        assert kept == [Range(start, stop)]
+
+
+NORMS = MODEL.hidden * (2 * MODEL.layers + 1)
+STATE = 16  # bytes of moments per parameter in float64
+
+
+def counted(stages: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
+    """What every rank of a plan counted in its second step."""
+    case = Case(name="counted", stages=stages, steps=2, **more)
+    return [counts for *_, counts in run_ranks(case.size, train_counting, case)]
+
+
+@pytest.mark.parametrize("shares", [{}, {0: 0.0}, {0: 0.1}, {0: 0.9}])
+def test_bytes_of_state_are_the_shares(shares: dict[int, float]) -> None:
+    """Weights, gradients and optimizer state of one rank of two; norms are held by both."""
+    for rank, counts in enumerate(counted(alike(2, 3, state_shares=shares))):
+        share = shares.get(0, 0.5) if rank == 0 else 1 - shares.get(0, 0.5)
+        owned = counts["optimizer_bytes"] / STATE
+        assert owned == pytest.approx(share * MODEL.parameters, abs=len(shares) + 8)
+        assert counts["weights"] == counts["gradients"]
+        assert owned <= counts["weights"] <= owned + NORMS
+
+
+def test_zero2_keeps_all_weights_and_its_own_gradients() -> None:
+    for counts in counted(alike(2, 2)):
+        assert counts["weights"] == MODEL.parameters
+        assert counts["gradients"] <= MODEL.parameters / 2 + NORMS
+        assert counts["gathers"] == {}
+        assert counts["reductions"] == dict.fromkeys(range(4), 2)  # units times tiles
+
+
+def test_layered_gathers_a_layer_once_per_pass_and_reduces_it_once() -> None:
+    """Where forward ends backward begins, so the last layer stays between them."""
+    stages = [stage((0, 4), replica([0], 5, 1), replica([1], 3, 2), zero=3)]
+    for counts in counted(stages, schedule="layered"):
+        assert counts["gathers"] == {0: 2, 1: 2, 2: 2, 3: 1}
+        assert counts["reductions"] == dict.fromkeys(range(4), 1)
+        assert counts["most_present"] == 2
+
+
+def test_rounds_gather_a_layer_once_per_tile_and_pass_on_ranks_without_a_tile_too() -> None:
+    for counts in counted([stage((0, 4), replica([0], 6, 2), replica([1], 2, 2), zero=3)]):
+        assert counts["gathers"] == {0: 4, 1: 6, 2: 6, 3: 3}  # the ends stay where the next visit is theirs
+        assert counts["reductions"] == dict.fromkeys(range(4), 3)
+        assert counts["most_present"] == 2
+
+
+@pytest.mark.parametrize("train", [{}, NO_CLIP])
+def test_ministages_keep_two_chunks_on_the_device_at_most(train: dict[str, Any]) -> None:
+    stages = [chunked([(start, start + 1) for start in range(6)], replica([0], 8, 2), offload=["parameters"])]
+    (counts,) = counted(stages, schedule="ministages", model=SIX, train=train)
+    assert counts["most_chunks"] == 2  # the one at work and the one on its way
+    assert counts["most_present"] == 2
+    assert counts["gathers"] == {0: 2, 1: 2, 2: 2, 3: 2, 4: 2, 5: 1}
+
+
+def test_shares_that_cannot_be_met_are_refused_before_anything_runs() -> None:
+    tied = [stage((0, 4), replica([0, 1], 4), replica([2], 4), zero=3, state_shares={0: 0.8})]
+    with pytest.raises(BadInput, match=r"rank 0 is given 0.8 of the stage's state.* it can own at most 0\.\d+"):
+        check_executable(Case(name="too much", stages=tied).layout())
