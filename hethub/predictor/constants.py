@@ -26,6 +26,8 @@ _FAMILIES = (
     ("rdna", ("Radeon",)),
     ("cpu", ("CPU",)),
 )
+# Where nothing of a family was measured its predecessor's scales stand for it: clocks, kernels and attention carry over.
+_PREDECESSORS = {"blackwell": "hopper"}
 # Without matrix units half precision runs through the fp32 units (P100 and P40 measure alike in fp16 and fp32).
 _NO_MATRIX_UNITS = ("pascal", "rdna", "cpu")
 
@@ -103,8 +105,10 @@ class Constants:
         common, kind = self.common, precision_class(precision)
         units = "matrix" if on_matrix_units(accelerator, precision) else "vector"
         scale = throttle = attention = 0.0
+        name = family(accelerator)
+        own = self.families.get(f"{name} {kind}") or self.families.get(f"{_PREDECESSORS.get(name)} {kind}")
         for values in (
-            self.families.get(f"{family(accelerator)} {kind}"),
+            own,
             self.accelerators.get(f"{accelerator.name} {kind}"),
         ):
             if values is not None:
