@@ -256,7 +256,7 @@ def _check_constraints(problem: Problem) -> None:
     given, size, model = problem.constraints, problem.size, problem.model
     capable = problem.capabilities
     _refuse_unlisted("schedule", given.schedule, capable.schedules)
-    _refuse_unlisted("zero", given.zero, capable.zero)
+    _refuse_unlisted("zero", given.zero, sorted({*capable.zero, *capable.family_zero}))
     _refuse_unlisted("recompute", given.recompute, ("none", "selective", "full"))
     pairs = [
         (given.tp and given.tp not in problem.degrees, f"tp: {given.tp}", _degrees(problem)),

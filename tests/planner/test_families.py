@@ -1,0 +1,89 @@
+"""The families' own plans: faithful to their papers, valid, executable and within memory."""
+
+import pytest
+
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft
+from hethub.planner.families import FAMILIES
+from hethub.planner.problem import Batch, Problem, pose
+from hethub.predictor import predict
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout import Layout, bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule import check_executable, execution_order
+
+MODEL = ModelSpec(name="small", layers=8, hidden=256, heads=8, kv_heads=8, ffn=704, vocab=1024, max_seq_len=256)
+
+
+def cpu(name: str, tflops: float, memory_gb: float) -> dict[str, object]:
+    return {
+        "name": name, "vendor": "cpu", "memory_gb": memory_gb, "memory_gbytes_per_second": 200 * tflops,
+        "fp32_tflops": tflops, "link_gbytes_per_second": 20,
+    }  # fmt: skip
+
+
+def problem(memories: tuple[float, float] = (1.0, 1.0), batch: int = 50, **constraints: object) -> Problem:
+    """Two slow accelerators and two fast ones, of so much memory each."""
+    nodes = [
+        {"name": f"n{i}", "accelerator": cpu(f"cpu-{i}", rate, memory), "accelerators": 2, "host_memory_gb": 8}
+        for i, (rate, memory) in enumerate(zip((0.05, 0.1), memories, strict=True))
+    ]
+    on = ClusterSpec.model_validate({"name": "test", "emulated": True, "nodes": nodes})
+    return pose(MODEL, on, Batch(batch, 128, "fp32"), ConstraintsSpec.model_validate(constraints))
+
+
+def whole_drafts(name: str, asked: Problem) -> list[Draft]:
+    """The family's drafts that carry their plan."""
+    family, costs = FAMILIES[name], UnitCosts(asked)
+    return list(family.whole(asked, costs, list(family.drafts(asked, costs))))
+
+
+def checked(asked: Problem, plan: PlanSpec) -> Layout:
+    layout = bind(plan, MODEL, asked.cluster)
+    check_executable(layout)
+    execution_order(layout)
+    return layout
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_poplar_gives_all_ranks_one_number_of_steps_and_the_faster_ones_larger_batches(zero: int) -> None:
+    asked = problem(zero=zero)
+    drafts = whole_drafts("poplar", asked)
+    assert drafts
+    for draft in drafts:
+        assert draft.plan is not None
+        layout = checked(asked, draft.plan)
+        replicas = draft.plan.stages[0].replicas
+        steps = [len(layout.tiles_of(0, r)) for r in range(len(replicas))]
+        assert max(steps) - min(steps) <= 1  # the last step takes what is left
+        assert replicas[2].micro_batch > replicas[0].micro_batch
+        assert draft.plan.stages[0].zero == zero
+        assert predict(layout).fits
+
+
+def test_cephalo_divides_state_by_memory_and_samples_by_speed() -> None:
+    asked = problem(memories=(0.055, 0.3), recompute="full")
+    drafts = whole_drafts("cephalo", asked)
+    assert drafts
+    for draft in drafts:
+        assert draft.plan is not None
+        stage = draft.plan.stages[0]
+        assert (draft.plan.schedule, stage.zero) == ("layered", 3)
+        assert stage.state_shares[0] < stage.state_shares[3]
+        assert stage.replicas[3].samples > stage.replicas[0].samples
+        assert predict(checked(asked, draft.plan)).fits
+
+
+def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_for_it() -> None:
+    roomy, tight = problem(), problem(memories=(0.085, 0.085), recompute="full")
+    found = [[draft.plan for draft in whole_drafts("zorse", asked) if draft.plan] for asked in (roomy, tight)]
+    for asked, plans in zip((roomy, tight), found, strict=True):
+        assert plans
+        for plan in plans:
+            assert plan.schedule == "ministages"
+            assert plan.num_chunks > 1
+            assert predict(checked(asked, plan)).fits
+    assert not any(stage.offload for plan in found[0] for stage in plan.stages)
+    assert any(stage.offload for plan in found[1] for stage in plan.stages)
