@@ -68,7 +68,7 @@ class Optimizer:
         self.keeps_masters = storage.dtype != storage.grad_dtype
         offload = storage.state.layout.stages[storage.seat.stage].offload
         self._state_arena = arena if "optimizer" in offload else None
-        self._arena = self._state_arena or storage.arena
+        self.arena = self._state_arena or storage.arena
         self._meter = meter or MemoryMeter([])
         self.runs = [run for piece in reducer.pieces for run in self._runs(piece)]
 
@@ -147,7 +147,7 @@ class Optimizer:
     @torch.no_grad()
     def step_runs(self, runs: Sequence[OwnedRun], step: int, scale: float) -> None:
         """As `step`, for some of the runs; the caller counts the update once all have had it."""
-        if self._arena is None:
+        if self.arena is None:
             self._update(runs, [(run.master, run.exp_avg, run.exp_avg_sq) for run in runs], step, scale)
             return
         batches = [list(batch) for _, batch in groupby(runs, key=lambda run: run.bucket.span)]
@@ -161,7 +161,7 @@ class Optimizer:
 
     def _bring(self, run: OwnedRun) -> list["Fetch | Tensor"]:
         """Master and moments of a run on the device, or on their way there."""
-        assert self._arena is not None
+        assert self.arena is not None
         state_is_parked = self._state_arena is not None
         master_is_parked = state_is_parked if self.keeps_masters else run.weight_is_parked
         items: list[Fetch | Tensor] = []
@@ -173,17 +173,17 @@ class Optimizer:
             if not parked:
                 items.append(tensor)
                 continue
-            fetch = self._arena.fetch(tensor)
+            fetch = self.arena.fetch(tensor)
             self._meter.take(fetch.values)
             items.append(fetch)
         return items
 
     def _take_back(self, run: OwnedRun, state: Sequence[Tensor]) -> None:
         """Stores what `_bring` fetched, and rounds the master into a weight that is offloaded."""
-        assert self._arena is not None
+        assert self.arena is not None
         for home, values in zip((run.master, run.exp_avg, run.exp_avg_sq), state, strict=True):
             if home is not values:
-                self._arena.store(home, values)
+                self.arena.store(home, values)
                 self._meter.release(values)
 
     def _update(self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float) -> None:
@@ -213,8 +213,8 @@ class Optimizer:
 
     def _write_weight(self, run: OwnedRun, master: Tensor) -> None:
         if run.weight_is_parked:
-            assert self._arena is not None
-            self._arena.store(run.weight, master.to(run.weight.dtype))
+            assert self.arena is not None
+            self.arena.store(run.weight, master.to(run.weight.dtype))
         else:
             run.weight.copy_(master)
 

@@ -85,9 +85,11 @@ class Stepping:
             self._gather([chunk])
 
     def flush(self) -> None:
-        """Returns when nothing waits to be stepped; all ranks of the stage call it together."""
+        """Returns when nothing waits to be stepped and what is offloaded may be read; all ranks of the stage call it together."""
         for chunk in self._chunks:
             self.catch_up(chunk)
+        if self._optimizer.arena is not None:
+            self._optimizer.arena.synchronize()
 
     def _step_runs(self, runs: list[OwnedRun], step: int, scale: float) -> None:
         with self._pace.stepping(sum(run.local.size for run in runs)):
