@@ -59,6 +59,7 @@ class GroupCore(torch_private.GroupBase):
         self._worker = Worker(f"hethub-{name}", context.device.activate)
         self._submitting = threading.Lock()
         self._num_operations = 0
+        self._reductions: dict[tuple[Any, torch.dtype], Reduction] = {}
         self.point_to_point = PointToPoint(gloo, context, members, self._label)
         torch_private.attach_backend(self, gloo)
 
@@ -84,7 +85,13 @@ class GroupCore(torch_private.GroupBase):
         return compared
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
-        return make_reduction(op, dtype, self._size, self.context.wire, self.context.kernels)
+        kind = torch_private.reduce_op_kind(op)
+        made = self._reductions.get((kind, dtype))
+        if made is None:
+            made = make_reduction(op, dtype, self._size, self.context.wire, self.context.kernels)
+            if made.factor is None:
+                self._reductions[kind, dtype] = made
+        return made
 
     def _load(self, staged: Staged) -> Tensors:
         with self._bridge.clock(Leg.COPY):

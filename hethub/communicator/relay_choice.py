@@ -81,10 +81,11 @@ class Carriers:
     def __init__(self, thresholds: Thresholds, relays: Mapping[str, Relay]) -> None:
         self.thresholds = thresholds
         self._relays = [(start, relays[name]) for start, name in reversed(thresholds)]
+        self._only = self._relays[0][1] if len(self._relays) == 1 else None
 
     def carrier(self, num_bytes: int) -> Relay:
         """The relay for a message of that size."""
-        return next(relay for start, relay in self._relays if num_bytes >= start)
+        return self._only or next(relay for start, relay in self._relays if num_bytes >= start)
 
     @property
     def names(self) -> set[str]:
