@@ -1,6 +1,7 @@
 """Hypothesis strategies for random layouts: unlike tiles, replica counts, TP degrees, shares and islands."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -49,6 +50,28 @@ def any_cases(draw: st.DrawFn, max_batch: int = 12, max_replicas: int = 3, sched
     sizes = [draw(st.lists(st.integers(1, 2), min_size=num_chunks, max_size=num_chunks)) for _ in range(num_stages)]
     model = draw(st.sampled_from([MODEL, TIED, MULTI_QUERY])).replace(layers=sum(map(sum, sizes)))
     return draw(_case(name, model, sizes, (0, 1, 2, 3), max_batch, max_replicas))
+
+
+@st.composite
+def trained_cases(draw: st.DrawFn) -> Case:
+    """A layout of two to six ranks with everything else that a plan may ask for: recompute, offload, state shares."""
+    case = draw(any_cases(max_batch=8).filter(lambda case: 2 <= case.size <= 6))
+    keeps = case.schedule == "zero_bubble"
+    stages = []
+    for spec in case.stages:
+        ranks = [rank for replica in spec["replicas"] for rank in replica["ranks"]]
+        free = spec["zero"] and len(ranks) == len(spec["replicas"]) > 1  # any share can be met
+        shares = {draw(st.sampled_from(ranks)): draw(st.sampled_from([0.0, 0.1, 0.9]))} if free else {}
+        stages.append(
+            {
+                **spec,
+                "recompute": draw(st.sampled_from(["none", "selective"] + ["full"] * (not keeps))),
+                "offload": draw(st.lists(st.sampled_from(["parameters", "optimizer", "activations"]), unique=True)),
+                **({"state_shares": shares} if draw(st.booleans()) else {}),
+            }
+        )
+    clip = draw(st.sampled_from([{}, {"grad_clip": None}]))
+    return replace(case, stages=stages, train=clip, document_mask=draw(st.booleans()), steps=3)
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble")
