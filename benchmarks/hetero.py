@@ -27,7 +27,6 @@ sys.path.append(
 from benchmarks.quotas import measured_rows
 from benchmarks.rehearse import LINKS_SMALLER, Rehearsed, pocket, rehearse
 from hethub.planner import plan
-from hethub.planner.capabilities import RUNTIME
 from hethub.planner.problem import Batch, pose
 from hethub.predictor import layer_rates, predict
 from hethub.predictor.memory import RankMemory, memory
@@ -125,11 +124,13 @@ def written(
 
 
 def at_zero(on: ClusterSpec, global_batch: int, strategy: str, zero: int, **constraints: Any) -> Layout:
-    """The strategy's plan at a ZeRO level; its plan for ZeRO 1 where the planner does not search that level."""
-    searched = min(zero, max(RUNTIME.zero))
-    layout = planned(on, global_batch, strategy, zero=searched, **constraints)
-    stages = tuple(stage.replace(zero=zero) for stage in layout.stages)
-    return bind(layout.plan.replace(stages=stages), MODEL, on)
+    """The strategy's plan at a ZeRO level; where it has none there, its plan for ZeRO 1 taken to that level."""
+    try:
+        return planned(on, global_batch, strategy, zero=zero, **constraints)
+    except BadInput:
+        layout = planned(on, global_batch, strategy, zero=1, **constraints)
+        stages = tuple(stage.replace(zero=zero) for stage in layout.stages)
+        return bind(layout.plan.replace(stages=stages), MODEL, on)
 
 
 def own_bytes(used: RankMemory) -> int:
