@@ -91,10 +91,11 @@ def extent(layout: Layout, replicas: tuple[int, ...]) -> Extent:
     """
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
     stages, num_tiles = layout.num_stages, max(counts)
-    period = 4 * stages if layout.plan.schedule in ("interleaved", "zero_bubble", "1f1b") else 2
+    in_turn = layout.plan.schedule in ("interleaved", "zero_bubble", "1f1b")
+    period = (4 * stages if stages <= 6 else stages) if in_turn else 2
     held = max(layout.in_flight[stage][r] for stage in range(stages) for r in replicas)
-    warm = 2 * stages + (2 * min(held, 2 * stages) if period > 2 else 2)
-    if period == 2 and any(stage.zero >= 2 or stage.offload for stage in layout.stages):
+    warm = 2 * stages + (2 * min(held, stages if stages > 6 else 2 * stages) if in_turn else 2)
+    if not in_turn and any(stage.zero >= 2 or stage.offload for stage in layout.stages):
         warm += 32  # what goes on beside a pass takes as long whatever its tiles, and few of them do not hide it
     if len(counts) > 1 or num_tiles <= warm + 2 * period:
         return Extent(None, 0, 0)
