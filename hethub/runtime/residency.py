@@ -8,6 +8,10 @@ depends on where the stage's state lives:
   reduction. Two such buffers at most, beside the head's, which fills from the last layer's forward on.
 - ZeRO 3: weights likewise, in the run's precision, from `prefetch` to `release`: the layer that computes and the next.
 - Offloaded parameters come and go like ZeRO 3's weights, from host memory.
+- Offloaded activations are in host memory between a layer's forward and its backward: on the device are those of the
+  layer at work and of the one after it.
+
+Where all tiles pass a part before the next (layered, ministages), the part's layers stay until its last tile is through.
 
 Norms stay, and so does an embedding that is tied to the head of another stage. Embedding and head come and go with the
 first and last layer; tied in one stage, they are a unit of their own that both ends use.

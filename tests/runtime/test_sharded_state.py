@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hethub.runtime.verify import verify_copies
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range, merge
 from hethub.spec.schedule import check_executable
@@ -189,6 +190,8 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Sh
         outcome = trainer.run_step(step)
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm)
+    trainer.stepping.flush()
+    verify_copies(world, trainer.reducer, case.steps)
     weights, gradients = trainer.residency.weights, trainer.residency.gradients
     counted = {
         "gathers": dict(weights.gathers) if weights else {},
