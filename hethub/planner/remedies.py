@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
+from hethub.planner.cuts import best_cuts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem
-from hethub.planner.search import effort_for, search
+from hethub.planner.search import thriftiest
+from hethub.planner.table import tabulate
+
+TRIED = 6  # cuts of a changed question that are judged
 
 
 class Change(NamedTuple):
@@ -55,13 +59,26 @@ def verified(problem: Problem) -> list[Change]:
 
 
 def _fits(change: Change) -> bool:
-    judge = Judge(change.problem, UnitCosts(change.problem))
-    return search(change.problem, judge, effort_for(change.problem, bound=True), starts=False) is not None
+    """Whether a plan is found among the thriftiest cuts."""
+    problem, judge = change.problem, Judge(change.problem, UnitCosts(change.problem))
+    few = thriftiest(problem, tabulate(problem, judge.costs))
+    for memory_counts in (True, False):
+        for entry in best_cuts(problem, few, TRIED, memory_counts=memory_counts).cuts:
+            judge(entry.draft(problem))
+            if judge.fitting:
+                return True
+    return False
 
 
 def _series(problem: Problem) -> list[Iterator[Change]]:
     """For each sort of change, its steps from the smallest up."""
-    return [_free_constraints(problem), _less_reserve(problem), _shorter(problem), _more_nodes(problem)]
+    return [
+        _free_constraints(problem),
+        _less_reserve(problem),
+        _fewer_samples(problem),
+        _shorter(problem),
+        _more_nodes(problem),
+    ]
 
 
 def _free_constraints(problem: Problem) -> Iterator[Change]:
@@ -74,6 +91,15 @@ def _free_constraints(problem: Problem) -> Iterator[Change]:
 def _less_reserve(problem: Problem) -> Iterator[Change]:
     if problem.constraints.reserve > 0.02:
         yield Change("constraints.reserve: 0.02", problem.with_constraints(problem.constraints.replace(reserve=0.02)))
+
+
+def _fewer_samples(problem: Problem) -> Iterator[Change]:
+    """A half, a quarter, … of the batch: fewer tiles can be in flight."""
+    batch = problem.batch
+    for part in (2, 4, 8):
+        if samples := batch.global_batch // part:
+            smaller = Batch(samples, batch.seq_len, batch.precision)
+            yield Change(f"global_batch {samples}", problem.on(problem.cluster, smaller))
 
 
 def _shorter(problem: Problem) -> Iterator[Change]:

@@ -40,14 +40,7 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
     size = problem.size
     if size <= 16:
         full = Effort(
-            cuts=96,
-            free_cells=4_000_000,
-            finalists=48,
-            descents=6,
-            climbs=4,
-            steps=40,
-            tried_per_step=16,
-            tiles=100_000,
+            cuts=96, free_cells=2_000_000, finalists=24, descents=6, climbs=2, steps=10, tried_per_step=8, tiles=50_000
         )
     elif size <= 128:
         full = Effort(
@@ -58,7 +51,7 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
             cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
         )
     if size <= 4:
-        full = replace(full, climbs=8, tried_per_step=32)
+        full = replace(full, climbs=8, steps=40, tried_per_step=32)
     if not bound:
         return full
     return replace(
@@ -91,7 +84,8 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
     unlike = {verdict.draft.shape: verdict.draft for verdict in reversed(ranked)}
     judge.tiles_left = effort.tiles
     starting = list(dict.fromkeys([*found[: effort.descents], *reversed(unlike.values())]))
-    for draft in starting[: effort.descents + min(effort.descents, len(unlike))]:
+    # Where nothing fits, what is least over memory is looked for instead.
+    for draft in starting[: effort.descents + min(effort.descents, len(unlike))] if judge.fitting else ():
         judge(descend(problem, judge, draft))
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
     leaders: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)[: effort.climbs]
