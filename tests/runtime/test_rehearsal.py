@@ -14,9 +14,11 @@ from hethub.kernels.device import choose_device
 from hethub.predictor import predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
+from hethub.predictor.memory import RankMemory
 from hethub.predictor.software import HETHUB
-from hethub.runtime.rehearsal import ClusterNetwork, RankTimes, round_up
+from hethub.runtime.rehearsal import ClusterNetwork, RankTimes, RehearsedPace, round_up
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import RunFailed
 from hethub.spec.layout import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -220,11 +222,6 @@ def test_a_scale_that_is_too_small_is_refused_with_the_one_it_needs(tmp_path):
 
 
 def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
-    pytest.importorskip("torch")
-    from hethub.predictor.memory import RankMemory
-    from hethub.runtime.rehearsal import RehearsedPace
-    from hethub.spec.errors import RunFailed
-
     pace = RehearsedPace.__new__(RehearsedPace)
     pace.rank = 3
     pace._memory = RankMemory(3, "T4", 900, 1000, {"framework": 500, "weights": 400})
