@@ -1,7 +1,7 @@
 """What the planner is worth, in figures: python benchmarks/planner.py [hethub] [joint] [families] [times] [exhaustive N].
 
 hethub      hethub-768 with Llama-140B: % of the upper bound at 2,048 and 512 sequences, and over AMD:NVIDIA layer-rate ratios
-joint       joint-16 with Llama 3 8B: % of the upper bound
+joint       joint-16 with Llama 3 8B: % of the upper bound (configs/jobs/joint-16.yaml: batch 256)
 families    mixed clusters x models: auto against every family, how much the search beat its start, the gap closed
 times       search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds beside
 exhaustive  auto against the whole grid of N random clusters of 3-4 unlike accelerators (default 200)
@@ -117,7 +117,7 @@ def hethub() -> None:
 
 
 def joint() -> None:
-    for size, seq_len in ((512, 4096), (512, 8192), (1024, 8192), (2048, 8192)):
+    for size, seq_len in ((256, 8192), (512, 8192), (1024, 8192), (2048, 8192)):
         found = plan(model_named("llama3-8b"), cluster_named("joint-16"), Batch(size, seq_len, "bf16"))
         line(f"joint-16 llama3-8b batch {size} sequence {seq_len}", found)
 
@@ -265,6 +265,11 @@ def times(counts: tuple[int, ...] = (64, 320, 768, 10240)) -> None:
                 f"{count:6d} accelerators, {what}: {seconds:.2f} s (process time with imports {cpu:.2f} s), "
                 f"{runs[0]['bound']:.2f} % of upper bound",
                 flush=True,
+            )
+        if count < 10000:
+            plain, explained = fresh(count, 0), fresh(count, 0, explain=True)
+            print(
+                f"{count:6d} accelerators, --explain over a plain plan: {explained['seconds'] / plain['seconds']:.1f}x"
             )
 
 
