@@ -1,6 +1,7 @@
 """Samples for replicas of unlike speed: the exact integer division of a batch with the earliest finish."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,16 +57,18 @@ def divide(total: int, workers: Sequence[Worker]) -> list[int]:
     if len(set(workers)) == 1:
         share, rest = divmod(total, count)
         return [share + (index < rest) for index in range(count)]
-    low, high = 0.0, max(worker.seconds(total) for worker in set(workers))
+    alike = Counter(workers)
+    low, high = 0.0, max(worker.seconds(total) for worker in alike)
     for _ in range(60):
         middle = (low + high) / 2
-        if sum(max(1, worker.within(middle)) for worker in workers) >= total:
+        if sum(number * max(1, worker.within(middle)) for worker, number in alike.items()) >= total:
             high = middle
         else:
             low = middle
         if high - low < 1e-9 * high:
             break
-    counts = [max(1, worker.within(high)) for worker in workers]
+    most = {worker: max(1, worker.within(high)) for worker in alike}
+    counts = [most[worker] for worker in workers]
     return _take_back(counts, workers, sum(counts) - total)
 
 

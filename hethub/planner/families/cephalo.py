@@ -6,6 +6,7 @@ that all fit, evenly where possible; what layers keep is recomputed and offloade
 published planner are not repeated: communication is priced, and no plan over memory is proposed.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -123,8 +124,10 @@ def _state_bytes(problem: Problem, costs: UnitCosts, zero: int) -> float:
 def _state_shares(rooms: Sequence[float]) -> list[float] | None:
     """A fraction for every rank, equal but for those without room; None where all rooms together do not suffice."""
 
+    alike = Counter(rooms)
+
     def held(most: float) -> float:
-        return sum(min(room, most) for room in rooms)
+        return sum(count * min(room, most) for room, count in alike.items())
 
     if min(rooms) < 0.0 or held(1.0) < 1.0:
         return None
@@ -132,4 +135,5 @@ def _state_shares(rooms: Sequence[float]) -> list[float] | None:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if held(middle) >= 1.0 else (middle, high)
-    return [min(room, high) / held(high) for room in rooms]
+    shared = held(high)
+    return [min(room, high) / shared for room in rooms]
