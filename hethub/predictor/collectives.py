@@ -58,9 +58,15 @@ class Collectives:
                 self._collect_by_pass(stage, sharded)
             if not (by_pass and sharded):
                 self._reduce_beside(stage)
-        norm = self._meet([node for place in compute.entries for _, node in self._actions(place, Kind.REDUCE)])
+        self.norm = self._meet([node for place in compute.entries for _, node in self._actions(place, Kind.REDUCE)])
         for stage in stages:
-            self._step_and_gather(stage, norm)
+            self._step_and_gather(stage)
+
+    @property
+    def steps_by_part(self) -> bool:
+        """Whether some replica steps before all its tiles are through."""
+        steps = (list(self._actions(place, Kind.STEP)) for place in self.compute.entries)
+        return any(len(own) > 1 for own in steps)
 
     def _actions(self, place: Place, kind: Kind) -> Iterable[tuple[int, int]]:
         """Part and node of a replica's actions of a kind."""
@@ -146,7 +152,7 @@ class Collectives:
         self._wait(self._reduces(stage, part), node, self._meet(last, layers[0]))
         return node
 
-    def _step_and_gather(self, stage: Stage, norm: int) -> None:
+    def _step_and_gather(self, stage: Stage) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
         steps = [
             entry for place in stage.places for entry in self.compute.entries[place] if entry.action.kind is Kind.STEP
@@ -166,7 +172,9 @@ class Collectives:
                     self.optimizer_seconds[place] += own
                     self.programme.seconds[node] = max(self.programme.seconds[node], own)
                     if index > computing and not by_part:
-                        self._wait([node], norm)
+                        self._wait([node], self.norm)
                 elif action.kind is Kind.GATHER:
-                    self.programme.seconds[node] = self.costs.state.reduction(stage.index, portion).gather_seconds
-                    self._wait([node], stepped[action.part])
+                    seconds = self.costs.state.reduction(stage.index, portion).gather_seconds
+                    self.programme.seconds[node] = seconds
+                    if seconds:  # else nobody steps for others
+                        self._wait([node], stepped[action.part])

@@ -32,8 +32,8 @@ class Programme:
         return len(self.orders) - 1
 
 
-def replay(programme: Programme) -> list[float]:
-    """When each node ends.
+def replay(programme: Programme, starts: dict[int, float] | None = None) -> list[float]:
+    """When each node ends; `starts` are the actors that begin later than at 0.
 
     Each actor runs its list in order; one that waits for a node not yet done is woken by it. Raises AssertionError
     where nodes wait for each other, which a bound layout's schedule never does.
@@ -43,6 +43,8 @@ def replay(programme: Programme) -> list[float]:
     ends = [unknown] * len(seconds)
     position = [0] * len(orders)
     clock = [0.0] * len(orders)
+    for actor, start in (starts or {}).items():
+        clock[actor] = start
     waiting: dict[int, list[int]] = {}
     runnable = list(range(len(orders)))
     while runnable:
@@ -71,13 +73,15 @@ def replay(programme: Programme) -> list[float]:
     return ends
 
 
-def idle_times(programme: Programme, ends: list[float], actor: int) -> list[tuple[int, float, int, float]]:
-    """Where an actor stood idle: (node that waited, idle seconds, node it waited for, its seconds under way)."""
+def idle_times(
+    programme: Programme, ends: list[float], actor: int, begin: float = 0.0
+) -> list[tuple[int, float, int, float]]:
+    """Where an actor stood idle after `begin`: (node that waited, idle seconds, node it waited for, its seconds under way)."""
     found = []
     order = programme.orders[actor]
     for before, node in pairwise([None, *order]):
         assert node is not None
-        free = 0.0 if before is None else ends[before]
+        free = begin if before is None else ends[before]
         idle = ends[node] - programme.seconds[node] - free
         if idle > 0.0 and programme.needs[node]:
             source, under_way = max(programme.needs[node], key=lambda need: ends[need[0]] + need[1])

@@ -66,7 +66,9 @@ class Resident(NamedTuple):
     moves_weights: bool
     moves_gradients: bool
     optimizer_bytes: float
-    update_bytes: float  # what the update brings from the host: two buckets' worth; or a unit's weights on their way there
+    update_bytes: (
+        float  # what the update brings from the host: two buckets' worth; or a unit's weights on their way there
+    )
     host_bytes: float
 
 

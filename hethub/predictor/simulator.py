@@ -27,6 +27,7 @@ class Chain(NamedTuple):
     down: tuple[float, ...]  # activations from stage s to s + 1
     up: tuple[float, ...]  # gradients from stage s + 1 to s
     in_flight: tuple[int, ...]
+    begins: tuple[float, ...] = ()  # when each stage's first forward may start; at 0 where not given
 
 
 def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
@@ -56,7 +57,7 @@ def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
     forward_end = [[0.0] * num_tiles for _ in range(stages)]
     backward_end = [[0.0] * num_tiles for _ in range(stages)]
     ended_f, ended_b = [0] * stages, [0] * stages
-    clock = [0.0] * stages
+    clock = list(chain.begins) or [0.0] * stages
     starts = [0.0] * stages
     waits, bubbles = [0.0] * stages, [0.0] * stages
     last = stages - 1

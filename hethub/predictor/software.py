@@ -22,7 +22,9 @@ class Software:
     overlapped_reduction: bool = True  # gradients summed under the last backward
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
     gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (design rule 11)
-    spread_boundaries: bool = False  # between stages every tensor-parallel rank sends its part through its own interface
+    spread_boundaries: bool = (
+        False  # between stages every tensor-parallel rank sends its part through its own interface
+    )
     sequence_parallel: bool = False  # Megatron's: norms and residuals cut over the tensor-parallel ranks
     context_parallel: int = 1  # ranks of a replica that share the sequence; the rest of it is tensor-parallel
     interleave: int = 1  # chunks of layers per stage that take turns (virtual stages)

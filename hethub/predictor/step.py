@@ -1,5 +1,8 @@
 """A whole step from a layout's costs: every action replayed, and where the bottleneck's time went.
 
+A step takes as long as it is from one step's first forward to the next one's. Ranks do not begin together: who has the
+shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
+
 Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, and equal ones are
 replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does.
 """
@@ -11,7 +14,7 @@ from typing import NamedTuple
 from hethub.predictor.collectives import Collectives
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.lean import LeanCosts, LeanLayout, extent
-from hethub.predictor.programme import Compute, Place
+from hethub.predictor.programme import Compute, Entry, Place
 from hethub.predictor.replay import idle_times, replay
 from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
 from hethub.spec.layout import Layout
@@ -37,7 +40,7 @@ class StepTimes:
 
 
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
-    """The step from its first forward to the last new weight. `full` replays every action, as a timeline needs."""
+    """The step from its first forward to the next one's. `full` replays every action, as a timeline needs."""
     even = all(replica.samples % replica.micro_batch == 0 for replica in layout.stages[0].replicas)
     if full or not even or not costs.tiles_alike:
         return _replayed_times(layout, costs, full)
@@ -77,18 +80,37 @@ def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) ->
     compute = Compute(layout, costs)
     collectives = Collectives(layout, costs, compute)
     ends = replay(compute.programme)
-    seconds = max(ends)
+    begins = {} if collectives.steps_by_part else _begins(compute, ends, ends[collectives.norm])
+    if any(begins.values()):
+        ends = replay(compute.programme, begins)
+    over = [_over(entries, ends) for entries in compute.entries.values()]
+    seconds = max(over) if collectives.steps_by_part else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     gathers = [entry.node for entry in compute.entries[bottleneck] if entry.action.kind is Kind.GATHER]
     parts["dp"] += sum(compute.programme.seconds[node] for node in gathers)
-    for _, idle, source, under_way in idle_times(compute.programme, ends, compute.actors[bottleneck]):
+    actor = compute.actors[bottleneck]
+    for _, idle, source, under_way in idle_times(compute.programme, ends, actor, begins.get(actor, 0.0)):
         if source in collectives.shown:
             parts["dp"] += min(idle, collectives.shown[source])
         else:
             parts["pp"] += min(idle, max(0.0, under_way))
     timed = _timed(compute, ends) if full else None
     return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=timed)
+
+
+def _over(entries: list[Entry], ends: list[float]) -> float:
+    """When a replica has done its last action."""
+    return ends[entries[-1].node] - entries[-1].early_seconds
+
+
+def _begins(compute: Compute, ends: list[float], norm: float) -> dict[int, float]:
+    """By actor, how much later than the first it begins a step, the update being done so much later after the norm."""
+    updates: dict[int, float] = {}
+    for place, actor in compute.actors.items():
+        updates[actor] = max(updates.get(actor, 0.0), _over(compute.entries[place], ends) - norm)
+    first = min(updates.values())
+    return {actor: seconds - first for actor, seconds in updates.items()}
 
 
 def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
@@ -115,8 +137,11 @@ def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
 
 def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
     """One pipeline per kind of replica chain; the ends stand under the chain's first replica."""
-    ends = _replay_chains(layout, costs)
     reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
+    optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, costs.chains)}
+    updates = _updates(optimizer, [reduction.gather_seconds for reduction in reductions])
+    first = min(updates.values())
+    ends = _replay_chains(layout, costs, {place: seconds - first for place, seconds in updates.items()})
     reduce_end, ready = [], []
     for stage, reduction in enumerate(reductions):
         own = [found for (s, _), found in ends.items() if s == stage]
@@ -124,12 +149,7 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
         window = max(e.last_backward_start for e in own)
         reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
     # The gradient norm is global: nobody steps before every stage is reduced.
-    step_start = max(reduce_end)
-    optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, ends)}
-    step_end = [max(t for (s, _), t in optimizer.items() if s == stage) for stage in range(layout.num_stages)]
-    seconds = step_start + max(
-        own + reduction.gather_seconds for own, reduction in zip(step_end, reductions, strict=True)
-    )
+    seconds = max(reduce_end) + first
     busy = {place: _busy(layout, costs, place) for place in _distinct(layout, costs, ends)}
     bottleneck = max(busy, key=lambda place: sum(busy[place].values()))
     parts, stage = busy[bottleneck], bottleneck[0]
@@ -139,12 +159,21 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
     return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck)
 
 
-def _replay_chains(layout: Layout, costs: PlanCosts) -> dict[Place, Ends]:
+def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place, float]:
+    """By place, the seconds from the norm to its next step: its own update, or where weights are gathered, all owners'."""
+    slowest = [max(t for (s, _), t in optimizer.items() if s == stage) for stage in range(len(gathers))]
+    return {
+        place: slowest[place[0]] + gathers[place[0]] if gathers[place[0]] else own for place, own in optimizer.items()
+    }
+
+
+def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float]) -> dict[Place, Ends]:
     ends: dict[Place, Ends] = {}
     for replica in costs.chains:
         spec = layout.replica(0, replica)
         num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
-        chain = _chain(layout, costs, replica)
+        own = tuple(begins[stage, replica] for stage in range(layout.num_stages))
+        chain = _chain(layout, costs, replica)._replace(begins=own)
         found = pipeline(chain, num_tiles) if interleave == 1 else interleaved(chain, num_tiles, interleave)
         ends |= {(stage, replica): found[stage] for stage in range(layout.num_stages)}
     return ends
@@ -163,15 +192,16 @@ def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
     )
 
 
-def _shared_alike(layout: Layout, ends: Iterable[Place]) -> list[Place]:
+def _shared_alike(layout: Layout, chains: Iterable[int]) -> list[Place]:
     """The places replayed, and those whose share of the state may make their step longer."""
+    replayed = [(stage, replica) for stage in range(layout.num_stages) for replica in chains]
     named = [
         (stage, replica)
         for stage, spec in enumerate(layout.stages)
         if spec.state_shares
         for replica in range(len(spec.replicas))
     ]
-    return list(dict.fromkeys([*ends, *named]))
+    return list(dict.fromkeys([*replayed, *named]))
 
 
 def _distinct(layout: Layout, costs: PlanCosts, places: Iterable[Place]) -> list[Place]:

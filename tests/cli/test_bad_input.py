@@ -152,7 +152,12 @@ CASES = {
     "tokens outside the vocabulary": ({"model": {"vocab": 40}}, ["vocab", "40"]),
     "a model that is no Llama": ({"model": {"family": "gpt"}}, ["gpt", "llama"]),
     "an emulated cluster over memory": (
-        {"cluster": {"emulated": True, "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 4, "reserved_memory_gb": 15}]}},
+        {
+            "cluster": {
+                "emulated": True,
+                "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 4, "reserved_memory_gb": 15}],
+            }
+        },
         ["rank", "T4", "GiB"],
     ),
     "a slowdown below one": ({"rehearsal": {"slowdown": {0: 0.5}}}, ["rehearsal.slowdown"]),

@@ -1,5 +1,6 @@
 """Small clusters, models and plans for the predictor's tests."""
 
+from hethub.predictor import Prediction
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import ModelSpec
@@ -63,3 +64,12 @@ def uniform(
         "stages": stages,
     }
     return bind(PlanSpec.model_validate(plan), model, on)
+
+
+def last_stops(prediction: Prediction) -> list[float]:
+    """When each rank of a predicted timeline has done its last action."""
+    assert prediction.timeline is not None
+    stops: dict[int, float] = {}
+    for span in prediction.timeline:
+        stops[span.rank] = max(stops.get(span.rank, 0.0), span.stop_seconds)
+    return list(stops.values())
