@@ -42,8 +42,10 @@ from hethub.spec.schedule import check_executable
 
 MODEL = ModelSpec(name="pocket", layers=8, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=256, max_seq_len=64)
 ZORSE_MODEL = MODEL.replace(name="state-heavy", layers=16, hidden=128, ffn=352)
+CEPHALO_MODEL = MODEL.replace(name="wide", hidden=256, ffn=704)  # more state to an activation the wider it is
 SEQ_LEN, PRECISION = 32, "fp32"
 MOST_OVERRUN_PERCENT = 2.0
+SLOWER_CLOCKS = (2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,14 @@ class Bench:
         self.steps, self.runs, self.findings = steps, list[Run](), list[Finding]()
 
     def run(self, of: str, what: str, layout: Layout) -> Run:
+        """One plan rehearsed; again on a slower clock where the cores could not keep the pace."""
         check_executable(layout)
-        done = Run(of=of, what=what, layout=layout, rehearsed=rehearse(layout, steps=self.steps))
+        rehearsed = rehearse(layout, steps=self.steps)
+        for slower in SLOWER_CLOCKS:
+            if rehearsed.overrun_percent <= MOST_OVERRUN_PERCENT:
+                break
+            rehearsed = rehearse(layout, steps=self.steps, slower=slower)
+        done = Run(of=of, what=what, layout=layout, rehearsed=rehearsed)
         self.runs.append(done)
         print(f"| {' | '.join(run_cells(done))} |", flush=True)
         return done
@@ -105,11 +113,13 @@ def cluster(name: str, *nodes: tuple[AcceleratorSpec, int], gbps: float = 200.0)
     return ClusterSpec.model_validate({"name": name, "emulated": True, "nodes": listed})
 
 
-def planned(on: ClusterSpec, global_batch: int, strategy: str, **constraints: Any) -> Layout:
+def planned(
+    on: ClusterSpec, global_batch: int, strategy: str, *, model: ModelSpec = MODEL, **constraints: Any
+) -> Layout:
     """The strategy's plan, bound."""
     wishes = ConstraintsSpec(**constraints)
     batch = (global_batch, SEQ_LEN, PRECISION)
-    return bind(plan(MODEL, on, batch, wishes, strategy=strategy, with_bounds=False).plan, MODEL, on)
+    return bind(plan(model, on, batch, wishes, strategy=strategy, with_bounds=False).plan, model, on)
 
 
 def written(
@@ -123,14 +133,11 @@ def written(
     return bind(PlanSpec.model_validate(content), model, on)
 
 
-def at_zero(on: ClusterSpec, global_batch: int, strategy: str, zero: int, **constraints: Any) -> Layout:
-    """The strategy's plan at a ZeRO level; where it has none there, its plan for ZeRO 1 taken to that level."""
-    try:
-        return planned(on, global_batch, strategy, zero=zero, **constraints)
-    except BadInput:
-        layout = planned(on, global_batch, strategy, zero=1, **constraints)
-        stages = tuple(stage.replace(zero=zero) for stage in layout.stages)
-        return bind(layout.plan.replace(stages=stages), MODEL, on)
+def even_split(on: ClusterSpec, global_batch: int, zero: int) -> Layout:
+    """Equal samples and state on all accelerators: uniform's plan of one stage, at any ZeRO level."""
+    layout = planned(on, global_batch, "uniform", zero=min(zero, 1), pp=1, tp=1, reserve=0.0)
+    stages = tuple(stage.replace(zero=zero) for stage in layout.stages)
+    return bind(layout.plan.replace(stages=stages), MODEL, on)
 
 
 def own_bytes(used: RankMemory) -> int:
@@ -178,12 +185,12 @@ def poplar(bench: Bench) -> None:
     for kind, on in poplar_clusters():
         for zero in range(4):
             case = f"Poplar, {kind}, ZeRO {zero}"
-            uneven = bench.run(case, "poplar", at_zero(on, global_batch, "poplar", zero, reserve=0.0))
-            even = bench.run(case, "even split", at_zero(on, global_batch, "uniform", zero, pp=1, tp=1, reserve=0.0))
+            uneven = bench.run(case, "poplar", planned(on, global_batch, "poplar", zero=zero, reserve=0.0))
+            even = bench.run(case, "even split", even_split(on, global_batch, zero))
             gain = uneven.tokens_per_second / even.tokens_per_second
             foreseen = even.rehearsed.predicted_seconds / uneven.rehearsed.predicted_seconds
             gains.append(gain)
-            reached = gain >= 0.995 and abs(gain / foreseen - 1.0) <= 0.05
+            reached = gain >= 1.0 and abs(gain / foreseen - 1.0) <= 0.05
             figure = f"{gain:.2f}x (predicted {foreseen:.2f}x)"
             bench.found(case, figure, "≥ 1.0x, within 5 % of predicted", reached)
     if gains:
@@ -218,32 +225,32 @@ def even(on: ClusterSpec, micro_batch: int, samples: int = 8, **stage: Any) -> L
 
 
 def cephalo(bench: Bench) -> None:
-    """The faster half of the accelerators has no room for an even part of the training state."""
+    """The faster half of the accelerators has no room for an even part of the training state, however little else they keep.
+
+    Both plans recompute, as Cephalo's do.
+    """
     case, goal = "Cephalo, state fits only unevenly", "trains; ≥ 0.95 of the throughput without the memory limit"
-    fast, slow = pocket("A100-PCIe-40GB"), pocket("V100-PCIe-16GB")
+    fast, slow, global_batch = pocket("A100-PCIe-40GB"), pocket("V100-PCIe-16GB"), 40
+    wishes = {"model": CEPHALO_MODEL, "recompute": "full", "reserve": 0.0}
     free = cluster("cephalo", (fast, 2), (slow, 2))
-    used = memory(sharded(free, {0: 0.1, 1: 0.1}))
-    sizes = [with_memory(accelerator, 1.03 * own_bytes(used[rank])) for accelerator, rank in ((fast, 0), (slow, 2))]
+    roomy = planned(free, global_batch, "cephalo", **wishes)
+    used = memory(sharded(roomy, state_shares={0: 0.1, 1: 0.1}))
+    sizes = [with_memory(accelerator, 1.05 * own_bytes(used[rank])) for accelerator, rank in ((fast, 0), (slow, 2))]
     tight = cluster("cephalo", (sizes[0], 2), (sizes[1], 2))
-    refused = not predict(sharded(tight, {}), reserve=0.0).fits
-    try:
-        limited, roomy = (planned(on, 32, "cephalo", reserve=0.0) for on in (tight, free))
-    except BadInput:  # the planner does not search these plans yet
-        limited, roomy = sharded(tight, {0: 0.1, 1: 0.1}), sharded(free, {})
+    limited = planned(tight, global_batch, "cephalo", **wishes)
+    leanest = sharded(limited, state_shares={}, offload=("activations",))
+    refused = not predict(leanest, reserve=0.0).fits
     within = bench.run(case, "state by shares", limited)
     share = within.tokens_per_second / bench.run(case, "without the memory limit", roomy).tokens_per_second
     shares = {rank: round(part, 3) for rank, part in limited.stages[0].state_shares.items()}
     figure = f"{share:.3f} (even state {'does not fit' if refused else 'fits'}; shares {shares})"
-    bench.found(case, figure, goal, refused and share >= 0.95)
+    bench.found(case, figure, goal, refused and bool(shares) and share >= 0.95)
 
 
-def sharded(on: ClusterSpec, shares: dict[int, float]) -> Layout:
-    """Cephalo's plan: one stage, everything sharded, samples by speed, all tiles of a layer before the next layer."""
-    replicas = [
-        {"ranks": [rank], "micro_batch": 4 if rank < 2 else 2, "samples": 12 if rank < 2 else 4} for rank in range(4)
-    ]
-    stage = {"layers": [[0, MODEL.layers]], "replicas": replicas, "zero": 3, "state_shares": shares}
-    return written(on, 32, [stage], "layered")
+def sharded(layout: Layout, **stage: Any) -> Layout:
+    """A plan of one stage with other ways to keep its state."""
+    stages = tuple(own.replace(**stage) for own in layout.stages)
+    return bind(layout.plan.replace(stages=stages), layout.model, layout.cluster)
 
 
 def zorse(bench: Bench) -> None:
@@ -259,7 +266,9 @@ def zorse(bench: Bench) -> None:
         saved = 100.0 * (1.0 - counted_bytes(run) / counted_bytes(plain))
         reached = lost <= slower and (less is None or saved >= less)
         limits = f"≤ {slower:g} % slower" + (f", ≥ {less:g} % less memory" if less else "")
-        bench.found(f"Zorse, {case}", f"{lost:.1f} % slower, {saved:.0f} % less memory", limits, reached)
+        bench.found(
+            f"Zorse, {case}", f"{lost:.1f} % slower, {saved:.0f} % less memory beyond the framework's", limits, reached
+        )
 
 
 def counted_bytes(run: Run) -> int:
@@ -339,13 +348,15 @@ def plot(bench: Bench) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=list(CASES))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all where none is named")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     started, bench = time.perf_counter(), Bench(options.steps)
     print(f"| {' | '.join(RUN_HEAD)} |\n| {' | '.join(['---'] * len(RUN_HEAD))} |")
-    for name in options.cases:
+    for name in options.cases or CASES:
         CASES[name](bench)
     summary(bench)
     words = {True: "yes", False: "no", None: "-"}
@@ -357,6 +368,8 @@ def main() -> None:
         runs = table(RUN_HEAD, [run_cells(run) for run in bench.runs])
         (options.out / "hetero.md").write_text(f"{answer}\n\n{runs}\n", encoding="utf-8")
         (options.out / "hetero.svg").write_text(plot(bench), encoding="utf-8")
+    if any(finding.reached is False for finding in bench.findings):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -60,13 +60,16 @@ def pocket(name: str, *, memory_gb: float | None = None, speed: float = 1.0) -> 
     )  # fmt: skip
 
 
-def rehearse(layout: Layout, *, steps: int = 3, time_scale: float | None = None) -> Rehearsed:
-    """The layout's cluster, rehearsed for `steps` steps after settling; seconds are emulated, medians."""
+def rehearse(layout: Layout, *, steps: int = 3, slower: float = 1.0) -> Rehearsed:
+    """The layout's cluster, rehearsed for `steps` steps after settling; seconds are emulated, medians.
+
+    The clock runs at the scale chosen at start, times `slower`.
+    """
     start = time.perf_counter()
     prediction = predict(layout)
     specs = (layout.plan, layout.model, layout.cluster)
     outcomes = start_ranks(
-        layout.cluster.size, _rank, *specs, prediction.step_seconds, steps, time_scale, timeout_seconds=600
+        layout.cluster.size, _rank, *specs, prediction.step_seconds, steps, slower, timeout_seconds=600
     )
     rows = values(outcomes)
     return Rehearsed(
@@ -82,7 +85,7 @@ def rehearse(layout: Layout, *, steps: int = 3, time_scale: float | None = None)
 
 def _rank(
     rank: int, store: Any, plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec, predicted_seconds: float,
-    steps: int, time_scale: float | None,
+    steps: int, slower: float,
 ) -> dict[str, Any]:  # fmt: skip
     torch.set_num_threads(1)
     layout = bind(plan, model, cluster)
@@ -101,10 +104,11 @@ def _rank(
         end_of_document=None, tokenizer="none",
     )  # fmt: skip
     train = TrainSpec(steps=1000, warmup_steps=1, global_batch=plan.global_batch, seq_len=plan.seq_len)
-    spec = RehearsalSpec(time_scale=time_scale)
     pace = rehearsed_pace(
-        layout, world, spec, predicted_seconds, lambda own: Trainer(layout, world, dataset, train, pace=own)
+        layout, world, RehearsalSpec(), predicted_seconds, lambda own: Trainer(layout, world, dataset, train, pace=own)
     )
+    assert pace.time_scale is not None
+    pace.set_scale(slower * pace.time_scale, needed=pace.time_scale)
     trainer = Trainer(layout, world, dataset, train, pace=pace)
     trainer.initialise()
     seconds, paces = [], []

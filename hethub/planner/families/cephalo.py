@@ -29,7 +29,8 @@ from hethub.spec.plan import Offload, Recompute, ScheduleName
 from hethub.spec.tensors import model_tensors
 
 ATTEMPTS = 12  # at samples that leave every rank room
-ROUNDING = 0.985  # of an accelerator's memory is divided: shares are met to an element, buffers are not counted in full
+# Of what the framework leaves of a memory: shares are met to an element, buffers are not counted in full.
+ROUNDING = 0.985
 
 
 def whole(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
@@ -85,7 +86,9 @@ def _curves(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int)
     for kind in range(len(problem.kinds)):
         rates = (costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
         tiles = list(accumulate((rate.tile(problem.model.layers, True, True).total for rate in rates), max))
-        size = max((b for b in problem.micro_batches if b <= most), key=lambda b: b / tiles[b - 1])
+        size = max(
+            (b for b in problem.micro_batches if b <= problem.at_most(kind, most)), key=lambda b: b / tiles[b - 1]
+        )
         curves.append(division.Worker(size, tuple(tiles[:size])))
     return curves
 
@@ -106,10 +109,11 @@ def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: f
     """What every rank has left for state, as a fraction of all of it."""
     even = state / problem.size
     used = memory_of(problem, plan_of(problem, schedule, [stage]))
-    return [
-        (ROUNDING * problem.capacity(own.kind) - (entry.bytes - even)) / state
-        for own, entry in zip(stage.workers, used, strict=True)
-    ]
+    rooms = []
+    for own, entry in zip(stage.workers, used, strict=True):
+        framework = entry.parts["framework"]
+        rooms.append((ROUNDING * (problem.capacity(own.kind) - framework) - (entry.bytes - framework - even)) / state)
+    return rooms
 
 
 def _state_bytes(problem: Problem, costs: UnitCosts, zero: int) -> float:
