@@ -35,8 +35,8 @@ def steps(model, x, y, count=3):
     return losses
 
 
-def reference_losses():
-    return torch.stack(steps(make_model(), *make_batch()))
+def reference_losses(count=3):
+    return torch.stack(steps(make_model(), *make_batch(), count))
 
 
 def my_part(rank):
@@ -79,15 +79,6 @@ def train_tensor_parallel(rank):
     mesh = init_device_mesh("cpu", (4,))
     model = parallelize_module(make_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return torch.stack(steps(model, *make_batch()))
-
-
-def train_ddp_comm_hook(rank):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    model = nn.parallel.DistributedDataParallel(make_model())
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return averaged(steps(model, *my_part(rank)))
 
 
 def train_pipeline(rank):
@@ -183,7 +174,6 @@ PROGRAMS = {
         train_fsdp2,
         train_hsdp,
         train_tensor_parallel,
-        train_ddp_comm_hook,
         train_pipeline,
         train_functional,
         train_2d,
@@ -204,6 +194,34 @@ def run_program(rank, store, name):
 def test_program_equals_one_process(name):
     for losses in values(start_ranks(4, run_program, name, environment=ISLANDS, timeout_seconds=120)):
         torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)
+
+
+POWER_SGD_STEPS = 8
+
+
+def train_with_power_sgd(rank, store):
+    """The losses, and how much smaller its gradients were when they were sent.
+
+    A batch of 8 gives gradients of rank 8 at most, which an approximation of rank 8 holds whole.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=4)
+    model = nn.parallel.DistributedDataParallel(make_model())
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    losses = averaged(steps(model, *my_part(rank), POWER_SGD_STEPS))
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses, state.compression_stats()[0]
+
+
+def test_ddp_with_power_sgd_equals_one_process():
+    for losses, times_smaller in values(start_ranks(4, train_with_power_sgd, environment=ISLANDS)):
+        assert times_smaller > 1
+        torch.testing.assert_close(losses, reference_losses(POWER_SGD_STEPS), rtol=1e-6, atol=0)
 
 
 def run_inductor(rank, store):
