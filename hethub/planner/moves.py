@@ -43,36 +43,37 @@ def _shifted(draft: Draft, giver: int, taker: int, layers: int) -> Draft:
 
 def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
     """The next smaller or larger micro-batch for all, for one stage, or for one kind in a stage."""
-    sizes = problem.micro_batches
     everywhere: list[tuple[int, int | None]] = [(index, None) for index in range(len(draft.stages))]
     kinds = sorted({own.kind for stage in draft.stages for own in stage.seats})
     for step in (-1, 1):
-        yield _stepped(draft, everywhere, sizes, step)
+        yield _stepped(draft, everywhere, problem, step)
         if len(draft.stages) > 1:
             for index in range(len(draft.stages)):
-                yield _stepped(draft, [(index, None)], sizes, step)
+                yield _stepped(draft, [(index, None)], problem, step)
         for index, stage in enumerate(draft.stages):
             own = sorted({own.kind for own in stage.seats})
             for kind in own if len(own) > 1 else ():
-                yield _stepped(draft, [(index, kind)], sizes, step)
+                yield _stepped(draft, [(index, kind)], problem, step)
         for kind in kinds if len(kinds) > 1 else ():
-            yield _stepped(draft, [(index, kind) for index, _ in everywhere], sizes, step)
+            yield _stepped(draft, [(index, kind) for index, _ in everywhere], problem, step)
 
 
-def _stepped(draft: Draft, where: list[tuple[int, int | None]], sizes: tuple[int, ...], step: int) -> Draft:
+def _stepped(draft: Draft, where: list[tuple[int, int | None]], problem: Problem, step: int) -> Draft:
     for index, kind in where:
         stage = draft.stages[index]
         seats = [
-            own._replace(micro_batch=_next(own.micro_batch, sizes, step)) if kind in (None, own.kind) else own
+            own._replace(micro_batch=_next(own, problem, step)) if kind in (None, own.kind) else own
             for own in stage.seats
         ]
         draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
     return draft
 
 
-def _next(value: int, sizes: tuple[int, ...], step: int) -> int:
+def _next(own: Seats, problem: Problem, step: int) -> int:
+    """The seats' next smaller or larger micro-batch."""
+    sizes, value = problem.micro_batches, own.micro_batch
     position = sizes.index(value) + step if value in sizes else 0
-    return sizes[min(max(position, 0), len(sizes) - 1)]
+    return problem.at_most(own.kind, sizes[min(max(position, 0), len(sizes) - 1)])
 
 
 def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
@@ -121,7 +122,8 @@ def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iter
                 if one[:2] != two[:2]:
                     now = (one.micro_batch, two.micro_batch)
                     for sizes in dict.fromkeys((now, now[::-1], (min(now),) * 2)):
-                        yield _exchanged(draft, (a, one, sizes[1]), (b, two, sizes[0]))
+                        ones, twos = problem.at_most(one.kind, sizes[1]), problem.at_most(two.kind, sizes[0])
+                        yield _exchanged(draft, (a, one, ones), (b, two, twos))
 
 
 def _degrees(draft: Draft, problem: Problem) -> Iterator[Draft]:
@@ -134,9 +136,7 @@ def _degrees(draft: Draft, problem: Problem) -> Iterator[Draft]:
             for tp, count in ((2 * own.tp, own.number // 2), (own.tp // 2, 2 * own.number)):
                 if tp in problem.degrees_of(own.kind) and count * tp == own.number * own.tp:
                     rest = [other for other in stage.seats if other != own]
-                    for micro_batch in dict.fromkeys(
-                        (own.micro_batch, _next(own.micro_batch, problem.micro_batches, 1))
-                    ):
+                    for micro_batch in dict.fromkeys((own.micro_batch, _next(own, problem, 1))):
                         seats = [*rest, Seats(own.kind, tp, micro_batch, count)]
                         yield draft.with_stage(index, stage.with_seats(seats))
 

@@ -119,6 +119,20 @@ class Problem:
         top = min(self.batch.global_batch, self.constraints.max_micro_batch or usual)
         return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
 
+    @cached_property
+    def _largest(self) -> tuple[int | None, ...]:
+        """Per kind, the largest micro-batch that its ranks measured to fit, None where they did not look for it or where
+        the job names a micro-batch, which then counts."""
+        if self.profile is None or self.constraints.micro_batch:
+            return (None,) * len(self.kinds)
+        found = (self.profile.device(kind.accelerator.name, self.batch.precision) for kind in self.kinds)
+        return tuple(None if own is None else own.largest_micro_batch for own in found)
+
+    def at_most(self, kind: int, micro_batch: int) -> int:
+        """The micro-batch, or the largest that a rank of the kind measured to fit, if that is smaller."""
+        largest = self._largest[kind]
+        return micro_batch if largest is None else min(micro_batch, largest)
+
     @property
     def schedule(self) -> ScheduleName:
         return self.constraints.schedule or "1f1b"

@@ -1,6 +1,6 @@
 """What the search enumerates: TP degrees, micro-batches and recompute by kind, and the lines of units that they form."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
 
@@ -69,10 +69,14 @@ MOST_UNLIKE = 16  # accelerators: beyond, all kinds start with one micro-batch a
 
 
 def micro_batch_choices(problem: Problem) -> list[tuple[int, ...]]:
-    """Micro-batches per kind."""
+    """Micro-batches per kind, none larger than its ranks measured to fit."""
     kinds, sizes = len(problem.kinds), problem.micro_batches
     if kinds == 1 or problem.size > MOST_UNLIKE:
-        return [(size,) * kinds for size in sizes]
+        return _fitting(problem, ((size,) * kinds for size in sizes))
     parts = (1, 2, 4) if kinds == 2 or problem.size <= 4 else (1, 2)
     unlike = (tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=kinds))
-    return list(dict.fromkeys(choice for choice in unlike if set(choice) <= set(sizes)))
+    return _fitting(problem, (choice for choice in unlike if set(choice) <= set(sizes)))
+
+
+def _fitting(problem: Problem, choices: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(tuple(problem.at_most(k, b) for k, b in enumerate(choice)) for choice in choices))

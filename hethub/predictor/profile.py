@@ -175,7 +175,12 @@ def _slower(a: DeviceProfile, b: DeviceProfile) -> DeviceProfile:
             or known.forward_seconds + known.backward_seconds < timing.forward_seconds + timing.backward_seconds
         ):
             layers[key] = timing
-    return a.replace(layers=tuple(layers.values()))
+    return a.replace(layers=tuple(layers.values()), largest_micro_batch=smallest_micro_batch([a, b]))
+
+
+def smallest_micro_batch(devices: Iterable[DeviceProfile]) -> int | None:
+    """The largest micro-batch that fits on all of the devices that looked for it; None where none did."""
+    return min((d.largest_micro_batch for d in devices if d.largest_micro_batch is not None), default=None)
 
 
 class Corrections:

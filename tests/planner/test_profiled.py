@@ -6,7 +6,9 @@ import pytest
 
 import hethub
 from hethub.planner import plan
-from hethub.predictor.profile import ProfileSpec
+from hethub.planner.families import FAMILIES
+from hethub.planner.problem import Batch, pose
+from hethub.predictor.profile import LayerTiming, ProfileSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -22,12 +24,13 @@ CLUSTER = ClusterSpec.model_validate({"name": "pair", "nodes": NODES})
 BATCH = (24, 128, "fp32")
 
 
-def profile(factors: dict[str, float], model=TINY) -> ProfileSpec:
+def profile(factors: dict[str, float], model=TINY, largest: int | None = None) -> ProfileSpec:
     """A profile in which an accelerator takes so many seconds a sample, whatever its data sheet says."""
     devices = [
         {
             "accelerator": name,
             "precision": "fp32",
+            "largest_micro_batch": largest,
             "layers": [
                 {"micro_batch": b, "seq_len": 128, "forward_seconds": f * b, "backward_seconds": 2 * f * b}
                 for b in (1, 2, 4, 8, 16)
@@ -56,6 +59,40 @@ def test_the_plans_prediction_is_the_profiles() -> None:
     measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3})
     result = plan(TINY, CLUSTER, BATCH, ConstraintsSpec(pp=1), with_bounds=False, profile=measured)
     assert result.prediction.breakdown["compute"] >= 12 * 3e-3 * TINY.layers
+
+
+# A rank takes 1 ms a tile and next to nothing a sample: without the limit the largest micro-batch is best.
+FLAT = tuple(
+    LayerTiming(micro_batch=b, seq_len=128, forward_seconds=1e-3 * (1 + 1e-3 * b), backward_seconds=2e-3)
+    for b in (1, 2, 4, 8, 16)
+)
+
+
+def micro_batches(largest: int | None, strategy: str, **wishes: int) -> set[int]:
+    measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3}, largest=largest)
+    measured = measured.replace(devices=tuple(device.replace(layers=FLAT) for device in measured.devices))
+    found = plan(
+        TINY, CLUSTER, BATCH, ConstraintsSpec(**wishes), strategy=strategy, with_bounds=False, profile=measured
+    ).plan
+    return {replica.micro_batch for stage in found.stages for replica in stage.replicas}
+
+
+@pytest.mark.parametrize("wishes", [{}, {"zero": 3}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("strategy", ["auto", *FAMILIES])
+def test_no_rank_gets_a_larger_micro_batch_than_it_measured_to_fit(strategy: str, wishes: dict[str, int]) -> None:
+    if strategy in ("poplar", "cephalo") and "pp" in wishes:
+        pytest.skip(f"{strategy} plans one stage; it would take a family of several")
+    assert max(micro_batches(2, strategy, **wishes)) <= 2
+    assert max(micro_batches(None, strategy, **wishes)) > 2
+
+
+def test_the_limit_is_each_kinds_own_and_the_jobs_micro_batch_counts_for_itself() -> None:
+    measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3}, largest=2)
+    free = measured.devices[1].replace(largest_micro_batch=None)
+    asked = pose(TINY, CLUSTER, Batch(*BATCH), profile=measured.replace(devices=(measured.devices[0], free)))
+    assert [asked.at_most(kind, 8) for kind in (0, 1)] == [2, 8]
+    assert asked.at_most(0, 1) == 1
+    assert asked.with_constraints(ConstraintsSpec(micro_batch=4)).at_most(0, 4) == 4
 
 
 def test_a_profile_of_another_model_is_refused() -> None:

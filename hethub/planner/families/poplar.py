@@ -57,7 +57,7 @@ def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, z
         <= problem.size
     ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole tile
-    able = [b for b in fitting if b <= most]
+    able = [b for b in fitting if b <= problem.at_most(kind, most)]
     return max(able, key=lambda b: b / costs.rate(kind, 1, b, recompute).tile(layers, True, True).total, default=None)
 
 
@@ -115,7 +115,8 @@ def _meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
 
 def _largest(problem: Problem, recompute: Recompute, zero: int, kind: int) -> int | None:
     """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even one sample does."""
-    most = problem.constraints.micro_batch or min(max(problem.micro_batches), problem.batch.global_batch)
+    widest = min(max(problem.micro_batches), problem.batch.global_batch)
+    most = problem.constraints.micro_batch or problem.at_most(kind, widest)
 
     @cache
     def fits(batch: int) -> bool:

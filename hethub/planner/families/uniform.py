@@ -26,9 +26,9 @@ def units_in_order(problem: Problem, tp: int) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.ranks)
 
 
-def seats_of(units: list[Unit], micro_batch: int) -> tuple[Seats, ...]:
-    """The units as a stage's replicas, all with one micro-batch."""
-    return merged([Seats(unit.kind, unit.tp, micro_batch, 1) for unit in units])
+def seats_of(problem: Problem, units: list[Unit], micro_batch: int) -> tuple[Seats, ...]:
+    """The units as a stage's replicas, all with one micro-batch, or what their kind measured to fit."""
+    return merged([Seats(unit.kind, unit.tp, problem.at_most(unit.kind, micro_batch), 1) for unit in units])
 
 
 def allowed(problem: Problem, stages: int, replicas: int) -> bool:
@@ -40,9 +40,10 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draf
     replicas = len(units) // stages
     sizes = [part.size for part in split(problem.model.layers, stages)]
     for micro_batch in problem.micro_batches:
-        if micro_batch * replicas > problem.batch.global_batch:
+        fits = all(problem.at_most(unit.kind, micro_batch) == micro_batch for unit in units)
+        if micro_batch * replicas > problem.batch.global_batch or not fits:
             break
-        held = [seats_of(units[i * replicas : (i + 1) * replicas], micro_batch) for i in range(stages)]
+        held = [seats_of(problem, units[i * replicas : (i + 1) * replicas], micro_batch) for i in range(stages)]
         for recompute in problem.recomputes:
             drafted = (DraftStage(n, own, recompute, problem.usual_zero) for n, own in zip(sizes, held, strict=True))
             yield Draft(tuple(drafted), even=True)

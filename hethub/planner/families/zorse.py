@@ -26,7 +26,8 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
         ordered = _by_memory(problem, nodes, groups)
         if allowed(problem, len(groups), sum(len(nodes[node]) for node in ordered[0])):
             for micro_batch in problem.micro_batches:
-                held = [seats_of([unit for node in group for unit in nodes[node]], micro_batch) for group in ordered]
+                units = [[unit for node in group for unit in nodes[node]] for group in ordered]
+                held = [seats_of(problem, own, micro_batch) for own in units]
                 for recompute in problem.recomputes:
                     yield _draft(problem, costs, held, recompute)
         if len(groups) == len(nodes):
