@@ -68,9 +68,7 @@ class StageSpec(Spec):
                 f"state_shares name rank {strangers[0]}, which is not in this stage (ranks {list(self.ranks)})."
             )
         if sum(self.state_shares.values()) > 1 + 1e-9:
-            raise ValueError(
-                f"state_shares sum to {sum(self.state_shares.values()):g}; they are fractions of one stage's state."
-            )
+            raise ValueError(_beyond_one(self.state_shares))
         if self.state_shares and self.zero == 0:
             raise ValueError("state_shares need zero: 1 or more; with zero: 0 every replica holds the whole state.")
         return self
@@ -86,6 +84,17 @@ class StageSpec(Spec):
     @property
     def num_layers(self) -> int:
         return sum(chunk.size for chunk in self.chunks)
+
+
+def _beyond_one(shares: dict[int, float]) -> str:
+    """What to say of state shares with a sum above 1: the largest that the last rank which can make room may have."""
+    total = sum(shares.values())
+    most = {rank: share - (total - 1) for rank, share in shares.items() if share > total - 1}
+    remedy = f"divide each by {total:g}"
+    if most:
+        rank = list(most)[-1]
+        remedy = f"give rank {rank} at most {most[rank]:.4g}"
+    return f"state_shares sum to {total:g}, but they are fractions of one stage's state, together 1 at most; {remedy}."
 
 
 class PlanSpec(Spec):
