@@ -77,12 +77,21 @@ class Device:
         """The device's memory; None on a CPU, where it is no fixed property of the device."""
         return torch.cuda.get_device_properties(self.index).total_memory if self.is_gpu else None
 
+    def free_memory_bytes(self) -> int | None:
+        """What this process can still allocate: free, or cached by its allocator; None on a CPU."""
+        if not self.is_gpu:
+            return None
+        free, _ = torch.cuda.mem_get_info(self.index)
+        return free + torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+
     def peak_memory_bytes(self) -> int | None:
-        """The allocator's peak of reserved bytes since `reset_peak_memory`; None on a CPU (we count tensors there)."""
+        """The allocator's peak of reserved bytes since `release_memory`; None on a CPU (we count tensors there)."""
         return torch.cuda.max_memory_reserved(self.index) if self.is_gpu else None
 
-    def reset_peak_memory(self) -> None:
+    def release_memory(self) -> None:
+        """Hands memory that nothing uses any more back to the device, and starts the peak anew."""
         if self.is_gpu:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.index)
 
     def supports(self, dtype: torch.dtype) -> bool:

@@ -1,11 +1,13 @@
 """Drift: ranks that take longer for their work than planned, and what a new plan for their true speeds would bring.
 
-What a rank computes in a step is laid over what was planned for it. Predictions err alike for all ranks, so a rank counts as
-slow where it exceeds its plan by more than the others do.
+What a rank computes in a step is laid over what was planned for it, by kind of action. Predictions err alike for all ranks,
+so a rank counts as slow where it exceeds its plan, and by more than the others do.
 """
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 import hethub
@@ -19,7 +21,7 @@ from hethub.runtime.rehearsal import RankTimes
 from hethub.runtime.self_measure import tell_apart
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.job import ConstraintsSpec, DriftSpec, Job
+from hethub.spec.job import ConstraintsSpec, DriftSpec, Job, JobSpec
 from hethub.spec.layout import Layout, bind
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule import Kind
@@ -27,59 +29,97 @@ from hethub.spec.schedule import Kind
 WORTHWHILE_PERCENT = 3.0  # gain below which a plan is not changed
 PLANNING_SECONDS = 30.0  # of search, while all ranks wait
 MARK = "!"  # in the name of an accelerator that is slower than others of its kind
-PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)  # what makes a rank slow; the update is only reported
+
+Seconds = Mapping[str, float]  # of a step, by kind of action
 
 
 class Drifted(NamedTuple):
-    """A rank that took `factor` times what was planned for it, the others' usual factor taken out."""
+    """A rank that took `factor` times what was planned for its passes, the others' usual factor taken out."""
 
     rank: int
     factor: float
+    kind: str  # of action, that exceeds its plan the most
+    measured: dict[str, float]  # seconds a step by kind, median over the steps it was slow in
+    planned: dict[str, float]
+
+
+class Noted(NamedTuple):
+    """Ranks found slow in a step, and those no longer slow with the factor that is left of what was known."""
+
+    slow: list[Drifted]
+    recovered: dict[int, float]
 
 
 class DriftWatch:
-    """Notes what every rank computed, step by step; all ranks are told the same and so find the same."""
+    """Notes what every rank computed, step by step; all ranks are told the same and so find the same.
 
-    def __init__(self, planned_seconds: Sequence[float], spec: DriftSpec) -> None:
-        self._planned, self._spec = planned_seconds, spec
-        self._factors: list[list[float]] = [[] for _ in planned_seconds]
+    `known` are the factors by which ranks are planned to be slow already.
+    """
+
+    def __init__(self, planned: Sequence[Seconds], spec: DriftSpec, known: Mapping[int, float] | None = None) -> None:
+        self._planned, self._limit = planned, 1.0 + spec.threshold
+        self._known = dict(known or {})
+        self._steps: deque[Sequence[Seconds]] = deque(maxlen=spec.steps)
+        self._factors: deque[list[float]] = deque(maxlen=spec.steps)
         self._reported: set[int] = set()
 
-    def note(self, busy_seconds: Sequence[float]) -> list[Drifted]:
-        """Takes in a step; the ranks that have now been too slow for long enough, each told once until it recovers."""
-        ratios = [busy / planned for busy, planned in zip(busy_seconds, self._planned, strict=True)]
-        usual = sorted(ratios)[(len(ratios) - 1) // 2]
-        found = []
-        for rank, ratio in enumerate(ratios):
-            own = self._factors[rank]
-            own.append(ratio / usual)
-            if own[-1] <= 1.0 + self._spec.threshold:
-                own.clear()
-                self._reported.discard(rank)
-            elif len(own) >= self._spec.steps and rank not in self._reported:
+    def note(self, busy: Sequence[Seconds]) -> Noted:
+        """Takes in a step; the ranks that have now been slow for long enough, or no longer, each told once."""
+        self._steps.append(busy)
+        self._factors.append(against_others(busy, self._planned, PASSES))
+        noted = Noted([], {})
+        if len(self._factors) < (self._factors.maxlen or 0):
+            return noted
+        for rank, own in enumerate(zip(*self._factors, strict=True)):
+            if rank not in self._reported and min(own) > self._limit:
                 self._reported.add(rank)
-                found.append(Drifted(rank, sorted(own)[len(own) // 2]))
-        return found
+                noted.slow.append(self._drifted(rank, median(own)))
+            elif rank in self._reported and max(own) <= self._limit:
+                self._reported.discard(rank)
+                noted.recovered[rank] = self._known.get(rank, 1.0)
+            if rank in self._known and max(own) * self._known[rank] <= self._limit:
+                noted.recovered[rank] = 1.0
+                del self._known[rank]
+        return noted
+
+    def _drifted(self, rank: int, factor: float) -> Drifted:
+        medians = [{kind: median(step[r].get(kind, 0.0) for step in self._steps) for kind in planned}
+                   for r, planned in enumerate(self._planned)]  # fmt: skip
+        excess = {kind: against_others(medians, self._planned, [kind])[rank] for kind in self._planned[rank]}
+        return Drifted(rank, factor, max(excess, key=excess.__getitem__), medians[rank], dict(self._planned[rank]))
+
+
+def against_others(busy: Sequence[Seconds], planned: Sequence[Seconds], kinds: Sequence[str]) -> list[float]:
+    """By rank, how many times its plan these kinds took, what most ranks exceed theirs by taken out.
+
+    Ranks faster than planned make no other slow: what is taken out is 1 at least. The lower middle counts as usual, so of
+    two ranks the one nearer to its plan. A rank with none of these kinds has 1.
+    """
+    sums = [(sum(b.get(kind, 0.0) for kind in kinds), sum(p.get(kind, 0.0) for kind in kinds))
+            for b, p in zip(busy, planned, strict=True)]  # fmt: skip
+    ratios = [measured / expected if expected else 1.0 for measured, expected in sums]
+    usual = max(1.0, sorted(ratios)[(len(ratios) - 1) // 2])
+    return [ratio / usual for ratio in ratios]
 
 
 def planned_seconds(
     layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
-) -> list[float]:
-    """What every rank is planned to compute in a step, without communication and optimizer; times its known factor."""
+) -> list[dict[str, float]]:
+    """What every rank is planned to compute in a step, by kind of action, communication left out; times its known factor."""
     costs = PlanCosts(layout, HETHUB, packaged(), profile)
     result = []
     for seat in layout.seats:
         times = RankTimes(costs, seat, (factors or {}).get(seat.rank, 1.0))
         layers = range(layout.stages[seat.stage].num_layers)
-        tiles = layout.tiles_of(seat.stage, seat.replica)
-        sizes = {size: sum(tile.samples.size == size for tile in tiles) for size in {t.samples.size for t in tiles}}
-        seconds = sum(
-            count * times.layer(kind, layer, size)
-            for size, count in sizes.items()
+        sizes = Counter(tile.samples.size for tile in layout.tiles_of(seat.stage, seat.replica))
+        seconds: dict[str, float] = {
+            kind: sum(count * times.layer(kind, layer, size) for size, count in sizes.items() for layer in layers)
             for kind in PASSES
-            for layer in layers
-        )
-        result.append(seconds)
+        }
+        owned = costs.state.owned(seat.stage, layout.replica(seat.stage, seat.replica), seat.rank, None)
+        seconds[Kind.STEP] = times.optimizer(round(owned))
+        result.append({kind: value for kind, value in seconds.items() if value})
     return result
 
 
@@ -102,7 +142,7 @@ def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: 
     from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
     cluster, measured = slowed(layout, profile, factors)
-    limit = job.spec.constraints.time_limit_seconds or PLANNING_SECONDS
+    limit = planning_seconds(job.spec)
     wishes = ConstraintsSpec.model_validate({**job.spec.constraints.model_dump(), "time_limit_seconds": limit})
     strategy = "auto" if job.plan_path else job.spec.plan
     found = make_plan(
@@ -113,6 +153,11 @@ def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: 
         plan=found.plan, step_seconds=found.prediction.step_seconds, present_step_seconds=present.step_seconds,
         prediction=found.prediction,
     )  # fmt: skip
+
+
+def planning_seconds(spec: JobSpec) -> float:
+    """How long rank 0 may search while the others wait in a collective: well below what passes for a dead rank."""
+    return min(spec.constraints.time_limit_seconds or PLANNING_SECONDS, spec.communicator.timeout_seconds / 4)
 
 
 def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float]) -> tuple[ClusterSpec, ProfileSpec]:
@@ -166,10 +211,17 @@ def _slower(measured: DeviceProfile, name: str, factor: float) -> DeviceProfile:
     )
 
 
-def describe(layout: Layout, drifted: Drifted, steps: int) -> str:
-    """The report of a slow rank, without what a new plan would bring."""
-    place = layout.cluster.places[drifted.rank]
+def describe(layout: Layout, drifted: Drifted, steps: Sequence[int]) -> str:
+    """The report of a slow rank in the steps looked at, without what a new plan would bring."""
+    kind = drifted.kind
     return (
-        f"rank {drifted.rank} ({place.accelerator.name}, node '{place.node.name}') has taken {drifted.factor:.2f}x its planned time "
-        f"for {steps} steps, measured against the other ranks"
+        f"{name_of(layout, drifted.rank)} has taken {drifted.factor:.2f}x its planned time in {len(steps)} looked-at steps "
+        f"({steps[0]} to {steps[-1]}), measured against the other ranks; most in {kind}: {drifted.measured[kind]:.3g} s a step, "
+        f"planned {drifted.planned[kind]:.3g} s"
     )
+
+
+def name_of(layout: Layout, rank: int) -> str:
+    """A rank as reports name it."""
+    place = layout.cluster.places[rank]
+    return f"rank {rank} ({place.accelerator.name}, node '{place.node.name}')"

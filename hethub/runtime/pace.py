@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from hethub.kernels.device import Device
+from hethub.spec.layout import Layout
 from hethub.spec.schedule import Action, Kind
 
 
@@ -52,10 +53,13 @@ class Pace:
     def end_host_copy(self, end: float | None) -> None:
         """The device waits for a copy."""
 
-    @property
-    def busy_seconds(self) -> float | None:
-        """What this rank has computed since the step began, in seconds to report; None where nobody looked."""
+    def take_busy_seconds(self) -> dict[str, float] | None:
+        """What this rank has computed since it was last asked, by kind of action; None where nobody looked at this step."""
         return None
+
+    def on(self, layout: Layout) -> "Pace":
+        """The pace of this rank under another plan."""
+        return self
 
     def seconds(self, real_seconds: float) -> float:
         """Seconds to report for what really took `real_seconds`."""
@@ -74,22 +78,35 @@ class WatchedPace(Pace):
 
     def __init__(self, device: Device) -> None:
         self._device, self._step = device, 0
-        self._busy, self._began, self._looks = 0.0, 0.0, False
+        self._busy: dict[str, float] = {}
+        self._kind, self._began, self._looks = Kind.FORWARD, 0.0, False
 
     def start_step(self) -> None:
         self._looks = not self._device.is_gpu or self._step % LOOKED_AT == 0
-        self._step, self._busy = self._step + 1, 0.0
+        self._step += 1
 
     def enter(self, kind: Kind, layer: int) -> None:
         if self._looks:
             self._device.synchronize()
-            self._began = monotonic()
+            self._kind, self._began = kind, monotonic()
 
     def leave(self) -> None:
         if self._looks:
             self._device.synchronize()
-            self._busy += monotonic() - self._began
+            self._busy[self._kind] = self._busy.get(self._kind, 0.0) + monotonic() - self._began
 
-    @property
-    def busy_seconds(self) -> float | None:
-        return self._busy if self._looks else None
+    @contextmanager
+    def stepping(self, num_elements: int) -> Iterator[None]:
+        self.enter(Kind.STEP, 0)
+        yield
+        self.leave()
+
+    def take_busy_seconds(self) -> dict[str, float] | None:
+        """An update that comes behind the asking counts with the next step that is looked at."""
+        if not self._looks:
+            return None
+        taken, self._busy = self._busy, {}
+        return taken
+
+    def on(self, layout: Layout) -> "WatchedPace":
+        return WatchedPace(self._device)

@@ -136,6 +136,7 @@ class RehearsedPace(Pace):
         self._host_copies_end = 0.0
         self._real: dict[Kind, float] = {}
         self._emulated: dict[Kind, float] = {}
+        self._busy: dict[str, float] = {}
         self._began = self._step_began = self._waited = self._overrun = 0.0
 
     # -- the pace ----------------------------------------------------------------------------------------------------
@@ -173,12 +174,10 @@ class RehearsedPace(Pace):
         self._end()
         self._count_overrun(real, emulated)
 
-    @property
-    def busy_seconds(self) -> float | None:
+    def take_busy_seconds(self) -> dict[str, float] | None:
         """What the emulated accelerator has computed; that this machine needed longer is overrun, no drift."""
-        if not self._clock.scale:
-            return None
-        return sum(seconds for kind, seconds in self._emulated.items() if kind is not Kind.STEP)
+        taken, self._busy = self._busy, {}
+        return taken if self._clock.scale else None
 
     def start_host_copy(self, num_bytes: int) -> float | None:
         """Copies go one after the other on a stream of their own, beside what is computed."""
@@ -192,7 +191,8 @@ class RehearsedPace(Pace):
 
     def _begin(self, kind: Kind, seconds: float) -> None:
         self._kind = kind
-        self._emulated[kind] = self._emulated.get(kind, 0.0) + seconds
+        for sums in (self._emulated, self._busy):
+            sums[kind] = sums.get(kind, 0.0) + seconds
         self._clock.begin(seconds)
         self._began, self._waited = monotonic(), self._clock.waited_seconds
 

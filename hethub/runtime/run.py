@@ -1,5 +1,6 @@
 """The steps of a run on one rank, and what is kept and shown of them."""
 
+import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from hethub.predictor.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.clock import clock_offset
 from hethub.runtime.drifting import Drifting, Rebuild
-from hethub.runtime.pace import StepPace
+from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.prepare import Agreed
 from hethub.runtime.progress import Reporter, Silent, TerminalReporter
 from hethub.runtime.stop_signal import StopSignal
@@ -60,6 +61,7 @@ class Run:
         self.agreed, self.world, self.trainer, self.store = agreed, world, trainer, store
         self.job, self.done, self.last = job, done, job.spec.train.steps
         self._drifting, self._rebuild = drifting, rebuild
+        self._begun = done  # the step behind which the present trainer began
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._spans: list[list[Span]] = []
@@ -144,7 +146,7 @@ class Run:
             metrics = self.trainer.metrics(step, outcome, seconds, self.agreed.prediction["step_seconds"])
             self.agreed.folder.append(metrics)
             reporter.step(metrics)
-        if self._drifting is not None and step - self.done > SETTLING_STEPS:
+        if self._drifting is not None and step - self._begun > SETTLING_STEPS:
             for row in self._drifting.note(step, outcome.busy_seconds, self.agreed, plans=self._speaks):
                 self._say(row["text"], reporter)
                 if self._speaks:
@@ -164,18 +166,27 @@ class Run:
         found = self._drifting.chosen(self.world) if self._drifting is not None else None
         if self._drifting is None or found is None:
             return
-        self.store.wait()
+        self.store.release()
         self.world.barrier()
-        self.agreed, self.trainer = self._rebuild(self.agreed, self.trainer, found)
+        pace = self._drop_trainer()
+        self.agreed, self.trainer = self._rebuild(self.agreed, pace, found)
         path = self.store.latest()
         assert path is not None
         self.trainer.restore(self.store, path)
         self._drifting.follow(self.agreed)
-        self._spans = []
+        self._begun, self._spans, self._seconds, self._paces = step, [], [], []
         self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", reporter)
         if self._speaks:
             self.agreed.folder.write_plan(self.agreed.layout, self.agreed.prediction)
             self.agreed.folder.append_drift({"step": step, "text": "new plan", "prediction": self.agreed.prediction})
+
+    def _drop_trainer(self) -> Pace:
+        """The trainer's pace; the trainer is gone and its memory free: two states need not fit on a device."""
+        pace = self.trainer.pace
+        del self.trainer
+        gc.collect()
+        self.world.device.release_memory()
+        return pace
 
     def _finish(self, last_step: int, stopped: bool, offset: float) -> RunSummary | None:
         seconds = self.trainer.pace.seconds

@@ -14,7 +14,7 @@ from hethub.runtime.initial import load_hugging_face
 from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
 from hethub.runtime.pace import Pace, WatchedPace
 from hethub.runtime.prepare import Agreed, Prepared, TrainRequest, agree, prepare, read_job
-from hethub.runtime.rehearsal import ClusterNetwork, RehearsedPace, rehearsed_pace
+from hethub.runtime.rehearsal import ClusterNetwork, rehearsed_pace
 from hethub.runtime.run import Run, RunSummary
 from hethub.runtime.session import watched
 from hethub.runtime.together import together
@@ -43,20 +43,20 @@ def train(request: TrainRequest) -> RunSummary | None:
     prepared = together(meeting, "job", lambda: prepare(job, info))
     agreed = agree(request, prepared, meeting)
     with watched(_connect(meeting, prepared, agreed), "train") as world:
-        pace = together(meeting, "pace", lambda: _pace(prepared, agreed, world), patience_seconds=_BUILDING_SECONDS)
-        trainer = together(
-            meeting,
-            "weights",
-            lambda: _build(request, prepared, agreed, world, pace),
-            patience_seconds=_BUILDING_SECONDS,
-        )
-        run = together(
-            meeting,
-            "checkpoint",
-            lambda: _start(request, prepared, agreed, trainer, partial(_rebuild, prepared)),
-            patience_seconds=_BUILDING_SECONDS,
-        )
-        return run.train()
+        return _begin(request, meeting, prepared, agreed, world).train()
+
+
+def _begin(request: TrainRequest, meeting: Rendezvous, prepared: Prepared, agreed: Agreed, world: World) -> Run:
+    """The run, ready to train. Nobody but it keeps its trainer, which another may replace."""
+    patience = _BUILDING_SECONDS
+    pace = together(meeting, "pace", lambda: _pace(prepared, agreed, world), patience_seconds=patience)
+    trainer = together(
+        meeting, "weights", lambda: _build(request, prepared, agreed, world, pace), patience_seconds=patience
+    )
+    rebuild = partial(_rebuild, prepared, world)
+    return together(
+        meeting, "checkpoint", lambda: _start(request, prepared, agreed, trainer, rebuild), patience_seconds=patience
+    )
 
 
 @contextmanager
@@ -128,14 +128,14 @@ def _drifting(job: Job, agreed: Agreed, world: World) -> Drifting | None:
     return Drifting(job, agreed)
 
 
-def _rebuild(prepared: Prepared, agreed: Agreed, trainer: Trainer, found: dict[str, Any]) -> tuple[Agreed, Trainer]:
-    """The same run under another plan, its weights to be restored."""
-    cluster, pace = agreed.layout.cluster, trainer.pace
+def _rebuild(
+    prepared: Prepared, world: World, agreed: Agreed, pace: Pace, found: dict[str, Any]
+) -> tuple[Agreed, Trainer]:
+    """The same run under another plan, its weights to be restored; `pace` is that of the trainer before, which is gone."""
+    cluster = agreed.layout.cluster
     layout = bind(PlanSpec.model_validate(found["plan"]), prepared.job.model, cluster)
     agreed = replace(agreed, layout=layout, prediction={"strategy": "replanned", **found["prediction"]})
-    if isinstance(pace, RehearsedPace):
-        pace = pace.on(layout)
-    return agreed, _trainer(prepared, agreed, trainer.world, pace)
+    return agreed, _trainer(prepared, agreed, world, pace.on(layout))
 
 
 def _fill(trainer: Trainer, job: Job) -> None:

@@ -47,7 +47,8 @@ class StepOutcome:
     grad_norm: float | None
     memory_bytes: int
     stop_requested: bool
-    busy_seconds: tuple[float | None, ...]  # by rank, what it computed before the update; None where nobody looked
+    # By rank, what it computed by kind of action, the last update in place of this step's; None where nobody looked.
+    busy_seconds: tuple[dict[str, float] | None, ...]
 
 
 class Trainer:
@@ -151,7 +152,7 @@ class Trainer:
             self.stepping.square_sum(),
             self.memory_bytes,
             stop_requested,
-            self.pace.busy_seconds,
+            self.pace.take_busy_seconds(),
         ]
         losses, squares, memory, stops, busy = zip(*self.world.all_gather_objects(own), strict=True)
         square_sum = ordered_sum(squares)

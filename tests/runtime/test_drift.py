@@ -1,6 +1,7 @@
 """A rank slower than planned is named, with what a new plan would bring; and the run goes on under it exactly."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
 from hethub.predictor.profiled import ProfiledLayerCost
-from hethub.runtime.drift import Drifted, DriftWatch, planned_seconds, slowed
+from hethub.runtime import drifting
+from hethub.runtime.drift import Drifted, DriftWatch, Noted, Remedy, planned_seconds, planning_seconds, slowed
+from hethub.runtime.drifting import Drifting
 from hethub.runtime.pace import WatchedPace
 from hethub.spec.job import DriftSpec
 from hethub.spec.plan import load_plan
@@ -22,25 +25,123 @@ from tests.support.job_files import write_job
 SPEC = DriftSpec(threshold=0.2, steps=3)
 
 
+NOTHING = Noted([], {})
+
+
+def forward(*seconds):
+    return [{"forward": each} for each in seconds]
+
+
 def test_a_rank_is_named_once_it_was_slow_for_long_enough():
-    watch = DriftWatch([1.0, 2.0, 4.0], SPEC)
-    slow = [1.0, 3.0, 4.0]
-    assert watch.note(slow) == watch.note(slow) == []
-    assert watch.note(slow) == [Drifted(1, 1.5)]
-    assert watch.note(slow) == []  # told once
-    assert watch.note([1.0, 2.0, 4.0]) == []  # it recovers
-    assert [watch.note(slow) for _ in range(3)][-1] == [Drifted(1, 1.5)]
+    watch = DriftWatch(forward(1.0, 2.0, 4.0), SPEC)
+    slow, well = forward(1.0, 3.0, 4.0), forward(1.0, 2.0, 4.0)
+    assert watch.note(slow) == watch.note(slow) == NOTHING
+    assert watch.note(slow) == Noted([Drifted(1, 1.5, "forward", {"forward": 3.0}, {"forward": 2.0})], {})
+    assert watch.note(slow) == NOTHING  # told once
+    assert [watch.note(well) for _ in range(3)] == [NOTHING, NOTHING, Noted([], {1: 1.0})]
+    assert watch.note(well) == NOTHING
+    assert [bool(watch.note(slow).slow) for _ in range(3)] == [False, False, True]
 
 
 def test_a_single_slow_step_is_no_drift():
-    watch = DriftWatch([1.0, 1.0], SPEC)
-    assert all(not watch.note(step) for step in [[1.0, 9.0], [1.0, 9.0], [1.0, 1.0]] * 3)
+    watch = DriftWatch(forward(1.0, 1.0), SPEC)
+    assert all(watch.note(forward(*step)) == NOTHING for step in [[1.0, 9.0], [1.0, 9.0], [1.0, 1.0]] * 3)
 
 
 @given(st.floats(0.1, 10.0), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8))
 def test_what_all_ranks_have_in_common_is_no_drift(error, planned):
+    watch = DriftWatch(forward(*planned), SPEC)
+    assert all(watch.note(forward(*(error * seconds for seconds in planned))) == NOTHING for _ in range(5))
+
+
+def test_a_rank_faster_than_planned_makes_no_other_slow():
+    watch = DriftWatch(forward(1.0, 1.0), SPEC)
+    assert all(watch.note(forward(0.5, 1.1)) == NOTHING for _ in range(5))
+    assert [watch.note(forward(0.5, 1.3)) for _ in range(3)][-1].slow[0].factor == pytest.approx(1.3)
+
+
+def test_the_kind_that_exceeds_its_plan_the_most_is_named():
+    planned = [{"forward": 1.0, "backward": 2.0, "step": 0.1}] * 3
+    slow = {"forward": 1.1, "backward": 4.0, "step": 0.3}  # all take three times as long to step
+    busy = [{"forward": 1.0, "backward": 2.0, "step": 0.3}, slow, {"forward": 1.0, "backward": 2.0, "step": 0.3}]
     watch = DriftWatch(planned, SPEC)
-    assert not any(watch.note([error * seconds for seconds in planned]) for _ in range(5))
+    (found,) = [watch.note(busy) for _ in range(3)][-1].slow
+    assert (found.rank, found.kind, found.factor) == (1, "backward", pytest.approx(5.1 / 3))
+    assert (found.measured, found.planned) == (slow, planned[1])
+    assert not any(watch.note([{**each, "step": 9.0} for each in planned]).slow for _ in range(5))
+
+
+def test_a_rank_planned_as_slow_is_told_to_be_well_again():
+    watch = DriftWatch(forward(1.0, 2.0), SPEC, {1: 2.0})
+    assert [watch.note(forward(1.0, 2.0)) for _ in range(3)] == [NOTHING] * 3
+    assert [watch.note(forward(1.0, 1.0)) for _ in range(4)] == [NOTHING, NOTHING, Noted([], {1: 1.0}), NOTHING]
+
+
+class Watched:
+    """A run of four ranks whose plan is as fast as can be; `factors` are those that plans are sought for."""
+
+    def __init__(self, monkeypatch):
+        self.job = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="auto"))
+        self.agreed = SimpleNamespace(layout=layout(), profile=None)
+        self.factors, self.step = [], 0
+        monkeypatch.setattr(drifting, "find_remedy", self._remedy)
+        self.drifting = Drifting(self.job, self.agreed)
+
+    def _remedy(self, job, layout, profile, factors):
+        self.factors.append(dict(factors))
+        prediction = SimpleNamespace(to_dict=dict)
+        return Remedy(plan=layout.plan, step_seconds=1.0, present_step_seconds=1.5, prediction=prediction)
+
+    def steps(self, factor):
+        """Three steps in which rank 1 takes `factor` times as long as its accelerator should."""
+        rows = []
+        for _ in range(3):
+            self.step += 10
+            busy = planned_seconds(self.agreed.layout, None, {1: factor})
+            rows += self.drifting.note(self.step, busy, self.agreed, plans=True)
+        return rows
+
+    def chosen(self):
+        return self.drifting.chosen(SimpleNamespace(all_gather_objects=lambda own: [own]))
+
+
+def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
+    run = Watched(monkeypatch)
+    (row,) = run.steps(2.0)
+    assert "in 3 looked-at steps (10 to 30)" in row["text"]
+    assert "50 % faster" in row["text"]
+    (row,) = run.steps(1.0)
+    assert row["text"].endswith("is no longer slow; the plan stays")
+    assert run.chosen() is None  # what was found for the slow rank is out of date
+    run.steps(2.0)
+    assert run.factors == [{1: pytest.approx(2.0)}] * 2
+    assert run.chosen() is not None
+
+
+def test_under_a_new_plan_factors_go_on_from_what_it_was_made_for(monkeypatch):
+    run = Watched(monkeypatch)
+    run.steps(2.0)
+    run.drifting.follow(run.agreed)
+    assert run.steps(2.0) == []
+    run.steps(3.0)
+    run.steps(2.0)
+    run.steps(3.0)
+    assert run.factors == [{1: pytest.approx(factor)} for factor in (2.0, 3.0, 3.0)]
+    run.drifting.follow(run.agreed)
+    assert run.steps(1.0)[0]["factor"] == 1.0
+    assert run.factors[-1] == {}  # a plan for four healthy ranks
+
+
+def test_the_search_for_a_plan_is_far_shorter_than_the_others_patience():
+    def spec(limit, timeout):
+        return SimpleNamespace(
+            constraints=SimpleNamespace(time_limit_seconds=limit), communicator=SimpleNamespace(timeout_seconds=timeout)
+        )
+
+    assert planning_seconds(spec(None, 120.0)) == 30.0
+    assert planning_seconds(spec(None, 20.0)) == 5.0
+    assert planning_seconds(spec(600.0, 120.0)) == 30.0
+    assert planning_seconds(spec(2.0, 120.0)) == 2.0
 
 
 @pytest.mark.parametrize("given", [None, profile({"T4": 1e-3}, layout().model)])
@@ -58,23 +159,28 @@ def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given
 def test_planned_work_is_that_of_all_tiles_times_what_is_known():
     plain = planned_seconds(layout(), None)
     assert len(plain) == 4
-    assert plain[2] == plain[3] > 0  # one replica
+    assert plain[2] == plain[3]  # one replica
+    assert set(plain[2]) == {"forward", "backward", "step"}
     again = planned_seconds(layout(), None, {0: 1.5})
-    assert again[0] == pytest.approx(1.5 * plain[0])
+    assert again[0] == {kind: pytest.approx(1.5 * seconds) for kind, seconds in plain[0].items()}
     assert again[1:] == plain[1:]
 
 
 def test_a_real_device_is_timed_between_entering_and_leaving():
     pace = WatchedPace(Device(vendor="cpu"))
     pace.start_step()
-    assert pace.busy_seconds == 0.0
     pace.enter(Kind.FORWARD, 0)
     pace.leave()
-    first = pace.busy_seconds
+    first = pace.take_busy_seconds()
     assert first is not None
-    assert first > 0.0
+    assert first.keys() == {"forward"}
+    assert first["forward"] > 0.0
+    with pace.stepping(1):
+        pass
     pace.start_step()
-    assert pace.busy_seconds == 0.0
+    second = pace.take_busy_seconds()
+    assert second is not None
+    assert second.keys() == {"step"}  # the update behind the last asking
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
@@ -111,10 +217,13 @@ def replanned(tmp_path_factory):
 
 def test_the_slow_rank_is_reported_with_the_gain(replanned):
     ended, run = replanned
-    assert "rank 1 (T4, node 't4') has taken 2.00x its planned time for 2 steps" in ended.stdout
+    assert "rank 1 (T4, node 't4') has taken 2.00x its planned time in 2 looked-at steps (3 to 4)" in ended.stdout
     first, second = [json.loads(line) for line in (run / "drift.jsonl").read_text().splitlines()]
     assert (first["rank"], first["factor"]) == (1, pytest.approx(2.0))
     assert first["gain_percent"] > 10
+    assert first["kind"] in first["planned_seconds"].keys() == {"forward", "backward", "step"}
+    for kind, planned in first["planned_seconds"].items():
+        assert first["measured_seconds"][kind] == pytest.approx(2 * planned), kind
     assert second["step"] == 4  # the checkpoint behind which the new plan holds
 
 

@@ -75,6 +75,11 @@ class CheckpointStore:
             writing, self._writing = self._writing, None
             writing.result()
 
+    def release(self) -> None:
+        """Returns when no save is under way and nothing of the state that was saved is kept here."""
+        self.wait()
+        self._snapshot = None
+
     def _write(self, record: CheckpointRecord, snapshot: Snapshot) -> None:
         """Runs in the writing thread on all ranks. Files first, then the name, then the marker."""
         partial = integrity.partial_of(integrity.folder_of(self.folder, record.step))
