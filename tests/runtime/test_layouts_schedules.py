@@ -46,12 +46,20 @@ def lockstep_chunks(zero: int) -> list[dict[str, Any]]:
     ]
 
 
+def offloaded(stages: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    """The same stages with these kinds of state in host memory."""
+    return [{**own, "offload": list(kinds)} for own in stages]
+
+
+ALL = ("parameters", "optimizer", "activations")
+
 CASES = [
     Case(name="ministages, 2 chunks", schedule="ministages", stages=TWO_CHUNKS),
     Case(name="ministages, 2 chunks, no clipping", schedule="ministages", stages=TWO_CHUNKS, train=NO_CLIP),
     Case(name="ministages, uneven", schedule="ministages", stages=UNEVEN_CHUNKS, model=SIX),
     Case(name="ministages, TP and DP", schedule="ministages", stages=TP_CHUNKS),
     Case(name="ministages, 3 chunks", schedule="ministages", stages=THREE_CHUNKS, model=SIX),
+    Case(name="ministages, 3 chunks, no clipping", schedule="ministages", stages=THREE_CHUNKS, model=SIX, train=NO_CLIP),
     Case(name="ministages, tied head", schedule="ministages", stages=TP_CHUNKS, model=TIED, vendors="aann"),
     Case(
         name="ministages, 2 chunks of one stage, full recompute",
@@ -63,7 +71,9 @@ CASES = [
     Case(name="layered, two stages", schedule="layered", stages=UNLIKE, document_mask=True),
     Case(name="layered, tied head, no clipping", schedule="layered", stages=UNLIKE, model=TIED, train=NO_CLIP, vendors="anaan"),
     Case(name="interleaved, regular", schedule="interleaved", stages=TWO_CHUNKS),
+    Case(name="interleaved, regular, no clipping", schedule="interleaved", stages=TWO_CHUNKS, train=NO_CLIP),
     Case(name="interleaved, 3 chunks, unlike tiles", schedule="interleaved", stages=THREE_CHUNKS, model=SIX),
+    Case(name="interleaved, 3 chunks, no clipping", schedule="interleaved", stages=THREE_CHUNKS, model=SIX, train=NO_CLIP),
     Case(name="interleaved, uneven", schedule="interleaved", stages=UNEVEN_CHUNKS, model=SIX, train=NO_CLIP),
     Case(name="interleaved, TP and DP, tied head", schedule="interleaved", stages=TP_CHUNKS, model=TIED, vendors="aann"),
     Case(name="zero_bubble", schedule="zero_bubble", stages=THREE_STAGES),
@@ -83,6 +93,14 @@ CASES = [
     Case(name="zero2, ministages, no clipping", stages=lockstep_chunks(2), schedule="ministages", model=SIX, train=NO_CLIP, vendors="ana"),
     Case(name="zero3, ministages", stages=lockstep_chunks(3), schedule="ministages", model=SIX),
     Case(name="zero3, interleaved in rounds", stages=lockstep_chunks(3), schedule="interleaved", model=SIX),
+    Case(name="activations offloaded", stages=offloaded(THREE_STAGES, "activations")),
+    Case(name="all offloaded, full recompute", stages=offloaded([{**own, "recompute": "full"} for own in THREE_STAGES], *ALL)),
+    Case(name="all offloaded, zero1, tied head", stages=offloaded(UNLIKE, *ALL), model=TIED, vendors="anaan"),
+    Case(name="activations offloaded, zero1, layered", stages=offloaded(UNLIKE, "activations"), schedule="layered", train=NO_CLIP),
+    Case(name="all offloaded, zero3, layered", stages=offloaded(ONE, *ALL), schedule="layered"),
+    Case(name="all offloaded, zero_bubble", stages=offloaded(THREE_STAGES, *ALL), schedule="zero_bubble"),
+    Case(name="activations offloaded, zero1, zero_bubble", stages=offloaded(UNLIKE, "activations"), schedule="zero_bubble", model=TIED),
+    Case(name="all offloaded, interleaved", stages=offloaded(TWO_CHUNKS, *ALL), schedule="interleaved"),
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def assert_alike(ours: Shards, others: Shards, tolerance: float) -> None:
     """The same runs with the same values; torch's AdamW rounds the ends of a run otherwise than its middle."""
     for one, other in zip(sorted(ours, key=_place), sorted(others, key=_place), strict=True):
         assert one[:3] == other[:3]
-        assert np.abs(one[3] - other[3]).mean() <= tolerance * np.abs(one[3]).max(), one[0]
+        assert np.abs(one[3] - other[3]).max() <= tolerance * np.abs(one[3]).max(), one[0]
 
 
 def _place(shard: tuple[str, int, int, Any]) -> tuple[str, int]:
@@ -44,8 +44,14 @@ def _place(shard: tuple[str, int, int, Any]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("bf16", 1e-3)])
-def test_offloaded_state_trains_the_same_model(zero: int, precision: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "loss_tolerance", "tolerance"),
+    [("fp64", 1e-12, 1e-12), ("bf16", 1e-3, 2**-7)],  # an element that is rounded to the neighbouring bf16
+    ids=["fp64", "bf16"],
+)
+def test_offloaded_state_trains_the_same_model(
+    zero: int, precision: str, loss_tolerance: float, tolerance: float
+) -> None:
     model = TIED if zero % 2 else MODEL
     results = {}
     for offload in ([], ["parameters", "optimizer"]):
@@ -54,7 +60,7 @@ def test_offloaded_state_trains_the_same_model(zero: int, precision: str, tolera
     width, wide = (2, 4) if precision == "bf16" else (8, 8)
     norms = MODEL.hidden * (2 * MODEL.layers + 1)
     for (losses, held, here), (host_losses, host_held, there) in zip(results[False], results[True], strict=True):
-        assert host_losses == pytest.approx(losses, rel=tolerance)
+        assert host_losses == pytest.approx(losses, rel=loss_tolerance)
         assert_alike(held, host_held, tolerance)
         assert here["host"] == 0
         assert there["transient"] == here["transient"] == 0

@@ -215,8 +215,8 @@ def _key(case: Case) -> str:
     return f"{case.model}{case.train}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layout_equals_one_process(case: Case) -> None:
+def check_against_one_process(case: Case) -> list[dict[str, Any]]:
+    """Trains the case as one process does, the ranks together keeping all of it; returns what each counted."""
     losses, norms, weights = _reference(_key(case))
     results = run_ranks(case.size, train_counting, case, islands=case.islands, timeout_seconds=120)
     for rank_losses, rank_norms, _, _ in results:
@@ -224,9 +224,15 @@ def test_layout_equals_one_process(case: Case) -> None:
         assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
     held = [held for _, _, held, _ in results]
     assert worst_difference(held, weights) <= TOLERANCE
-    for name, start, stop, _ in weights:  # together the ranks keep all of it
+    for name, start, stop, _ in weights:
         kept = merge(Range(a, b) for own in held for other, a, b, _ in own if other == name)
         assert kept == [Range(start, stop)]
+    return [counts for *_, counts in results]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layout_equals_one_process(case: Case) -> None:
+    check_against_one_process(case)
 
 
 NORMS = MODEL.hidden * (2 * MODEL.layers + 1)
@@ -239,15 +245,21 @@ def counted(stages: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
     return [counts for *_, counts in run_ranks(case.size, train_counting, case)]
 
 
-@pytest.mark.parametrize("shares", [{}, {0: 0.0}, {0: 0.1}, {0: 0.9}])
-def test_bytes_of_state_are_the_shares(shares: dict[int, float]) -> None:
-    """Weights, gradients and optimizer state of one rank of two; norms are held by both."""
-    for rank, counts in enumerate(counted(alike(2, 3, state_shares=shares))):
+@pytest.mark.parametrize("shares", [{}, {0: 0.0}, {0: 0.1}, {0: 0.9}], ids=["even", "0 %", "10 %", "90 %"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bytes_of_state_are_the_shares(zero: int, shares: dict[int, float]) -> None:
+    """Of two ranks: optimizer state at every level, gradients from ZeRO 2 on, weights under 3; norms are held by both."""
+    case = Case(name="shares", stages=alike(2, zero, state_shares=shares))
+    for rank, counts in enumerate(check_against_one_process(case)):
         share = shares.get(0, 0.5) if rank == 0 else 1 - shares.get(0, 0.5)
         owned = counts["optimizer_bytes"] / STATE
         assert owned == pytest.approx(share * MODEL.parameters, abs=len(shares) + 8)
-        assert counts["weights"] == counts["gradients"]
-        assert owned <= counts["weights"] <= owned + NORMS
+        for kind, sharded_from in (("gradients", 2), ("weights", 3)):
+            if zero >= sharded_from:
+                assert owned <= counts[kind] <= owned + NORMS
+            else:
+                assert counts[kind] == MODEL.parameters
+        assert zero < 3 or counts["weights"] == counts["gradients"]
 
 
 def test_zero2_keeps_all_weights_and_its_own_gradients() -> None:
