@@ -8,21 +8,8 @@ import pytest
 import yaml
 
 from hethub.cli import run
-from tests.support.command import HETHUB, files_below, mpirun, needs_mpirun, one, ranks
+from tests.support.command import HETHUB, check_refused, files_below, mpirun, needs_mpirun, one, ranks
 from tests.support.job_files import CLUSTER, MODEL, STAGES, plan, write_job, write_yaml
-
-
-def check_refused(results, *words, speaker=0):
-    """Checks that all ranks ended with 2 and one of them said why, in one paragraph with `words`; returns it."""
-    assert [ended.exit_code for ended in results] == [2] * len(results), [ended.stderr for ended in results]
-    assert [len(ended.paragraphs) for ended in results] == [int(rank == speaker) for rank in range(len(results))]
-    paragraph = results[speaker].stderr.strip()
-    assert "\n" not in paragraph
-    assert "Traceback" not in paragraph
-    for word in words:
-        assert word in paragraph
-    assert not any(ended.stdout for ended in results)
-    return paragraph
 
 
 def train(folder, *arguments, size=4, hook=None):
@@ -130,7 +117,7 @@ CASES = {
     ),
     "state shares beyond what a rank holds": (
         {"plan_file": plan([{**STAGES[0], "zero": 1, "state_shares": {0: 0.9, 1: 0.9}}, STAGES[1]])},
-        ["state_shares", "1.8"],
+        ["state_shares sum to 1.8", "give rank 1 at most 0.1"],
     ),
     "sequence beyond the model's": (
         {"train": {"seq_len": 128}, "plan_file": plan(seq_len=128)},
@@ -161,6 +148,10 @@ CASES = {
         ["rank", "T4", "GiB"],
     ),
     "a slowdown below one": ({"rehearsal": {"slowdown": {0: 0.5}}}, ["rehearsal.slowdown"]),
+    "a slowdown of a rank that does not exist": (
+        {"rehearsal": {"slowdown": {9: 2}}},
+        ["job.yaml, line", "rehearsal.slowdown names rank 9", "4 accelerators", "0 to 3"],
+    ),
     "an unknown relay": ({"communicator": {"relay": "carrier-pigeon"}}, ["communicator.relay", "carrier-pigeon"]),
 }
 
@@ -196,6 +187,20 @@ def test_a_mistake_in_the_arguments_is_one_paragraph(name, tmp_path):
     arguments, words = ARGUMENTS[name]
     write_job(tmp_path / "job", cluster_name="detect", plan="auto")
     check_refused(train(tmp_path, *arguments, size=1), *words)
+
+
+def little_host_memory(rank):
+    """Hosts of which the ranks find 4 KiB of memory."""
+    from hethub.runtime import agreement
+
+    agreement.host_memory_bytes = lambda: 4096
+
+
+def test_offload_beyond_the_host_memory_that_ranks_found_is_refused(tmp_path):
+    offloading = [{**own, "offload": ["optimizer"]} for own in STAGES]
+    write_job(tmp_path / "job", cluster_name="detect", plan_file=plan(offloading, cluster="detected"))
+    refused = train(tmp_path, "--run-dir", "run", hook=little_host_memory)
+    check_refused(refused, "would offload", "host memory", "offload less")
 
 
 def test_a_missing_job_file_is_named(tmp_path):

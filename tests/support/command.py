@@ -55,6 +55,19 @@ class Ended:
         return [line for line in self.stderr.splitlines() if line.startswith("hethub")]
 
 
+def check_refused(results: Sequence[Ended], *words: str, speaker: int = 0) -> str:
+    """Checks that all ranks ended with 2 and one of them said why, in one paragraph with `words`; returns it."""
+    assert [ended.exit_code for ended in results] == [2] * len(results), [ended.stderr for ended in results]
+    assert [len(ended.paragraphs) for ended in results] == [int(rank == speaker) for rank in range(len(results))]
+    paragraph = results[speaker].stderr.strip()
+    assert "\n" not in paragraph
+    assert "Traceback" not in paragraph
+    for word in words:
+        assert word in paragraph
+    assert not any(ended.stdout for ended in results)
+    return paragraph
+
+
 class Running:
     """A started command, its processes found by a mark in their environment."""
 
