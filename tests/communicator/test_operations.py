@@ -35,10 +35,10 @@ ARITHMETIC = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, Reduce
 BITWISE = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 CASES = (
     [(dtype, op) for dtype in FLOATS for op in ARITHMETIC]
-    + [(dtype, op) for dtype in INTEGERS for op in [*ARITHMETIC[:4], *BITWISE]]
+    + [(dtype, op) for dtype in INTEGERS for op in [*ARITHMETIC, *BITWISE]]
     + [(dtype, op) for dtype in (torch.complex64, torch.complex128) for op in (ReduceOp.SUM, ReduceOp.AVG)]
-    + [(torch.bool, op) for op in (ReduceOp.MIN, ReduceOp.MAX, *BITWISE)]
-    + [(torch.float8_e4m3fn, ReduceOp.SUM)]
+    + [(torch.bool, op) for op in [*ARITHMETIC[:4], *BITWISE]]  # SUM is "or" and PRODUCT "and", as Gloo has it
+    + [(dtype, op) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for op in (ReduceOp.SUM, ReduceOp.AVG)]
 )
 
 
@@ -53,12 +53,13 @@ def data(rank, size, dtype):
 
 
 def expected(op, tensors):
-    """The exact result: floats in float64, integers with the type's own wrapping."""
+    """The exact result: floats in float64, integers with the type's own wrapping, their mean rounded towards zero."""
     wide = {True: torch.float64, False: tensors[0].dtype}[tensors[0].is_floating_point()]
     wide = torch.complex128 if tensors[0].is_complex() else wide
     tensors = [tensor.to(wide) for tensor in tensors]
     if op == ReduceOp.AVG:
-        return functools.reduce(operator.add, tensors) / len(tensors)
+        total = functools.reduce(operator.add, tensors)
+        return total.div(len(tensors), rounding_mode=None if wide.is_floating_point or wide.is_complex else "trunc")
     return functools.reduce(COMBINED[op], tensors)
 
 
@@ -95,6 +96,10 @@ def reduce_all_cases(world):
                 and not torch.equal(tensor.view(torch.uint8), inputs[world.rank].view(torch.uint8))
             ):
                 wrong.append(("reduce left another tensor on a rank that is not the root", str(dtype), size))
+            part = torch.empty_like(inputs[0].tensor_split(world.size)[world.rank])
+            dist.reduce_scatter(part, [piece.clone() for piece in inputs[world.rank].tensor_split(world.size)], op=op)
+            if not close(part, exact.tensor_split(world.size)[world.rank], dtype):
+                wrong.append(("reduce_scatter", str(dtype), str(op), size))
     return bits, wrong
 
 
@@ -121,7 +126,7 @@ def move_all_types(world):
         if not ok:
             wrong.append((name, str(dtype)))
 
-    for dtype in [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.float8_e4m3fn]:
+    for dtype in [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]:
         own = [data(r, 12, dtype) for r in range(size)]
         same = functools.partial(bitwise_equal)
 
@@ -168,13 +173,11 @@ def move_all_types(world):
         check("send and recv", same(received, own[(rank - 1) % size]))
 
         part = torch.empty(3, dtype=dtype)
-        if dtype not in (torch.bool, torch.float8_e4m3fn):
-            dist.reduce_scatter_tensor(part, own[rank].clone())
-            total = expected(ReduceOp.SUM, own)[3 * rank : 3 * rank + 3]
-            check("reduce_scatter_tensor", close(part, total, dtype))
-            uneven_part = torch.empty(rank, dtype=dtype)
-            dist.reduce_scatter(uneven_part, [own[rank][:r].clone() for r in range(size)])
-            check("reduce_scatter of unequal tensors", close(uneven_part, expected(ReduceOp.SUM, own)[:rank], dtype))
+        dist.reduce_scatter_tensor(part, own[rank].clone())
+        check("reduce_scatter_tensor", close(part, expected(ReduceOp.SUM, own)[3 * rank : 3 * rank + 3], dtype))
+        uneven_part = torch.empty(rank, dtype=dtype)
+        dist.reduce_scatter(uneven_part, [own[rank][:r].clone() for r in range(size)])
+        check("reduce_scatter of unequal tensors", close(uneven_part, expected(ReduceOp.SUM, own)[:rank], dtype))
     return wrong
 
 
@@ -193,6 +196,10 @@ def premul_and_coalesced(world):
     tensor = torch.full((10,), 4.0)
     dist.all_reduce(tensor, op=factor)
     assert (tensor == 2.0 * world.size).all()
+    whole, part = torch.arange(2.0 * world.size), torch.empty(2)
+    dist.reduce_scatter_tensor(part, whole, op=factor)
+    assert torch.equal(part, 0.5 * world.size * whole.view(-1, 2)[world.rank])
+    assert torch.equal(whole, torch.arange(2.0 * world.size))
 
     tensors = [torch.full((3,), float(world.rank)), torch.full((5,), 1.0)]
     with dist._coalescing_manager():
@@ -206,6 +213,15 @@ def premul_and_coalesced(world):
         dist.all_gather_into_tensor(outputs[0], torch.full((2,), float(world.rank)))
         dist.all_gather_into_tensor(outputs[1], torch.full((1,), -float(world.rank)))
     assert outputs[1].tolist() == [-float(r) for r in range(world.size)]
+
+    parts = [torch.empty(2), torch.empty(1)]
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(parts[0], torch.arange(2.0 * world.size))
+        dist.reduce_scatter_tensor(parts[1], torch.full((world.size,), float(world.rank)))
+    assert parts[0].tolist() == [world.size * (2.0 * world.rank + i) for i in range(2)]
+    assert parts[1].item() == sum(range(world.size))
+    counted = {row["operation"] for row in world.counters()["operations"]}
+    assert {"all_reduce_coalesced", "reduce_scatter_tensor_coalesced"} <= counted
 
     objects = [None] * world.size
     dist.all_gather_object(objects, {"rank": world.rank})
