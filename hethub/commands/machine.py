@@ -77,7 +77,8 @@ def doctor(options: argparse.Namespace) -> None:
     need_torch("doctor")
     from hethub.runtime.doctor_ranks import examine_ranks
 
-    examined = examine_ranks(info, None if job is None else job.cluster)
+    relay = "auto" if job is None else job.spec.communicator.relay
+    examined = examine_ranks(info, None if job is None else job.cluster, relay)
     if examined is not None and options.json:
         print_json(examined.to_dict())
     elif examined is not None:

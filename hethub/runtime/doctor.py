@@ -132,12 +132,20 @@ def _find(program: str) -> str | None:
 
 
 def _gpu_aware() -> str:
-    """Whether the MPI says that it takes device memory (Open MPI's own info tool tells)."""
-    tool = _find("ompi_info")
-    if tool is None:
-        return "host-staged: no ompi_info to ask whether this MPI is GPU-aware"
-    text = subprocess.run([tool, "--parsable", "--all"], capture_output=True, text=True, check=False).stdout
-    aware = any("cuda_support:value:true" in line or "rocm_support:value:true" in line for line in text.splitlines())
+    """Whether the relay mpi would hand device memory to this MPI: asked as the relay asks, without starting MPI."""
+    module = importlib.util.find_spec("mpi4py.MPI") if importlib.util.find_spec("torch") is not None else None
+    if module is None or module.origin is None:
+        return "host-staged: no torch, or no MPI library that mpi4py could load"
+    from hethub.communicator.mpi_relay import ask_open_mpi, is_gpu_aware
+    from hethub.kernels.device import detect_vendor
+
+    vendor = detect_vendor()
+    if vendor == "cpu":
+        return "host-staged: no GPU here"
+    try:
+        aware = is_gpu_aware(vendor, os.environ, ask_open_mpi(module.origin))
+    except OSError as error:
+        return f"cannot be loaded: {error}"
     return "GPU-aware" if aware else "host-staged: this MPI is not GPU-aware"
 
 
@@ -164,7 +172,7 @@ def _cupy_fits(package: str, version: str) -> Finding:
 
 
 def _relays() -> Finding:
-    """What can carry bytes between islands here; `auto` takes shm inside a host and gloo between hosts."""
+    """What can carry bytes between islands here; which of it a job takes, `doctor_ranks` says."""
     relays = ["gloo"]
     if sys.platform == "linux" and os.access("/dev/shm", os.W_OK):
         relays.append("shm")
@@ -193,6 +201,9 @@ def _host_name() -> Finding:
 
 
 def _shared_memory() -> Finding:
+    if not os.path.isdir("/dev/shm"):
+        remedy = "the relay shm needs it for ranks of one host; without it choose communicator.relay: gloo"
+        return Finding(what="shared memory", state="note", found="there is no /dev/shm", remedy=remedy)
     free = shutil.disk_usage("/dev/shm").free
     remedy = (
         "the relay shm needs some 64 MiB per pair of ranks; raise the container's --shm-size" if free < 2**28 else ""

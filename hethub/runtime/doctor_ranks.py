@@ -37,14 +37,24 @@ class RanksExamined:
 
     ranks: list[RankReport]
     findings: list[Finding]
+    relay: str = "auto"
+    """What the job says of relays."""
 
     def relays_of(self, rank: int) -> str:
-        """Which relay `auto` takes from this rank: `shm inside nv1; gloo to amd1`."""
+        """Which relays the job takes from this rank: `shm inside nv1; gloo to amd1`."""
         own = self.ranks[rank]
         near = sum(other.host_identity == own.host_identity for other in self.ranks) > 1
         far = sorted({other.host for other in self.ranks if other.host_identity != own.host_identity})
-        parts = [*([f"shm inside {own.host}"] if near else []), *([f"gloo to {', '.join(far)}"] if far else [])]
+        inside, between = (self.relay, self.relay) if self.relay != "auto" else ("shm", self._auto_between_hosts())
+        parts = [
+            *([f"{inside} inside {own.host}"] if near else []),
+            *([f"{between} to {', '.join(far)}"] if far else []),
+        ]
         return "; ".join(parts) or "none needed"
+
+    def _auto_between_hosts(self) -> str:
+        has_mpi = all(report.mpi for report in self.ranks)
+        return "gloo, or mpi at sizes where it is faster (timed at start)," if has_mpi else "gloo"
 
     def paragraphs(self) -> dict[str, list[tuple[str, str]]]:
         """By `ranks 0-3 on nv1`, what all of them have: name and value, in the order in which it matters."""
@@ -69,7 +79,7 @@ class RanksExamined:
         return {"ranks": rows, "findings": [finding.to_dict() for finding in self.findings]}
 
 
-def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None) -> RanksExamined | None:
+def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined | None:
     """What the started ranks have, on rank 0; None on the others. Raises BadInput where they cannot even meet."""
     meeting = rendezvous(info, network=None if cluster is None else cluster.network_of(info.rank))
     findings = examine()
@@ -93,10 +103,10 @@ def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None) -> RanksExamine
     leave(meeting)
     if meeting.finalize is not None:
         meeting.finalize()
-    return judged(ranks, cluster) if info.rank == 0 else None
+    return judged(ranks, cluster, relay) if info.rank == 0 else None
 
 
-def judged(ranks: Sequence[RankReport], cluster: ClusterSpec | None) -> RanksExamined:
+def judged(ranks: Sequence[RankReport], cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined:
     """The ranks with what is to be said of several at once: equal findings in one line, and what does not fit."""
     grouped: dict[tuple[str, str, str, str], list[int]] = {}
     for report in ranks:
@@ -109,9 +119,10 @@ def judged(ranks: Sequence[RankReport], cluster: ClusterSpec | None) -> RanksExa
     ]
     findings += _refused("versions", lambda: check_versions(ranks))
     findings += _one_device_each(ranks)
+    findings += _refused("relay", lambda: _relay_joins(relay, ranks))
     if cluster is not None:
         findings += _refused("cluster", lambda: _fits(cluster, ranks))
-    return RanksExamined(ranks=list(ranks), findings=findings)
+    return RanksExamined(ranks=list(ranks), findings=findings, relay=relay)
 
 
 def _refused(what: str, check: Callable[[], list[str]]) -> list[Finding]:
@@ -134,6 +145,15 @@ def _one_device_each(ranks: Sequence[RankReport]) -> list[Finding]:
         for device, members in drivers.items()
         if len(members) > 1
     ]
+
+
+def _relay_joins(relay: str, ranks: Sequence[RankReport]) -> list[str]:
+    """No warnings. Raises BadInput where the job's relay cannot join these ranks."""
+    if relay == "shm" and len({report.host_identity for report in ranks}) > 1:
+        raise BadInput("communicator.relay is shm, which joins ranks of one host, but the ranks are on several.")
+    if relay == "mpi" and not all(report.mpi for report in ranks):
+        raise BadInput("communicator.relay is mpi, but MPI did not start all ranks; start them with mpirun.")
+    return []
 
 
 def _fits(cluster: ClusterSpec, ranks: Sequence[RankReport]) -> list[str]:

