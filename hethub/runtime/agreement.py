@@ -3,11 +3,13 @@
 import hashlib
 import json
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hethub.communicator.versions import Software, check_same
+from hethub.runtime.host_memory import host_memory_bytes
 from hethub.spec.accelerator import AcceleratorSpec, catalogue
 from hethub.spec.base import Source, build
 from hethub.spec.cluster import ClusterSpec
@@ -26,6 +28,7 @@ class Facts(Software):
     memory_bytes: int | None
     job: str
     tokens: str
+    host_memory_bytes: int | None = None  # that ranks of the host may use together
 
     @property
     def where(self) -> str:
@@ -38,7 +41,7 @@ def own_facts(
     """This process's facts; `job` and `tokens` are the fingerprints of what it read."""
     return Facts(
         rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
-        job=job, tokens=tokens, **Facts.versions(),
+        job=job, tokens=tokens, host_memory_bytes=host_memory_bytes(), **Facts.versions(),
     )  # fmt: skip
 
 
@@ -78,13 +81,15 @@ ASSUMED_GBPS = 10.0  # between hosts of a detected cluster; a cluster file says 
 
 
 def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | None = None) -> ClusterSpec:
-    """The cluster that the ranks found, for `cluster: detect`: one node per host, accelerators by their names.
+    """The cluster that the ranks found, for `cluster: detect`: one node per host, accelerators by their names. Nodes
+    that share a host share its memory, by their ranks.
 
     `islands` (ranks of each) emulates vendors on CPUs, named a, b, c… Raises BadInput for a device that is not in the
     catalogue.
     """
     island_of = {rank: index for index, ranks in enumerate(islands or []) for rank in ranks}
     nodes: list[dict[str, Any]] = []
+    on_host = Counter(own.host for own in facts)
     for own in facts:
         name = "CPU-core" if own.vendor == "cpu" else _catalogue_name(own, catalogue())
         vendor = chr(ord("a") + island_of[own.rank]) if island_of else None
@@ -98,9 +103,12 @@ def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | No
                     "accelerators": 0,
                     "gbps_per_nic": ASSUMED_GBPS,
                     "vendor": vendor,
+                    "host_memory_gb": None if own.host_memory_bytes is None else 0.0,
                 }
             )
         nodes[-1]["accelerators"] += 1
+        if own.host_memory_bytes is not None:
+            nodes[-1]["host_memory_gb"] += own.host_memory_bytes / 2**30 / on_host[own.host]
     listed = [{key: value for key, value in node.items() if key != "key"} for node in nodes]
     return build(ClusterSpec, {"name": "detected", "nodes": listed}, Source("cluster: detect"), "cluster")
 

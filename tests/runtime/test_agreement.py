@@ -9,6 +9,7 @@ import pytest
 
 from hethub.communicator import Rendezvous
 from hethub.runtime.agreement import Facts, check_cluster, check_versions, detect_cluster, facts_from, to_row
+from hethub.runtime.host_memory import host_memory_bytes
 from hethub.runtime.together import decided, exchange, together
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -83,6 +84,40 @@ def test_what_the_ranks_find_becomes_a_cluster():
         ("A100-SXM4-80GB", 0, 0), ("A100-SXM4-80GB", 0, 1), ("MI300X", 1, 0),
     ]  # fmt: skip
     assert found.islands == {"nvidia": (0, 1), "amd": (2,)}
+
+
+def test_the_hosts_memory_is_found_and_shared_by_the_nodes_on_it():
+    on_cpu = [
+        replace(FIRST, vendor="cpu", device="CPU", rank=rank, host_memory_bytes=(12 if rank < 3 else 5) * 2**30,
+                host="b" if rank == 3 else "a")
+        for rank in range(4)
+    ]  # fmt: skip
+    assert [node.host_memory_gb for node in detect_cluster(on_cpu).nodes] == [12.0, 5.0]
+    assert [node.host_memory_gb for node in detect_cluster(on_cpu, [[0, 1], [2, 3]]).nodes] == [8.0, 4.0, 5.0]
+    assert detect_cluster([FIRST]).nodes[0].host_memory_gb is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "4096\n", "job/step/memory.max": "max\n"}, 4096),
+        ("0::/job\n", {"job/memory.max": "max\n"}, None),
+        ("3:cpu,memory:/job\n2:pids:/\n0::/\n", {"memory/job/memory.limit_in_bytes": "8192\n"}, 8192),
+        ("3:memory:/outside\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        ("3:memory:/outside\n", {"memory/memory.limit_in_bytes": "4096\n"}, 4096),  # inside a container
+        (None, {}, None),
+    ],
+)
+def test_control_groups_limit_a_hosts_memory(tmp_path, groups, limits, expected):
+    for path, text in limits.items():
+        file = tmp_path / "sys/fs/cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host_memory_bytes(tmp_path) == (expected or installed)
 
 
 def test_islands_can_be_named_over_cpus():
