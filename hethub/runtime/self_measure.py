@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import hethub
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor.links import Network
-from hethub.predictor.profile import DeviceProfile, LinkTiming, ProfileSpec
+from hethub.predictor.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
 from hethub.runtime.accounting import MemoryMeter
 from hethub.runtime.layers import TokenLayout
 from hethub.runtime.profiler import build_bench_stage, measure_device
@@ -52,36 +52,53 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
     cache = Cache(job.model, job.spec.train, device, meeting.local_rank)
     known = together(meeting, "measurements", cache.load)
     remembered = exchange(meeting, "remembered measurements", known is not None)
+    unsaved = None
     if not all(remembered):
         exchange(meeting, "start of measuring", None)  # all at once, as they will compute
         accelerator = cluster.places[meeting.rank].accelerator
-        limit = device.memory_bytes() or accelerator.memory_bytes
+        free = device.free_memory_bytes()
+        limit = int((accelerator.memory_bytes if free is None else free) * (1.0 - job.spec.constraints.reserve))
         known = together(
             meeting,
             "own measurements",
             lambda: measure_rank(job.model, job.spec.train, accelerator, device, limit, meeting.size),
             patience_seconds=MEASURING_SECONDS,
         )
-        cache.save(known)
+        unsaved = cache.save(known)
     assert known is not None
-    rows = exchange(meeting, "curves", known.to_dict())
-    return combine(job.model, cluster, [DeviceProfile.model_validate(row) for row in rows], fresh=not all(remembered))
+    rows = exchange(meeting, "curves", {"curve": known.to_dict(), "unsaved": unsaved})
+    curves = [DeviceProfile.model_validate(row["curve"]) for row in rows]
+    found = combine(job.model, cluster, curves, fresh=not all(remembered))
+    warnings = dict.fromkeys(f"warning: {row['unsaved']}" for row in rows if row["unsaved"])
+    return replace(found, lines=[*found.lines, *warnings])
 
 
 def measure_rank(
     model: ModelSpec, train: TrainSpec, accelerator: AcceleratorSpec, device: Device, limit_bytes: int, num_ranks: int
 ) -> DeviceProfile:
-    """This rank's largest micro-batch and its times for sizes up to it."""
+    """This rank's largest micro-batch and its times for sizes up to it; without a largest one where not even one sample
+    fits with the whole model, so that a plan which divides the model is not held to it. Raises BadInput."""
     most = min(train.global_batch, MOST_SAMPLES)
     state = resident_bytes(model, train, num_ranks)
     count = kept_bytes(model, train, accelerator, device)
-    largest = max(1, largest_batch(lambda size: state + count(size), limit_bytes, most))
-    sizes = [1 << power for power in range(largest.bit_length())]
-    profile = measure_device(
-        model, accelerator, train.precision, device, seq_lens=[train.seq_len], micro_batches=sorted({*sizes, largest}),
-        tps=tp_degrees(model) if device.is_gpu else (1,), seconds_per_point=SECONDS_PER_POINT,
-    )  # fmt: skip
-    return profile.replace(largest_micro_batch=largest)
+    largest = largest_batch(lambda size: state + count(size), limit_bytes, most)
+    size = max(1, largest)
+    while True:
+        sizes = sorted({*(1 << power for power in range(size.bit_length())), size})
+        try:
+            profile = measure_device(
+                model, accelerator, train.precision, device, seq_lens=[train.seq_len], micro_batches=sizes,
+                tps=tp_degrees(model) if device.is_gpu else (1,), seconds_per_point=SECONDS_PER_POINT,
+            )  # fmt: skip
+        except torch.OutOfMemoryError:  # what surrounds a layer took more than was counted
+            if size == 1:
+                raise BadInput(
+                    f"one layer of model '{model.name}' on one sequence of {train.seq_len} tokens does not fit the memory of "
+                    f"{accelerator.name}; shorten train.seq_len, end what else uses the device, or set measure: never."
+                ) from None
+            size //= 2
+        else:
+            return profile.replace(largest_micro_batch=size if largest else None)
 
 
 def resident_bytes(model: ModelSpec, train: TrainSpec, num_ranks: int) -> int:
@@ -95,7 +112,8 @@ def resident_bytes(model: ModelSpec, train: TrainSpec, num_ranks: int) -> int:
 def kept_bytes(
     model: ModelSpec, train: TrainSpec, accelerator: AcceleratorSpec, device: Device
 ) -> Callable[[int], int]:
-    """A function that runs one layer on so many samples and says what all layers would keep for backward."""
+    """A function that runs one layer on so many samples, forward and backward, and says what all layers would keep for
+    backward; it lets torch.OutOfMemoryError out."""
     stage = build_bench_stage(model, accelerator, train.precision, device, train.seq_len, 1)
 
     def count(samples: int) -> int:
@@ -106,8 +124,9 @@ def kept_bytes(
         )
         with meter.counting():
             result = stage.layers[0](x.requires_grad_(), tokens)
-        del result
-        return meter.peak_bytes * model.layers
+        kept = meter.peak_bytes * model.layers
+        result.backward(torch.ones_like(result))
+        return kept
 
     return count
 
@@ -116,7 +135,7 @@ def largest_batch(bytes_of: Callable[[int], int], limit_bytes: int, most: int) -
     """The largest size up to `most` whose `bytes_of` stay within the limit; 0 where one sample is too many.
 
     Doubles, then halves the gap. A size is only tried where the line through the two last tries expects it to fit, so
-    that memory which grows no faster than it did is never exceeded.
+    that memory which grows no faster than it did is never exceeded. A size that runs out of memory does not fit.
     """
     tried: list[tuple[int, int]] = []
 
@@ -127,7 +146,10 @@ def largest_batch(bytes_of: Callable[[int], int], limit_bytes: int, most: int) -
                 return False
         elif tried and tried[0][1] * size / tried[0][0] > limit_bytes and size > 2:
             return False
-        found = bytes_of(size)
+        try:
+            found = bytes_of(size)
+        except torch.OutOfMemoryError:
+            return False
         if found <= limit_bytes:
             tried.append((size, found))
         return found <= limit_bytes
@@ -143,7 +165,10 @@ def largest_batch(bytes_of: Callable[[int], int], limit_bytes: int, most: int) -
 
 
 def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfile], *, fresh: bool) -> Measured:
-    """One profile of all ranks' curves; ranks of one accelerator whose speeds differ become kinds of their own."""
+    """One profile of all ranks' curves; ranks of one accelerator whose speeds differ become kinds of their own.
+
+    Of alike ranks the slowest curve counts, and the smallest of their largest micro-batches.
+    """
     classes = speed_classes(cluster.places, curves)
     told = tell_apart(cluster, classes)
     slowest: dict[str, DeviceProfile] = {}
@@ -151,14 +176,24 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
         known = slowest.get(place.accelerator.name)
         if known is None or seconds_per_sample(curve) > seconds_per_sample(known):
             slowest[place.accelerator.name] = curve.replace(accelerator=place.accelerator.name)
+    alike: dict[str, list[DeviceProfile]] = {name: [] for name in slowest}
+    for place, curve in zip(told.places, curves, strict=True):
+        alike[place.accelerator.name].append(curve)
     profile = ProfileSpec(
         date="", hethub=hethub.__version__, software=f"torch {torch.__version__}", model=model,
-        devices=tuple(slowest.values()), links=_links_of_split(cluster, told),
+        devices=tuple(
+            own.replace(largest_micro_batch=smallest_micro_batch(alike[name])) for name, own in slowest.items()
+        ),
+        links=_links_of_split(cluster, told),
     )  # fmt: skip
     how = "measured itself" if fresh else "remembers"
     lines = [
-        f"rank {place.rank} ({place.accelerator.name}) {how}: {1e3 * seconds_per_sample(curve):.3g} ms a layer and sample, largest "
-        f"micro-batch {curve.largest_micro_batch}"
+        f"rank {place.rank} ({place.accelerator.name}) {how}: {1e3 * seconds_per_sample(curve):.3g} ms a layer and sample, "
+        + (
+            f"largest micro-batch {curve.largest_micro_batch}"
+            if curve.largest_micro_batch
+            else "no room for the whole model"
+        )
         for place, curve in zip(told.places, curves, strict=True)
     ]
     return Measured(cluster=told, profile=profile, lines=lines)
@@ -238,11 +273,14 @@ class Cache:
         self.path = cache_folder() / "measured" / f"{place.replace(os.sep, '_')}.json"
 
     def load(self) -> DeviceProfile | None:
-        """What was measured; None where nothing was, or by other versions. Raises BadInput for another device's."""
-        if not self.path.exists():
+        """What was measured; None where nothing was, by other versions, or where it cannot be reached. Raises BadInput for
+        another device's."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except OSError:  # measured anew; whether that can be kept, `save` says
             return None
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = json.loads(text)
             facts, profile = data["facts"], DeviceProfile.model_validate(data["profile"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{self.path}: this cache of measurements cannot be read ({error}); delete it.") from None
@@ -253,10 +291,20 @@ class Cache:
             )
         return profile if facts == self._facts else None
 
-    def save(self, profile: DeviceProfile) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def save(self, profile: DeviceProfile) -> str | None:
+        """Keeps the measurements, whole or not at all; where it cannot, what to tell the user, for the run goes on."""
         data: dict[str, Any] = {"facts": self._facts, "profile": profile.to_dict()}
-        self.path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            draft.replace(self.path)
+        except OSError as error:
+            return (
+                f"measurements are not remembered: {self.path.parent} cannot be written ({error.strerror}); name a folder that "
+                "can be in HETHUB_CACHE."
+            )
+        return None
 
 
 def cache_folder() -> Path:

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,40 @@ def test_a_rank_measures_sizes_up_to_what_its_memory_holds():
     assert [timing.micro_batch for timing in tight.layers] == [1, 2, 3]
 
 
+def test_a_size_that_runs_out_of_memory_does_not_fit():
+    def bytes_of(size):
+        if size > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 10 * size
+
+    assert largest_batch(bytes_of, 10_000, 64) == 5
+    assert largest_batch(lambda size: bytes_of(size + 5), 10_000, 64) == 0
+
+
+def test_sizes_that_run_out_of_memory_while_they_are_timed_are_halved(monkeypatch):
+    def timed(*args, micro_batches, **more):
+        tried.append(micro_batches)
+        if max(micro_batches) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return curve(1.0)
+
+    tried, room = [], 3
+    monkeypatch.setattr(self_measure, "measure_device", timed)
+    core, device = find_accelerator("CPU-core"), Device(vendor="cpu")
+    assert measure_rank(TINY, TRAIN, core, device, 2**34, 2).largest_micro_batch == 2
+    assert tried == [[1, 2, 4, 8], [1, 2, 4], [1, 2]]
+    room = 0
+    with pytest.raises(BadInput, match=r"one sequence of 32 tokens does not fit .* shorten train.seq_len"):
+        measure_rank(TINY, TRAIN, core, device, 2**34, 2)
+
+
+def test_a_model_too_large_for_one_rank_limits_no_micro_batch():
+    """A plan may divide it; what a rank may then take is the memory model's to say."""
+    found = measure_rank(TINY, TRAIN, find_accelerator("CPU-core"), Device(vendor="cpu"), 1, 2)
+    assert found.largest_micro_batch is None
+    assert [timing.micro_batch for timing in found.layers] == [1]
+
+
 # -- ranks of unlike speed ---------------------------------------------------------------------------------------------
 
 
@@ -110,6 +145,15 @@ def test_of_alike_ranks_the_slowest_counts():
     (device,) = found.profile.devices
     assert self_measure.seconds_per_sample(device) == pytest.approx(1.1)
     assert "remembers" in found.lines[0]
+
+
+def test_of_alike_ranks_the_smallest_micro_batch_counts():
+    found = combine(TINY, CLUSTER, [curve(1.0, 2), curve(1.1, 8), curve(3.0, 4)], fresh=True)
+    assert {d.accelerator: d.largest_micro_batch for d in found.profile.devices} == {"CPU-core": 2, "CPU-core~1": 4}
+    unfitting = curve(1.0).replace(largest_micro_batch=None)
+    found = combine(TINY, CLUSTER, [unfitting] * 3, fresh=True)
+    assert found.profile.devices[0].largest_micro_batch is None
+    assert "no room for the whole model" in found.lines[0]
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -152,6 +196,23 @@ def test_a_cache_that_is_no_cache_is_refused(cache):
         cache.load()
 
 
+def test_a_cache_that_cannot_be_written_is_said_and_nothing_more(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HETHUB_CACHE", str(tmp_path / "file"))
+    cache = Cache(TINY, TRAIN, Device(vendor="cpu"), 0)
+    assert cache.load() is None
+    assert "HETHUB_CACHE" in (cache.save(curve(1.0)) or "")
+
+
+def test_what_is_remembered_is_whole(cache):
+    """A file in writing has another name, so that a rank killed then leaves no half of one."""
+    assert cache.save(curve(1.0)) is None
+    assert list(cache.path.parent.iterdir()) == [cache.path]
+    cache.path.unlink()
+    cache.path.mkdir()  # in the way of the last step, whatever the user may do
+    assert "not remembered" in (cache.save(curve(1.0)) or "")
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 PAIR = {"nodes": [{"name": "cpu", "accelerator": "CPU-core", "accelerators": 2}]}
@@ -161,6 +222,26 @@ def uneven(rank):
     """Rank 1 measures three times the seconds of rank 0, both as on a machine without noise."""
     os.environ["HETHUB_CACHE"] = "cache"
     self_measure.measure_device = lambda *args, **more: curve(3e-3 if rank else 1e-3)
+
+
+def without_a_cache_on_rank_1(rank):
+    uneven(rank)
+    if rank:
+        os.environ["HETHUB_CACHE"] = "job/job.yaml"  # a file, so nothing can be below it
+
+
+def test_a_rank_that_cannot_remember_trains_on_with_a_warning(tmp_path):
+    job = write_job(
+        tmp_path / "job",
+        cluster=PAIR,
+        plan="auto",
+        measure="always",
+        constraints={"pp": 1, "tp": 1},
+        train={"steps": 1},
+    )
+    ended = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=without_a_cache_on_rank_1)
+    assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
+    assert "warning: measurements are not remembered: job/job.yaml/measured cannot be written" in ended[0].stdout
 
 
 def test_unlike_ranks_plan_unlike_samples_and_remember_it(tmp_path):
