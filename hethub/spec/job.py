@@ -170,7 +170,18 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             f"{model.max_seq_len} tokens; shorten train.seq_len or choose a model with a larger max_seq_len."
         )
     cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
+    if cluster is not None:
+        _check_slowdown(spec.rehearsal, cluster, source)
     return Job(spec=spec, model=model, cluster=cluster, path=path)
+
+
+def _check_slowdown(rehearsal: RehearsalSpec, cluster: ClusterSpec, source: Source) -> None:
+    strangers = [rank for rank in rehearsal.slowdown if rank >= cluster.size]
+    if strangers:
+        raise BadInput(
+            f"{source.at(('rehearsal', 'slowdown'))} names rank {strangers[0]}, but cluster '{cluster.name}' has "
+            f"{cluster.size} accelerators; name ranks from 0 to {cluster.size - 1}."
+        )
 
 
 def load_plan_of(job: Job, path: Path) -> PlanSpec:

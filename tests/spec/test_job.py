@@ -39,7 +39,8 @@ def test_the_defaults_are_those_of_the_format(folder: Path) -> None:
         },
         "plan": "auto",
         "communicator": {"relay": "auto", "wire": "exact", "timeout_seconds": 120.0},
-        "checkpoint": {"every_steps": 20, "keep": 2},
+        "checkpoint": {"every_steps": 20, "keep": 2}, "rehearsal": {"time_scale": None, "slowdown": {}},
+        "profile": None, "measure": "auto", "drift": {"threshold": 0.2, "steps": 5}, "replan": None,
     }  # fmt: skip
     assert job.model.name == "m"
     assert job.cluster is not None
