@@ -1,6 +1,7 @@
 """A rank slower than planned is named, with what a new plan would bring; and the run goes on under it exactly."""
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
 from hethub.predictor.profiled import ProfiledLayerCost
-from hethub.runtime import drifting
+from hethub.runtime import drifting, train
 from hethub.runtime.drift import Drifted, DriftWatch, Noted, Remedy, planned_seconds, planning_seconds, slowed
 from hethub.runtime.drifting import Drifting
 from hethub.runtime.pace import WatchedPace
@@ -206,11 +207,24 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def count_trainers(_rank):
+    """Has a rank print, at each trainer it builds, how many of the parts of those before are still there."""
+    build, earlier = train._trainer, []
+
+    def counted(*args):
+        print(f"built beside {sum(part() is not None for part in earlier)} of {len(earlier)}")
+        trainer = build(*args)
+        earlier.extend(map(weakref.ref, (trainer, trainer.storage, trainer.optimizer)))
+        return trainer
+
+    train._trainer = counted
+
+
 @pytest.fixture(scope="module")
 def replanned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drift")
     path = job(folder / "job", {1: 2.0}, replan="auto")
-    ended = ranks(2, "train", path, "--run-dir", folder / "run", cwd=folder)
+    ended = ranks(2, "train", path, "--run-dir", folder / "run", cwd=folder, hook=count_trainers)
     assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
     return ended[0], folder / "run"
 
@@ -236,6 +250,11 @@ def test_the_new_plan_gives_the_slow_rank_less(replanned):
     assert "goes on under a new plan" in ended.stdout
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["predicted_step_seconds"] != rows[0]["predicted_step_seconds"]
+
+
+def test_a_trainer_is_gone_before_the_next_is_built(replanned):
+    ended, _ = replanned
+    assert "built beside 0 of 6" in ended.stdout  # after the rehearsal's trial and the plan at the start
 
 
 def test_the_loss_goes_on_exactly(replanned, tmp_path):

@@ -16,6 +16,7 @@ from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.memory import RankMemory
 from hethub.predictor.software import HETHUB
+from hethub.runtime import rehearsal
 from hethub.runtime.rehearsal import ClusterNetwork, RankTimes, RehearsedPace, round_up
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
@@ -228,6 +229,26 @@ def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
     assert pace.memory_bytes(500) == 1000
     with pytest.raises(RunFailed, match=r"rank 3 \(T4, emulated\) is out of memory: it needs 1,001 bytes"):
         pace.memory_bytes(501)
+
+
+def give_less_memory(rank):
+    """Rank 2's emulated accelerator turns out to have half a GiB, which no plan knew."""
+    planned = rehearsal.memory
+
+    def found(layout):
+        return [entry._replace(limit=2**29) if entry.rank == 2 else entry for entry in planned(layout)]
+
+    if rank == 2:
+        rehearsal.memory = found
+
+
+def test_a_run_ends_where_an_emulated_accelerator_is_out_of_memory(tmp_path):
+    job = write_job(tmp_path / "job", cluster=EMULATED)
+    ended = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=give_less_memory)
+    assert [end.exit_code for end in ended] == [1] * 4
+    (told,) = ended[2].paragraphs
+    assert "rank 2 (MI250X-GCD, emulated) is out of memory: it needs" in told
+    assert "Lower micro_batch or in_flight" in told
 
 
 def test_an_emulated_cluster_is_not_measured(tmp_path):
