@@ -128,6 +128,16 @@ def _add_bench(commands: Any) -> None:
         'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 hethub bench comm --sizes 4096,1048576',
     )
     parser.add_argument("what", choices=("comm",))
+    parser.add_argument(
+        "job",
+        type=Path,
+        nargs="?",
+        metavar="JOB.yaml",
+        help="take this job's cluster (islands, network) and communicator (relay, wire, timeout)",
+    )
+    parser.add_argument(
+        "--lanes", type=int, default=1, help="connections per pair of ranks for the gloo relay (default 1)"
+    )
     parser.add_argument("--sizes", metavar="BYTES,…", help="message sizes (default 4 KiB to 64 MiB)")
     add_json(parser)
 
@@ -137,9 +147,13 @@ def bench(options: argparse.Namespace) -> None:
     from hethub.communicator.bench import DEFAULT_SIZES, run
     from hethub.report.tables import print_communication
     from hethub.runtime.session import session
+    from hethub.spec.job import load_job
 
+    if options.lanes < 1:
+        raise BadInput(f"--lanes {options.lanes}: give the number of connections, 1 or more.")
+    job = None if options.job is None else load_job(options.job)
     sizes = DEFAULT_SIZES if options.sizes is None else _sizes(options.sizes)
-    with session(None) as (world, _):
+    with session(job, None if job is None else job.spec.communicator, options.lanes) as (world, _):
         rows, relays, speaks = run(world, sizes), world.relays, world.rank == 0
     if speaks and options.json:
         print_json({"rows": rows, "relays": relays})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hethub.communicator.bridge_bound import bound_call, wire_bytes
 from hethub.communicator.counters import since
 from hethub.communicator.islands import lower_bound_bridge_elements
 from hethub.communicator.world import World
@@ -31,6 +32,9 @@ class BenchRow:
     bytes_per_second: float
     bridge_bytes: int
     bridge_bytes_over_bound: float | None
+    """Over the least an all-reduce can send, in the world's wire."""
+    bound_seconds: float | None
+    """Median seconds in which the same relays, doing nothing else, move those least bytes."""
     legs: dict[str, float]
     """Mean seconds per call that rank 0 felt in each leg; empty for native and flat paths."""
 
@@ -45,7 +49,8 @@ def run(world: World, sizes: Sequence[int] = DEFAULT_SIZES, repeats: int = 5) ->
     flat = dist.new_group(list(range(world.size)), backend="gloo")
     for size in sizes:
         for name, call in _operations(world, world.default_group, size, world.device.torch_device).items():
-            rows.append(_row(world, name, "world", range(world.size), size, repeats, call))
+            bound = _bound(world, size, repeats) if name == "all_reduce" else None
+            rows.append(_row(world, name, "world", range(world.size), size, repeats, call, bound))
         for island in world.islands:
             group = world.group(island)
             if len(island) > 1:
@@ -97,25 +102,22 @@ def _row(
     size: int,
     repeats: int,
     call: Callable[[], None] | None,
+    bound_seconds: float | None = None,
 ) -> BenchRow:
     """Times `call` on the ranks that have one; all ranks take part in the exchange of results."""
-    seconds: list[float] = []
     world.barrier()
     counters, before = world.counters(), _bridge_bytes(world)
-    if call is not None:
-        for repeat in range(repeats + 1):
-            start = time.perf_counter()
-            call()
-            world.device.synchronize()
-            if repeat > 0:
-                seconds.append(time.perf_counter() - start)
+    seconds = _timed(world, call, repeats) if call is not None else []
     sent = (_bridge_bytes(world) - before) // (repeats + 1)
     legs = _legs(since(counters, world.counters())) if path == "world" else {}
     of_ranks = world.all_gather_objects({"seconds": seconds, "sent": sent, "legs": legs})
-    slowest = [max(times) for times in zip(*(r["seconds"] for r in of_ranks if r["seconds"]), strict=True)]
-    median = statistics.median(slowest)
+    median = _slowest([r["seconds"] for r in of_ranks if r["seconds"]])
     total_sent = sum(r["sent"] for r in of_ranks)
-    least = lower_bound_bridge_elements(world.islands, size) if name == "all_reduce" and path == "world" else 0
+    least = (
+        lower_bound_bridge_elements(world.islands, wire_bytes(world, size))
+        if name == "all_reduce" and path == "world"
+        else 0
+    )
     return BenchRow(
         operation=name,
         path=path,
@@ -125,8 +127,34 @@ def _row(
         bytes_per_second=size / median,
         bridge_bytes=total_sent,
         bridge_bytes_over_bound=total_sent / least if least else None,
+        bound_seconds=bound_seconds,
         legs=of_ranks[0]["legs"],
     )
+
+
+def _timed(world: World, call: Callable[[], None], repeats: int) -> list[float]:
+    """Seconds of each repeat but the first, which connects and warms up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        world.device.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def _slowest(of_ranks: Sequence[Sequence[float]]) -> float:
+    """The median over repeats of the slowest rank's time."""
+    return statistics.median(max(times) for times in zip(*of_ranks, strict=True))
+
+
+def _bound(world: World, size: int, repeats: int) -> float | None:
+    """Seconds of the bridge alone; None where there is none."""
+    if len(world.islands) == 1:
+        return None
+    call = bound_call(world, size)
+    world.barrier()
+    return _slowest(world.all_gather_objects(_timed(world, call, repeats)))
 
 
 def _legs(news: dict[str, Any]) -> dict[str, float]:

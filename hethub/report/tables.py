@@ -178,12 +178,16 @@ def _figure(value: float | int | None) -> str:
 
 def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, Any]) -> None:
     """What `hethub bench comm` timed, a row per operation, path and size, and the relays it went over."""
-    table = Table("operation", "path", "ranks", "bytes", "ms", "GB/s", "bridge bytes / lower bound", "ms in each leg")
+    table = Table(
+        "operation", "path", "ranks", "bytes", "ms", "GB/s", "bridge bytes / lower bound", "bridge alone, ms", "share of it",
+        "ms in each leg",
+    )  # fmt: skip
     for row in rows:
-        bound = row["bridge_bytes_over_bound"]
+        bound, alone = row["bridge_bytes_over_bound"], row["bound_seconds"]
         table.add_row(
             row["operation"], row["path"], str(row["ranks"]), f"{row['bytes']:,}", f"{row['seconds'] * 1e3:.3f}",
             f"{row['bytes_per_second'] / 1e9:.2f}", "" if bound is None else f"{bound:.2f}",
+            "" if alone is None else f"{alone * 1e3:.3f}", "" if alone is None else f"{alone / row['seconds']:.2f}",
             ", ".join(f"{leg} {seconds * 1e3:.2f}" for leg, seconds in row["legs"].items()),
         )  # fmt: skip
     console = make_console()

@@ -11,13 +11,17 @@ from hethub.runtime.prepare import agreed_cluster, device_in
 from hethub.runtime.together import exchange, together
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
-from hethub.spec.job import Job
+from hethub.spec.job import CommunicatorSpec, Job
 
 
 @contextmanager
-def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
+def session(
+    job: Job | None, communicator: CommunicatorSpec | None = None, num_lanes: int = 1
+) -> Iterator[tuple[World, ClusterSpec]]:
     """The connected world and its cluster: the job's, or what the ranks find (HETHUB_ISLANDS emulates islands).
 
+    The network is the job's, too; relay, wire and timeout are `communicator`'s, and `num_lanes` connections per pair
+    carry gloo's large messages.
     Raises BadInput where the ranks do not fit together or the cluster, RunFailed where one fails later.
     """
     info = launch_info()
@@ -31,7 +35,12 @@ def session(job: Job | None) -> Iterator[tuple[World, ClusterSpec]]:
     facts = facts_from(exchange(meeting, "who", to_row(own)))
     together(meeting, "versions", lambda: check_versions(facts))
     found = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
-    with watched(connect(meeting, device=device, islands=list(found.islands.values())), "measure") as world:
+    bridged = communicator or CommunicatorSpec()
+    world = connect(
+        meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
+        timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes,
+    )  # fmt: skip
+    with watched(world, "measure"):
         yield world, found
 
 

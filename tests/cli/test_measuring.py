@@ -43,6 +43,19 @@ def test_bench_times_bridge_and_flat_side_by_side(tmp_path: Path) -> None:
     assert {"wire", "add"} <= set(large["legs"])
 
 
+def test_bench_takes_the_jobs_relay_and_wire(tmp_path: Path) -> None:
+    job = write_job(tmp_path, cluster_name="detect", communicator={"relay": "gloo", "wire": "bf16"})
+    command = ("bench", "comm", job, "--lanes", "2", "--sizes", "3000000", "--json")
+    first, second = ranks(2, *command, cwd=tmp_path, hook=two_islands)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    answer = json.loads(first.stdout)
+    assert answer["relays"]["near"] == [[0, "gloo"]]
+    large = next(row for row in answer["rows"] if row["operation"] == "all_reduce" and row["path"] == "world")
+    assert 0.99 <= large["bridge_bytes_over_bound"] <= 1.01
+    assert 2.9e6 <= large["bridge_bytes"] <= 3.1e6  # of two islands, each half as wide as fp32
+    assert large["bound_seconds"] > 0
+
+
 def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:
     ended = hethub("bench", "comm", "--sizes", "4096,big", cwd=tmp_path)
     assert ended.exit_code == 2

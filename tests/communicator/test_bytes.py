@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hethub.communicator import bench
+from hethub.communicator.bridge_bound import least_messages
 from hethub.communicator.islands import (
     carried_pieces,
     check_islands,
@@ -80,6 +81,16 @@ def test_bench_measures_every_path():
     assert {row["operation"] for row in rows} == {"all_reduce", "all_gather", "reduce_scatter", "send_receive"}
     large = [row for row in rows if row["bridge_bytes_over_bound"] is not None and row["bytes"] == 1 << 20]
     assert [row["bridge_bytes_over_bound"] for row in large] == [1.0]
+    bounded = [(row["operation"], row["path"], row["bytes"]) for row in rows if row["bound_seconds"] is not None]
+    assert bounded == [("all_reduce", "world", 4096), ("all_reduce", "world", 1 << 20)]
+
+
+@pytest.mark.parametrize("islands", LAYOUTS, ids=str)
+def test_the_bound_in_seconds_moves_the_least_bytes(islands):
+    messages = least_messages(islands, 1200)
+    assert sum(messages.values()) == lower_bound_bridge_elements(islands, 1200)
+    of_island = [sum(size for (sender, _), size in messages.items() if sender in island) for island in islands]
+    assert len(set(of_island)) == 1
 
 
 def more_than_2_gib(world):
