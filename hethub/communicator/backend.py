@@ -45,6 +45,8 @@ def create_group(options: Any, given: Any) -> dist.ProcessGroup:
     group = _make_group(context, options, is_default=default is None)
     if default is None:
         _WORLDS[group] = context
+        # A native group has no shutdown of ours. Not at exit: a program that crashes must not pass for one that leaves.
+        weakref.finalize(group, context.close).atexit = False
     return group
 
 

@@ -57,6 +57,7 @@ class Context:
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.device)
@@ -162,7 +163,14 @@ class Context:
             torch_private.break_gloo_group(gloo, rank, size)
 
     def close(self) -> None:
-        """Frees connections and threads; every rank is done."""
+        """Frees connections and threads; a second call does nothing.
+
+        The other ranks may go on among themselves: this one has said goodbye. When rank 0 goes, nobody watches any more.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         self.liveness.goodbye()
         for relay in self._distinct_relays():
             relay.close()

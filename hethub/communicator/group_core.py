@@ -51,6 +51,7 @@ class GroupCore(torch_private.GroupBase):
         self._rank, self._size = rank, len(members)
         self._label = f"group {name!r} (ranks {_brief(members)})"
         self._gloo = gloo
+        self._is_default = gloo is context.gloo
         # A group with a shorter timeout than its world gives up by itself; the relays know the world's only.
         self._timeout_seconds = timeout_seconds if timeout_seconds < context.timeout_seconds else None
         self._bridge = context.bridge(name, members, self._label)
@@ -67,11 +68,22 @@ class GroupCore(torch_private.GroupBase):
         return "hethub"
 
     def abort(self) -> None:
+        """Makes what is under way fail, in every group where this is the default one.
+
+        The groups of a world share its relays. So another group only closes its own connections (copies without
+        arithmetic, messages, barriers); its reductions end with the world's, or at the timeout.
+        """
+        if self._is_default:
+            self.context.abort()
+            return
         torch_private.break_gloo_group(self._gloo, self._rank, self._size)
 
     def shutdown(self) -> None:
+        """Ends this group's threads; with the default group, the world is left, as `destroy_process_group` asks."""
         self._worker.stop()
         self.point_to_point.close()
+        if self._is_default:
+            self.context.close()
 
     def _compared(self, name: str, job: Run, tensors: Tensors) -> Run:
         """The job, run once all members have said that they are about to do the same."""

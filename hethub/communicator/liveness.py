@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -96,14 +97,21 @@ class Hub:
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._closed = False
-        threading.Thread(target=self._run, name="hethub-liveness-hub", daemon=True).start()
+        self._wake = os.eventfd(0)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="hethub-liveness-hub", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
+        """Returns when all ranks have been told goodbye: this process may end right after."""
         self._closed = True
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:  # a garbage collection in that thread may call this
+            self._thread.join()
 
     def _connections(self) -> list[Connection]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
@@ -112,9 +120,9 @@ class Hub:
         last_beat = time.monotonic()
         while not self._closed:
             for key, _ in self._selector.select(_HEARTBEAT_SECONDS / 2):
-                if key.data is None:
+                if key.fileobj is self._listener:
                     self._accept()
-                else:
+                elif key.data is not None:
                     self._hear(key.data)
             if time.monotonic() - last_beat >= _HEARTBEAT_SECONDS:
                 last_beat = time.monotonic()
@@ -124,6 +132,7 @@ class Hub:
             connection.close()
         self._listener.close()
         self._selector.close()
+        os.close(self._wake)
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
@@ -241,6 +250,8 @@ class Liveness:
 
     def close(self) -> None:
         self._closed = True
+        with self._lock:
+            self._callbacks.clear()  # they hold the world, and the world this
         self._connection.close()
 
     def _run(self) -> None:

@@ -142,7 +142,8 @@ class ShmLink:
 
     def give_back(self, block: Block | Carried) -> None:
         if isinstance(block, Block):
-            self._ring(_FREE, 0, block.number, 0)
+            with contextlib.suppress(PeerError):  # a peer that has left after its last message needs no block back
+                self._ring(_FREE, 0, block.number, 0)
 
     def abort(self) -> None:
         """Ends every wait on this link."""
@@ -228,10 +229,19 @@ class ShmLink:
                 self._is_being_read = False
                 self._news.notify_all()
 
+    def _receive(self, flags: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        """The next bell; empty when the peer has closed and everything it sent has been read."""
+        size = _BELL.size + _INLINE_BYTES
+        try:
+            return self._socket.recvmsg(size, socket.CMSG_SPACE(4), flags)[:2]
+        except ConnectionResetError:
+            # The peer closed with bells of ours unread; the kernel says so once, ahead of what the peer sent before.
+            return self._socket.recvmsg(size, socket.CMSG_SPACE(4), flags)[:2]
+
     def _read_one(self, flags: int = 0) -> bool:
         """Reads one bell and files it; False when none is there and `flags` say not to wait."""
         try:
-            bell, rights, _, _ = self._socket.recvmsg(_BELL.size + _INLINE_BYTES, socket.CMSG_SPACE(4), flags)
+            bell, rights = self._receive(flags)
         except BlockingIOError:
             if flags:
                 return False

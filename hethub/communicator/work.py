@@ -83,8 +83,9 @@ class HethubWork(torch_private.WorkBase):
             self.end_profiled()
         with self._lock:
             self._done.set()
-        if self._end_future is not None:
-            self._callbacks.run(functools.partial(self._end_future, self._error))
+            end_future = self._end_future  # from here on, get_future ends the one it makes itself
+        if end_future is not None:
+            self._callbacks.run(functools.partial(end_future, self._error))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""

@@ -1,0 +1,45 @@
+"""Work objects by themselves: who ends a future, and that it is ended once."""
+
+import threading
+
+import torch
+
+from hethub.communicator.work import HethubWork, Operation
+
+
+class Nobody:
+    def explain(self, peer):
+        return None
+
+
+class Callbacks:
+    def __init__(self):
+        self.given = []
+
+    def run(self, callback):
+        self.given.append(callback)
+
+
+class LockLeftBeforeAnotherThreadAsks:
+    """A lock; when it is left for the first time, `then` runs before anything else does."""
+
+    def __init__(self, then):
+        self._lock, self._then = threading.RLock(), [then]
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+        if self._then:
+            self._then.pop()()
+
+
+def test_a_future_asked_for_at_the_very_end_is_ended_once():
+    callbacks = Callbacks()
+    operation = Operation(name="all_reduce", group="a group", rank=0, explainer=Nobody())
+    work = HethubWork(operation, [torch.ones(1)], callbacks)
+    work._lock = LockLeftBeforeAnotherThreadAsks(work.get_future)
+    work.finish()
+    assert work.get_future().done()
+    assert callbacks.given == []
