@@ -1,9 +1,10 @@
 """Bridged collectives against flat Gloo on the same ranks: interleaved pairs with an A/A control, medians.
 
-    python benchmarks/bridge.py [--repeats 11] [--only host|link]
+    python benchmarks/bridge.py [--repeats 11] [--only host|link|gpu]
 
 Ranks run on this host; the rows with a link put the islands into two network namespaces joined by a 1 Gbit/s token
-bucket (needs root, `ip` and `tc`; left out with that reason otherwise). Times are the slowest rank's.
+bucket (needs root, `ip` and `tc`; left out with that reason otherwise). Times are the slowest rank's. The GPU's row
+joins one device and one CPU, and compares the whole operation with each of its legs alone.
 """
 
 import argparse
@@ -12,13 +13,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ETHERNET_SHARE = 1448 / 1538  # payload of a full frame: TCP and IP headers with timestamps, Ethernet, gap
 MIB = 1 << 20
+WIDTH = {"exact": 1.0, "bf16": 0.5}  # of fp32 on the wire
 
 
 def load_support() -> tuple[Any, Any]:
@@ -35,8 +38,11 @@ def load_support() -> tuple[Any, Any]:
     return ranks, namespaces
 
 
-def timed_pairs(world: Any, num_bytes: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat, slowest rank: ours, flat Gloo, and flat Gloo again (the A/A control)."""
+def timed_pairs(world: Any, num_bytes: int, repeats: int, wires: Sequence[str] = ()) -> dict[str, list[float]]:
+    """Seconds of each repeat, slowest rank: ours, flat Gloo, and flat Gloo again (the A/A control).
+
+    With `wires`, ours once per wire, interleaved like the others; "ours" is the first.
+    """
     import torch
     import torch.distributed as dist
 
@@ -54,8 +60,16 @@ def timed_pairs(world: Any, num_bytes: int, repeats: int) -> dict[str, list[floa
     def gloo() -> None:
         flat.allreduce([tensor], options).wait()
 
-    seconds: dict[str, list[float]] = {"flat": [], "ours": [], "flat again": []}
-    calls: dict[str, Callable[[], None]] = {"flat": gloo, "ours": ours, "flat again": gloo}
+    def over(wire: str) -> Callable[[], object]:
+        world._context.wire = wire  # a group's first sum decides how all its sums of that type cross
+        group = dist.new_group(list(range(world.size)), backend="hethub")
+        dist.all_reduce(torch.ones(1), group=group)
+        return partial(dist.all_reduce, tensor, group=group)
+
+    calls: dict[str, Callable[[], object]] = {"flat": gloo, "ours": ours}
+    calls |= {"ours" if wire == wires[0] else wire: over(wire) for wire in wires}
+    calls["flat again"] = gloo
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 2):
         for name, call in calls.items():
             tensor.fill_(1.0)
@@ -71,7 +85,7 @@ def timed_pairs(world: Any, num_bytes: int, repeats: int) -> dict[str, list[floa
 
 
 def in_namespace(
-    rank: int, store: Any, found: Any, islands: list[list[int]], wire: str, num_bytes: int, repeats: int
+    rank: int, store: Any, found: Any, islands: list[list[int]], wires: Sequence[str], num_bytes: int, repeats: int
 ) -> Any:
     """As `timed_pairs`, each island in a network namespace of its own."""
     from hethub.communicator import Rendezvous, connect
@@ -91,8 +105,8 @@ def in_namespace(
         interface=None,
         token=agree_on_token(store, rank, None),
     )
-    world = connect(rendezvous, islands=islands, wire=wire)
-    seconds = timed_pairs(world, num_bytes, repeats)
+    world = connect(rendezvous, islands=islands)
+    seconds = timed_pairs(world, num_bytes, repeats, wires)
     links = [link for link in world.counters()["links"] if link["level"] == "bridge"]
     sent = world.all_gather_objects(sum(link["bytes"] for link in links))
     world.close()
@@ -129,23 +143,76 @@ def one_host_rows(ranks: Any, repeats: int) -> Iterator[dict[str, str]]:
 
 def link_rows(ranks: Any, found: Any, link_bits_per_second: float, repeats: int) -> Iterator[dict[str, str]]:
     num_bytes = 64 * MIB
-    exact: float | None = None
-    for case, islands, wire, target in (
-        ("2+2 contiguous, 1 Gbit/s link", [[0, 1], [2, 3]], "exact", ">= 1.35; bound >= 0.90"),
-        ("2+2 interleaved, 1 Gbit/s link", [[0, 2], [1, 3]], "exact", ">= 2.6"),
-        ("2+2 contiguous, 1 Gbit/s link, bf16 wire", [[0, 1], [2, 3]], "bf16", ">= 1.8 over exact"),
+    for case, islands, wires, target in (
+        ("2+2 contiguous, 1 Gbit/s link", [[0, 1], [2, 3]], ("exact",), ">= 1.35; bound >= 0.90"),
+        ("2+2 interleaved, 1 Gbit/s link", [[0, 2], [1, 3]], ("exact",), ">= 2.6"),
+        ("2+2 contiguous, 1 Gbit/s link, bf16 wire", [[0, 1], [2, 3]], ("bf16", "exact"), ">= 1.8 over exact"),
     ):
-        outcomes = ranks.start_ranks(4, in_namespace, found, islands, wire, num_bytes, repeats, timeout_seconds=500)
+        outcomes = ranks.start_ranks(4, in_namespace, found, islands, wires, num_bytes, repeats, timeout_seconds=500)
         seconds, sent = ranks.values(outcomes)[0]
         ours = statistics.median(seconds["ours"])
-        bound = num_bytes * 8 / (link_bits_per_second * ETHERNET_SHARE) * (0.5 if wire == "bf16" else 1.0)
-        note = (
-            f"bound {bound * 1e3:.0f} ms, reached {bound / ours:.2f}; bridge bytes / least {sent / (2 * num_bytes):.3f}"
-        )
-        if exact is not None and wire == "bf16":
-            note += f"; over exact {exact / ours:.2f}"
-        exact = exact or ours
+        bound = num_bytes * 8 / (link_bits_per_second * ETHERNET_SHARE) * WIDTH[wires[0]]
+        least = 2 * num_bytes * sum(WIDTH[wire] for wire in wires)
+        note = f"bound {bound * 1e3:.0f} ms, reached {bound / ours:.2f}; bridge bytes / least {sent / least:.3f}"
+        if "exact" in seconds:
+            pairs = zip(seconds["exact"], seconds["ours"], strict=True)
+            note += f"; over exact, interleaved {statistics.median(exact / narrow for exact, narrow in pairs):.2f}"
         yield row(case, seconds, target, note)
+
+
+def with_a_gpu(rank: int, store: Any, num_bytes: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat, slowest rank: an all-reduce between rank 0's device and a CPU, and each leg alone."""
+    import torch
+    import torch.distributed as dist
+
+    from hethub.communicator import Rendezvous, connect
+    from hethub.communicator.bridge_bound import bound_call
+    from hethub.kernels.device import Device, choose_device
+
+    device = choose_device(0, 1) if rank == 0 else Device(vendor="cpu")
+    device.activate()
+    world = connect(Rendezvous.on_one_host(store, rank, 2), device=device, islands=[[0], [1]])
+    tensor, other = (torch.ones(num_bytes // 4, device=device.torch_device) for _ in range(2))
+    host = device.host_buffer(num_bytes).view(torch.float32)
+    move = bound_call(world, num_bytes)
+
+    def wire_and_add() -> None:
+        move()
+        tensor.add_(other)
+
+    calls: dict[str, Callable[[], object]] = {
+        "device to host": lambda: host.copy_(tensor, non_blocking=True),
+        "wire and add": wire_and_add,
+        "host to device": lambda: other.copy_(host, non_blocking=True),
+        "bridged": lambda: dist.all_reduce(tensor),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 2):
+        for name, call in calls.items():
+            tensor.fill_(1.0)
+            device.synchronize()
+            world.barrier()
+            start = time.perf_counter()
+            call()
+            device.synchronize()
+            if repeat >= 2:
+                seconds[name].append(time.perf_counter() - start)
+        assert tensor[-1].item() == 2
+    of_ranks = world.all_gather_objects(seconds)
+    world.close()
+    return {name: [max(times) for times in zip(*(r[name] for r in of_ranks), strict=True)] for name in seconds}
+
+
+def gpu_rows(ranks: Any, repeats: int, num_bytes: int = 256 * MIB) -> Iterator[dict[str, str]]:
+    seconds = ranks.values(ranks.start_ranks(2, with_a_gpu, num_bytes, repeats, timeout_seconds=500))[0]
+    *legs, bridged = seconds
+    share = statistics.median(max(seconds[leg][i] for leg in legs) / seconds[bridged][i] for i in range(repeats))
+    yield {
+        "case": f"a GPU and a CPU, {num_bytes // MIB} MiB, one host",
+        **{f"{name} ms": f"{statistics.median(values) * 1e3:.2f}" for name, values in seconds.items()},
+        "share of the slowest leg's bound": f"{share:.2f}",
+        "to reach": ">= 0.85",
+    }
 
 
 def show(rows: Iterator[dict[str, str]]) -> None:
@@ -159,19 +226,26 @@ def show(rows: Iterator[dict[str, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--only", choices=["host", "link"])
+    parser.add_argument("--only", choices=["host", "link", "gpu"])
     arguments = parser.parse_args()
     began = time.monotonic()
     ranks, support = load_support()
-    if arguments.only != "link":
+    if arguments.only in (None, "host"):
         show(one_host_rows(ranks, arguments.repeats))
-    if arguments.only != "host":
+    if arguments.only in (None, "link"):
         reason = support.why_no_namespaces()
         if reason is not None:
             print(f"The rows with a link are left out: {reason}.")
         else:
             with support.namespaces("hethub-bench") as found:
                 show(link_rows(ranks, found, support.LINK_BITS_PER_SECOND, arguments.repeats))
+    if arguments.only in (None, "gpu"):
+        from hethub.kernels.device import detect_vendor
+
+        if detect_vendor() == "cpu":
+            print("The row with a GPU is left out: torch finds none here.")
+        else:
+            show(gpu_rows(ranks, arguments.repeats))
     print(f"{time.monotonic() - began:.0f} s, load average {os.getloadavg()[0]:.1f} at the end", file=sys.stderr)
 
 
