@@ -39,7 +39,7 @@ def test_a_sharded_offloaded_run_goes_on_without_either(tmp_path: Path) -> None:
     assert losses(run) == pytest.approx(losses(tmp_path / "straight/run"), rel=1e-5)
 
 
-LITTLE = {"nodes": [{**node, "host_memory_gb": 1e-5} for node in CLUSTER["nodes"]]}  # type: ignore[attr-defined]
+LITTLE = {"nodes": [{**node, "host_memory_gb": 1e-5} for node in CLUSTER["nodes"]]}  # type: ignore[dict-item]
 TENSOR_PARALLEL = [
     {"layers": [[0, 4]], "replicas": [{"ranks": [0, 1], "micro_batch": 2, "samples": 4}, {"ranks": [2, 3], "micro_batch": 2, "samples": 4}],
      "zero": 3, "state_shares": {0: 0.9}}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hethub.planner import plan
+from hethub.planner import Batch, plan
 from hethub.planner.result import plan_dict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
@@ -54,11 +54,11 @@ def random_cluster(seed: int) -> ClusterSpec:
     return ClusterSpec.model_validate({"name": f"random {seed}", "emulated": True, "nodes": nodes})
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: f"{question[0]} {question[1]}")
 def test_the_answer_equals_one_process(question: tuple[str, dict[str, Any], int, str | None]) -> None:
     strategy, constraints, seed, schedule = question
     cluster = random_cluster(seed)
-    train = (GLOBAL_BATCH, SEQ_LEN, "fp32")
+    train = Batch(GLOBAL_BATCH, SEQ_LEN, "fp32")
     found = plan(MODEL, cluster, train, ConstraintsSpec(**constraints), strategy, with_bounds=False).plan
     assert schedule in (None, found.schedule)
     vendors = "".join(LETTERS[place.island] for place in cluster.places)

@@ -91,7 +91,7 @@ def train_measuring(world: Any, case: Case) -> tuple[list[float], Shards, int, i
 
 
 DEEP = MODEL.replace(layers=8)
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, tuple[list[dict[str, Any]], str, dict[str, Any]]] = {
     "gpipe": ([stage((0, 8), replica([0], 4, 1), replica([1], 4, 1))], "gpipe", {}),
     "layered, zero3": ([stage((0, 8), replica([0], 5, 1), replica([1], 3, 1), zero=3)], "layered", {}),
     "two stages": ([stage((0, 4), replica([0], 8, 1, in_flight=4)), stage((4, 8), replica([1], 8, 1))], "1f1b", {}),

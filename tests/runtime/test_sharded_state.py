@@ -189,11 +189,11 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Sh
             gathers.clear()
         outcome = trainer.run_step(step)
         losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
+        norms.append(outcome.grad_norm or float("nan"))
     trainer.stepping.flush()
     verify_copies(world, trainer.reducer, case.steps)
     weights, gradients = trainer.residency.weights, trainer.residency.gradients
-    counted = {
+    counted: dict[str, Any] = {
         "gathers": dict(weights.gathers) if weights else {},
         "most_present": weights.most_present if weights else 0,
         "most_chunks": weights.most_chunks if weights else 0,
