@@ -51,7 +51,7 @@ class Reduction:
 
     def prepared(self, flat: torch.Tensor) -> torch.Tensor:
         """What this rank contributes: `flat` itself, or a scaled copy for PREMUL_SUM."""
-        return flat * self.factor if self.kind == _KIND.PREMUL_SUM else flat
+        return (flat * self.factor).to(flat.dtype) if self.kind == _KIND.PREMUL_SUM else flat
 
     @property
     def is_native(self) -> bool:
@@ -128,6 +128,8 @@ def make_reduction(
     kind = torch_private.reduce_op_kind(op)
     if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (kind in _ORDERED and dtype.is_complex):
         raise BadInput(f"ReduceOp.{kind.name} has no meaning for {dtype}; choose an operation the type has.")
+    if kind == _KIND.AVG and dtype == torch.bool:
+        raise BadInput("ReduceOp.AVG has no meaning for torch.bool; choose an operation the type has.")
     if kind not in _COMBINE:
         raise BadInput(f"ReduceOp.{kind.name} is not one of {', '.join(sorted(k.name for k in _COMBINE))}.")
     return Reduction(

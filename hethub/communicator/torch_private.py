@@ -81,9 +81,9 @@ def reduce_op_kind(op: Any) -> Any:
 
 
 def premul_factor(op: Any) -> Any:
-    """The factor of a PREMUL_SUM: a number or a one-element tensor."""
+    """The factor of a PREMUL_SUM as a number, also where it was given as a one-element tensor of whatever device."""
     _, state = op.__getstate__()
-    return state
+    return state.item() if isinstance(state, torch.Tensor) else state
 
 
 def op_options(options_type: type, timeout: Any = None, **fields: Any) -> Any:
