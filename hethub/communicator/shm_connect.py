@@ -1,5 +1,6 @@
 """Connects the ranks of one host for the `shm` relay."""
 
+import hmac
 import os
 import socket
 import struct
@@ -51,11 +52,15 @@ def _admitted(sock: socket.socket, token: str, timeout_seconds: float) -> int | 
     """The rank behind a new connection; None, and closed, unless it is this user's and knows the token."""
     _with_timeout(sock, min(timeout_seconds, 10.0))
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    hello = sock.recv(_HELLO.size)
-    if _PEER_CREDENTIALS.unpack(credentials)[1] == os.getuid() and len(hello) == _HELLO.size:
-        peer, given = _HELLO.unpack(hello)
-        if given.decode() == proof(token, "shm", peer):
-            return int(peer)
+    if _PEER_CREDENTIALS.unpack(credentials)[1] == os.getuid():
+        try:
+            hello = sock.recv(_HELLO.size)
+        except OSError:  # it says nothing, or has gone: a stranger like any other
+            hello = b""
+        if len(hello) == _HELLO.size:
+            peer, given = _HELLO.unpack(hello)
+            if hmac.compare_digest(given, proof(token, "shm", peer).encode()):
+                return int(peer)
     sock.close()
     return None
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import Rendezvous, connect
+from hethub.communicator import Rendezvous, connect, shm_connect
+from hethub.communicator.liveness import proof
 from hethub.communicator.rendezvous import agree_on_token
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
@@ -176,3 +177,19 @@ def test_nothing_of_ours_unpickles():
                 if owner in ("comm", "mpi", "_comm") and node.func.attr in MPI_METHODS:
                     found.add((where, f"{owner}.{node.func.attr}"))
     assert found == {("hethub/runtime/checkpoint/store.py", "dist.all_gather_object")}
+
+
+@pytest.mark.parametrize("hello", ["right", "too short", "not text", "nothing", "gone", "another user"])
+def test_only_ranks_are_admitted_to_shared_memory(hello, monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    right = shm_connect._HELLO.pack(1, proof("secret", "shm", 1).encode())
+    sent = {"right": right, "another user": right, "too short": b"x", "not text": right[:4] + b"\xff" * 64}
+    if hello in sent:
+        theirs.send(sent[hello])
+    if hello == "gone":
+        theirs.close()
+    if hello == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert shm_connect._admitted(ours, "secret", 0.2) == (1 if hello == "right" else None)
+    ours.close()
+    theirs.close()
