@@ -59,10 +59,9 @@ class PointToPoint:
                 "a receive from any rank needs a host tensor, as with NCCL; receive on the CPU, or name a rank."
             )
         if tensor.is_contiguous():
-            return NativeWork(operation, self._gloo.recv_anysource([tensor], tag), [tensor])
+            return self._start_any(tensor, tensor, tag, operation)
         staged = self._stager.stage(tensor)
-        inner = NativeWork(operation, self._gloo.recv_anysource([staged.empty_whole()], tag), [tensor])
-        return StagedReceive(inner, staged)
+        return StagedReceive(self._start_any(staged.empty_whole(), tensor, tag, operation), staged)
 
     def close(self) -> None:
         for worker, _ in self._lanes.values():
@@ -80,6 +79,13 @@ class PointToPoint:
             )
         except RuntimeError as error:
             raise operation.failed(error, peer) from error
+
+    def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
+        try:
+            inner = self._gloo.recv_anysource([host], tag)
+        except RuntimeError as error:
+            raise operation.failed(error) from error
+        return NativeWork(operation, inner, [tensor], count=self._counted(tensor, "receive"))
 
     def _send_staged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:
         worker, stager = self._lane(peer)

@@ -368,3 +368,21 @@ def test_nothing_is_left_behind():
     for names, num_descriptors in values(start_ranks(2, leaked, timeout_seconds=60)):
         assert names == set()
         assert num_descriptors <= 6  # the last Gloo group's, which torch frees when it likes
+
+
+def receive_from_anyone(rank, store):
+    """How many receives are counted after one from any rank."""
+    init_plainly("plain", rank, 2, store)
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    else:
+        dist.recv(torch.empty(3))
+    rows = dist.group.WORLD.context.counters.to_dict()["operations"]
+    dist.barrier()
+    dist.destroy_process_group()
+    return sum(row["calls"] for row in rows if row["operation"] == "receive")
+
+
+def test_a_receive_from_any_rank_is_counted():
+    outcomes = start_ranks(2, receive_from_anyone, timeout_seconds=40, environment={"HETHUB_ISLANDS": "0|1"})
+    assert values(outcomes) == [0, 1]
