@@ -6,15 +6,21 @@ from typing import Any
 
 import torch
 
+from hethub.communicator import torch_private
 from hethub.spec.errors import RunFailed
 
 _BYTES = 256
 
 
-def describe(name: str, number: int, tensors: Sequence[torch.Tensor], *, alike: bool) -> str:
-    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be."""
+def describe(name: str, number: int, tensors: Sequence[torch.Tensor], opts: Any = None, *, alike: bool) -> str:
+    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be.
+
+    `opts` are c10d's options, whose reduction and root count too.
+    """
+    chosen = [torch_private.reduce_op_kind(opts.reduceOp).name] if hasattr(opts, "reduceOp") else []
+    chosen += [f"root {opts.rootRank}"] if hasattr(opts, "rootRank") else []
     shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if alike else []
-    return json.dumps([name, number, ", ".join(shapes)[:150]])
+    return json.dumps([name, number, ", ".join([*chosen, *shapes])[:150]])
 
 
 def compare(gloo: Any, own: str, rank: int, members: Sequence[int]) -> None:

@@ -85,10 +85,10 @@ class GroupCore(torch_private.GroupBase):
         if self._is_default:
             self.context.close()
 
-    def _compared(self, name: str, job: Run, tensors: Tensors) -> Run:
+    def _compared(self, name: str, job: Run, tensors: Tensors, opts: Any) -> Run:
         """The job, run once all members have said that they are about to do the same."""
         self._num_operations += 1
-        own = fingerprint.describe(name, self._num_operations, tensors, alike=name in _ALIKE)
+        own = fingerprint.describe(name, self._num_operations, tensors, opts, alike=name in _ALIKE)
 
         def compared() -> None:
             fingerprint.compare(self._gloo, own, self.context.rank, self.members)
@@ -137,7 +137,7 @@ class GroupCore(torch_private.GroupBase):
     def _queue(self, name: str, job: Run, tensors: Tensors, opts: Any = None, turn: Turn | None = None) -> HethubWork:
         """A job with a turn leaves it whatever happens, and never runs in the thread that takes turns."""
         if self.context.debug:
-            job = self._compared(name, job, tensors)
+            job = self._compared(name, job, tensors, opts)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(
             self._operation(name, tensors),

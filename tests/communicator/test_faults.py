@@ -251,9 +251,19 @@ def use_another_shape(world):
     dist.all_reduce(torch.ones(6 if world.rank == 1 else 5))
 
 
+def use_another_reduction(world):
+    dist.all_reduce(torch.ones(5), dist.ReduceOp.MAX if world.rank == 1 else dist.ReduceOp.SUM)
+
+
+def use_another_root(world):
+    dist.broadcast(torch.ones(5), 2 if world.rank == 1 else 0)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (use_another_reduction, "rank 0 enters all_reduce .*SUM.* while rank 1 enters .*MAX"),
+        (use_another_root, "rank 0 enters broadcast .*root 0.* while rank 1 enters .*root 2"),
         (enter_another_operation, "rank 0 enters all_reduce .* while rank 2 enters broadcast"),
         (use_another_shape, r"rank 0 enters all_reduce .*float32\[5\].* while rank 1 enters .*float32\[6\]"),
     ],
