@@ -67,9 +67,12 @@ class Surrogate:
         held = self.holds(draft)
         detour = _detours(stages, crossing)
         filled = (draft.schedule or self.problem.schedule) == "zero_bubble"  # weights' gradients fill the drain
+        # Who has the shorter update begins the next step while others still step (predictor/step.py).
+        first = min(stage.finish for stage in stages)
         fill = drain = end = 0.0
         drains = []
         for stage, away, hold, across in zip(stages, detour, held, [*crossing, 0.0], strict=True):
+            fill = max(fill, stage.finish - first)
             end = max(end, fill + stage.busy + max(0.0, away - (hold - 1) * stage.forward))
             if not filled:
                 gap = max(0.0, away - (hold - 1) * stage.forward) + max(0.0, away - (hold - 1) * stage.backward)
@@ -78,12 +81,12 @@ class Surrogate:
             fill += stage.forward + across
             drain += stage.backward + across
         if len(stages) > 1:
-            end = max(end, self._circuit(stages, crossing, held))
+            end = max(end, stages[0].finish - first + self._circuit(stages, crossing, held))
         tied = self._tied(draft)
         shown = [max(stage.tail, stage.reduce - stage.backward) for stage in stages]
         shown[0], shown[-1] = shown[0] + tied, shown[-1] + tied
         reduced = max(end - d + seconds for seconds, d in zip(shown, drains, strict=True))
-        return reduced + max(stage.finish for stage in stages)
+        return reduced + first
 
     def is_faster(self, draft: Draft, seconds: float) -> bool:
         """Whether the estimate is below `seconds` and the draft likely fits."""
