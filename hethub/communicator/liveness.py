@@ -108,8 +108,9 @@ class Hub:
 
     def close(self) -> None:
         """Returns when all ranks have been told goodbye: this process may end right after."""
-        self._closed = True
-        os.eventfd_write(self._wake, 1)
+        if not self._closed:
+            os.eventfd_write(self._wake, 1)  # first: the thread closes it as soon as it sees the flag
+            self._closed = True
         if threading.current_thread() is not self._thread:  # a garbage collection in that thread may call this
             self._thread.join()
 
