@@ -31,15 +31,7 @@ def complete(draft: Draft, problem: Problem, costs: UnitCosts, holds: Sequence[i
             return None
         stages.append(_stage(stage, own, samples, start, problem, holds[index] if holds else None))
         start += stage.layers
-    return PlanSpec(
-        model=problem.model.name,
-        cluster=problem.cluster.name,
-        global_batch=problem.batch.global_batch,
-        seq_len=problem.batch.seq_len,
-        precision=problem.batch.precision,
-        schedule=draft.schedule or problem.schedule,
-        stages=tuple(stages),
-    )
+    return problem.plan(draft.schedule or problem.schedule, stages)
 
 
 def _divided(draft: Draft, seated: Sequence[Seated], problem: Problem, costs: UnitCosts) -> list[list[int]]:

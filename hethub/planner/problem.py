@@ -1,6 +1,6 @@
 """What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import Recompute, ScheduleName
+from hethub.spec.plan import PlanSpec, Recompute, ScheduleName, StageSpec
 from hethub.spec.tensors import tp_degrees
 
 FEW, MANY = 16, 128  # accelerators
@@ -152,6 +152,18 @@ class Problem:
     def zeros(self) -> tuple[int, ...]:
         chosen = self.constraints.zero
         return self.capabilities.zero if chosen is None else (chosen,)
+
+    def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec]) -> PlanSpec:
+        """The plan of these stages for this model, cluster and batch."""
+        return PlanSpec(
+            model=self.model.name,
+            cluster=self.cluster.name,
+            global_batch=self.batch.global_batch,
+            seq_len=self.batch.seq_len,
+            precision=self.batch.precision,
+            schedule=schedule,
+            stages=tuple(stages),
+        )
 
     def units(self, kind: int, tp: int) -> tuple[Unit, ...]:
         """The kind's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms

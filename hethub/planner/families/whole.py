@@ -48,15 +48,7 @@ def ranks_by_kind(problem: Problem) -> list[tuple[int, int]]:
 
 def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStage]) -> PlanSpec:
     """The plan of these stages."""
-    return PlanSpec(
-        model=problem.model.name,
-        cluster=problem.cluster.name,
-        global_batch=problem.batch.global_batch,
-        seq_len=problem.batch.seq_len,
-        precision=problem.batch.precision,
-        schedule=schedule,
-        stages=tuple(_stage(problem, stage) for stage in stages),
-    )
+    return problem.plan(schedule, (_stage(problem, stage) for stage in stages))
 
 
 def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
