@@ -14,13 +14,12 @@ from hethub.communicator.fabric import Way
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.layer_cost import PassSeconds
-from hethub.predictor.links import PCIE_3_GBYTES_PER_SECOND, UNKNOWN_GENERATION, Network
+from hethub.predictor.links import Network, host_gbytes_per_second
 from hethub.predictor.memory import memory
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.trainer import COUNTED_STEPS, Trainer
-from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import RehearsalSpec
@@ -81,13 +80,6 @@ class ClusterNetwork:
         return Way(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))
 
 
-def host_gbytes_per_second(accelerator: AcceleratorSpec) -> float:
-    """What copies between host and device reach: PCIe of the accelerator's generation, as its collectives do."""
-    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
-    wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
-    return wire * packaged().links["pcie_fraction"]
-
-
 class RankTimes:
     """Seconds of one rank's layers and optimizer on its emulated accelerator, compute only."""
 
@@ -100,7 +92,7 @@ class RankTimes:
         self._recompute = stage.recompute
         self._puts_off_weights = layout.plan.schedule == "zero_bubble"
         self._first = 0 if seat.stage == 0 else None
-        self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator)
+        self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator, packaged().links)
         self._last = stage.num_layers - 1 if seat.stage == layout.num_stages - 1 else None
 
     def layer(self, kind: Kind, layer: int, samples: int) -> float:

@@ -142,6 +142,15 @@ def test_a_clean_end_is_not_taken_for_a_death():
     ]
 
 
+def sum_in_a_second_world(rank, store, islands):
+    """What the ranks below 3 find when they meet again and add up their numbers."""
+    second = connect(Rendezvous.on_one_host(dist.PrefixStore("second", store), rank, 3), islands=islands)
+    tensor = torch.full((200_000,), float(rank))
+    dist.all_reduce(tensor)
+    second.close()
+    return tensor[0].item()
+
+
 def rebuild_after_a_fault(rank, store, how, message):
     """Survivors learn of the fault of rank 3, leave the broken world and build one of their own."""
     meeting = Rendezvous.on_one_host(dist.PrefixStore("first", store), rank, 4)
@@ -152,11 +161,7 @@ def rebuild_after_a_fault(rank, store, how, message):
     with pytest.raises(RunFailed, match=message):
         dist.all_reduce(torch.ones(200_000))
     first.close()
-    second = connect(Rendezvous.on_one_host(dist.PrefixStore("second", store), rank, 3), islands=[[0, 1], [2]])
-    tensor = torch.full((200_000,), float(rank))
-    dist.all_reduce(tensor)
-    second.close()
-    return tensor[0].item()
+    return sum_in_a_second_world(rank, store, [[0, 1], [2]])
 
 
 @pytest.mark.parametrize(
@@ -168,16 +173,12 @@ def test_survivors_rebuild_a_world(how, message):
 
 
 def rebuild_after_a_mismatch(rank, store):
-    meeting = Rendezvous.on_one_host(dist.PrefixStore("first", store), rank, 3)
-    first = connect(meeting, islands=[[0, 2], [1]], debug=True, timeout_seconds=60)
+    meeting, islands = Rendezvous.on_one_host(dist.PrefixStore("first", store), rank, 3), [[0, 2], [1]]
+    first = connect(meeting, islands=islands, debug=True, timeout_seconds=60)
     with pytest.raises(RunFailed, match="enters all_reduce"):
         dist.all_reduce(torch.ones(6 if rank == 1 else 5))
     first.close()
-    second = connect(Rendezvous.on_one_host(dist.PrefixStore("second", store), rank, 3), islands=[[0, 2], [1]])
-    tensor = torch.full((200_000,), float(rank))
-    dist.all_reduce(tensor)
-    second.close()
-    return tensor[0].item()
+    return sum_in_a_second_world(rank, store, islands)
 
 
 def test_a_world_is_rebuilt_after_a_mismatch():

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -160,14 +161,23 @@ def test_groups_on_host_tensors_go_in_any_order(islands):
 
 def test_turns_come_in_the_order_taken_and_a_failed_one_frees_the_next():
     dispatcher = Dispatcher(Device(vendor="cpu"))
-    first, second, third = (dispatcher.take_turn() for _ in range(3))
-    second.leave()
-    with first:
-        pass
-    with third:
-        pass
-    with dispatcher.take_turn():
-        pass
+    turns = [dispatcher.take_turn() for _ in range(4)]
+    entered = []
+
+    def launch(number):
+        with turns[number]:
+            entered.append(number)
+
+    turns[1].leave()  # it failed before its turn
+    threads = [threading.Thread(target=launch, args=(number,), daemon=True) for number in (3, 2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    assert entered == []  # the first has not been left
+    launch(0)
+    for thread in threads:
+        thread.join(30)
+    assert entered == [0, 2, 3]
 
 
 def fail_inside_a_turn(world):

@@ -218,6 +218,18 @@ def test_what_is_remembered_is_whole(cache):
 PAIR = {"nodes": [{"name": "cpu", "accelerator": "CPU-core", "accelerators": 2}]}
 
 
+def self_measured_job(folder, steps):
+    """A job of data parallel ranks that measure themselves first."""
+    return write_job(
+        folder,
+        cluster=PAIR,
+        plan="auto",
+        measure="always",
+        constraints={"pp": 1, "tp": 1},
+        train={"steps": steps},
+    )
+
+
 def uneven(rank):
     """Rank 1 measures three times the seconds of rank 0, both as on a machine without noise."""
     os.environ["HETHUB_CACHE"] = "cache"
@@ -231,28 +243,14 @@ def without_a_cache_on_rank_1(rank):
 
 
 def test_a_rank_that_cannot_remember_trains_on_with_a_warning(tmp_path):
-    job = write_job(
-        tmp_path / "job",
-        cluster=PAIR,
-        plan="auto",
-        measure="always",
-        constraints={"pp": 1, "tp": 1},
-        train={"steps": 1},
-    )
+    job = self_measured_job(tmp_path / "job", steps=1)
     ended = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=without_a_cache_on_rank_1)
     assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
     assert "warning: measurements are not remembered: job/job.yaml/measured cannot be written" in ended[0].stdout
 
 
 def test_unlike_ranks_plan_unlike_samples_and_remember_it(tmp_path):
-    job = write_job(
-        tmp_path / "job",
-        cluster=PAIR,
-        plan="auto",
-        measure="always",
-        constraints={"pp": 1, "tp": 1},
-        train={"steps": 2},
-    )
+    job = self_measured_job(tmp_path / "job", steps=2)
     ended = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=uneven)
     assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
     (stage,) = load_plan(tmp_path / "run" / "plan.yaml").stages

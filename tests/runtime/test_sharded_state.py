@@ -34,6 +34,12 @@ def alike(num_ranks: int, zero: int, **more: Any) -> list[dict[str, Any]]:
     return [stage((0, 4), *(replica([rank], 8 // num_ranks, 2) for rank in range(num_ranks)), zero=zero, **more)]
 
 
+def zero2_before_zero3(*loads: tuple[int, int]) -> list[dict[str, Any]]:
+    """Two stages of two one-rank replicas each; `loads` are samples and micro-batch by rank."""
+    own = [replica([rank], *load) for rank, load in enumerate(loads)]
+    return [stage((0, 2), *own[:2], zero=2), stage((2, 4), *own[2:], zero=3)]
+
+
 CASES = [
     Case(name="zero2", stages=alike(2, 2)),
     Case(name="zero3", stages=alike(2, 3)),
@@ -98,10 +104,7 @@ CASES = [
     ),
     Case(
         name="layered, zero2, two stages, tied head, no clipping",
-        stages=[
-            stage((0, 2), replica([0], 5, 1), replica([1], 3, 3), zero=2),
-            stage((2, 4), replica([2], 6, 2), replica([3], 2, 2), zero=3),
-        ],
+        stages=zero2_before_zero3((5, 1), (3, 3), (6, 2), (2, 2)),
         schedule="layered",
         model=TIED,
         train=NO_CLIP,
@@ -170,10 +173,7 @@ CASES = [
     ),
     Case(
         name="zero_bubble, zero2 and zero3",
-        stages=[
-            stage((0, 2), replica([0], 5, 2), replica([1], 3, 1), zero=2),
-            stage((2, 4), replica([2], 4, 2), replica([3], 4, 1), zero=3),
-        ],
+        stages=zero2_before_zero3((5, 2), (3, 1), (4, 2), (4, 1)),
         schedule="zero_bubble",
     ),
 ]
