@@ -1,7 +1,7 @@
 """Drafts: plans as the search moves them about. Equal accelerators are counted, not named; `complete` names them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,13 +30,25 @@ class DraftStage:
     state_shares: tuple[tuple[int, float], ...] = ()  # (kind, share of one of its ranks)
     nudges: tuple[int, ...] = ()  # samples more or fewer than by speed, per replica; empty: none
 
+    def __hash__(self) -> int:  # asked more often than anything else
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.core, self.state_shares, self.nudges))
+
+    @cached_property
+    def core(self) -> tuple[int, tuple[Seats, ...], Recompute, int]:
+        """What its times depend on."""
+        return (self.layers, self.seats, self.recompute, self.zero)
+
     @cached_property
     def replicas(self) -> int:
-        return sum(own.number for own in self.seats)
+        return sum([own.number for own in self.seats])
 
     def with_seats(self, seats: Sequence[Seats]) -> "DraftStage":
         """The stage with other replicas, and so without shares and nudges."""
-        return replace(self, seats=merged(seats), state_shares=(), nudges=())
+        return DraftStage(self.layers, merged(seats), self.recompute, self.zero)
 
 
 def merged(seats: Sequence[Seats]) -> tuple[Seats, ...]:
@@ -60,8 +72,16 @@ class Draft:
     plan: PlanSpec | None = field(default=None, compare=False)  # judged as it stands, not moved about
     schedule: ScheduleName | None = None  # None: the problem's
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.stages, self.alike, self.roomy, self.even, self.name, self.schedule))
+
     def with_stage(self, index: int, stage: DraftStage) -> "Draft":
-        return replace(self, stages=(*self.stages[:index], stage, *self.stages[index + 1 :]))
+        stages = (*self.stages[:index], stage, *self.stages[index + 1 :])
+        return Draft(stages, self.alike, self.roomy, self.even, self.name, self.plan, self.schedule)
 
     @property
     def shape(self) -> object:
@@ -70,7 +90,7 @@ class Draft:
 
     @cached_property
     def replica_counts(self) -> tuple[int, ...]:
-        return tuple(stage.replicas for stage in self.stages)
+        return tuple([stage.replicas for stage in self.stages])
 
 
 def to_draft(

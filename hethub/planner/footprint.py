@@ -5,7 +5,8 @@ with the replicas that share it. So a few probes of hethub.predictor.memory give
 and stay true when the predictor's memory changes. The predictor judges every answer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +76,7 @@ class Footprints:
     seq_len: int
     precision: Precision
     _known: dict[tuple[bool, int, int, Recompute, Mode], Coefficients] = field(default_factory=dict)
+    _shared: dict[tuple[bool, int, Mode], dict[int, np.ndarray]] = field(default_factory=dict)
 
     def coefficients(
         self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
@@ -87,7 +89,8 @@ class Footprints:
         if found is None:
             if micro_batch in PROBED_MICRO_BATCHES:
                 probe = _Probe(self, ON_CPU if on_cpu else PROBE, tp, micro_batch, recompute, mode)
-                found = probe.coefficients()
+                one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
+                found = probe.coefficients(self._state(probe, on_cpu), one)
             else:
                 low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
                 high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
@@ -96,6 +99,25 @@ class Footprints:
                 found = Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
             self._known[key] = found
         return found
+
+    def _state(self, probe: "_Probe", on_cpu: bool) -> dict[int, np.ndarray]:
+        """By layers, the state before replicas share it, whatever the tiles and recompute."""
+        key = (on_cpu, probe.tp, probe.mode)
+        if key not in self._shared:
+            self._shared[key] = replace(probe, micro_batch=1, recompute="none").state()
+        return self._shared[key]
+
+
+class _ProbeLayout(Layout):
+    """A probe's layout: every replica holds as many tiles as its plan says, which nobody needs to deal out."""
+
+    @cached_property
+    def in_flight(self) -> list[list[int]]:
+        return [[replica.in_flight or 1 for replica in stage.replicas] for stage in self.stages]
+
+    @property
+    def lane_limits(self) -> list[list[int]]:
+        return self.in_flight
 
 
 @dataclass(frozen=True)
@@ -109,20 +131,25 @@ class _Probe:
     recompute: Recompute
     mode: Mode
 
-    def coefficients(self) -> Coefficients:
-        """From one and two layers, one and two tiles in flight, and two and four replicas, which share the state."""
-        grid = {(x, k): self._bytes(x, k, FEW) for x in (1, 2) for k in (1, 2)}
-        state = {x: np.zeros(4) for x in (1, 2)}
-        if self.mode.zero:
-            for x in (1, 2):
-                state[x] = (grid[x, 1] - self._bytes(x, 1, MANY)) / (1 / FEW - 1 / MANY)
-        rest = {(x, k): found - state[x] / FEW for (x, k), found in grid.items()}
-        layer_tile = rest[2, 2] - rest[2, 1] - rest[1, 2] + rest[1, 1]
-        layer = rest[2, 1] - rest[1, 1] - layer_tile
-        tile = rest[1, 2] - rest[1, 1] - layer_tile
-        once = rest[1, 1] - layer - tile - layer_tile
+    def coefficients(self, state: dict[int, np.ndarray], one: Coefficients | None) -> Coefficients:
+        """From one and two layers, one and two tiles in flight. Those of tiles of `one` sample are known for more."""
+        rest = {x: self._bytes(x, 1, FEW) - state[x] / FEW for x in (1, 2)}
+        if one is None:
+            two = {x: self._bytes(x, 2, FEW) - state[x] / FEW for x in (1, 2)}
+            layer_tile = two[2] - rest[2] - two[1] + rest[1]
+            tile = two[1] - rest[1] - layer_tile
+        else:
+            layer_tile, tile = self.micro_batch * one.layer_tile, self.micro_batch * one.tile
+        layer = rest[2] - rest[1] - layer_tile
+        once = rest[1] - layer - tile - layer_tile
         state_layer = state[2] - state[1]
         return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer)
+
+    def state(self) -> dict[int, np.ndarray]:
+        """From two and four replicas, which share it."""
+        if not self.mode.zero:
+            return {x: np.zeros(4) for x in (1, 2)}
+        return {x: (self._bytes(x, 1, FEW) - self._bytes(x, 1, MANY)) / (1 / FEW - 1 / MANY) for x in (1, 2)}
 
     def _bytes(self, layers: int, held: int, replicas: int) -> np.ndarray:
         """Bytes of a rank of the first, a middle and the last of three stages, and of a stage alone."""
@@ -159,7 +186,7 @@ class _Probe:
             schedule=self.mode.schedule,
             stages=tuple(drafted),
         )
-        found = memory(Layout(plan, model, cluster))
+        found = memory(_ProbeLayout(plan, model, cluster))
         return [found[s * replicas * tp].bytes for s in range(stages)]
 
 

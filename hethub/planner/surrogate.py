@@ -6,12 +6,9 @@ tiles in flight allow.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import ceil
 from typing import NamedTuple
-
-import numpy as np
 
 from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import Draft, DraftStage, Seats
@@ -22,6 +19,7 @@ from hethub.predictor.links import Group
 from hethub.predictor.state_costs import BUCKET_BYTES
 from hethub.spec.plan import ScheduleName
 
+_PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
 
 
@@ -49,6 +47,10 @@ class Surrogate:
         self.problem, self.costs = problem, costs
         self._seconds: dict[Draft, float] = {}
         self._stages: dict[object, StageEstimate] = {}
+        self._computing: dict[object, float] = {}
+        self._bytes: dict[object, tuple[float, ...]] = {}
+        self._collectives: dict[object, tuple[float, float]] = {}
+        self._machine_sizes = [len(kind.machines[0]) for kind in problem.kinds]
         self._crossings: dict[object, float] = {}
         self._most_held: dict[object, int] = {}
         self._groups: dict[object, Group] = {}
@@ -65,28 +67,26 @@ class Surrogate:
             return float("inf")
         stages, crossing = self.stages(draft), self.crossings(draft)
         held = self.holds(draft)
-        detour = _detours(stages, crossing)
         filled = (draft.schedule or self.problem.schedule) == "zero_bubble"  # weights' gradients fill the drain
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
-        first = min(stage.finish for stage in stages)
-        fill = drain = end = 0.0
-        drains = []
-        for stage, away, hold, across in zip(stages, detour, held, [*crossing, 0.0], strict=True):
-            fill = max(fill, stage.finish - first)
-            end = max(end, fill + stage.busy + max(0.0, away - (hold - 1) * stage.forward))
-            if not filled:
-                gap = max(0.0, away - (hold - 1) * stage.forward) + max(0.0, away - (hold - 1) * stage.backward)
-                end = max(end, fill + stage.busy + gap + drain)
-            drains.append(drain)
-            fill += stage.forward + across
-            drain += stage.backward + across
-        if len(stages) > 1:
-            end = max(end, stages[0].finish - first + self._circuit(stages, crossing, held))
+        first = min([stage.finish for stage in stages])
         tied = self._tied(draft)
-        shown = [max(stage.tail, stage.reduce - stage.backward) for stage in stages]
-        shown[0], shown[-1] = shown[0] + tied, shown[-1] + tied
-        reduced = max(end - d + seconds for seconds, d in zip(shown, drains, strict=True))
-        return reduced + first
+        fill = drain = end = shown = 0.0
+        circuit = stages[0].finish - first + self._circuit(stages, crossing, held) if len(stages) > 1 else 0.0
+        last = len(stages) - 1
+        for s, (stage, away, hold) in enumerate(zip(stages, _detours(stages, crossing), held, strict=True)):
+            fill = max(fill, stage.finish - first)
+            slack = away - (hold - 1) * stage.forward
+            end = max(end, fill + stage.busy + max(0.0, slack))
+            if not filled:
+                gap = max(0.0, slack) + max(0.0, away - (hold - 1) * stage.backward)
+                end = max(end, fill + stage.busy + gap + drain)
+            reduce = max(stage.tail, stage.reduce - stage.backward) + (tied if s in (0, last) else 0.0)
+            shown = max(shown, reduce - drain)
+            if s < last:
+                fill += stage.forward + crossing[s]
+                drain += stage.backward + crossing[s]
+        return max(end, circuit) + shown + first
 
     def is_faster(self, draft: Draft, seconds: float) -> bool:
         """Whether the estimate is below `seconds` and the draft likely fits."""
@@ -95,8 +95,7 @@ class Surrogate:
     def least(self, draft: Draft) -> float:
         """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
         last = len(draft.stages) - 1
-        computing = (replace(stage, zero=min(stage.zero, 1)) if stage.zero > 1 else stage for stage in draft.stages)
-        return max(self.stage(stage, s == 0, s == last, draft.even).busy for s, stage in enumerate(computing))
+        return max([self._busy(stage, s == 0, s == last, draft.even) for s, stage in enumerate(draft.stages)])
 
     def _tied(self, draft: Draft) -> float:
         """Seconds to sum a tied head's gradients with the embedding's, on other ranks than it."""
@@ -117,18 +116,20 @@ class Surrogate:
     def _circuit(self, stages: Sequence[StageEstimate], crossing: Sequence[float], held: Sequence[int]) -> float:
         """Seconds of all samples at the rate of the slowest circuit: a tile's backward in stage s lets the next forward
         go down to stage t, where it comes before the backward that answers it as many tiles later as both hold."""
-        samples = self.problem.batch.global_batch
-        tile = np.array([stage.tile for stage in stages])
-        wave = np.array([stage.wave for stage in stages])
-        flight = wave * np.array(held)
-        passed = np.concatenate([[0.0], np.cumsum(2 * np.array(crossing))])
-        worked = np.cumsum(tile)
-        seconds = (worked + passed)[None, :] - (worked - tile + passed)[:, None]  # [s, t]
-        ahead = np.maximum(flight[:, None] - flight[None, :] + wave[None, :], 1)
-        slowest = np.triu(seconds / ahead, 1)
-        s, t = divmod(int(slowest.argmax()), len(stages))
-        through = float(seconds[0, -1])
-        return float(slowest[s, t]) * max(samples - float(wave[s]), 0.0) + through
+        # Per stage, when a tile has passed down to it and back, and the samples that those above may be ahead of it.
+        ends, behind, passed = [], [], 0.0
+        for stage, hold, across in zip(stages, held, [*crossing, 0.0], strict=True):
+            passed += stage.forward + stage.backward
+            ends.append(passed)
+            behind.append(stage.wave * (hold - 1))
+            passed += 2 * across
+        slowest, wave = 0.0, 0
+        for s, stage in enumerate(stages[:-1]):
+            start, flight = ends[s] - stage.forward - stage.backward, behind[s] + stage.wave
+            circuits = [(e - start) / max(flight - b, 1) for e, b in zip(ends[s + 1 :], behind[s + 1 :], strict=True)]
+            if (found := max(circuits)) > slowest:
+                slowest, wave = found, stage.wave
+        return slowest * max(self.problem.batch.global_batch - wave, 0.0) + ends[-1]
 
     def holds(self, draft: Draft) -> list[int]:
         """Tiles in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the pace of
@@ -138,8 +139,9 @@ class Surrogate:
         if not draft.roomy or not last:
             return default
         # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
-        plain = replace(draft, schedule=None) if draft.schedule == "zero_bubble" else draft
-        stages, crossing = self.stages(plain), self.crossings(draft)
+        schedule = draft.schedule or self.problem.schedule
+        plain = self.problem.schedule if draft.schedule == "zero_bubble" else schedule
+        stages, crossing = self._under(draft, plain), self.crossings(draft)
         pace = self.problem.batch.global_batch / max(stage.busy for stage in stages)
         spare = 0 if all(one.wave == two.wave for one, two in pairwise(stages)) else 1
         ends = list(accumulate((stage.tile + 2 * c for stage, c in zip(stages, [*crossing, 0.0], strict=True))))
@@ -149,7 +151,7 @@ class Surrogate:
         for s in range(last - 1, -1, -1):
             need = most - pace * (ends[s] - stages[s].tile)
             wanted = ceil(need / stages[s].wave - 1e-6) + spare
-            room = self._most(draft.stages[s], s == 0, False, draft.schedule or self.problem.schedule)
+            room = self._most(draft.stages[s], s == 0, False, schedule)
             held[s] = max(min(wanted, room, ceil(stages[s].tiles)), held[s + 1])
             most = max(most, (held[s] - 1) * stages[s].wave + pace * ends[s])
         return held
@@ -162,15 +164,15 @@ class Surrogate:
     def likely_fits(self, draft: Draft) -> bool:
         """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
         last, schedule = len(draft.stages) - 1, draft.schedule or self.problem.schedule
-        return all(
-            held <= self._most(stage, index == 0, index == last, schedule)
-            for index, (stage, held) in enumerate(zip(draft.stages, self.holds(draft), strict=True))
-        )
+        for index, (stage, held) in enumerate(zip(draft.stages, self.holds(draft), strict=True)):
+            if held > self._most(stage, index == 0, index == last, schedule):
+                return False
+        return True
 
     def _most(self, stage: DraftStage, first: bool, last: bool, schedule: ScheduleName) -> int:
         """The most tiles that every rank of a stage has memory for, by the closed form; named shares are left to the
         judge."""
-        key = (stage.layers, stage.seats, stage.recompute, stage.zero, stage.state_shares != (), first, last, schedule)
+        key = (stage.core, stage.state_shares != (), first, last, schedule)
         found = self._most_held.get(key)
         if found is None:
             found = min(self._room(stage, own, position(first, last), schedule) for own in stage.seats)
@@ -181,24 +183,29 @@ class Surrogate:
         if stage.state_shares:
             return 1 << 30
         mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
-        at = self.problem.coefficients(own.kind, own.tp, own.micro_batch, stage.recompute, mode)
+        key = (own[:3], stage.recompute, mode, place)
+        found = self._bytes.get(key)
+        if found is None:
+            at = self.problem.coefficients(*own[:3], stage.recompute, mode)
+            found = self._bytes[key] = tuple(float(part[place]) for part in at)
+        once, layer, tile, layer_tile, state_once, state_layer = found
         shards = stage.replicas if stage.zero else 1
-        kept = float(at.fixed(stage.layers, 0, place) + at.state(stage.layers, place) / shards)
-        tile = float(at.tile[place] + at.layer_tile[place] * stage.layers)
-        return int((NEARLY * self.problem.capacity(own.kind) - kept) / max(tile, 1.0))
+        kept = once + layer * stage.layers + (state_once + state_layer * stage.layers) / shards
+        held = tile + layer_tile * stage.layers
+        return int((NEARLY * self.problem.capacity(own.kind) - kept) / max(held, 1.0))
 
     def stages(self, draft: Draft) -> list[StageEstimate]:
         """Every stage by itself."""
-        last, schedule = len(draft.stages) - 1, draft.schedule or self.problem.schedule
-        return [
-            self.stage(stage, index == 0, index == last, draft.even, schedule)
-            for index, stage in enumerate(draft.stages)
-        ]
+        return self._under(draft, draft.schedule or self.problem.schedule)
+
+    def _under(self, draft: Draft, schedule: ScheduleName) -> list[StageEstimate]:
+        last, even = len(draft.stages) - 1, draft.even
+        return [self.stage(stage, s == 0, s == last, even, schedule) for s, stage in enumerate(draft.stages)]
 
     def stage(
         self, stage: DraftStage, first: bool, last: bool, even: bool = False, schedule: ScheduleName = "1f1b"
     ) -> StageEstimate:
-        key = (stage.layers, stage.seats, stage.recompute, stage.zero, first, last, even, schedule)
+        key = (stage.core, first, last, even, schedule)
         found = self._stages.get(key)
         if found is None:
             found = self._stage(stage, first, last, even)
@@ -208,6 +215,20 @@ class Surrogate:
                 found = found._replace(backward=found.backward - self._put_off(stage))
             self._stages[key] = found
         return found
+
+    def _busy(self, stage: DraftStage, first: bool, last: bool, even: bool) -> float:
+        """Seconds of the stage's busiest replica on its tiles alone."""
+        key = (stage.layers, stage.seats, stage.recompute, first, last, even)
+        found = self._computing.get(key)
+        if found is None:
+            samples, workers = self.problem.batch.global_batch, self._workers(stage, first, last)
+            share = -(-samples // stage.replicas)
+            found = max([w.seconds(share) for w, _ in workers]) if even else earliest_finish(samples, workers)
+            self._computing[key] = found
+        return found
+
+    def _workers(self, stage: DraftStage, first: bool, last: bool) -> list[tuple[Worker, int]]:
+        return [(self._worker(stage, own, first, last), own.number) for own in stage.seats]
 
     def _put_off(self, stage: DraftStage) -> float:
         """Seconds of a tile's backward that nobody above waits for."""
@@ -232,9 +253,8 @@ class Surrogate:
 
     def _stage(self, stage: DraftStage, first: bool, last: bool, even: bool) -> StageEstimate:
         samples = self.problem.batch.global_batch
-        workers = [(self._worker(stage, own, first, last), own.number) for own in stage.seats]
-        share = -(-samples // stage.replicas)
-        busy = max(worker.seconds(share) for worker, _ in workers) if even else earliest_finish(samples, workers)
+        workers, share = self._workers(stage, first, last), -(-samples // stage.replicas)
+        busy = self._busy(stage, first, last, even)
         forward = backward = tiles = 0.0
         for own, (worker, count) in zip(stage.seats, workers, strict=True):
             taken = share if even or len(workers) == 1 else min(samples, max(1, worker.within(busy)))
@@ -262,14 +282,24 @@ class Surrogate:
         """Seconds to reduce, its part that nothing hides, and to gather new weights."""
         if stage.replicas == 1:
             return 0.0, 0.0, 0.0
-        group = self._group(stage)
-        sharing = self.costs.sharing(group)
+        latency, per_byte = self._collective(stage)
         parameters = self._parameters(stage, first, last)
         num_bytes = parameters * max(4, self.costs.width)
-        once = self.costs.network.reduce_scatter(group, num_bytes, sharing)
+        once = latency + per_byte * num_bytes
         reduce = once if stage.zero else 2 * once
-        gather = self.costs.network.all_gather(group, parameters * self.costs.width, sharing) if stage.zero else 0.0
+        gather = latency + per_byte * parameters * self.costs.width if stage.zero else 0.0
         return reduce, reduce * min(1.0, BUCKET_BYTES / num_bytes), gather
+
+    def _collective(self, stage: DraftStage) -> tuple[float, float]:
+        """Seconds of a reduce-scatter or an all-gather over the stage's replicas: of any, and more per byte."""
+        key = tuple([(own.kind, own.tp, own.number) for own in stage.seats])
+        found = self._collectives.get(key)
+        if found is None:
+            group, network = self._group(stage), self.costs.network
+            one, two = (network.reduce_scatter(group, num_bytes, self.costs.sharing(group)) for num_bytes in _PROBED)
+            per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
+            found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
+        return found
 
     def _group(self, stage: DraftStage) -> Group:
         """Where one rank of every replica is, as if the stage were the first to be seated."""
@@ -289,27 +319,24 @@ class Surrogate:
 
     def crossings(self, draft: Draft) -> list[float]:
         """Seconds of one tile over each boundary, from the slowest pair of sorts."""
-        used = [0] * len(self.problem.kinds)
+        used, sizes = [0] * len(self._machine_sizes), self._machine_sizes
         found = []
         for above, below in pairwise(draft.stages):
-            near = []
-            for own in above.seats:
-                start = used[own.kind]
-                used[own.kind] += own.number * own.tp
-                near.append(self._shares_machine(own.kind, start, used[own.kind]))
-            found.append(
-                max(
+            near = []  # per sort, whether its last rank shares a machine with what comes behind it
+            for kind, tp, _, number in above.seats:
+                start, stop, size = used[kind], used[kind] + number * tp, sizes[kind]
+                used[kind] = stop
+                near.append(start // size == stop // size)
+            key = (above.seats, below.seats, *near)
+            seconds = self._crossings.get(key)
+            if seconds is None:
+                seconds = self._crossings[key] = max(
                     self._crossing(one, two, one.kind == two.kind and together)
                     for one, together in zip(above.seats, near, strict=True)
                     for two in below.seats
                 )
-            )
+            found.append(seconds)
         return found
-
-    def _shares_machine(self, kind: int, start: int, stop: int) -> bool:
-        """Whether ranks `start` and `stop` of a kind, counted along its machines, are on one machine."""
-        size = len(self.problem.kinds[kind].machines[0])
-        return start // size == stop // size
 
     def _crossing(self, sender: Seats, receiver: Seats, together: bool) -> float:
         key = (sender, receiver[:3], together)
