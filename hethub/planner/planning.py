@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
@@ -11,9 +10,11 @@ from hethub.planner.judge import Judge, Verdict, is_equal
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
-from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
+from hethub.planner.result import FamilyRow, KindAlone, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
 from hethub.planner.search import effort_for, search, search_family
+from hethub.planner.unsearched import not_searched
+from hethub.predictor import Prediction
 from hethub.predictor.profile import ProfileSpec
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
@@ -51,59 +52,51 @@ def plan(
     rows = _families(problem, judge, strategy) if explain else {}
     if strategy == "auto":
         best = judge.best  # a family's plan, where explaining found a faster one
-    notes: dict[str, Any] = {}
-    if robust and (chosen := most_robust(problem, judge)) is not None:
-        best = chosen.verdict
-        notes["worst_step_seconds"] = chosen.worst_step_seconds
-    if best is None:
-        raise BadInput(nothing_fits(problem, judge, strategy))
-    best = _confirmed(problem, judge, best)
-    if explain:
-        notes["reasons"] = [
-            {**reason._asdict(), "sentence": reason.sentence()} for reason in reasons(problem, judge, best)
-        ]
+    chosen = most_robust(problem, judge) if robust else None
+    best = _confirmed(problem, judge, chosen.verdict if chosen else best, strategy)
     alone = kinds_alone(problem, judge.costs) if with_bounds else None
-    bound = upper_bound_tokens_per_second(alone)
-    prediction = replace(
-        best.prediction,
-        upper_bound_tokens_per_second=bound,
-        percent_of_upper_bound=100.0 * best.prediction.tokens_per_second / bound if bound else None,
-    )
+    prediction = _bounded(best.prediction, alone)
     tokens = problem.batch.global_batch * problem.batch.seq_len
     return PlanResult(
         plan=best.plan,
         prediction=prediction,
         strategy=strategy,
-        search_seconds=time.perf_counter() - started,
-        candidates=judge.candidates,
         runners_up=_runners_up(judge, best, top),
-        not_searched=tuple(not_searched(problem)),
+        not_searched=not_searched(problem),
         kinds_alone=alone or (),
         families=tuple(_row(name, verdict, best) for name, verdict in rows.items()),
         start_step_seconds=judge.start.seconds if judge.start else None,
         out_of_time=judge.out_of_time,
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
         estimate_error_percent=judge.estimate_error_percent,
-        notes=notes,
+        worst_step_seconds=chosen.worst_step_seconds if chosen else None,
+        reasons=tuple(reasons(problem, judge, best)) if explain else (),
+        candidates=judge.candidates,
+        search_seconds=time.perf_counter() - started,
     )
+
+
+def _bounded(prediction: Prediction, alone: tuple[KindAlone, ...] | None) -> Prediction:
+    """The prediction beside the upper bound that the kinds alone make."""
+    bound = upper_bound_tokens_per_second(alone)
+    percent = 100.0 * prediction.tokens_per_second / bound if bound else None
+    return replace(prediction, upper_bound_tokens_per_second=bound, percent_of_upper_bound=percent)
 
 
 def answer(problem: Problem, strategy: str = "auto") -> Verdict:
     """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none fits."""
     judge = Judge(problem, UnitCosts(problem))
-    best = find(problem, judge, strategy)
-    if best is None:
-        raise BadInput(nothing_fits(problem, judge, strategy))
-    return _confirmed(problem, judge, best)
+    return _confirmed(problem, judge, find(problem, judge, strategy), strategy)
 
 
-def _confirmed(problem: Problem, judge: Judge, best: Verdict) -> Verdict:
-    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
+def _confirmed(problem: Problem, judge: Judge, best: Verdict | None, strategy: str) -> Verdict:
+    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans. Raises
+    BadInput where none fits.
 
     Where all tiles are equal the short cut is exact, and dealing tens of thousands of them would prove nothing new.
     """
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
-    for verdict in (best, *ranked):
+    for verdict in (best, *ranked) if best else ():
         if is_equal(verdict.plan):
             return verdict
         try:
@@ -112,7 +105,7 @@ def _confirmed(problem: Problem, judge: Judge, best: Verdict) -> Verdict:
             judge.discard(verdict)
             continue
         return verdict
-    raise BadInput(nothing_fits(problem, judge, "auto"))
+    raise BadInput(nothing_fits(problem, judge, strategy))
 
 
 def _families(problem: Problem, judge: Judge, strategy: str) -> dict[str, Verdict | None]:
@@ -168,16 +161,3 @@ def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
 
 def _shape(verdict: Verdict) -> object:
     return tuple((stage.layers, stage.seats, stage.recompute) for stage in verdict.draft.stages)
-
-
-def not_searched(problem: Problem) -> list[str]:
-    """The parts of the plan space that this search does not enter, one entry each."""
-    return [
-        *problem.capabilities.left_out(),
-        "uneven tensor_shares inside a replica",
-        "uneven state_shares, except as the cephalo family proposes them",
-        "TP degrees that are no power of two",
-        "plans that leave accelerators unused",
-        "stages whose accelerators are not consecutive in an order of kinds, except on five units or fewer and by local improvement",
-        "micro-batches that are no power of two",
-    ]

@@ -1,8 +1,10 @@
 """The planner's answer: the plan, what it was compared with, and what was left out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hethub.planner.reasons import Reason
+from hethub.planner.unsearched import Unsearched
 from hethub.predictor import Prediction
 from hethub.spec.plan import PlanSpec
 
@@ -77,14 +79,15 @@ class PlanResult:
     search_seconds: float
     candidates: int
     runners_up: tuple[RunnerUp, ...]
-    not_searched: tuple[str, ...]
+    not_searched: tuple[Unsearched, ...]
     kinds_alone: tuple[KindAlone, ...]
     families: tuple[FamilyRow, ...]  # where explained
     start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
     estimate_error_percent: float  # the worst disagreement of the search's estimate and the predictor on judged plans
-    notes: dict[str, Any] = field(default_factory=dict)
+    worst_step_seconds: float | None  # where a robust plan was asked for
+    reasons: tuple[Reason, ...]  # where explained
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object: the prediction's keys beside the planner's."""
@@ -102,8 +105,9 @@ class PlanResult:
             "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
             "estimate_error_percent": self.estimate_error_percent,
             "kinds_alone": [kind.to_dict() for kind in self.kinds_alone],
-            "not_searched": list(self.not_searched),
-            **self.notes,
+            "not_searched": [entry._asdict() for entry in self.not_searched],
+            "worst_step_seconds": self.worst_step_seconds,
+            "reasons": [reason._asdict() | {"sentence": reason.sentence()} for reason in self.reasons],
         }
 
 

@@ -22,11 +22,12 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         console.print(_runners_up(result))
     if result.families:
         console.print(_families(result))
-    for reason in result.notes.get("reasons", []):
-        console.print(reason["sentence"])
-    if "worst_step_seconds" in result.notes:
-        worst = result.notes["worst_step_seconds"]
-        console.print(f"at worst {worst:.4g} s a step over links 20 % slower and compute 10 % slower")
+    for reason in result.reasons:
+        console.print(reason.sentence())
+    if result.worst_step_seconds is not None:
+        console.print(
+            f"at worst {result.worst_step_seconds:.4g} s a step over links 20 % slower and compute 10 % slower"
+        )
     if result.families:
         for kind in result.kinds_alone:
             lifted = ", its memory limit lifted" if kind.memory_lifted else ""
@@ -34,7 +35,7 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
                 f"alone: {kind.count} x {kind.accelerator} ({kind.island}) reach {kind.tokens_per_second:,.0f} tokens/s with "
                 f"{kind.global_batch} samples{lifted}"
             )
-        console.print(f"not searched: {'; '.join(result.not_searched)}")
+        console.print(f"not searched: {'; '.join(entry.text for entry in result.not_searched)}")
 
 
 def _runners_up(result: "PlanResult") -> Table:
