@@ -1,19 +1,29 @@
-"""Two CPU ranks on unlike parts of a core, measured: they measure themselves, are planned for, and train.
+"""Two CPU ranks on unlike parts of a core, measured, not emulated: they measure themselves, are planned for, and train.
+
+`benchmarks/hetero.py quotas` compares the plan with the even split; `python benchmarks/quotas.py [--rounds N]` compares
+the planner's choice with its ten runners-up, steps of all of them in turn, and exits with 1 where the choice is more than
+5 % slower than the best of them.
 
 The parts are cgroup quotas (v1 or v2), where this machine lets us set them; where it does not, the row says why it is
 skipped. The machine must be quiet: quotas bind only where the cores are there.
 """
 
+import argparse
 import contextlib
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from hethub.communicator import Rendezvous, connect
 from hethub.kernels.device import Device
@@ -21,8 +31,8 @@ from hethub.planner import plan
 from hethub.predictor import predict
 from hethub.predictor.profile import DeviceProfile
 from hethub.runtime.data import Dataset
-from hethub.runtime.self_measure import combine, measure_rank
-from hethub.runtime.together import exchange
+from hethub.runtime.self_measure import Measured, combine, measure_rank
+from hethub.runtime.together import decided, exchange
 from hethub.runtime.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, TrainSpec
@@ -39,6 +49,9 @@ ROUNDS = 7
 WARM_UP = 2
 CASE = "two CPU ranks on 100 % and 40 % of a core, self-measured plan / even split"
 TO_REACH = "≥ 1.3x, prediction within 10 %"
+RUNNERS_UP = 10
+MOST_SLOWER_PERCENT = 5.0
+PLANNING_SECONDS = 120.0
 
 
 class NoQuotas(Exception):
@@ -116,8 +129,16 @@ def _remove(folders: list[Path]) -> None:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
-    """Measures itself, plans, and trains the plan and the even split in turn; seconds of a step, medians."""
+class Seat(NamedTuple):
+    """A rank in its quota, what all ranks measured, and where they meet."""
+
+    meeting: Rendezvous
+    device: Device
+    measured: Measured
+
+
+def _take_seat(rank: int, store: Any, groups: list[str]) -> Seat:
+    """The rank enters its cgroup and measures itself, both ranks at once."""
     torch.set_num_threads(1)
     _write(Path(groups[rank]) / "cgroup.procs", str(os.getpid()))
     meeting, device = Rendezvous.on_one_host(store, rank, 2), Device(vendor="cpu")
@@ -127,15 +148,48 @@ def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
     exchange(meeting, "start", None)
     curve = measure_rank(MODEL, TRAIN, accelerator, device, accelerator.memory_bytes, 2)
     curves = [DeviceProfile.model_validate(row) for row in exchange(meeting, "curves", curve.to_dict())]
-    measured = combine(MODEL, cluster, curves, fresh=True)
+    return Seat(meeting, device, combine(MODEL, cluster, curves, fresh=True))
+
+
+def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
+    """Plans with equal stages, and trains the plan and the even split; seconds of a step."""
+    seat = _take_seat(rank, store, groups)
+    cluster, profile = seat.measured.cluster, seat.measured.profile
     wishes = ConstraintsSpec(pp=1, tp=1, zero=0)
-    found = plan(MODEL, measured.cluster, TRAIN.batch, wishes, with_bounds=False, profile=measured.profile).plan
-    layouts = {"planned": bind(found, MODEL, measured.cluster), "even": _even(measured.cluster, found)}
-    world = connect(meeting, device=device, islands=[[0, 1]])
+    found = plan(MODEL, cluster, TRAIN.batch, wishes, with_bounds=False, profile=profile).plan
+    layouts = {"planned": bind(found, MODEL, cluster), "even": _even(cluster, found)}
+    return {
+        **_train_in_turn(seat, layouts, ROUNDS),
+        "predicted": predict(layouts["planned"], profile=profile).step_seconds,
+        "samples": [replica.samples for replica in found.stages[0].replicas],
+    }
+
+
+def _rank_of_choice(rank: int, store: Any, groups: list[str], rounds: int) -> list[tuple[str, float, float]]:
+    """The planner's choice among all plans, then its runners-up: what they are, seconds predicted and measured."""
+    seat = _take_seat(rank, store, groups)
+    cluster, profile = seat.measured.cluster, seat.measured.profile
+
+    def find() -> list[dict[str, Any]]:
+        answer = plan(MODEL, cluster, TRAIN.batch, with_bounds=False, top=RUNNERS_UP, profile=profile)
+        return [each.model_dump(mode="json") for each in (answer.plan, *(other.plan for other in answer.runners_up))]
+
+    plans = decided(seat.meeting, "plans", find, patience_seconds=PLANNING_SECONDS)
+    layouts = [bind(PlanSpec.model_validate(each), MODEL, cluster) for each in plans]
+    measured = _train_in_turn(seat, {str(index): layout for index, layout in enumerate(layouts)}, rounds)
+    return [
+        (_describe(layout), predict(layout, profile=profile).step_seconds, measured[str(index)])
+        for index, layout in enumerate(layouts)
+    ]
+
+
+def _train_in_turn(seat: Seat, layouts: dict[str, Layout], rounds: int) -> dict[str, float]:
+    """Median seconds of a step of each layout, a step of every one in every round."""
+    world = connect(seat.meeting, device=seat.device, islands=[[0, 1]])
     world.watch()
     steps = {name: _trainer(layout, world) for name, layout in layouts.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(1, WARM_UP + ROUNDS + 1):
+    for number in range(1, WARM_UP + rounds + 1):
         for name, trainer in steps.items():
             world.barrier()
             start = time.perf_counter()
@@ -143,11 +197,16 @@ def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
             world.barrier()
             times[name].append(time.perf_counter() - start)
     world.close()
-    return {
-        **{name: statistics.median(own[WARM_UP:]) for name, own in times.items()},
-        "predicted": predict(layouts["planned"], profile=measured.profile).step_seconds,
-        "samples": [replica.samples for replica in found.stages[0].replicas],
-    }
+    return {name: statistics.median(own[WARM_UP:]) for name, own in times.items()}
+
+
+def _describe(layout: Layout) -> str:
+    """Stages with their layers, and per replica ranks, micro-batch and samples."""
+    return f"{layout.plan.schedule}: " + "; ".join(
+        f"layers {stage.layers[0][0]}-{stage.layers[-1][1]}, ZeRO {stage.zero}, "
+        + " ".join(f"{'+'.join(map(str, r.ranks))}: {r.micro_batch}/{r.samples}" for r in stage.replicas)
+        for stage in layout.stages
+    )
 
 
 def _even(cluster: ClusterSpec, planned: PlanSpec) -> Layout:
@@ -167,3 +226,36 @@ def _trainer(layout: Layout, world: Any) -> Trainer:
     trainer = Trainer(layout, world, dataset, TRAIN)
     trainer.initialise()
     return trainer
+
+
+# -- the choice and its runners-up -------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="steps of every plan, of which the median counts")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    print(f"load average at the start: {os.getloadavg()[0]:.1f}", flush=True)
+    try:
+        with quota_groups() as groups:
+            folders = [str(group) for group in groups]
+            rows = values(start_ranks(2, _rank_of_choice, folders, options.rounds, timeout_seconds=900))[0]
+    except NoQuotas as reason:
+        sys.exit(f"skipped: {reason}")
+    print("| plan | what | predicted s | measured s |\n|---|---|---|---|")
+    for index, (what, predicted, measured) in enumerate(rows):
+        print(f"| {f'runner-up {index}' if index else 'choice'} | {what} | {predicted:.3f} | {measured:.3f} |")
+    choice, *others = (measured for *_, measured in rows)
+    slower = 100.0 * (choice / min(others) - 1.0)
+    verdict = "yes" if slower <= MOST_SLOWER_PERCENT else "no"
+    print(
+        f"\nthe choice over the best of its {len(others)} runners-up: {slower:+.1f} % (to reach: at most "
+        f"{MOST_SLOWER_PERCENT:g} % slower): {verdict}\n{time.perf_counter() - started:.0f} s"
+    )
+    if slower > MOST_SLOWER_PERCENT:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,9 @@
-"""Whether the order of plans holds: python benchmarks/rehearsed_order.py [--steps N] [--seed N]
+"""Whether the order of plans holds: python benchmarks/rehearsed_order.py [--steps N] [--seed N] [--best N] [--random N]
 
-Eight ranks of two makers: the planner's eight best plans and eight random ones are rehearsed (see benchmarks/hetero.py).
-Prints every plan's predicted and rehearsed step, the rank correlation over all plans and within the eight best, and how
-much slower the planner's choice is than the fastest of all.
+Eight ranks of two makers: the planner's eight best plans and eight random ones are rehearsed (see benchmarks/hetero.py),
+again on a slower clock where the cores could not keep the pace. Prints every plan's predicted and rehearsed step as it
+comes, then the rank correlation over all plans and within the eight best, and how much slower the planner's choice is
+than the fastest of all. Exit code 1 where a bound is missed.
 """
 
 import argparse
@@ -20,7 +21,7 @@ sys.path.append(
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from benchmarks.hetero import MODEL, PRECISION, SEQ_LEN, cluster, table, written
-from benchmarks.rehearse import pocket, rehearse
+from benchmarks.rehearse import MOST_OVERRUN_PERCENT, Rehearsed, pocket, rehearse_in_pace
 from hethub.planner import plan
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
@@ -30,11 +31,12 @@ from hethub.spec.layout import Layout, bind
 
 GLOBAL_BATCH = 24
 BEST, RANDOM = 8, 8
-GOALS = {"over all": 0.9, "within the best": 0.5}
+LEAST_OVER_ALL, LEAST_WITHIN_THE_BEST = 0.9, 0.5  # rank correlation
 MOST_REGRET_PERCENT = 3.0
+HEAD = ["plan", "stages", "predicted s", "rehearsed s", "predicted / rehearsed - 1, %", "overrun %", "took s"]
 
 
-def best_plans(on: ClusterSpec) -> list[Layout]:
+def best_plans(on: ClusterSpec, count: int) -> list[Layout]:
     """The planner's choice, and the best others it finds free or held to other degrees, that differ in predicted time."""
     wishes = [ConstraintsSpec(), *(ConstraintsSpec(pp=pp, max_micro_batch=b) for pp in (1, 2, 4) for b in (1, 2, 4))]
     found: dict[str, Layout] = {}
@@ -46,17 +48,19 @@ def best_plans(on: ClusterSpec) -> list[Layout]:
         for each in [answer.plan, *(other.plan for other in answer.runners_up)]:
             layout = bind(each, MODEL, on)
             found.setdefault(f"{predict(layout).step_seconds:.3g}", layout)
-    return sorted(found.values(), key=lambda layout: predict(layout).step_seconds)[:BEST]
+    return sorted(found.values(), key=lambda layout: predict(layout).step_seconds)[:count]
 
 
-def random_plans(on: ClusterSpec, seed: int) -> list[Layout]:
-    """Valid plans drawn at random: stages, layers, micro-batches and samples, ranks in order."""
+def random_plans(on: ClusterSpec, seed: int, count: int) -> list[Layout]:
+    """Valid plans that fit, drawn at random: stages, layers, micro-batches and samples, ranks in order."""
     draw, found = random.Random(seed), list[Layout]()
-    while len(found) < RANDOM:
+    while len(found) < count:
         try:
-            found.append(written(on, GLOBAL_BATCH, _stages(on.size, draw)))
+            layout = written(on, GLOBAL_BATCH, _stages(on.size, draw))
         except BadInput:  # too few tiles in flight, say
             continue
+        if predict(layout).fits:
+            found.append(layout)
     return found
 
 
@@ -88,30 +92,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--best", type=int, default=BEST)
+    parser.add_argument("--random", type=int, default=RANDOM)
     options = parser.parse_args()
     started = time.perf_counter()
     on = cluster("makers", (pocket("A100-SXM4-80GB"), 4), (pocket("MI250X-GCD"), 4))
-    layouts = [*best_plans(on), *random_plans(on, options.seed)]
-    num_best = len(layouts) - RANDOM
-    print("| plan | stages | predicted s | rehearsed s | overrun % |\n|---|---|---|---|---|")
-    predicted, rehearsed = list[float](), list[float]()
-    for index, layout in enumerate(layouts):
-        outcome = rehearse(layout, steps=options.steps)
-        predicted.append(predict(layout).step_seconds)
-        rehearsed.append(outcome.step_seconds)
-        name = f"best {index + 1}" if index < num_best else f"random {index - num_best + 1}"
-        print(
-            f"| {name} | {_describe(layout)} | {predicted[-1]:.3f} | {rehearsed[-1]:.3f} | {outcome.overrun_percent:.2f} |",
-            flush=True,
-        )
-    found = {
-        "over all": float(spearmanr(predicted, rehearsed).statistic),
-        "within the best": float(spearmanr(predicted[:num_best], rehearsed[:num_best]).statistic),
-    }
-    rows = [[f"rank correlation {name}", f"{found[name]:.3f}", f"≥ {goal}"] for name, goal in GOALS.items()]
+    best, others = best_plans(on, options.best), random_plans(on, options.seed, options.random)
+    print(
+        f"{len(best)} + {len(others)} plans found in {time.perf_counter() - started:.0f} s\n\n{table(HEAD, [])}",
+        flush=True,
+    )
+    runs = [_run(f"best {index}", layout, options.steps) for index, layout in enumerate(best, 1)]
+    runs += [_run(f"random {index}", layout, options.steps) for index, layout in enumerate(others, 1)]
+    rows, reached = verdicts(runs, len(best))
+    print(f"\n{table(['figure', 'rehearsed', 'to reach', 'reached'], rows)}\n\n{time.perf_counter() - started:.0f} s")
+    if not reached:
+        sys.exit(1)
+
+
+def _run(name: str, layout: Layout, steps: int) -> Rehearsed:
+    """One plan rehearsed, its row printed."""
+    done = rehearse_in_pace(layout, steps=steps)
+    cells = [
+        name, _describe(layout), f"{done.predicted_seconds:.3f}", f"{done.step_seconds:.3f}", f"{done.error_percent:+.1f}",
+        f"{done.overrun_percent:.2f}", f"{done.real_seconds:.0f}",
+    ]  # fmt: skip
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return done
+
+
+def verdicts(runs: list[Rehearsed], num_best: int) -> tuple[list[list[str]], bool]:
+    """The figures with their bounds, and whether all are kept; the planner's choice comes first, its best runners-up next."""
+    rehearsed = [run.step_seconds for run in runs]
     regret = 100.0 * (rehearsed[0] / min(rehearsed) - 1.0)
-    rows.append(["regret of the planner's choice", f"{regret:.1f} %", f"≤ {MOST_REGRET_PERCENT:g} %"])
-    print(f"\n{table(['figure', 'rehearsed', 'to reach'], rows)}\n\n{time.perf_counter() - started:.0f} s")
+    overrun = max(run.overrun_percent for run in runs)
+    over_all, within = _order(runs), _order(runs[:num_best])
+    found = [
+        ("rank correlation over all", f"{over_all:.3f}", f"≥ {LEAST_OVER_ALL}", over_all >= LEAST_OVER_ALL),
+        (
+            "rank correlation within the best", f"{within:.3f}", f"≥ {LEAST_WITHIN_THE_BEST}",
+            within >= LEAST_WITHIN_THE_BEST,
+        ),
+        ("regret of the planner's choice", f"{regret:.1f} %", f"≤ {MOST_REGRET_PERCENT:g} %", regret <= MOST_REGRET_PERCENT),
+        ("overrun, worst plan", f"{overrun:.2f} %", f"≤ {MOST_OVERRUN_PERCENT:g} %", overrun <= MOST_OVERRUN_PERCENT),
+    ]  # fmt: skip
+    rows = [[name, figure, bound, "yes" if kept else "no"] for name, figure, bound, kept in found]
+    return rows, all(kept for *_, kept in found)
+
+
+def _order(runs: list[Rehearsed]) -> float:
+    """Spearman's rank correlation of predicted and rehearsed steps."""
+    return float(spearmanr([run.predicted_seconds for run in runs], [run.step_seconds for run in runs]).statistic)
 
 
 def _describe(layout: Layout) -> str:
