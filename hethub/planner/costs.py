@@ -103,15 +103,16 @@ class UnitCosts:
 
 
 def rank_parameters(model: ModelSpec, tp: int, layers: int, first: bool, last: bool) -> float:
-    """Parameters on one of `tp` ranks: norms are on every rank, KV heads at least one; a tied head apart from the
-    embedding is a second copy of it."""
+    """Parameters that a stage sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
+    A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
     matrices = (3 if model.is_gated else 2) * model.ffn
     cut = 2 * model.heads * model.head_size + matrices
     kv = 2 * model.num_kv_heads * model.head_size
     kept = model.layer_parameters - model.hidden * (cut + kv)
     count = layers * (kept + model.hidden * (cut / tp + max(kv / tp, 2 * model.head_size)))
     if first:
-        count += model.embedding_parameters / tp
+        apart = model.tied_head and not last
+        count += (model.embedding_parameters - (model.vocab * model.hidden if apart else 0)) / tp
     if last:
-        count += (model.head_parameters + (model.vocab * model.hidden if model.tied_head and not first else 0)) / tp
+        count += model.head_parameters / tp
     return count

@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts, rank_parameters
-from hethub.planner.draft import Draft, DraftStage, Seats
+from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.footprint import Mode, position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker, earliest_finish
@@ -98,20 +98,13 @@ class Surrogate:
         return max([self._busy(stage, s == 0, s == last, draft.even) for s, stage in enumerate(draft.stages)])
 
     def _tied(self, draft: Draft) -> float:
-        """Seconds to sum a tied head's gradients with the embedding's, on other ranks than it."""
+        """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
         if not self.problem.model.tied_head or len(draft.stages) == 1:
             return 0.0
-        one, two = draft.stages[0].seats[0], draft.stages[-1].seats[0]
-        key = ("tied", one, two[:2])
-        found = self._crossings.get(key)
-        if found is None:
-            machines = [self.problem.kinds[seats.kind].machines for seats in (one, two)]
-            group = self.costs.network.group([machines[0][0][0], machines[1][-1][-1]])
-            num_bytes = self.problem.model.vocab * self.problem.model.hidden * max(4, self.costs.width)
-            sharing = min(one.number * one.tp, len(machines[0][0]))
-            seconds = self.costs.network.all_reduce(group, num_bytes / min(one.tp, two.tp), sharing)
-            found = self._crossings[key] = seconds
-        return found
+        seats = merged([*draft.stages[0].seats, *draft.stages[-1].seats])
+        latency, per_byte = self._collective(seats)
+        each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in seats)
+        return 2 * latency + per_byte * each * (max(4, self.costs.width) + self.costs.width)
 
     def _circuit(self, stages: Sequence[StageEstimate], crossing: Sequence[float], held: Sequence[int]) -> float:
         """Seconds of all samples at the rate of the slowest circuit: a tile's backward in stage s lets the next forward
@@ -238,7 +231,7 @@ class Surrogate:
     def _in_rounds(self, stage: DraftStage, alone: StageEstimate, first: bool, last: bool) -> StageEstimate:
         """The stage under ZeRO-2/3, its replicas in lockstep: every tile waits for gathers and reductions of its layers
         that compute does not hide."""
-        group, network = self._group(stage), self.costs.network
+        group, network = self._group(stage.seats), self.costs.network
         parameters, sharing = self._parameters(stage, first, last), self.costs.sharing(group)
         gather = network.all_gather(group, parameters * self.costs.width, sharing) if stage.zero == 3 else 0.0
         reduce = network.reduce_scatter(group, parameters * max(4, self.costs.width), sharing)
@@ -282,7 +275,7 @@ class Surrogate:
         """Seconds to reduce, its part that nothing hides, and to gather new weights."""
         if stage.replicas == 1:
             return 0.0, 0.0, 0.0
-        latency, per_byte = self._collective(stage)
+        latency, per_byte = self._collective(stage.seats)
         parameters = self._parameters(stage, first, last)
         num_bytes = parameters * max(4, self.costs.width)
         once = latency + per_byte * num_bytes
@@ -290,20 +283,20 @@ class Surrogate:
         gather = latency + per_byte * parameters * self.costs.width if stage.zero else 0.0
         return reduce, reduce * min(1.0, BUCKET_BYTES / num_bytes), gather
 
-    def _collective(self, stage: DraftStage) -> tuple[float, float]:
-        """Seconds of a reduce-scatter or an all-gather over the stage's replicas: of any, and more per byte."""
-        key = tuple([(own.kind, own.tp, own.number) for own in stage.seats])
+    def _collective(self, seats: Sequence[Seats]) -> tuple[float, float]:
+        """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
+        key = tuple([(own.kind, own.tp, own.number) for own in seats])
         found = self._collectives.get(key)
         if found is None:
-            group, network = self._group(stage), self.costs.network
+            group, network = self._group(seats), self.costs.network
             one, two = (network.reduce_scatter(group, num_bytes, self.costs.sharing(group)) for num_bytes in _PROBED)
             per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
         return found
 
-    def _group(self, stage: DraftStage) -> Group:
-        """Where one rank of every replica is, as if the stage were the first to be seated."""
-        key = tuple((own.kind, own.tp, own.number) for own in stage.seats)
+    def _group(self, seats: Sequence[Seats]) -> Group:
+        """Where one rank of every replica is, as if they were the first to be seated."""
+        key = tuple((own.kind, own.tp, own.number) for own in seats)
         found = self._groups.get(key)
         if found is None:
             ranks = []

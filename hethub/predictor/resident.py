@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hethub.predictor.software import Software
 from hethub.spec.layout import Layout, Seat
 from hethub.spec.ranges import Range
-from hethub.spec.state import BUCKET_ELEMENTS
+from hethub.spec.state import BUCKET_ELEMENTS, both_ends_step
 
 
 class Holdings(NamedTuple):
@@ -77,7 +77,7 @@ def resident(layout: Layout, seat: Seat, holdings: Holdings, software: Software,
     stage, wide = layout.stages[seat.stage], max(4, width)
     shards = len(stage.replicas) * software.context_parallel
     level = stage.zero if shards > 1 else min(stage.zero, 1)
-    owned = _owned(layout, seat, holdings, shards)
+    owned = _owned(layout, seat, holdings, shards, software)
     stay = holdings.norms + holdings.apart
     part = max(0.0, owned - stay / shards)  # of the units, where only owners keep them
     offloaded, host = "parameters" in stage.offload, 0.0
@@ -100,11 +100,15 @@ def resident(layout: Layout, seat: Seat, holdings: Holdings, software: Software,
     return Resident(weights, gradients, ours and (offloaded or level == 3), ours and level >= 2, state, update, host)
 
 
-def _owned(layout: Layout, seat: Seat, holdings: Holdings, shards: int) -> float:
+def _owned(layout: Layout, seat: Seat, holdings: Holdings, shards: int, software: Software) -> float:
     """Elements that the rank steps: all it holds, an equal part of them, or its share of the stage's."""
     stage = layout.stages[seat.stage]
-    # A tied embedding is always cut, over the owners in the first stage.
-    own, tied = holdings.total - holdings.apart, holdings.apart / shards if seat.stage == 0 else 0.0
+    # A tied embedding is always cut, over the ranks of both ends unless one of them names shares.
+    ends = [layout.stages[0], layout.stages[-1]]
+    over_both = software.gathers_ahead and both_ends_step(layout)
+    owners = sum(len(end.replicas) for end in ends) if over_both else shards
+    own = holdings.total - holdings.apart
+    tied = holdings.apart / owners if over_both or seat.stage == 0 else 0.0
     if stage.zero == 0:
         return own + tied
     if not stage.state_shares:

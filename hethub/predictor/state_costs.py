@@ -10,6 +10,7 @@ from hethub.predictor.software import Software, element_bytes
 from hethub.spec.cluster import Place
 from hethub.spec.layout import Layout
 from hethub.spec.plan import ReplicaSpec
+from hethub.spec.state import both_ends_step
 
 BUCKET_BYTES = 16 * 2**20  # of fp32 gradients; the last one cannot overlap with any backward
 
@@ -74,7 +75,8 @@ class StateCosts:
         return self.network.group([replica.ranks[min(position, replica.tp - 1)] for replica in replicas])
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
-        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank."""
+        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a tied
+        head sum and step it together, without that."""
         key = (stage, spec.tp, spec.tensor_shares, portion)
         found = self._parameters.get(key)
         if found is None:
@@ -85,22 +87,33 @@ class StateCosts:
         model = self.model
         fraction = max(self.rank_fractions(spec))
         count = float(portion.layers * model.layer_parameters)
+        tied = model.vocab * model.hidden if self.layout.head_is_apart else 0
         if portion.first:
-            count += model.embedding_parameters
+            count += model.embedding_parameters - (tied if self.tied_group else 0)
         if portion.last:
-            count += model.head_parameters
-            if self.layout.head_is_apart:
-                count += model.vocab * model.hidden
+            count += model.head_parameters + (0 if self.tied_group else tied)
         return count * fraction
+
+    @cached_property
+    def tied_group(self) -> Group | None:
+        """The ranks at one position of every replica at both ends, who sum and step a tied head together; None where there
+        is none apart, or where it is summed in pairs, as by other frameworks."""
+        layout = self.layout
+        if not both_ends_step(layout) or not self.software.gathers_ahead:
+            return None
+        return self.network.group([replica.ranks[0] for end in (0, -1) for replica in layout.stages[end].replicas])
 
     def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
         """Parameters that a rank steps: all it holds, an equal part of them, or its share of the stage's state."""
         stage_spec = self.layout.stages[stage]
         held, shares = self.rank_parameters(stage, spec, portion), stage_spec.state_shares
+        tied, whole = 0.0, portion or self.whole(stage)
+        if self.tied_group and (whole.first or whole.last):
+            tied = self.model.vocab * self.model.hidden * max(self.rank_fractions(spec)) / self.tied_group.size
         if not stage_spec.zero:
-            return held
+            return held + tied
         if not shares:
-            return held / (len(stage_spec.replicas) * self.software.context_parallel)
+            return held / (len(stage_spec.replicas) * self.software.context_parallel) + tied
         rest = (1.0 - sum(shares.values())) / max(len(stage_spec.ranks) - len(shares), 1)
         return shares.get(rank, rest) * held / max(self.rank_fractions(spec))
 
@@ -109,8 +122,11 @@ class StateCosts:
         other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
         tiles."""
         found, ends = self._over_replicas(stage, portion), portion or self.whole(stage)
-        tied = self.tied_seconds if ends.first or ends.last else 0.0
+        is_end = ends.first or ends.last
+        tied = self.tied_seconds if is_end else 0.0
         spread = found.gather_seconds
+        if self.tied_group and is_end:
+            spread += tied * self.width / self.gradient_wire_bytes
         if "parameters" in self.layout.stages[stage].offload and self.level(stage) < 3:
             spread += self._copied(
                 stage, portion, 2 * self.width
@@ -124,6 +140,10 @@ class StateCosts:
         if not layout.head_is_apart:
             return 0.0
         first, last = layout.stages[0].replicas, layout.stages[-1].replicas
+        if self.tied_group:
+            most = max(max(self.rank_fractions(replica)) for replica in (*first, *last))
+            num_bytes = self.model.vocab * self.model.hidden * most * self.gradient_wire_bytes
+            return self.network.reduce_scatter(self.tied_group, num_bytes, self.groups_per_machine(self.tied_group))
         places = layout.cluster.places
         machines = [places[rank].machine for replica in first for rank in replica.ranks]
         width = self.width if self.software.gradient_wire_bytes else max(4, self.width)

@@ -173,11 +173,7 @@ def _launch_order(state: StateMap, rank: int) -> list[Bucket]:
     """
     stage = state.layout.seats[rank].stage
     own = [bucket for bucket in state.buckets if bucket.stage == stage]
-    tied = [
-        b
-        for b in state.buckets
-        if any(rank in p.group.contributors and p.group.owners != p.group.contributors for p in b.pieces)
-    ]
+    tied = [b for b in state.buckets if b.chunk is None and any(rank in p.group.contributors for p in b.pieces)]
     order = []
     for chunk in reversed(range(len(state.layout.stages[stage].chunks))):
         inside = [bucket for bucket in own if bucket.chunk == chunk and bucket not in tied]

@@ -41,7 +41,7 @@ class Group:
     """Elements that the same ranks contribute gradients to.
 
     `contributors` hold partial sums that add up to the gradient, ordered by rank; `owners` are those among them that
-    may step (a tied head contributes from another stage and never steps). Without sharding every contributor steps.
+    may step: all, but where shares are named those of the stage alone. Without sharding every contributor steps.
     """
 
     stage: int
@@ -215,10 +215,11 @@ class StateMap:
             replicas += [(last, r) for r in range(len(self.layout.stages[last].replicas))]
         holdings = [held for s, r in replicas for held in self._contributions(tensor, s, r)]
         stage = self.layout.stages[tensor.stage]
+        may_own = {rank for rank, _ in holdings} if apart and both_ends_step(self.layout) else set(stage.ranks)
         runs = []
         for run in refine([[held] for _, held in holdings]):
             contributors = tuple(sorted(rank for rank, held in holdings if held.contains(run)))
-            owners = tuple(rank for rank in contributors if rank in set(stage.ranks))
+            owners = tuple(rank for rank in contributors if rank in may_own)
             runs.append((run, Group(tensor.stage, contributors, owners, sharded=stage.zero > 0 or apart)))
         return runs
 
@@ -252,6 +253,10 @@ class StateMap:
         cuts: dict[Group, Iterator[list[Range]]] = {}
         for stage, spec in enumerate(self.layout.stages):
             groups = [group for group in sizes if group.stage == stage and group.sharded]
+            over_both = [group for group in groups if set(group.owners) - set(spec.ranks)]
+            for group in over_both:
+                cuts[group] = iter(cut_buckets(sizes[group], [1 / len(group.owners)] * len(group.owners)))
+            groups = [group for group in groups if group not in over_both]
             if groups:
                 total = sum(sum(size) for group, size in sizes.items() if group.stage == stage)
                 owners = [(group.owners, sum(sizes[group])) for group in groups]
@@ -274,6 +279,15 @@ class StateMap:
         first, span = tensors[0], Range(tensors[0].span.start, tensors[-1].span.stop)
         unit = first.unit if self.moves(first.stage) else None
         return Bucket(first.stage, span, first.info.decays, tuple(pieces), unit, first.chunk)
+
+
+def both_ends_step(layout: Layout) -> bool:
+    """Whether the ranks of a tied head step the embedding together with those of its stage, each an equal part.
+
+    The sum is then one collective over all of them, which crosses between the ends once and not once per replica. Where
+    an end names state shares, only the embedding's stage steps it.
+    """
+    return layout.head_is_apart and not any(layout.stages[end].state_shares for end in (0, -1))
 
 
 def steps_per_part(layout: Layout) -> bool:
