@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-from hethub.predictor.peak import Tiles
 from hethub.predictor.software import Software
 from hethub.spec.layout import Layout, Seat
-from hethub.spec.schedule import Kind, actions
+from hethub.spec.schedule import Kind, actions, put_off
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
 
@@ -20,16 +19,26 @@ class KeptPerSample(NamedTuple):
     put_off: float  # of a layer between backward and weight gradients, where these are put off
 
 
-def held_tiles(layout: Layout, seat: Seat, kept: KeptPerSample, fraction: float = 1.0) -> tuple[Tiles, float]:
-    """Activations on the accelerator when the rank is fullest, and in host memory; `fraction` of a layer is kept
-    (selective recompute)."""
+class Tiles(NamedTuple):
+    """Activations when a rank is fullest: of all tiles, and what a tile frees with each of its layers, or a part with all
+    its tiles."""
+
+    activations: float
+    freed_by_layer: float
+    freed_by_part: tuple[float, ...]
+
+
+def held_tiles(
+    layout: Layout, seat: Seat, kept: KeptPerSample, sizes: list[int], fraction: float = 1.0
+) -> tuple[Tiles, float]:
+    """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the stage's
+    parts; `fraction` of a layer is kept (selective recompute)."""
     stage, spec = layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
     again = stage.recompute == "full"
     layer = kept.input if again else fraction * kept.layer
-    held, put_off = _held(layout, seat)
+    held, put_off = _held(layout, seat, sizes)
     head = held[-1] * kept.last * (seat.stage == layout.num_stages - 1)  # gone with the topmost part
     ends = held[0] * kept.first * (seat.stage == 0) + head
-    sizes = [part.size for part in layout.parts(seat.stage)]
     by_part = [
         size * (samples * layer + later * kept.put_off)
         for samples, later, size in zip(held, put_off, sizes, strict=True)
@@ -42,28 +51,43 @@ def held_tiles(layout: Layout, seat: Seat, kept: KeptPerSample, fraction: float 
     return Tiles(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_part)
 
 
-def _held(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:
+def _held(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
     """Samples held by each part of the stage, and between backward and weight gradients, when most layers are held."""
-    spec, parts = layout.replica(seat.stage, seat.replica), layout.parts(seat.stage)
-    if layout.plan.schedule in ("layered", "ministages"):
-        return [float(spec.samples)] * len(parts), [0.0] * len(parts)
-    if layout.plan.schedule not in ("interleaved", "zero_bubble") and not _unlike_rounds(layout, seat.stage):
-        held = min(layout.in_flight[seat.stage][seat.replica] * spec.micro_batch, spec.samples)
-        return [float(held)], [0.0]
-    return _walked(layout, seat)
+    spec, name = layout.replica(seat.stage, seat.replica), layout.plan.schedule
+    if layout.plan.goes_part_by_part:
+        return [float(spec.samples)] * len(sizes), [0.0] * len(sizes)
+    unlike_rounds = layout.plan.runs_in_rounds(seat.stage) and not layout.joins_every_round(seat.stage, seat.replica)
+    if name == "interleaved" or (name == "zero_bubble" and unlike_rounds):
+        return _walked(layout, seat, sizes)
+    if unlike_rounds:
+        return [float(_most_in_rounds(layout, seat))], [0.0]
+    flight, lane = layout.in_flight[seat.stage][seat.replica], layout.lane_of(seat.stage, seat.replica)
+    later = 0
+    if name == "zero_bubble":  # forwards go on while weight parts are put off
+        num_tiles = layout.loads[seat.stage][lane].num_tiles
+        later = min(put_off(layout, seat.stage, lane), num_tiles - flight) * spec.micro_batch
+    return [float(min(flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
 
 
-def _unlike_rounds(layout: Layout, stage: int) -> bool:
-    """Whether some replicas of a stage in rounds have fewer tiles than others, and so rounds without one."""
-    counts = {-(-spec.samples // spec.micro_batch) for spec in layout.stages[stage].replicas}
-    return len(counts) > 1 and layout.plan.runs_in_rounds(stage)
+def _most_in_rounds(layout: Layout, seat: Seat) -> int:
+    """Samples of the rounds under way when these hold most of a replica that has no tile in some of them."""
+    spec, numbers = layout.replica(seat.stage, seat.replica), layout.round_numbers(seat.stage, seat.replica)
+    limit = layout.lane_limits[seat.stage][0]
+    sizes = [spec.micro_batch] * (len(numbers) - 1) + [spec.samples - spec.micro_batch * (len(numbers) - 1)]
+    first = held = most = 0
+    for number, size in zip(numbers, sizes, strict=True):
+        held += size
+        while numbers[first] <= number - limit:
+            held -= sizes[first]
+            first += 1
+        most = max(most, held)
+    return most
 
 
-def _walked(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:
+def _walked(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
     """As `_held`, action by action."""
-    sizes = [part.size for part in layout.parts(seat.stage)]
-    held, put_off = [0.0] * len(sizes), [0.0] * len(sizes)
-    most, found = -1.0, (held, put_off)
+    held, later = [0.0] * len(sizes), [0.0] * len(sizes)
+    most, found = -1.0, (held, later)
     weighs = layout.plan.schedule == "zero_bubble"
     for act in actions(layout, seat.stage, seat.replica):
         if act.tile is None:
@@ -73,12 +97,12 @@ def _walked(layout: Layout, seat: Seat) -> tuple[list[float], list[float]]:
             held[act.part] += samples
         elif act.kind is Kind.BACKWARD:
             held[act.part] -= samples
-            put_off[act.part] += samples * weighs
+            later[act.part] += samples * weighs
         else:
-            put_off[act.part] -= samples
-        now = sum((a + b) * size for a, b, size in zip(held, put_off, sizes, strict=True))
+            later[act.part] -= samples
+        now = sum((a + b) * size for a, b, size in zip(held, later, sizes, strict=True))
         if now > most:
-            most, found = now, (list(held), list(put_off))
+            most, found = now, (list(held), list(later))
     return found
 
 
@@ -100,9 +124,10 @@ def kept_per_sample(layout: Layout, share: float, software: Software, width: int
 
 
 def score_bytes(layout: Layout, share: float, software: Software, width: int) -> float:
-    """What unfused attention keeps of a sample's scores in a layer."""
+    """What unfused attention keeps of a sample's scores in a layer: softmax's result, dropout's mask and result."""
     heads, seq = layout.model.heads * share, layout.plan.seq_len
-    return 2.5 * width * heads * seq**2 / software.context_parallel
+    kept = 2 * width + 1 if software.attention_dropout else width
+    return kept * heads * seq**2 / software.context_parallel
 
 
 def _widths(layout: Layout, share: float) -> tuple[float, float, float]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from hethub.predictor.costs import PlanCosts, TileCost
 from hethub.predictor.state_costs import Portion
 from hethub.spec.layout import Layout
-from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 
 
 class LeanLayout(Layout):
@@ -21,10 +20,7 @@ class LeanLayout(Layout):
     @staticmethod
     def of(layout: Layout, replicas: tuple[int, ...], num_tiles: int | None) -> "LeanLayout":
         """The layout of `replicas`, with all their tiles where `num_tiles` is None."""
-        stages = tuple(_with_replicas(stage, replicas, num_tiles) for stage in layout.stages)
-        samples = sum(replica.samples for replica in stages[0].replicas)
-        known: dict[str, Any] = {name: getattr(layout.plan, name) for name in PlanSpec.model_fields}
-        plan = PlanSpec.model_construct(**known | {"stages": stages, "global_batch": samples})
+        plan = layout.plan.of_replicas(replicas, num_tiles)
         lean = LeanLayout(plan, layout.model, layout.cluster)
         held = tuple(tuple(layout.in_flight[stage][r] for r in replicas) for stage in range(layout.num_stages))
         object.__setattr__(lean, "held", held)
@@ -39,20 +35,6 @@ class LeanLayout(Layout):
             for own, stage in zip(self.held, self.stages, strict=True)
         ]
         return [own[:1] if self.plan.runs_in_rounds(stage) else own for stage, own in enumerate(limits)]
-
-
-def _with_replicas(stage: StageSpec, replicas: tuple[int, ...], num_tiles: int | None) -> StageSpec:
-    chosen = [stage.replicas[replica] for replica in replicas]
-    if num_tiles is not None:
-        chosen = [
-            ReplicaSpec.model_construct(
-                ranks=r.ranks, micro_batch=r.micro_batch, samples=num_tiles * r.micro_batch,
-                in_flight=r.in_flight, tensor_shares=r.tensor_shares,
-            )
-            for r in chosen
-        ]  # fmt: skip
-    known: dict[str, Any] = {name: getattr(stage, name) for name in StageSpec.model_fields}
-    return StageSpec.model_construct(**known | {"replicas": tuple(chosen)})
 
 
 class LeanCosts(NamedTuple):

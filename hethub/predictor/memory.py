@@ -2,16 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
-from hethub.predictor.activations import KEPT_UNDER_SELECTIVE, held_tiles, kept_per_sample, score_bytes
+from hethub.predictor.activations import KEPT_UNDER_SELECTIVE, Tiles, held_tiles
 from hethub.predictor.constants import family
-from hethub.predictor.peak import Moment, Tiles, moments
-from hethub.predictor.resident import Holdings, Resident, resident
+from hethub.predictor.peak import Moment, moments
+from hethub.predictor.resident import Resident, resident
+from hethub.predictor.shard import Shard
 from hethub.predictor.software import HETHUB, Software, element_bytes
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, Seat
+from hethub.spec.plan import ReplicaSpec
 from hethub.spec.tensors import LOSS_CHUNK_TOKENS
 
 # On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
@@ -37,23 +40,38 @@ class RankMemory(NamedTuple):
 
 def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
     """The peak memory of every rank, in rank order; equal ranks are computed once."""
-    known: dict[object, tuple[dict[str, int], int]] = {}
-    result = []
+    known: dict[object, tuple[dict[str, int], int, int]] = {}
+    shards: dict[tuple[int, float], Shard] = {}
+    nodes = {node.name: _Node.of(node) for node in layout.cluster.nodes}
+    width = element_bytes(software.math_precision(layout.plan.precision))
+    result, places = [], layout.cluster.places
     for stage, stage_spec in enumerate(layout.stages):
+        named = stage_spec.state_shares
         for replica, spec in enumerate(stage_spec.replicas):
-            flight = layout.in_flight[stage][replica]
+            load = (stage, spec.micro_batch, spec.samples, layout.in_flight[stage][replica])
             for position, rank in enumerate(spec.ranks):
-                place = layout.cluster.places[rank]
-                accelerator, node = place.accelerator, place.node
-                shares = (None if spec.tensor_shares is None else position, stage_spec.state_shares.get(rank))
-                key = (stage, spec.tp, spec.tensor_shares, *shares, spec.micro_batch, spec.samples, flight, node.name)
+                node, share = nodes[places[rank].node.name], _fraction(spec, position, software)
+                key = (load, share, named.get(rank), node.on_cpu)
                 if key not in known:
-                    on_cpu = family(accelerator) == "cpu"
-                    known[key] = _parts(layout, Seat(rank, stage, replica, position), software, on_cpu)
-                parts, host = known[key]
-                limit = accelerator.memory_bytes - int(node.reserved_memory_gb * 2**30)
-                result.append(RankMemory(rank, accelerator.name, sum(parts.values()), limit, parts, host))
-    return sorted(result)
+                    shard = shards.setdefault((stage, share), Shard(layout, stage, share, software, width))
+                    parts, host = _parts(shard, Seat(rank, stage, replica, position), node.on_cpu)
+                    known[key] = parts, host, sum(parts.values())
+                parts, host, whole = known[key]
+                result.append(RankMemory(rank, node.accelerator, whole, node.limit, parts, host))
+    return sorted(result, key=itemgetter(0))
+
+
+class _Node(NamedTuple):
+    """What a node's ranks have."""
+
+    accelerator: str
+    on_cpu: bool
+    limit: int
+
+    @staticmethod
+    def of(node: NodeSpec) -> "_Node":
+        limit = node.device.memory_bytes - int(node.reserved_memory_gb * 2**30)
+        return _Node(node.device.name, family(node.device) == "cpu", limit)
 
 
 def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:
@@ -114,26 +132,22 @@ _REMEDIES = {
 }
 
 
-def _parts(layout: Layout, seat: Seat, software: Software, on_cpu: bool) -> tuple[dict[str, int], int]:
+def _parts(shard: Shard, seat: Seat, on_cpu: bool) -> tuple[dict[str, int], int]:
     """Bytes by part on the accelerator, and those in host memory."""
-    stage, spec = layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
-    width = element_bytes(software.math_precision(layout.plan.precision))
-    share = _fraction(layout, seat, software)
-    holdings = Holdings.of(layout, seat.stage, share)
-    state = resident(layout, seat, holdings, software, width)
-    kept, fraction = kept_per_sample(layout, share, software, width), 1.0
-    if not software.fused_attention and stage.recompute == "none":
-        kept = kept._replace(layer=kept.layer + score_bytes(layout, share, software, width))
-    if stage.recompute == "selective" and software.selective_fraction is not None:
+    layout, software, width = shard.layout, shard.software, shard.width
+    spec, model = layout.replica(seat.stage, seat.replica), layout.model
+    state, fraction = resident(shard, seat), 1.0
+    if shard.spec.recompute == "selective" and software.selective_fraction is not None:
         fraction = KEPT_UNDER_SELECTIVE
-    tiles, activations_host = held_tiles(layout, seat, kept, fraction)
-    peak = _peak(layout, seat, holdings, tiles, state, width)
+    sizes = [part.size for part in shard.parts]
+    tiles, activations_host = held_tiles(layout, seat, shard.kept, sizes, fraction)
+    peak = _peak(shard, seat, tiles, state)
     computing = peak.activations + width * peak.weights + max(4, width) * peak.gradients
-    hidden = spec.micro_batch * layout.plan.seq_len * layout.model.hidden * width // software.context_parallel
+    hidden = spec.micro_batch * layout.plan.seq_len * model.hidden * width // software.context_parallel
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
-    logits = held_tokens * layout.model.vocab * share
-    tables = 2 * layout.plan.seq_len * layout.model.head_size * width  # of positions
+    logits = held_tokens * model.vocab * shard.share
+    tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
     counted = 0 if on_cpu else 1
     last = seat.stage == layout.num_stages - 1
     parts = {
@@ -144,26 +158,25 @@ def _parts(layout: Layout, seat: Seat, software: Software, on_cpu: bool) -> tupl
         "activations": int(peak.activations),
         "buffers": int(tables + counted * (4 if layout.num_stages > 1 else 1) * hidden),
         "logits": int(counted * last * logits * LOSS_BYTES_PER_LOGIT),
-        "framework": counted * (CONTEXT_BYTES + (COMMUNICATOR_BYTES if len(layout.seats) > 1 else 0)),
+        "framework": counted * (CONTEXT_BYTES + (COMMUNICATOR_BYTES if layout.cluster.size > 1 else 0)),
     }
     return parts, int(state.host_bytes + activations_host)
 
 
-def _peak(layout: Layout, seat: Seat, holdings: Holdings, tiles: Tiles, state: Resident, width: int) -> Moment:
+def _peak(shard: Shard, seat: Seat, tiles: Tiles, state: Resident) -> Moment:
     """The moment with the most bytes; nothing counted there of what stays for good."""
     if not (state.moves_weights or state.moves_gradients):
         return Moment(tiles.activations, 0.0, 0.0)
-    weights, gradients = width * state.moves_weights, max(4, width) * state.moves_gradients
+    weights, gradients = shard.width * state.moves_weights, max(4, shard.width) * state.moves_gradients
     most = max(
-        moments(layout, seat, holdings, tiles),
+        moments(shard, seat, tiles),
         key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,
     )
     return Moment(most.activations, most.weights * state.moves_weights, most.gradients * state.moves_gradients)
 
 
-def _fraction(layout: Layout, seat: Seat, software: Software) -> float:
-    """The rank's fraction of heads, columns and vocabulary."""
-    spec = layout.replica(seat.stage, seat.replica)
+def _fraction(spec: ReplicaSpec, position: int, software: Software) -> float:
+    """A rank's fraction of heads, columns and vocabulary."""
     if spec.tensor_shares is None:
         return software.context_parallel / spec.tp
-    return spec.tensor_shares[seat.position] / sum(spec.tensor_shares)
+    return spec.tensor_shares[position] / sum(spec.tensor_shares)

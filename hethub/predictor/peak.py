@@ -5,10 +5,12 @@ are being reduced, and its weights lie beside those of the layer below, which ar
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
-from hethub.predictor.resident import Holdings, own_parts
-from hethub.spec.layout import Layout, Seat
+from hethub.predictor.activations import Tiles
+from hethub.predictor.shard import Holdings, Shard
+from hethub.spec.layout import Seat
 
 
 class Moment(NamedTuple):
@@ -19,22 +21,14 @@ class Moment(NamedTuple):
     gradients: float
 
 
-class Tiles(NamedTuple):
-    """Activations when a rank is fullest: of all tiles, and what a tile frees with each of its layers, or a part with all
-    its tiles."""
-
-    activations: float
-    freed_by_layer: float
-    freed_by_part: tuple[float, ...]
-
-
-def moments(layout: Layout, seat: Seat, holdings: Holdings, tiles: Tiles) -> Iterator[Moment]:
+def moments(shard: Shard, seat: Seat, tiles: Tiles) -> Iterator[Moment]:
     """The moments that can be a rank's peak."""
-    if layout.plan.schedule in ("layered", "ministages"):
-        return _part_by_part(layout, seat.stage, holdings, tiles)
-    limit = layout.in_flight[seat.stage][seat.replica]
-    again = len(layout.lane_tiles(seat.stage, seat.replica)) > limit
-    return _layer_by_layer(holdings, tiles, again)
+    layout = shard.layout
+    if layout.plan.goes_part_by_part:
+        return _part_by_part(shard, tiles)
+    lane = layout.lane_of(seat.stage, seat.replica)
+    again = layout.loads[seat.stage][lane].num_tiles > layout.in_flight[seat.stage][seat.replica]
+    return _layer_by_layer(shard.holdings, tiles, again)
 
 
 def _layer_by_layer(holdings: Holdings, tiles: Tiles, again: bool) -> Iterator[Moment]:
@@ -49,21 +43,8 @@ def _layer_by_layer(holdings: Holdings, tiles: Tiles, again: bool) -> Iterator[M
         yield Moment(activations, units[layer] + below + at_hand, units[layer] + above + tied)
 
 
-def _part_by_part(layout: Layout, stage: int, holdings: Holdings, tiles: Tiles) -> Iterator[Moment]:
-    """All tiles on their way down through a part: its layers stay until the last of them has passed.
-
-    The first tile enters them one by one, the next announced, and frees what it kept of those above.
-    """
-    units, activations = holdings.units, tiles.activations
-    parts = [units[own.start : own.stop] for own in own_parts(layout, stage)]
-    above = 0.0
-    for part in range(len(parts) - 1, -1, -1):
-        tied = holdings.tied * (part in (0, len(parts) - 1))
-        downward = [*parts[part][::-1], parts[part - 1][-1] if part else 0.0]
-        for passed in range(len(parts[part])):
-            entered = sum(downward[: passed + 1])
-            freed = passed * tiles.freed_by_layer
-            weights = entered + downward[passed + 1] + tied
-            yield Moment(activations - freed, weights, entered + above + holdings.tied)
-        activations -= tiles.freed_by_part[part]
-        above = parts[part][0]
+def _part_by_part(shard: Shard, tiles: Tiles) -> Iterator[Moment]:
+    """Part by part, all tiles of one before the next: what those behind have kept is gone."""
+    kept = [tiles.activations - freed for freed in accumulate(tiles.freed_by_part[:0:-1], initial=0.0)][::-1]
+    for part, passed, weights, gradients in shard.descents:
+        yield Moment(kept[part] - passed * tiles.freed_by_layer, weights, gradients)

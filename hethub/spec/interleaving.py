@@ -10,19 +10,17 @@ from hethub.spec.action import Kind, Pass
 from hethub.spec.errors import BadInput
 from hethub.spec.paper_run import PaperRun, depth
 from hethub.spec.plan import PlanSpec
-from hethub.spec.tiling import Tile, asked_in_flight, is_regular
+from hethub.spec.tiling import Tiling, asked_in_flight, deal, load_alone
 
 
-def interleave(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[list[list[Pass]]]:
-    """Per stage and lane, its passes in order. `tiles` are the stages' tiles, those of a lane under its number.
+def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[list[Pass]]]:
+    """Per stage and lane, its passes in order. `tilings` are the stages' tiles, those of a lane under its number.
 
     `in_flight` counts passes held, of all chunks together. The default is Megatron's depth in proportion to the lane's
     samples, and more where the tiles would wait for each other otherwise. Raises BadInput where the plan gives less than
     that.
     """
-    if is_regular(plan) and len(tiles[0]) // _num_lanes(tiles[0]) % len(tiles) == 0:
-        return [_megatron(plan, stage, own) for stage, own in enumerate(tiles)]
-    found = PaperRun(plan, tiles).run()
+    found = PaperRun(plan, tilings).run()
     for stage, lanes in enumerate(found):
         for lane, (asked, place) in enumerate(asked_in_flight(plan, stage)):
             if asked is not None and (held := most_held(lanes[lane])) > asked:
@@ -31,6 +29,20 @@ def interleave(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[list[lis
                     f"give at least {held}, or remove it."
                 )
     return found
+
+
+def interleave_regular(plan: PlanSpec) -> list[list[list[Pass]]]:
+    """As `interleave` for a regular plan, without its tiles: the lanes of a stage share one list."""
+    stages, num_tiles = len(plan.stages), load_alone(plan.stages[0].replicas[0]).num_tiles
+    if num_tiles % stages == 0:
+        orders = [_megatron(plan, stage, num_tiles) for stage in range(stages)]
+    else:
+        alone = plan.of_replicas([0])
+        orders = [own for own, *_ in PaperRun(alone, [deal(stage.replicas) for stage in alone.stages]).run()]
+    return [
+        [order] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
+        for stage, order in enumerate(orders)
+    ]
 
 
 def most_held(passes: Sequence[Pass]) -> int:
@@ -42,15 +54,10 @@ def most_held(passes: Sequence[Pass]) -> int:
     return most
 
 
-def _num_lanes(tiles: Sequence[Tile]) -> int:
-    return len({tile.replica for tile in tiles})
-
-
-def _megatron(plan: PlanSpec, stage: int, tiles: Sequence[Tile]) -> list[list[Pass]]:
-    """Groups of as many tiles as there are stages pass one chunk after the other, the same list for every lane."""
+def _megatron(plan: PlanSpec, stage: int, num_tiles: int) -> list[Pass]:
+    """Groups of as many tiles as there are stages pass one chunk after the other."""
     stages, chunks = len(plan.stages), plan.num_chunks
-    num_lanes = _num_lanes(tiles)
-    total = len(tiles) // num_lanes * chunks
+    total = num_tiles * chunks
     warm = min(int(depth(stage, stages, 1, stages, chunks)), total)
     chunk = [k % (stages * chunks) // stages for k in range(total)]
     index = [k // (stages * chunks) * stages + k % stages for k in range(total)]
@@ -59,4 +66,4 @@ def _megatron(plan: PlanSpec, stage: int, tiles: Sequence[Tile]) -> list[list[Pa
     order = forwards[:warm]
     for k in range(total - warm):
         order += (forwards[warm + k], backwards[k])
-    return [order + backwards[total - warm :]] * num_lanes
+    return order + backwards[total - warm :]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from hethub.spec.action import Pass
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.interleaving import interleave, most_held
+from hethub.spec.interleaving import interleave, interleave_regular, most_held
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
@@ -16,13 +16,16 @@ from hethub.spec.tensors import RankShares, rank_shares
 from hethub.spec.tiling import (
     Load,
     Tile,
+    Tiling,
     Transfer,
     as_one_replica,
     deal,
+    even_limits,
     in_flight_limits,
+    is_even,
     is_regular,
+    load_alone,
     loads,
-    regular_limits,
     rounds,
     transfers,
 )  # fmt: skip
@@ -89,7 +92,12 @@ class Layout:
     @cached_property
     def tiles(self) -> tuple[tuple[Tile, ...], ...]:
         """Per stage, its tiles in order of the sample axis."""
-        return tuple(deal(index, stage.replicas) for index, stage in enumerate(self.plan.stages))
+        return tuple(tiling.tiles(stage) for stage, tiling in enumerate(self.tilings))
+
+    @cached_property
+    def tilings(self) -> tuple[Tiling, ...]:
+        """Per stage, its tiles as columns."""
+        return tuple(deal(stage.replicas) for stage in self.plan.stages)
 
     def tiles_of(self, stage: int, replica: int) -> tuple[Tile, ...]:
         """A replica's tiles in order."""
@@ -106,11 +114,11 @@ class Layout:
         return tuple(result)
 
     @cached_property
-    def lanes(self) -> tuple[tuple[Tile, ...], ...]:
+    def lanes(self) -> tuple[Tiling, ...]:
         """Per stage, the tiles as schedules see them: its own, or its rounds, which are the tiles of one replica."""
         return tuple(
-            as_one_replica(rounds(tiles)) if self.plan.runs_in_rounds(stage) else tiles
-            for stage, tiles in enumerate(self.tiles)
+            as_one_replica(tiling) if self.plan.runs_in_rounds(stage) else tiling
+            for stage, tiling in enumerate(self.tilings)
         )
 
     def lane_of(self, stage: int, replica: int) -> int:
@@ -120,23 +128,46 @@ class Layout:
     @cached_property
     def loads(self) -> tuple[list[Load], ...]:
         """Per stage and lane, its tiles and samples."""
-        return tuple(loads(tiles) for tiles in self.lanes)
+        return tuple(
+            self._loads_together(stage) if self.plan.runs_in_rounds(stage) else list(map(load_alone, spec.replicas))
+            for stage, spec in enumerate(self.stages)
+        )
+
+    def _loads_together(self, stage: int) -> list[Load]:
+        own = list(map(load_alone, self.stages[stage].replicas))
+        if len(set(own)) > 1:
+            return loads(self.lanes[stage])
+        return [Load(own[0].num_tiles, len(own) * own[0].samples, len(own) * own[0].largest)]
 
     def lane_tiles(self, stage: int, replica: int) -> tuple[Tile | None, ...]:
         """The replica's own tile of each tile of its lane; None for a round that has none for it."""
         if not self.plan.runs_in_rounds(stage):
             return self.tiles_of(stage, replica)
-        return self._rounds_by_replica[stage][replica]
+        own: list[Tile | None] = [None] * self.loads[stage][0].num_tiles
+        for number, tile in zip(self.round_numbers(stage, replica), self.tiles_of(stage, replica), strict=True):
+            own[number] = tile
+        return tuple(own)
+
+    def round_numbers(self, stage: int, replica: int) -> list[int]:
+        """The round of each of a replica's tiles."""
+        return self._round_numbers[stage][replica]
+
+    def joins_every_round(self, stage: int, replica: int) -> bool:
+        """Whether a replica of a stage in rounds has a tile in each of them."""
+        return load_alone(self.replica(stage, replica)).num_tiles == self.loads[stage][0].num_tiles
 
     @cached_property
-    def _rounds_by_replica(self) -> dict[int, list[tuple[Tile | None, ...]]]:
-        """For the stages in rounds, each replica's own tile of every round."""
+    def _round_numbers(self) -> dict[int, list[list[int]]]:
+        """For the stages in rounds, the rounds of each replica's tiles."""
         found = {}
-        for stage in range(self.num_stages):
+        for stage, spec in enumerate(self.stages):
             if self.plan.runs_in_rounds(stage):
-                by_replica = [{tile.replica: tile for tile in together} for together in rounds(self.tiles[stage])]
-                replicas = range(len(self.stages[stage].replicas))
-                found[stage] = [tuple(own.get(replica) for own in by_replica) for replica in replicas]
+                replicas = self.tilings[stage].replicas
+                numbers: list[list[int]] = [[] for _ in spec.replicas]
+                for number, together in enumerate(rounds(replicas)):
+                    for replica in replicas[together.start : together.stop]:
+                        numbers[replica].append(number)
+                found[stage] = numbers
         return found
 
     @cached_property
@@ -148,8 +179,11 @@ class Layout:
         """
         limits, parts = self.lane_limits, self.plan.num_chunks
         return [
-            [min(limits[stage][self.lane_of(stage, r)], len(own) * parts) for r, own in enumerate(each)]
-            for stage, each in enumerate(self._tiles_by_replica)
+            [
+                min(limits[stage][self.lane_of(stage, r)], load_alone(replica).num_tiles * parts)
+                for r, replica in enumerate(spec.replicas)
+            ]
+            for stage, spec in enumerate(self.stages)
         ]
 
     @cached_property
@@ -158,16 +192,14 @@ class Layout:
         if self.plan.schedule in ALL_IN_FLIGHT:
             return [[load.num_tiles for load in own] for own in self.loads]
         if self.plan.schedule == "interleaved":
-            return [[most_held(passes) for passes in lanes] for lanes in self.interleaved]
-        if is_regular(self.plan):
-            limits = regular_limits(self.plan)
-            return [own[:1] if self.plan.runs_in_rounds(stage) else own for stage, own in enumerate(limits)]
-        return in_flight_limits(self.plan, self.lanes)
+            known = {id(passes): most_held(passes) for lanes in self.interleaved for passes in lanes}
+            return [[known[id(passes)] for passes in lanes] for lanes in self.interleaved]
+        return even_limits(self.plan) if is_even(self.plan) else in_flight_limits(self.plan, self.lanes)
 
     @cached_property
     def interleaved(self) -> list[list[list[Pass]]]:
         """Per stage and lane, the passes of schedule interleaved."""
-        return interleave(self.plan, self.lanes)
+        return interleave_regular(self.plan) if is_regular(self.plan) else interleave(self.plan, self.lanes)
 
     def parts(self, stage: int) -> tuple[Range, ...]:
         """The layers that each of a stage's parts runs: its chunks, or under `layered` its layers one by one."""

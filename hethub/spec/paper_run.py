@@ -6,11 +6,12 @@ there is in it, so the order is a function of the plan alone. Having run once, i
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from hethub.spec.action import Kind, Pass
 from hethub.spec.plan import PlanSpec
-from hethub.spec.tiling import Load, Tile, asked_in_flight, loads, overlapping
+from hethub.spec.tiling import Load, Tiling, asked_in_flight, loads
 
 Step = tuple[Kind, int, int]  # what is done at which station to which of its stage's tiles
 
@@ -38,13 +39,13 @@ class PaperRun:
     """All lanes at once: the next forward in line if it could run and there is room for it, else a backward.
 
     Forwards stand in line as Megatron has them: waves of tiles, about as many as there are stages, pass one chunk after
-    the other. `tiles` are the stages' tiles, those of a lane under its number.
+    the other. `tilings` are the stages' tiles, those of a lane under its number.
     """
 
-    def __init__(self, plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> None:
-        self.plan, self.tiles, self.stages = plan, tiles, len(plan.stages)
+    def __init__(self, plan: PlanSpec, tilings: Sequence[Tiling]) -> None:
+        self.plan, self.tilings, self.stages = plan, tilings, len(plan.stages)
         self.stations = self.stages * plan.num_chunks  # (chunk, stage) in the order in which a sample passes them
-        work = [loads(own) for own in tiles]
+        work = [loads(own) for own in tilings]
         self.abreast = max(sum(load.largest for load in lanes) for lanes in work)  # samples that a stage has at once
         self.num_waves = max(1, plan.global_batch // (self.stages * self.abreast))
         ticks = math.lcm(*(load.samples * plan.stages[s].num_layers for s, lanes in enumerate(work) for load in lanes))
@@ -63,10 +64,14 @@ class PaperRun:
     def _overlaps(self, way: int) -> list[list[list[int]]]:
         """Per stage and tile, the tiles of the stage before (-1) or after (1) it that share samples with it."""
         found = []
-        for stage, own in enumerate(self.tiles):
-            other = self.tiles[(stage + way) % self.stages]
-            numbers = {tile: n for n, tile in enumerate(other)}
-            found.append([[numbers[one] for one in overlapping(other, tile.samples)] for tile in own])
+        for stage, own in enumerate(self.tilings):
+            other = self.tilings[(stage + way) % self.stages]
+            found.append(
+                [
+                    list(range(bisect_left(other.stops, start + 1), bisect_left(other.starts, stop)))
+                    for start, stop in zip(own.starts, own.stops, strict=True)
+                ]
+            )
         return found
 
     def _limit(self, stage: int, lane: int, load: Load) -> int:
@@ -81,7 +86,7 @@ class PaperRun:
     def _queue(self) -> None:
         for station in range(self.stations):
             stage = station % self.stages
-            for n in range(len(self.tiles[stage])):
+            for n in range(len(self.tilings[stage].stops)):
                 heapq.heappush(self._lane(station, n).line, self._rank(station, n))
                 self.lacks[Kind.FORWARD, station, n] = len(self.above[stage][n]) if station else 0
                 self.lacks[Kind.BACKWARD, station, n] = 1
@@ -92,10 +97,10 @@ class PaperRun:
 
     def _lane(self, station: int, n: int) -> _Lane:
         stage = station % self.stages
-        return self.lanes[stage][self.tiles[stage][n].replica]
+        return self.lanes[stage][self.tilings[stage].replicas[n]]
 
     def _rank(self, station: int, n: int) -> tuple[int, int, int]:
-        start = self.tiles[station % self.stages][n].samples.start
+        start = self.tilings[station % self.stages].starts[n]
         return start * self.num_waves // self.plan.global_batch, station, n
 
     def run(self) -> list[list[list[Pass]]]:
@@ -119,8 +124,13 @@ class PaperRun:
 
     def _ticks(self, kind: Kind, station: int, n: int) -> int:
         chunk = self.plan.stages[station % self.stages].chunks[station // self.stages]
-        size = self.tiles[station % self.stages][n].samples.size
-        return self._lane(station, n).ticks * size * chunk.size * (1 if kind is Kind.FORWARD else 2)
+        own = self.tilings[station % self.stages]
+        return (
+            self._lane(station, n).ticks
+            * (own.stops[n] - own.starts[n])
+            * chunk.size
+            * (1 if kind is Kind.FORWARD else 2)
+        )
 
     def _pick(self, lane: _Lane) -> Iterator[Step]:
         while lane.line and lane.line[0] in lane.gone:
@@ -138,7 +148,7 @@ class PaperRun:
     def _start(self, lane: _Lane, kind: Kind, station: int, n: int) -> Step:
         lane.busy = True
         lane.held += 1 if kind is Kind.FORWARD else -1
-        lane.order.append(Pass(kind, station // self.stages, self.tiles[station % self.stages][n].index))
+        lane.order.append(Pass(kind, station // self.stages, self.tilings[station % self.stages].indices[n]))
         return kind, station, n
 
     def _out_of_line(self) -> Step:

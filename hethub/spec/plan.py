@@ -1,13 +1,14 @@
 """Plans: stages, replicas, tiles and shares. What a plan can know of itself is checked here, the rest in layout.py."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
-from hethub.spec.base import Spec, load, write_yaml
+from hethub.spec.base import Spec, SpecT, load, write_yaml
 from hethub.spec.cluster import NonNegative
 from hethub.spec.model import Count
 from hethub.spec.ranges import Range
@@ -155,6 +156,18 @@ class PlanSpec(Spec):
                     f"change a replica's samples by {self.global_batch - total:+d}."
                 )
 
+    def of_replicas(self, replicas: Sequence[int], num_tiles: int | None = None) -> "PlanSpec":
+        """Those replicas of every stage, with `num_tiles` tiles each or all they have, unchecked: a plan to reason about,
+        not to run."""
+        stages = []
+        for stage in self.stages:
+            chosen = [stage.replicas[replica] for replica in replicas]
+            if num_tiles is not None:
+                chosen = [_changed(replica, samples=num_tiles * replica.micro_batch) for replica in chosen]
+            stages.append(_changed(stage, replicas=tuple(chosen)))
+        samples = sum(replica.samples for replica in stages[0].replicas)
+        return _changed(self, stages=tuple(stages), global_batch=samples)
+
     def runs_in_rounds(self, stage: int) -> bool:
         """Whether a stage's replicas go tile by tile together, as collectives of every tile make them."""
         spec = self.stages[stage]
@@ -181,6 +194,13 @@ class PlanSpec(Spec):
     @property
     def num_layers(self) -> int:
         return sum(stage.num_layers for stage in self.stages)
+
+
+def _changed(spec: SpecT, **changes: object) -> SpecT:
+    """A copy with `changes` applied and nothing checked."""
+    kind: Any = type(spec)
+    changed: SpecT = kind.model_construct(**{name: getattr(spec, name) for name in kind.model_fields} | changes)
+    return changed
 
 
 def load_plan(path: str | Path) -> PlanSpec:

@@ -26,7 +26,7 @@ from hethub.spec.state import StateMap
 from hethub.spec.tiling import overlapping
 
 __all__ = ["COMPUTE", "Action", "Kind", "actions", "check_executable", "dependencies",
-           "execution_order", "schedule"]  # fmt: skip
+           "execution_order", "put_off", "schedule"]  # fmt: skip
 
 UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
 
@@ -62,10 +62,10 @@ def _passes(layout: Layout, stage: int, lane: int) -> Sequence[Pass]:
     if name in ("ministages", "layered"):
         return list(part_by_part(num_tiles, len(layout.parts(stage))))
     order = list(one_forward_one_backward(num_tiles, layout.lane_limits[stage][lane]))
-    return list(with_weight_passes(order, _put_off(layout, stage, lane))) if name == "zero_bubble" else order
+    return list(with_weight_passes(order, put_off(layout, stage, lane))) if name == "zero_bubble" else order
 
 
-def _put_off(layout: Layout, stage: int, lane: int) -> int:
+def put_off(layout: Layout, stage: int, lane: int) -> int:
     """Tiles whose weight part zero_bubble puts off: those that keep a stage's samples under way at the fullest stage's.
 
     Later stages hold fewer tiles, so they have that much room, and their backwards come the sooner to those before

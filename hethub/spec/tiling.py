@@ -3,7 +3,10 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from fractions import Fraction
+from itertools import accumulate, pairwise, repeat
+from operator import truediv
+from typing import Any, NamedTuple
 
 from hethub.spec.errors import BadInput
 from hethub.spec.plan import PlanSpec, ReplicaSpec
@@ -28,52 +31,63 @@ class Transfer(NamedTuple):
     tag: int
 
 
-def deal(stage: int, replicas: Sequence[ReplicaSpec]) -> tuple[Tile, ...]:
-    """The stage's tiles in order of the sample axis, dealt by design rule 1.
+class Tiling(NamedTuple):
+    """A stage's tiles in order of the sample axis, as columns: what arithmetic over thousands of them needs."""
+
+    replicas: list[int]
+    indices: list[int]  # which of its replica's tiles each is
+    starts: list[int]
+    stops: list[int]
+
+    def tiles(self, stage: int) -> tuple[Tile, ...]:
+        samples = map(Range, self.starts, self.stops)
+        return tuple(map(Tile, repeat(stage), self.replicas, self.indices, samples))
+
+
+def deal(replicas: Sequence[ReplicaSpec]) -> Tiling:
+    """The tiles of a stage, dealt by design rule 1.
 
     A replica's turn comes at (dealt + micro_batch) / samples, which grows with every tile of its own: all turns sorted,
-    brought to a common denominator, ties as listed, are the order of dealing.
+    ties as listed, are the order of dealing. Unlike fractions with denominators up to 2**24 round to unlike floats.
     """
-    common = math.lcm(*(replica.samples for replica in replicas))
-    turns = [
-        (stop * (common // replica.samples), position, index)
-        for position, replica in enumerate(replicas)
-        for index, stop in enumerate(
-            range(replica.micro_batch, replica.samples + replica.micro_batch, replica.micro_batch)
-        )
-    ]
-    turns.sort()
-    tiles, start = [], 0
-    for _, position, index in turns:
-        replica = replicas[position]
-        stop = start + min(replica.micro_batch, replica.samples - index * replica.micro_batch)
-        tiles.append(Tile(stage, position, index, Range(start, stop)))
-        start = stop
-    return tuple(tiles)
+    most = max(max(replica.samples, replica.micro_batch) for replica in replicas)
+    fraction: Any = truediv if most < 2**24 else Fraction
+    turns: list[Any] = []
+    positions: list[int] = []
+    indices: list[int] = []
+    sizes: list[int] = []
+    for position, replica in enumerate(replicas):
+        size, samples = replica.micro_batch, replica.samples
+        count = -(-samples // size)
+        turns += [fraction(stop, samples) for stop in range(size, samples + size, size)]
+        positions += [position] * count
+        indices += range(count)
+        sizes += [size] * (count - 1) + [samples - size * (count - 1)]
+    order = sorted(range(len(turns)), key=turns.__getitem__)
+    stops = list(accumulate(sizes[turn] for turn in order))
+    return Tiling([positions[t] for t in order], [indices[t] for t in order], [0, *stops[:-1]], stops)
 
 
-def rounds(tiles: Sequence[Tile]) -> tuple[tuple[Tile, ...], ...]:
-    """The stage's tiles as runs that hold at most one tile of each replica, every run as long as it can be.
+def rounds(replicas: Sequence[int]) -> list[Range]:
+    """A stage's tiles, given by their replicas, as runs with at most one tile of each replica, each as long as it can be.
 
     There are as many as the busiest replica has tiles: between two tiles of any other lies at least one of its own.
     """
-    found: list[list[Tile]] = []
+    starts = [0]
     seen: set[int] = set()
-    for tile in tiles:
-        if not found or tile.replica in seen:
-            found.append([])
+    for position, replica in enumerate(replicas):
+        if replica in seen:
+            starts.append(position)
             seen.clear()
-        found[-1].append(tile)
-        seen.add(tile.replica)
-    return tuple(map(tuple, found))
+        seen.add(replica)
+    return [Range(*edges) for edges in pairwise([*starts, len(replicas)])]
 
 
-def as_one_replica(groups: Sequence[Sequence[Tile]]) -> tuple[Tile, ...]:
+def as_one_replica(tiling: Tiling) -> Tiling:
     """Rounds as the tiles of a single replica, which they are to the stages around."""
-    return tuple(
-        Tile(group[0].stage, 0, index, Range(group[0].samples.start, group[-1].samples.stop))
-        for index, group in enumerate(groups)
-    )
+    together = rounds(tiling.replicas)
+    starts = [tiling.starts[own.start] for own in together]
+    return Tiling([0] * len(together), list(range(len(together))), starts, [*starts[1:], tiling.stops[-1]])
 
 
 class Load(NamedTuple):
@@ -84,12 +98,18 @@ class Load(NamedTuple):
     largest: int  # samples of its largest tile
 
 
-def loads(tiles: Sequence[Tile]) -> list[Load]:
+def loads(tiling: Tiling) -> list[Load]:
     """The load of every lane of a stage, in their order."""
     sizes: dict[int, list[int]] = {}
-    for tile in tiles:
-        sizes.setdefault(tile.replica, []).append(tile.samples.size)
+    for lane, start, stop in zip(tiling.replicas, tiling.starts, tiling.stops, strict=True):
+        sizes.setdefault(lane, []).append(stop - start)
     return [Load(len(own), sum(own), max(own)) for _, own in sorted(sizes.items())]
+
+
+def load_alone(replica: ReplicaSpec) -> Load:
+    """The load of a replica that is a lane of its own."""
+    count = -(-replica.samples // replica.micro_batch)
+    return Load(count, replica.samples, min(replica.micro_batch, replica.samples))
 
 
 def overlapping(tiles: Sequence[Tile], samples: Range) -> Sequence[Tile]:
@@ -112,24 +132,38 @@ def transfers(sources: Sequence[Tile], targets: Sequence[Tile], first_tag: int =
     return crossing
 
 
-def is_regular(plan: PlanSpec) -> bool:
-    """Whether all replicas of all stages are equal in load, and none says how many tiles it holds: plain 1F1B."""
-    loads = {(r.micro_batch, r.samples, r.in_flight) for stage in plan.stages for r in stage.replicas}
+def is_even(plan: PlanSpec) -> bool:
+    """Whether all replicas of all stages are equal in load, and those of a stage in what they may hold."""
+    sizes = {(r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
     counts = {len(stage.replicas) for stage in plan.stages}
-    return len(loads) == len(counts) == 1 and next(iter(loads))[2] is None
+    held = all(len({r.in_flight for r in stage.replicas}) == 1 for stage in plan.stages)
+    return len(sizes) == len(counts) == 1 and held
 
 
-def regular_limits(plan: PlanSpec) -> list[list[int]]:
-    """As `in_flight_limits` for a regular plan, without its tiles: as many as there are stages from here on."""
-    replica = plan.stages[0].replicas[0]
-    num_tiles = -(-replica.samples // replica.micro_batch)
-    return [[min(len(plan.stages) - index, num_tiles)] * len(stage.replicas) for index, stage in enumerate(plan.stages)]
+def is_regular(plan: PlanSpec) -> bool:
+    """Whether it is even and says nowhere how many tiles are held."""
+    return is_even(plan) and not any(stage.replicas[0].in_flight for stage in plan.stages)
 
 
-def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[list[int]]:
+def even_limits(plan: PlanSpec) -> list[list[int]]:
+    """As `in_flight_limits` for an even plan, without its tiles: one replica of each stage stands for all."""
+    limits: list[int] = []
+    num_tiles = load_alone(plan.stages[0].replicas[0]).num_tiles
+    waits = waits_below = 0  # tiles that must have run forward above, for the stage below and for the one after it
+    for stage in range(len(plan.stages) - 1, -1, -1):
+        default = max(waits_below, min(limits[0] + 1, num_tiles)) if limits else 1
+        limits.insert(0, _granted(asked_in_flight(plan, stage)[0], max(1, waits), default, num_tiles))
+        waits, waits_below = max(limits[0], waits), waits
+    return [
+        [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
+        for index, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
+    ]
+
+
+def in_flight_limits(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[int]]:
     """Per stage and lane, how many tiles it may hold before their backward under 1F1B.
 
-    `tiles` are the stages' tiles; a lane is a replica, or all of them where the stage runs in rounds.
+    A lane is a replica, or all of them where the stage runs in rounds; `tilings` are the lanes' tiles by stage.
 
     A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
     sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
@@ -140,22 +174,28 @@ def in_flight_limits(plan: PlanSpec, tiles: Sequence[Sequence[Tile]]) -> list[li
     limits: list[list[int]] = []
     below = _Below(starts=[], stops=[], frontier=[], roomy=[])
     for stage in range(len(plan.stages) - 1, -1, -1):
-        chosen = []
-        asked = asked_in_flight(plan, stage)
-        owned: list[list[Range]] = [[] for _ in asked]
-        for tile in tiles[stage]:
-            owned[tile.replica].append(tile.samples)
-        for (given, place), own in zip(asked, owned, strict=True):
-            least, default = below.distances(own)
-            if given is not None and given < least:
-                raise BadInput(
-                    f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
-                    f"{least}, or remove it for the default of {default}."
-                )
-            chosen.append(min(given or default, len(own)))
+        asked, tiling = asked_in_flight(plan, stage), tilings[stage]
+        owned: list[_Own] = [_Own([], []) for _ in asked]
+        for lane, start, stop in zip(tiling.replicas, tiling.starts, tiling.stops, strict=True):
+            owned[lane].starts.append(start)
+            owned[lane].stops.append(stop)
+        chosen = [
+            _granted(given, *below.distances(own), len(own.starts)) for given, own in zip(asked, owned, strict=True)
+        ]
         limits.insert(0, chosen)
-        below = _Below.after(tiles[stage], owned, chosen, below)
+        below = _Below.after(tiling, owned, chosen, below)
     return limits
+
+
+def _granted(asked: tuple[int | None, str], least: int, default: int, num_tiles: int) -> int:
+    """Tiles that a lane may hold: those asked for, with the place that asks; else the default. Raises BadInput."""
+    given, place = asked
+    if given is not None and given < least:
+        raise BadInput(
+            f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
+            f"{least}, or remove it for the default of {default}."
+        )
+    return min(given or default, num_tiles)
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
@@ -169,6 +209,13 @@ def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
     return [min(given, key=lambda one: one[0] or math.inf)]
 
 
+class _Own(NamedTuple):
+    """Where a lane's own tiles start and stop."""
+
+    starts: list[int]
+    stops: list[int]
+
+
 class _Below(NamedTuple):
     """The stage below: where its tiles start and stop, and per tile, up to which sample forwards are listed before its
     backward."""
@@ -178,37 +225,32 @@ class _Below(NamedTuple):
     frontier: list[int]
     roomy: list[int]  # the same with one more tile per replica
 
-    def distances(self, own: Sequence[Range]) -> tuple[int, int]:
+    def distances(self, own: _Own) -> tuple[int, int]:
         """The most tiles of `own` that must have run forward, counted from a tile, before its backward can end; and the
         most with one more tile ready below."""
         if not self.starts:
             return 1, 1
-        starts = [samples.start for samples in own]
-        last = [bisect_left(self.starts, samples.stop) - 1 for samples in own]
+        last = [bisect_left(self.starts, stop) - 1 for stop in own.stops]
         least, default = (
-            max(bisect_left(starts, frontier[tile]) - index for index, tile in enumerate(last))
+            max(bisect_left(own.starts, frontier[tile]) - index for index, tile in enumerate(last))
             for frontier in (self.frontier, self.roomy)
         )
         return max(1, least), max(1, default)
 
-    def whole_tiles(self, samples: Range, starts: list[int], stops: list[int]) -> int:
-        """Up to where the stage above must have run forward before a tile's backward, in whole tiles of its own."""
+    def whole_tiles(self, tiling: Tiling) -> list[int]:
+        """Up to where the stage above must have run forward before each tile's backward, in whole tiles of its own."""
         if not self.starts:
-            return 0
-        reached = self.frontier[bisect_left(self.starts, samples.stop) - 1]
-        return stops[bisect_left(starts, reached) - 1]
+            return [0] * len(tiling.stops)
+        reached = [self.frontier[bisect_left(self.starts, stop) - 1] for stop in tiling.stops]
+        return [tiling.stops[bisect_left(tiling.starts, sample) - 1] for sample in reached]
 
     @staticmethod
-    def after(
-        tiles: Sequence[Tile], owned: Sequence[Sequence[Range]], limits: Sequence[int], below: "_Below"
-    ) -> "_Below":
-        starts, stops = [tile.samples.start for tile in tiles], [tile.samples.stop for tile in tiles]
+    def after(tiling: Tiling, owned: Sequence[_Own], limits: Sequence[int], below: "_Below") -> "_Below":
         frontier, roomy, reached, reached_roomy = [], [], 0, 0
-        for tile in tiles:
-            own, limit = owned[tile.replica], limits[tile.replica]
-            waits = below.whole_tiles(tile.samples, starts, stops)
-            reached = max(reached, waits, own[min(tile.index + limit, len(own)) - 1].stop)
-            reached_roomy = max(reached_roomy, waits, own[min(tile.index + limit, len(own) - 1)].stop)
+        for lane, index, waits in zip(tiling.replicas, tiling.indices, below.whole_tiles(tiling), strict=True):
+            own, limit = owned[lane].stops, limits[lane]
+            reached = max(reached, waits, own[min(index + limit, len(own)) - 1])
+            reached_roomy = max(reached_roomy, waits, own[min(index + limit, len(own) - 1)])
             frontier.append(reached)
             roomy.append(reached_roomy)
-        return _Below(starts, stops, frontier, roomy)
+        return _Below(tiling.starts, tiling.stops, frontier, roomy)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -17,10 +18,10 @@ from hethub.predictor.simulator import Chain, pipeline
 from hethub.predictor.software import HETHUB
 from hethub.predictor.step import step_times
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import bind
+from hethub.spec.layout import Layout, bind
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule import schedule
-from hethub.spec.tiling import in_flight_limits, regular_limits
+from hethub.spec.tiling import even_limits, in_flight_limits
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, uniform
 
 TWO_MAKERS = cluster(("A100-SXM4-80GB", 1, 8), ("MI250X-GCD", 1, 8))
@@ -81,14 +82,28 @@ def test_a_chain_of_equal_tiles_equals_the_full_replay():
     assert short.timed is None
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
-def test_regular_plans_know_their_tiles_in_flight_without_tiles(
-    pp: int, dp: int, micro_batch: int, samples: int
-) -> None:
-    on = cluster(("CPU-core", 1, pp * dp))
-    layout = uniform(TINY, on, tp=1, pp=pp, micro_batch=micro_batch, batch=samples * dp, seq=64, precision="fp32")
-    assert regular_limits(layout.plan) == in_flight_limits(layout.plan, layout.tiles)
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_even_plans_know_their_tiles_in_flight_without_tiles(data: st.DataObject) -> None:
+    pp, dp, tiles = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)))
+    on, batch = cluster(("CPU-core", 1, pp * dp)), tiles * dp * 2 - data.draw(st.sampled_from([0, dp]))
+    plan = uniform(TINY, on, tp=1, pp=pp, micro_batch=2, batch=batch, seq=64, precision="fp32").plan
+    held = st.lists(st.none() | st.integers(1, 5), min_size=pp, max_size=pp)
+    stages = tuple(
+        stage.replace(zero=zero, replicas=tuple(replica.replace(in_flight=flight) for replica in stage.replicas))
+        for stage, flight, zero in zip(
+            plan.stages, data.draw(held), data.draw(st.sampled_from([[0] * 4, [0, 2, 3, 1]])), strict=False
+        )
+    )
+    layout = Layout(plan.replace(stages=stages), TINY, on)
+    assert granted(lambda: even_limits(layout.plan)) == granted(lambda: in_flight_limits(layout.plan, layout.lanes))
+
+
+def granted(limits: Callable[[], list[list[int]]]) -> list[list[int]] | str:
+    try:
+        return limits()
+    except BadInput as refusal:
+        return str(refusal)
 
 
 seconds = st.integers(0, 40).map(lambda n: n / 8)

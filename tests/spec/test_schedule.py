@@ -122,8 +122,8 @@ def test_weight_parts_stay_within_the_fullest_stage(case: Case) -> None:
     held_by_stage = []
     for s in range(layout.num_stages):
         held = 0
-        for lane in {tile.replica for tile in layout.lanes[s]}:
-            size = max(tile.samples.size for tile in layout.lanes[s] if tile.replica == lane)
+        for lane in {tile.replica for tile in layout.lanes[s].tiles(s)}:
+            size = max(tile.samples.size for tile in layout.lanes[s].tiles(s) if tile.replica == lane)
             limit = layout.lane_limits[s][lane]
             fullest_here, put_off = limit * size, 0
             seats = [r for r in range(len(layout.stages[s].replicas)) if layout.lane_of(s, r) == lane]
@@ -134,8 +134,8 @@ def test_weight_parts_stay_within_the_fullest_stage(case: Case) -> None:
             held += put_off * size + fullest_here
         held_by_stage.append(held)
         fullest = max(fullest, sum(
-            layout.lane_limits[s][lane] * max(t.samples.size for t in layout.lanes[s] if t.replica == lane)
-            for lane in {tile.replica for tile in layout.lanes[s]}
+            layout.lane_limits[s][lane] * max(t.samples.size for t in layout.lanes[s].tiles(s) if t.replica == lane)
+            for lane in {tile.replica for tile in layout.lanes[s].tiles(s)}
         ))  # fmt: skip
     assert all(held <= fullest for held in held_by_stage)
 

@@ -32,7 +32,7 @@ def naive_deal(replicas: tuple[ReplicaSpec, ...]) -> list[tuple[int, int, int]]:
 
 @given(replica_specs())
 def test_dealing_is_rule_1(replicas: tuple[ReplicaSpec, ...]) -> None:
-    dealt = deal(0, replicas)
+    dealt = deal(replicas).tiles(0)
     assert [(tile.replica, *tile.samples) for tile in dealt] == naive_deal(replicas)
     for position, spec in enumerate(replicas):
         own = [tile for tile in dealt if tile.replica == position]
@@ -45,13 +45,15 @@ def test_dealing_is_rule_1(replicas: tuple[ReplicaSpec, ...]) -> None:
 @settings(max_examples=500)
 @given(replica_specs())
 def test_there_are_as_many_rounds_as_the_busiest_replica_has_tiles(replicas: tuple[ReplicaSpec, ...]) -> None:
-    tiles = deal(0, replicas)
-    found = rounds(tiles)
-    assert [tile for together in found for tile in together] == list(tiles)
-    assert all(len({tile.replica for tile in together}) == len(together) for together in found)
-    counts = [sum(tile.replica == r for tile in tiles) for r in range(len(replicas))]
+    dealt = deal(replicas)
+    found = rounds(dealt.replicas)
+    assert [position for together in found for position in range(*together)] == list(range(len(dealt.replicas)))
+    for together in found:
+        own = dealt.replicas[together.start : together.stop]
+        assert len(set(own)) == len(own)
+    counts = [dealt.replicas.count(replica) for replica in range(len(replicas))]
     assert len(found) == max(counts)
-    whole = as_one_replica(found)
+    whole = as_one_replica(dealt).tiles(0)
     assert [tile.index for tile in whole] == list(range(max(counts)))
     assert all(a.samples.stop == b.samples.start for a, b in pairwise(whole))
 
@@ -62,14 +64,14 @@ def test_dealing_by_hand() -> None:
         ReplicaSpec(ranks=(1,), micro_batch=1, samples=3),
     )
     # (0+2)/6 ties with (0+1)/3: the one listed first goes first, every time.
-    assert [tile.replica for tile in deal(0, two)] == [0, 1, 0, 1, 0, 1]
+    assert [tile.replica for tile in deal(two).tiles(0)] == [0, 1, 0, 1, 0, 1]
     short = (ReplicaSpec(ranks=(0,), micro_batch=3, samples=8),)
-    assert [tuple(tile.samples) for tile in deal(0, short)] == [(0, 3), (3, 6), (6, 8)]
+    assert [tuple(tile.samples) for tile in deal(short).tiles(0)] == [(0, 3), (3, 6), (6, 8)]
 
 
 @given(replica_specs(), st.integers(0, 39), st.integers(1, 40))
 def test_overlapping_finds_what_a_scan_finds(replicas: tuple[ReplicaSpec, ...], start: int, size: int) -> None:
-    tiles = deal(0, replicas)
+    tiles = deal(replicas).tiles(0)
     samples = Range(start, start + size)
     assert list(overlapping(tiles, samples)) == [tile for tile in tiles if overlap(tile.samples, samples)]
 
@@ -99,7 +101,7 @@ def minimum(plan: PlanSpec, layout: Layout, position: tuple[int, int]) -> int:
     tiles = len(layout.tiles_of(*position))
     for value in range(1, tiles + 1):
         try:
-            in_flight_limits(with_in_flight(plan, {position: value}), layout.tiles)
+            in_flight_limits(with_in_flight(plan, {position: value}), layout.tilings)
         except BadInput as refusal:
             assert f"stages[{position[0]}].replicas[{position[1]}].in_flight is {value}" in str(refusal)  # noqa: PT017
         else:
@@ -136,7 +138,7 @@ def test_the_smallest_in_flight_runs_and_one_less_is_refused(case: Case, data: s
     execution_order(Layout(with_in_flight(layout.plan, {chosen: least}), layout.model, layout.cluster))
     if least > 1:
         with pytest.raises(BadInput, match=f"give at least {least},"):
-            in_flight_limits(with_in_flight(layout.plan, {chosen: least - 1}), layout.tiles)
+            in_flight_limits(with_in_flight(layout.plan, {chosen: least - 1}), layout.tilings)
 
 
 @given(cases(schedule="1f1b"))
@@ -159,7 +161,7 @@ def test_fewer_than_the_smallest_would_deadlock() -> None:
     with pytest.raises(
         BadInput, match=r"in_flight is 1, but a tile's backward waits for 2 .* remove it for the default of 4"
     ):
-        in_flight_limits(with_in_flight(layout.plan, {(0, 0): 1}), layout.tiles)
+        in_flight_limits(with_in_flight(layout.plan, {(0, 0): 1}), layout.tilings)
 
 
 def test_a_tile_below_that_starts_early_pulls_its_whole_source_tile_up() -> None:
