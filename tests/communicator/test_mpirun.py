@@ -1,6 +1,8 @@
-"""Real mpirun: rendezvous over MPI, the mpi relay, and what happens without mpi4py."""
+"""Real mpirun: rendezvous over MPI, the mpi relay, where its ranks listen, and what happens without mpi4py."""
 
+import functools
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -16,19 +18,25 @@ pytestmark = pytest.mark.skipif(
     reason="needs mpirun and mpi4py: pip install 'hethub[train]'",
 )
 
-REDUCE = """
-import sys, torch, torch.distributed as dist
+SOCKETS = Path(__file__).resolve().parents[1] / "support" / "sockets.py"
+REDUCE = f"""
+import importlib.util, json, sys, torch, torch.distributed as dist
 from hethub.runtime.launch import launch_info, rendezvous
 from hethub.communicator import connect, mpi_relay
+spec = importlib.util.spec_from_file_location("sockets", {str(SOCKETS)!r})
+sockets = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sockets)
 mpi_relay._MAX_MESSAGE_BYTES = 100_000  # an MPI count ends at 2 GiB; a message above the limit is cut
 world = connect(rendezvous(launch_info()), islands=[[0, 2], [1]], relay=sys.argv[1])
 tensor = torch.arange(200_000, dtype=torch.float64) * (world.rank + 1)
 dist.all_reduce(tensor)
 assert torch.equal(tensor, torch.arange(200_000, dtype=torch.float64) * 6)
 links = world.counters()["links"]
+dist.all_reduce(torch.ones(10), group=world.group([0, 1, 2]))
+listening = world.all_gather_objects(sorted(sockets.listening_addresses()))
 world.close()
 if world.rank == 0:
-    print(sorted({link["relay"] for link in links}))
+    print(json.dumps([sorted({{link["relay"] for link in links}}), listening]))
 """
 
 HIDE_MPI4PY = """
@@ -53,11 +61,24 @@ def mpirun(program, *arguments, size=3):
     )
 
 
-@pytest.mark.parametrize("relay", ["gloo", "mpi"])
-def test_bridged_all_reduce_under_mpirun(relay):
+@functools.cache
+def reduced(relay):
+    """The relays over which rank 0 sent, and what every rank listened on."""
     ended = mpirun(REDUCE, relay)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == f"['{relay}']"
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("relay", ["gloo", "mpi"])
+def test_bridged_all_reduce_under_mpirun(relay):
+    relays, _ = reduced(relay)
+    assert relays == [relay]
+
+
+@pytest.mark.parametrize("relay", ["gloo", "mpi"])
+def test_ranks_of_mpirun_on_one_host_listen_on_loopback_only(relay):
+    _, listening = reduced(relay)
+    assert listening == [["127.0.0.1"]] * 3
 
 
 def test_mpirun_without_mpi4py_names_what_to_install():

@@ -103,7 +103,10 @@ def reduce_all_cases(world):
     return bits, wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("1+3", "four islands")  # the other three hold every relay, any order of ranks, and three islands
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LAYOUTS])
 def test_reductions(layout):
     results = run_ranks(
         4,

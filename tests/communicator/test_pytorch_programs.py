@@ -10,6 +10,7 @@ from torch import nn
 from tests.support.ranks import start_ranks, values
 
 ISLANDS = {"HETHUB_ISLANDS": "0,2|1,3"}
+TWO_ISLANDS = {"HETHUB_ISLANDS": "0|1"}
 
 
 def make_model():
@@ -141,7 +142,7 @@ def train_2d(rank):
     return averaged(steps(model, x[half], y[half]))
 
 
-def train_compiled(rank, backend="aot_eager"):
+def train_compiled(rank, backend):
     """Data parallelism by hand, model and update compiled; the update holds the functional collectives."""
     from torch.distributed._functional_collectives import all_reduce
 
@@ -177,7 +178,6 @@ PROGRAMS = {
         train_pipeline,
         train_functional,
         train_2d,
-        train_compiled,
     )
 }
 
@@ -193,6 +193,19 @@ def run_program(rank, store, name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_equals_one_process(name):
     for losses in values(start_ranks(4, run_program, name, environment=ISLANDS, timeout_seconds=120)):
+        torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)
+
+
+def run_compiled(rank, store, backend):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    losses = train_compiled(rank, backend)
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses
+
+
+def test_a_compiled_program_equals_one_process():
+    for losses in values(start_ranks(2, run_compiled, "aot_eager", environment=TWO_ISLANDS, timeout_seconds=120)):
         torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)
 
 
@@ -224,21 +237,13 @@ def test_ddp_with_power_sgd_equals_one_process():
         torch.testing.assert_close(losses, reference_losses(POWER_SGD_STEPS), rtol=1e-6, atol=0)
 
 
-def run_inductor(rank, store):
-    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
-    losses = train_compiled(rank, backend="inductor")
-    dist.barrier()
-    dist.destroy_process_group()
-    return losses
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler (g++): Inductor compiles for the CPU")
 def test_inductor_compiles_functional_collectives(tmp_path):
     environment = {
-        "HETHUB_ISLANDS": "0|1",
+        **TWO_ISLANDS,
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    for losses in values(start_ranks(2, run_inductor, environment=environment, timeout_seconds=240)):
+    for losses in values(start_ranks(2, run_compiled, "inductor", environment=environment, timeout_seconds=240)):
         torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)

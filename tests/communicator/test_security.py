@@ -1,7 +1,6 @@
 """Who may take part: sockets on the job's interface only, ranks with the job's token only, no pickles of strangers."""
 
 import ast
-import importlib.util
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from tests.support.sockets import listening_addresses
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-HAS_MPI = shutil.which("mpirun", path=SEARCHED) is not None and importlib.util.find_spec("mpi4py") is not None
 
 PROGRAM = f"""
 import importlib.util, json, sys
@@ -48,19 +46,12 @@ if world.rank == 0:
 def addresses(command, **environment):
     """What the ranks that `command` starts listen on."""
     base = {key: value for key, value in os.environ.items() if key not in ("RANK", "MASTER_ADDR", TOKEN_VARIABLE)}
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, env={**base, **allowed, "PATH": SEARCHED, **environment}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**base, "OMP_NUM_THREADS": "1", "PATH": SEARCHED, **environment}, capture_output=True, text=True,
+        timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [set(row) for row in json.loads(ended.stdout.strip().splitlines()[-1])]
-
-
-@pytest.mark.skipif(not HAS_MPI, reason="needs mpirun and mpi4py: pip install 'hethub[train]'")
-@pytest.mark.parametrize("relay", ["gloo", "mpi"])
-def test_ranks_of_mpirun_on_one_host_listen_on_loopback_only(relay):
-    mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable, "-c", PROGRAM, relay]
-    assert addresses(mpirun) == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 
 def test_ranks_of_torchrun_on_one_host_listen_on_loopback_only(tmp_path):
