@@ -14,22 +14,37 @@ Pass = tuple[Kind, int]  # all tiles one way through one part
 
 
 class Stage:
-    """The passes of one stage's replicas: their first and last nodes."""
+    """The passes of one stage's replicas: their first and last nodes, once for replicas that go together."""
 
     def __init__(self, compute: Compute, stage: int) -> None:
-        replicas = range(len(compute.layout.stages[stage].replicas))
-        self.index, self.places = stage, [(stage, replica) for replica in replicas]
-        self.first: dict[Pass, list[int]] = {}
-        self.last: dict[Pass, list[int]] = {}
-        for place in self.places:
-            seen: dict[Pass, tuple[int, int]] = {}
-            for entry in compute.entries[place]:
-                if entry.action.is_compute:
-                    key = (entry.action.kind, entry.action.part)
-                    seen[key] = (seen[key][0] if key in seen else entry.node, entry.node)
-            for key, (first, last) in seen.items():
-                self.first.setdefault(key, []).append(first)
-                self.last.setdefault(key, []).append(last)
+        self.index, self.portions = stage, compute.costs.state.portions[stage]
+        runs = {place: run for place, run in compute.runs.items() if place[0] == stage}
+        self.runs, self.apart = runs, list({run.actor: run for run in runs.values()}.values())
+        ways = self.apart[0].order.ways
+        self.first = {way: [run.first + run.order.spans[way][0] for run in self.apart] for way in ways}
+        self.last = {way: [run.first + run.order.spans[way][1] for run in self.apart] for way in ways}
+
+    def updates(self, kind: Kind) -> dict[int, list[int]]:
+        """By part, or under 0 for all of them at once, the nodes of an update."""
+        found: dict[int, list[int]] = {}
+        for run in self.apart:
+            for (own, part), position in run.order.updates.items():
+                if own is kind:
+                    found.setdefault(part, []).append(run.first + position)
+        return found
+
+    def portion(self, part: int) -> Portion | None:
+        return self.portions[part] if len(self.portions) > 1 else None
+
+    def parts(self) -> list[int]:
+        """Its parts in the order in which their gradients are complete."""
+        parts = [part for kind, part in self.last if kind is Kind.BACKWARD]
+        return sorted(parts, key=lambda part: self.completing(part)[0])
+
+    def reduces(self, part: int) -> list[int]:
+        """The REDUCE nodes that wait for a part: its own, or the one that is for all parts."""
+        found = self.updates(Kind.REDUCE)
+        return found[part] if len(found) > 1 else next(iter(found.values()))
 
     def completing(self, part: int) -> list[int]:
         """The last nodes that add to the part's gradients, on every replica."""
@@ -47,7 +62,8 @@ class Collectives:
         self.layout, self.costs, self.compute = layout, costs, compute
         self.programme: Programme = compute.programme
         self.shown: dict[int, float] = {}
-        self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.entries, 0.0)
+        self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
+        self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
         stages = [Stage(compute, stage) for stage in range(layout.num_stages)]
         for stage in stages:
             if costs.state.in_rounds(stage.index):
@@ -58,37 +74,14 @@ class Collectives:
                 self._collect_by_pass(stage, sharded)
             if not (by_pass and sharded):
                 self._reduce_beside(stage)
-        self.norm = self._meet([node for place in compute.entries for _, node in self._actions(place, Kind.REDUCE)])
+        self.norm = self._meet([n for stage in stages for nodes in stage.updates(Kind.REDUCE).values() for n in nodes])
         for stage in stages:
             self._step_and_gather(stage)
 
     @property
     def steps_by_part(self) -> bool:
         """Whether some replica steps before all its tiles are through."""
-        steps = (list(self._actions(place, Kind.STEP)) for place in self.compute.entries)
-        return any(len(own) > 1 for own in steps)
-
-    def _actions(self, place: Place, kind: Kind) -> Iterable[tuple[int, int]]:
-        """Part and node of a replica's actions of a kind."""
-        for entry in self.compute.entries[place]:
-            if entry.action.kind is kind:
-                yield entry.action.part, entry.node
-
-    def _portion(self, stage: Stage, part: int) -> Portion | None:
-        portions = self.costs.state.portions[stage.index]
-        return portions[part] if len(portions) > 1 else None
-
-    @staticmethod
-    def _parts(stage: Stage) -> list[int]:
-        """The stage's parts in the order in which their gradients are complete."""
-        parts = [part for kind, part in stage.last if kind is Kind.BACKWARD]
-        return sorted(parts, key=lambda part: stage.completing(part)[0])
-
-    def _reduces(self, stage: Stage, part: int) -> list[int]:
-        """The REDUCE nodes that wait for a part: its own, or the one that is for all parts."""
-        found = {node: which for place in stage.places for which, node in self._actions(place, Kind.REDUCE)}
-        alone = len(set(found.values())) == 1
-        return [node for node, which in found.items() if alone or which == part]
+        return self.layout.plan.steps_part_by_part and self.layout.plan.num_chunks > 1
 
     def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
         """A node that ends `seconds` after the last of `nodes`."""
@@ -109,19 +102,19 @@ class Collectives:
 
     def _wait_after_rounds(self, stage: Stage) -> None:
         """In rounds only the last layer's reduction is still under way when compute ends."""
-        for part in self._parts(stage):
-            tail = self.costs.state.reduction(stage.index, self._portion(stage, part)).tail_seconds
-            self._wait(self._reduces(stage, part), self._meet(stage.completing(part), tail))
+        for part in stage.parts():
+            tail = self.costs.state.reduction(stage.index, stage.portion(part)).tail_seconds
+            self._wait(stage.reduces(part), self._meet(stage.completing(part), tail))
 
     def _reduce_beside(self, stage: Stage) -> None:
         """A part's gradients are summed from its last tile's backward on; the last bucket cannot start before its end."""
         stream = self.programme.add_actor()
-        for part in self._parts(stage):
-            reduction = self.costs.state.reduction(stage.index, self._portion(stage, part))
+        for part in stage.parts():
+            reduction = self.costs.state.reduction(stage.index, stage.portion(part))
             if reduction.seconds:
                 node = self._beside(stream, reduction.seconds, stage.completing(part))
                 tail = self._meet(stage.completing(part), reduction.tail_seconds)
-                self._wait(self._reduces(stage, part), node, tail)
+                self._wait(stage.reduces(part), node, tail)
 
     def _collect_by_pass(self, stage: Stage, sharded: bool) -> None:
         """Weights brought once per part and pass while the pass before runs; where gradients are `sharded`, one reduction per
@@ -149,32 +142,25 @@ class Collectives:
         layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][part])
         last = stage.completing(part)
         node = self._beside(stream, sum(layers), last, ahead=1.0 - 1.0 / len(layers))
-        self._wait(self._reduces(stage, part), node, self._meet(last, layers[0]))
+        self._wait(stage.reduces(part), node, self._meet(last, layers[0]))
         return node
 
     def _step_and_gather(self, stage: Stage) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
-        steps = [
-            entry for place in stage.places for entry in self.compute.entries[place] if entry.action.kind is Kind.STEP
-        ]
-        by_part = len({entry.action.part for entry in steps}) > 1
-        stepped = {
-            part: self._meet([entry.node for entry in steps if entry.action.part == part])
-            for part in {entry.action.part for entry in steps}
-        }
-        for place in stage.places:
-            entries = self.compute.entries[place]
-            computing = max(i for i, entry in enumerate(entries) if entry.action.is_compute)
-            for index, (action, node, _) in enumerate(entries):
-                portion = self._portion(stage, action.part) if by_part else None
-                if action.kind is Kind.STEP:
-                    own = self.costs.optimizer(*place, portion)
-                    self.optimizer_seconds[place] += own
-                    self.programme.seconds[node] = max(self.programme.seconds[node], own)
-                    if index > computing and not by_part:
-                        self._wait([node], self.norm)
-                elif action.kind is Kind.GATHER:
-                    seconds = self.costs.state.reduction(stage.index, portion).gather_seconds
-                    self.programme.seconds[node] = seconds
-                    if seconds:  # else nobody steps for others
-                        self._wait([node], stepped[action.part])
+        seconds, gathers = self.programme.seconds, stage.updates(Kind.GATHER)
+        for part, steps in stage.updates(Kind.STEP).items():
+            portion = stage.portion(part) if self.steps_by_part else None
+            for place, run in stage.runs.items():
+                own, node = self.costs.optimizer(*place, portion), run.first + run.order.updates[Kind.STEP, part]
+                self.optimizer_seconds[place] += own
+                seconds[node] = max(seconds[node], own)
+            if not self.steps_by_part:
+                self._wait(steps, self.norm)
+            gather = self.costs.state.reduction(stage.index, portion).gather_seconds
+            if gather:  # else nobody steps for others
+                self._wait(gathers[part], self._meet(steps))
+                for node in gathers[part]:
+                    seconds[node] = gather
+            slowest = max(seconds[node] for node in steps)
+            for run, node in zip(stage.apart, steps, strict=True):
+                self.update_seconds[run.actor] = slowest + gather if gather else seconds[node]

@@ -4,8 +4,7 @@ A stage whose tiles come in rounds (ZeRO-2/3) is one actor: its replicas meet in
 takes as long as its slowest tile. Collectives over a part are nodes of a stream of their own, beside compute.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,22 +12,24 @@ from hethub.predictor.costs import Parts, PlanCosts
 from hethub.predictor.lean import LeanCosts
 from hethub.predictor.replay import Programme
 from hethub.spec.layout import Layout
-from hethub.spec.schedule import Action, Kind, schedule
-from hethub.spec.tiling import Tile
+from hethub.spec.orders import LaneOrder
+from hethub.spec.schedule import Kind, lane_order
+from hethub.spec.tiling import load_alone
 
 Place = tuple[int, int]  # stage and replica
-Unit = tuple[int, int]  # stage and part
+Way = tuple[Kind, int]  # a kind of compute and the part it runs
 
 
-class Entry(NamedTuple):
-    """An action of a replica: its node, and how long before the node's end the replica is done."""
+class Run(NamedTuple):
+    """A replica's step: an actor's nodes from `first` on, one per entry of the order."""
 
-    action: Action
-    node: int
-    early_seconds: float
+    actor: int
+    first: int
+    order: LaneOrder
+    early_seconds: Sequence[float] | None  # how long before each node's end the replica is done; None: never
 
-
-IDLE = Parts(0.0, 0.0, 0.0)
+    def early(self, position: int) -> float:
+        return self.early_seconds[position] if self.early_seconds else 0.0
 
 
 class Compute:
@@ -37,73 +38,76 @@ class Compute:
     def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts) -> None:
         self.layout, self.costs = layout, costs
         self.programme = Programme()
-        self.actors: dict[Place, int] = {}
-        self.entries: dict[Place, list[Entry]] = {}
+        self.runs: dict[Place, Run] = {}
         self.spent: dict[Place, Parts] = {}  # by each replica on all its tiles
-        self.done: dict[tuple[Kind, Unit], dict[Tile, tuple[int, float]]] = {}  # a tile's node, and how early in it
-        lists = schedule(layout)
         for stage, spec in enumerate(layout.stages):
-            replicas = range(len(spec.replicas))
             if layout.plan.runs_in_rounds(stage):
-                self._add_together(stage, {replica: lists[stage, replica] for replica in replicas})
+                self._add_together(stage)
             else:
-                for replica in replicas:
-                    self._add_alone((stage, replica), lists[stage, replica])
+                for replica in range(len(spec.replicas)):
+                    self._add_alone((stage, replica))
         self._wire()
 
-    def _add_alone(self, place: Place, acts: list[Action]) -> None:
+    def _add_alone(self, place: Place) -> None:
         """Nodes for the actions of a replica that goes its own way."""
-        actor, first = self.programme.add_actor(), len(self.programme.seconds)
-        price = self._price(place)
-        spent = [price(act) for act in acts]
-        nodes = range(first, first + len(acts))
-        self.programme.orders[actor] += nodes
-        self.programme.seconds += [parts.total for parts in spent]
-        self.programme.needs += [[] for _ in acts]
-        self._note(place, actor, [Entry(act, node, 0.0) for act, node in zip(acts, nodes, strict=True)], spent)
+        order, first = lane_order(self.layout, *place), len(self.programme.seconds)
+        full, last = self._prices(place, order)
+        seconds = [parts.total for parts in full] + [0.0]  # the last one is that of updates
+        spent = [seconds[way] for way in order.way_of]
+        for way, parts in zip(order.ways, last, strict=True):
+            spent[order.positions[way][-1]] = parts.total
+        self.programme.seconds += spent
+        self._add_run(place, Run(self.programme.add_actor(), first, order, None))
 
-    def _add_together(self, stage: int, lists: dict[int, list[Action]]) -> None:
+    def _add_together(self, stage: int) -> None:
         """Nodes for the rounds of replicas that go through them in lockstep."""
-        actor = self.programme.add_actor()
-        spent = {replica: list(map(self._price((stage, replica)), acts)) for replica, acts in lists.items()}
-        seconds = [max(parts.total for parts in own) for own in zip(*spent.values(), strict=True)]
-        nodes = [self.programme.add(actor, longest) for longest in seconds]
+        order, first = lane_order(self.layout, stage, 0), len(self.programme.seconds)
+        actor, replicas = self.programme.add_actor(), range(len(self.layout.stages[stage].replicas))
+        taken = [self._taken((stage, replica), order) for replica in replicas]
+        longest = [max(own) for own in zip(*taken, strict=True)]
+        self.programme.seconds += longest
         # Only gathers keep a replica from running ahead of the others inside a round.
         ahead = self.layout.stages[stage].zero < 3
-        for replica, acts in lists.items():
-            early = [
-                longest - own.total if ahead else 0.0 for longest, own in zip(seconds, spent[replica], strict=True)
-            ]
-            entries = [Entry(*entry) for entry in zip(acts, nodes, early, strict=True)]
-            self._note((stage, replica), actor, entries, spent[replica])
+        for replica, own in enumerate(taken):
+            early = [most - mine for most, mine in zip(longest, own, strict=True)] if ahead else None
+            self._add_run((stage, replica), Run(actor, first, order, early))
 
-    def _note(self, place: Place, actor: int, entries: list[Entry], spent: list[Parts]) -> None:
-        self.actors[place], self.entries[place] = actor, entries
-        counts = Counter(spent)
-        self.spent[place] = Parts(*(sum(n * parts[i] for parts, n in counts.items()) for i in range(3)))
-        for act, node, early in entries:
-            if act.tile is not None:
-                key = (act.kind, (act.stage, act.part))
-                if key not in self.done:
-                    self.done[key] = {}
-                self.done[key][act.tile] = (node, early)
+    def _taken(self, place: Place, order: LaneOrder) -> list[float]:
+        """Seconds that a replica needs for its own tile of each entry of its lane's order."""
+        full, last = self._prices(place, order)
+        found, numbers = [0.0] * len(order.passes), self.layout.round_numbers(*place)
+        for way, whole, short in zip(order.ways, full, last, strict=True):
+            positions, seconds = order.positions[way], whole.total
+            for number in numbers:
+                found[positions[number]] = seconds
+            found[positions[numbers[-1]]] = short.total
+        return found
 
-    def _price(self, place: Place) -> Callable[[Action], Parts]:
-        """What the replica spends on an action, by kind, part and samples."""
-        known: dict[tuple[Kind, int, int], Parts] = {}
-        portions = self.costs.state.portions[place[0]]
+    def _add_run(self, place: Place, run: Run) -> None:
+        self.runs[place] = run
+        nodes = range(run.first, run.first + len(run.order.passes))
+        if not self.programme.orders[run.actor]:
+            self.programme.orders[run.actor] += nodes
+            self.programme.needs += [[] for _ in nodes]
 
-        def price(act: Action) -> Parts:
-            if act.tile is None:
-                return IDLE
-            key = (act.kind, act.part, act.tile.samples.stop - act.tile.samples.start)
-            if key not in known:
-                cost = self.costs.tile(*place, key[2], portions[act.part] if len(portions) > 1 else None)
-                passes = {Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward, Kind.WEIGHT: cost.weight}
-                known[key] = passes[act.kind]
-            return known[key]
+    def _prices(self, place: Place, order: LaneOrder) -> tuple[list[Parts], list[Parts]]:
+        """What the replica spends on a whole tile and on its last one, by way; notes what it spends in all."""
+        spec, portions = self.layout.replica(*place), self.costs.state.portions[place[0]]
+        num_tiles = load_alone(spec).num_tiles
+        short = spec.samples - spec.micro_batch * (num_tiles - 1)
 
-        return price
+        def price(way: Way, samples: int) -> Parts:
+            cost = self.costs.tile(*place, samples, portions[way[1]] if len(portions) > 1 else None)
+            return {Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward, Kind.WEIGHT: cost.weight}[way[0]]
+
+        last = [price(way, short) for way in order.ways]
+        full = last if short == spec.micro_batch else [price(way, spec.micro_batch) for way in order.ways]
+        sums = [
+            sum((num_tiles - 1) * whole[part] + own[part] for whole, own in zip(full, last, strict=True))
+            for part in range(3)
+        ]
+        self.spent[place] = Parts(*sums)
+        return full, last
 
     def _wire(self) -> None:
         """A tile waits for those of the part before (backward: behind) that overlap it, where another stage ran them."""
@@ -111,28 +115,38 @@ class Compute:
         for above, below in pairwise((unit.stage, unit.part) for unit in self.layout.units):
             if above[0] == below[0]:
                 continue  # handed over inside a rank, whose own order sees to it
-            forward, backward = (
-                [self.done[kind, unit] for unit in (above, below)] for kind in (Kind.FORWARD, Kind.BACKWARD)
-            )
+            sources, targets = self._nodes(Kind.FORWARD, *above), self._nodes(Kind.FORWARD, *below)
+            back_sources, back_targets = self._nodes(Kind.BACKWARD, *below), self._nodes(Kind.BACKWARD, *above)
             for source, target, seconds in self._crossing(above[0], below[0]):
-                node, early = forward[0][source]
-                needs[forward[1][target][0]].append((node, seconds - early))
-                node, early = backward[1][target]
-                needs[backward[0][source][0]].append((node, seconds - early))
+                node, early = sources[source]
+                needs[targets[target][0]].append((node, seconds - early))
+                node, early = back_sources[target]
+                needs[back_targets[source][0]].append((node, seconds - early))
 
-    def _crossing(self, above: int, below: int) -> Iterator[tuple[Tile, Tile, float]]:
-        """Tiles of two stages that overlap, and the seconds that what they share is under way."""
+    def _nodes(self, kind: Kind, stage: int, part: int) -> list[tuple[int, float]]:
+        """The node of each of a stage's tiles, in order of the sample axis, and how early in it the tile is done."""
+        tiling, in_rounds = self.layout.tilings[stage], self.layout.plan.runs_in_rounds(stage)
+        own = []
+        for replica in range(len(self.layout.stages[stage].replicas)):
+            run = self.runs[stage, replica]
+            positions = run.order.positions[kind, part]
+            if in_rounds:
+                positions = [positions[number] for number in self.layout.round_numbers(stage, replica)]
+            own.append([(run.first + position, run.early(position)) for position in positions])
+        return [own[replica][index] for replica, index in zip(tiling.replicas, tiling.indices, strict=True)]
+
+    def _crossing(self, above: int, below: int) -> Iterator[tuple[int, int, float]]:
+        """Tiles of two stages that overlap, by their place on the sample axis, and the seconds that what they share is
+        under way."""
         known: dict[tuple[int, int, int], float] = {}
-        targets, first = self.layout.tiles[below], 0
-        for source in self.layout.tiles[above]:
-            while targets[first].samples.stop <= source.samples.start:
-                first += 1
-            for index in range(first, len(targets)):
-                target = targets[index]
-                if target.samples.start >= source.samples.stop:
-                    break
-                shared = min(source.samples.stop, target.samples.stop) - max(source.samples.start, target.samples.start)
-                key = (source.replica, target.replica, shared)
-                if key not in known:
-                    known[key] = self.costs.boundary(above, source.replica, target.replica, shared, below)
-                yield source, target, known[key]
+        sources, targets = self.layout.tilings[above], self.layout.tilings[below]
+        source = target = start = 0
+        while source < len(sources.stops):
+            stop = min(sources.stops[source], targets.stops[target])
+            key = (sources.replicas[source], targets.replicas[target], stop - start)
+            if key not in known:
+                known[key] = self.costs.boundary(above, *key, below)
+            yield source, target, known[key]
+            source += sources.stops[source] == stop
+            target += targets.stops[target] == stop
+            start = stop

@@ -9,16 +9,17 @@ replayed once. Under 1F1B `simulator` extrapolates them from their steady state,
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from hethub.predictor.collectives import Collectives
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.lean import LeanCosts, LeanLayout, extent
-from hethub.predictor.programme import Compute, Entry, Place
+from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import idle_times, replay
 from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
 from hethub.spec.layout import Layout
-from hethub.spec.schedule import Action, Kind
+from hethub.spec.schedule import Action, Kind, schedule
 
 
 class Timed(NamedTuple):
@@ -79,18 +80,16 @@ def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) ->
     """Every action of every replica, in the order that the executor runs them."""
     compute = Compute(layout, costs)
     collectives = Collectives(layout, costs, compute)
-    ends = replay(compute.programme)
-    begins = {} if collectives.steps_by_part else _begins(compute, ends, ends[collectives.norm])
-    if any(begins.values()):
-        ends = replay(compute.programme, begins)
-    over = [_over(entries, ends) for entries in compute.entries.values()]
+    begins = {} if collectives.steps_by_part else _begins(collectives.update_seconds)
+    programme, ends = compute.programme, replay(compute.programme, begins)
+    over = [ends[programme.orders[run.actor][-1]] for run in compute.runs.values()]
     seconds = max(over) if collectives.steps_by_part else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
-    gathers = [entry.node for entry in compute.entries[bottleneck] if entry.action.kind is Kind.GATHER]
-    parts["dp"] += sum(compute.programme.seconds[node] for node in gathers)
-    actor = compute.actors[bottleneck]
-    for _, idle, source, under_way in idle_times(compute.programme, ends, actor, begins.get(actor, 0.0)):
+    run = compute.runs[bottleneck]
+    gathers = [run.first + position for (kind, _), position in run.order.updates.items() if kind is Kind.GATHER]
+    parts["dp"] += sum(programme.seconds[node] for node in gathers)
+    for _, idle, source, under_way in idle_times(programme, ends, run.actor, begins.get(run.actor, 0.0)):
         if source in collectives.shown:
             parts["dp"] += min(idle, collectives.shown[source])
         else:
@@ -99,29 +98,22 @@ def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) ->
     return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=timed)
 
 
-def _over(entries: list[Entry], ends: list[float]) -> float:
-    """When a replica has done its last action."""
-    return ends[entries[-1].node] - entries[-1].early_seconds
-
-
-def _begins(compute: Compute, ends: list[float], norm: float) -> dict[int, float]:
-    """By actor, how much later than the first it begins a step, the update being done so much later after the norm."""
-    updates: dict[int, float] = {}
-    for place, actor in compute.actors.items():
-        updates[actor] = max(updates.get(actor, 0.0), _over(compute.entries[place], ends) - norm)
-    first = min(updates.values())
-    return {actor: seconds - first for actor, seconds in updates.items()}
+def _begins(update_seconds: dict[int, float]) -> dict[int, float]:
+    """By actor, how much later than the first it begins a step, its update being done so much later after the norm."""
+    first = min(update_seconds.values())
+    return {actor: seconds - first for actor, seconds in update_seconds.items()}
 
 
 def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
     """When each replica's actions ran; waits for collectives belong to them, as they do in a run's trace."""
     found: dict[Place, list[Timed]] = {}
-    for place, entries in compute.entries.items():
+    for place, acts in schedule(compute.layout).items():
         own: list[Timed] = []
-        for action, node, early in entries:
+        run = compute.runs[place]
+        for position, (action, node) in enumerate(zip(acts, count(run.first), strict=False)):
             waited = action.kind in (Kind.REDUCE, Kind.GATHER)
             start = own[-1].stop_seconds if waited and own else ends[node] - compute.programme.seconds[node]
-            own.append(Timed(action, start, ends[node] - early))
+            own.append(Timed(action, start, ends[node] - run.early(position)))
         found[place] = own
     return found
 

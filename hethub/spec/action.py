@@ -26,6 +26,7 @@ class Pass(NamedTuple):
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
 
 
 class Action(NamedTuple):

@@ -8,19 +8,20 @@ from collections.abc import Sequence
 
 from hethub.spec.action import Kind, Pass
 from hethub.spec.errors import BadInput
+from hethub.spec.orders import LaneOrder, ended
 from hethub.spec.paper_run import PaperRun, depth
 from hethub.spec.plan import PlanSpec
 from hethub.spec.tiling import Tiling, asked_in_flight, deal, load_alone
 
 
-def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[list[Pass]]]:
+def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[LaneOrder]]:
     """Per stage and lane, its passes in order. `tilings` are the stages' tiles, those of a lane under its number.
 
     `in_flight` counts passes held, of all chunks together. The default is Megatron's depth in proportion to the lane's
     samples, and more where the tiles would wait for each other otherwise. Raises BadInput where the plan gives less than
     that.
     """
-    found = PaperRun(plan, tilings).run()
+    found = [[ended(own) for own in lanes] for lanes in PaperRun(plan, tilings).run()]
     for stage, lanes in enumerate(found):
         for lane, (asked, place) in enumerate(asked_in_flight(plan, stage)):
             if asked is not None and (held := most_held(lanes[lane])) > asked:
@@ -31,7 +32,7 @@ def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[list[Pass
     return found
 
 
-def interleave_regular(plan: PlanSpec) -> list[list[list[Pass]]]:
+def interleave_regular(plan: PlanSpec) -> list[list[LaneOrder]]:
     """As `interleave` for a regular plan, without its tiles: the lanes of a stage share one list."""
     stages, num_tiles = len(plan.stages), load_alone(plan.stages[0].replicas[0]).num_tiles
     if num_tiles % stages == 0:
@@ -40,15 +41,15 @@ def interleave_regular(plan: PlanSpec) -> list[list[list[Pass]]]:
         alone = plan.of_replicas([0])
         orders = [own for own, *_ in PaperRun(alone, [deal(stage.replicas) for stage in alone.stages]).run()]
     return [
-        [order] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
+        [ended(order)] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
         for stage, order in enumerate(orders)
     ]
 
 
-def most_held(passes: Sequence[Pass]) -> int:
+def most_held(order: LaneOrder) -> int:
     """The most passes that have run forward and not yet backward."""
     held = most = 0
-    for one in passes:
+    for one in order.passes:
         held += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(one.kind, 0)
         most = max(most, held)
     return most

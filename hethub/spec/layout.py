@@ -5,11 +5,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from hethub.spec.action import Pass
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.interleaving import interleave, interleave_regular, most_held
 from hethub.spec.model import ModelSpec
+from hethub.spec.orders import LaneOrder
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
 from hethub.spec.tensors import RankShares, rank_shares
@@ -192,13 +192,21 @@ class Layout:
         if self.plan.schedule in ALL_IN_FLIGHT:
             return [[load.num_tiles for load in own] for own in self.loads]
         if self.plan.schedule == "interleaved":
-            known = {id(passes): most_held(passes) for lanes in self.interleaved for passes in lanes}
-            return [[known[id(passes)] for passes in lanes] for lanes in self.interleaved]
+            held = {order: most_held(order) for lanes in self.interleaved for order in dict.fromkeys(lanes)}
+            return [[held[order] for order in lanes] for lanes in self.interleaved]
         return even_limits(self.plan) if is_even(self.plan) else in_flight_limits(self.plan, self.lanes)
 
     @cached_property
-    def interleaved(self) -> list[list[list[Pass]]]:
-        """Per stage and lane, the passes of schedule interleaved."""
+    def samples_under_way(self) -> list[int]:
+        """Per stage, the samples that its lanes may hold together before their backward."""
+        return [
+            sum(limit * load.largest for limit, load in zip(limits, loads, strict=True))
+            for limits, loads in zip(self.lane_limits, self.loads, strict=True)
+        ]
+
+    @cached_property
+    def interleaved(self) -> list[list[LaneOrder]]:
+        """Per stage and lane, the order of schedule interleaved."""
         return interleave_regular(self.plan) if is_regular(self.plan) else interleave(self.plan, self.lanes)
 
     def parts(self, stage: int) -> tuple[Range, ...]:

@@ -17,18 +17,16 @@ What both may rely on:
 - Every compute action of a tile in a part comes once: forward, backward, and under zero_bubble weight after it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from hethub.spec.action import COMPUTE, Action, Kind, Pass
+from hethub.spec.action import COMPUTE, Action, Kind
 from hethub.spec.layout import Layout
-from hethub.spec.orders import one_forward_one_backward, part_by_part, with_weight_passes
+from hethub.spec.orders import NO_TILE, LaneOrder, in_parts, pipelined
 from hethub.spec.state import StateMap
 from hethub.spec.tiling import overlapping
 
 __all__ = ["COMPUTE", "Action", "Kind", "actions", "check_executable", "dependencies",
-           "execution_order", "put_off", "schedule"]  # fmt: skip
-
-UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
+           "execution_order", "lane_order", "put_off", "schedule"]  # fmt: skip
 
 
 def check_executable(layout: Layout) -> None:
@@ -39,30 +37,25 @@ def check_executable(layout: Layout) -> None:
 def actions(layout: Layout, stage: int, replica: int) -> list[Action]:
     """The ordered actions of every rank of a replica for one step."""
     own, num_parts = layout.lane_tiles(stage, replica), len(layout.parts(stage))
-    compute = [
-        Action(kind, stage, own[index], part, num_parts)
-        for kind, part, index in _passes(layout, stage, layout.lane_of(stage, replica))
+    parts_of_updates = num_parts if layout.plan.steps_part_by_part else 1
+    return [
+        Action(kind, stage, None, part, parts_of_updates)
+        if index == NO_TILE
+        else Action(kind, stage, own[index], part, num_parts)
+        for kind, part, index in lane_order(layout, stage, layout.lane_of(stage, replica)).passes
     ]
-    if not layout.plan.steps_part_by_part:
-        return [*compute, *(Action(kind, stage) for kind in UPDATE)]
-    forwards = [act for act in compute if act.kind is Kind.FORWARD]
-    found = forwards
-    for part in reversed(range(num_parts)):
-        found += [act for act in compute if act.kind is Kind.BACKWARD and act.part == part]
-        found += [Action(kind, stage, None, part, num_parts) for kind in UPDATE]
-    return found
 
 
-def _passes(layout: Layout, stage: int, lane: int) -> Sequence[Pass]:
-    """What a lane does with its tiles, in order."""
+def lane_order(layout: Layout, stage: int, lane: int) -> LaneOrder:
+    """What a lane does with its tiles, in order, and its updates."""
     name = layout.plan.schedule
     if name == "interleaved":
         return layout.interleaved[stage][lane]
     num_tiles = layout.loads[stage][lane].num_tiles
-    if name in ("ministages", "layered"):
-        return list(part_by_part(num_tiles, len(layout.parts(stage))))
-    order = list(one_forward_one_backward(num_tiles, layout.lane_limits[stage][lane]))
-    return list(with_weight_passes(order, put_off(layout, stage, lane))) if name == "zero_bubble" else order
+    if layout.plan.goes_part_by_part:
+        return in_parts(num_tiles, len(layout.parts(stage)), layout.plan.steps_part_by_part)
+    later = put_off(layout, stage, lane) if name == "zero_bubble" else None
+    return pipelined(num_tiles, layout.lane_limits[stage][lane], later)
 
 
 def put_off(layout: Layout, stage: int, lane: int) -> int:
@@ -71,10 +64,7 @@ def put_off(layout: Layout, stage: int, lane: int) -> int:
     Later stages hold fewer tiles, so they have that much room, and their backwards come the sooner to those before
     (arXiv 2401.10241, its schedule H1). A replica takes its share of the stage's samples.
     """
-    under_way = [
-        sum(limit * load.largest for limit, load in zip(limits, loads, strict=True))
-        for limits, loads in zip(layout.lane_limits, layout.loads, strict=True)
-    ]
+    under_way = layout.samples_under_way
     own = layout.loads[stage][lane]
     return (max(under_way) - under_way[stage]) * own.samples // (layout.plan.global_batch * own.largest)
 
