@@ -1,64 +1,113 @@
 """The whole plan grid of a small cluster, searched to its end: what `auto` is compared with.
 
 Grid: ordered partitions of the ranks into stages, TP 1 and 2 inside machines, cuts of the layers, micro-batch 1, 2 or 4
-per replica, recompute per stage, ZeRO 0 or 1 per stage, samples in steps of one. A plan is at least as long as its
-busiest replica works, so what already exceeds the best plan known is counted and left out: the optimum stays exact.
+per replica, ZeRO 0, 1 or 3 and recompute none or full per stage, samples in steps of one.
+
+Every point is counted. A branch is left out where its bound is no shorter than a plan that is known, and the smallest
+bound so left out is kept: with the best plan found it brackets the optimum. All others are predicted, and no prediction
+may be shorter than its bound.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
-from math import comb, prod
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
 
 from hethub.planner.costs import UnitCosts
+from hethub.planner.judge import Judge, Verdict
+from hethub.planner.planning import find
 from hethub.planner.problem import Problem, Unit
 from hethub.predictor import predict
-from hethub.spec.errors import BadInput
+from hethub.predictor.memory import memory
 from hethub.spec.layout import bind
-from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+from hethub.spec.plan import PlanSpec
+from tests.planner.retimed import Need, ends, nodes_of
+from tests.planner.stage_grid import MICRO_BATCHES, RECOMPUTES, ZEROS, Option, Shape, StageGrid, StageGrids, plan_of
 
-MICRO_BATCHES = (1, 2, 4)
+
+class Point(NamedTuple):
+    """A plan of the grid that may be better than the best known: an option per stage."""
+
+    shape: Shape
+    layers: tuple[int, ...]
+    options: tuple[Option, ...]
+
+    @property
+    def tiling(self) -> object:
+        """What the order of its actions depends on, and what passes between its stages."""
+        rounds = (own.zero >= 2 and len(own.samples) > 1 for own in self.options)
+        return self.shape, tuple(
+            (own.samples, own.micro_batches, r) for own, r in zip(self.options, rounds, strict=True)
+        )
 
 
 @dataclass
 class Outcome:
-    """The best plan of the grid, its step, and how many points it has and how many were predicted."""
+    """The best plan of the grid and its step; nothing in the grid is shorter than `lower_bound`."""
 
     seconds: float = float("inf")
     plan: PlanSpec | None = None
+    lower_bound: float = float("inf")
     points: int = 0
+    timed: int = 0  # left by the rough bound, timed action by action
     predicted: int = 0
+    too_large: int = 0  # of the points to be predicted, beyond memory
 
-
-@dataclass(frozen=True)
-class Option:
-    """What one stage may do, with the seconds that its busiest replica works."""
-
-    busy: float
-    shortest: float  # its shortest tile, forward and backward
-    micro_batches: tuple[int, ...]
-    samples: tuple[int, ...]
-    recompute: str
+    def cut_off(self, bound: float) -> bool:
+        """Whether a branch cannot hold a better plan; if so its bound is noted."""
+        if bound < self.seconds:
+            return False
+        self.lower_bound = min(self.lower_bound, bound)
+        return True
 
 
 def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
     """The grid's optimum. `start` is a step already known to be reachable; nothing slower is looked at."""
-    outcome, costs = Outcome(seconds=start), UnitCosts(problem)
-    for units in _groupings(problem):
-        for stages in _ordered_partitions(tuple(units)):
-            if len(stages) <= problem.model.layers and max(map(len, stages)) <= problem.batch.global_batch:
-                for layers in _cuts(problem.model.layers, len(stages)):
-                    _search(problem, costs, stages, layers, outcome)
+    outcome, grids = Outcome(seconds=start), StageGrids(problem)
+    alike: dict[object, list[Point]] = {}
+    for units in groupings(problem):
+        for shape in ordered_partitions(tuple(units)):
+            if len(shape) <= problem.model.layers and max(map(len, shape)) <= problem.batch.global_batch:
+                for layers in cuts(problem.model.layers, len(shape)):
+                    for point in _within(grids, shape, layers, outcome):
+                        alike.setdefault(point.tiling, []).append(point)
+    timed = [(bound, point) for points in alike.values() for bound, point in timed_points(problem, grids, points)]
+    outcome.timed = len(timed)
+    for bound, point in sorted(timed, key=lambda entry: entry[0]):
+        if not outcome.cut_off(bound):
+            _predict(problem, plan_of(problem, *point), bound, outcome)
+    outcome.lower_bound = min(outcome.lower_bound, outcome.seconds)
     return outcome
 
 
-def _groupings(problem: Problem) -> Iterator[list[Unit]]:
+def restricted(problem: Problem) -> Verdict:
+    """The best plan of the grid that `auto` judges."""
+    judge = Judge(problem, UnitCosts(problem))
+    find(problem, judge, "auto")
+    return min((v for v in judge.fitting.values() if is_in_grid(v.plan)), key=lambda verdict: verdict.seconds)
+
+
+def is_in_grid(plan: PlanSpec) -> bool:
+    """Whether a plan is a point of the grid."""
+    stages, replicas = plan.stages, [replica for stage in plan.stages for replica in stage.replicas]
+    return (
+        plan.schedule == "1f1b"
+        and all(len(s.layers) == 1 and not s.offload and not s.state_shares for s in stages)
+        and all(s.zero in ZEROS and s.recompute in RECOMPUTES for s in stages)
+        and all(r.tp <= 2 and r.tensor_shares is None and r.in_flight is None for r in replicas)
+        and all(r.micro_batch in MICRO_BATCHES or r.micro_batch == r.samples < MICRO_BATCHES[-1] for r in replicas)
+    )
+
+
+def groupings(problem: Problem) -> Iterator[list[Unit]]:
     """All ways to pair ranks of a machine (neighbours) or leave them single."""
     machines = [(k, machine) for k, kind in enumerate(problem.kinds) for machine in kind.machines]
     choices = []
     for kind, machine in machines:
-        singles = [Unit(kind, (rank,)) for rank in machine]
-        options = [singles]
+        options = [[Unit(kind, (rank,)) for rank in machine]]
         if len(machine) == 2 and 2 in problem.degrees:
             options.append([Unit(kind, machine)])
         choices.append(options)
@@ -66,113 +115,107 @@ def _groupings(problem: Problem) -> Iterator[list[Unit]]:
         yield [unit for units in chosen for unit in units]
 
 
-def _ordered_partitions(units: tuple[Unit, ...]) -> Iterator[tuple[tuple[Unit, ...], ...]]:
+def ordered_partitions(units: tuple[Unit, ...]) -> Iterator[Shape]:
     if not units:
         yield ()
         return
     for size in range(1, len(units) + 1):
         for stage in combinations(units, size):
             rest = tuple(unit for unit in units if unit not in stage)
-            for tail in _ordered_partitions(rest):
+            for tail in ordered_partitions(rest):
                 yield (stage, *tail)
 
 
-def _cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     for cuts in combinations(range(1, layers), stages - 1):
-        edges = (0, *cuts, layers)
-        yield tuple(b - a for a, b in pairwise(edges))
+        yield tuple(b - a for a, b in pairwise((0, *cuts, layers)))
 
 
-def _search(
-    problem: Problem, costs: UnitCosts, stages: tuple[tuple[Unit, ...], ...], layers: tuple[int, ...], outcome: Outcome
-) -> None:
-    last = len(stages) - 1
-    options = [
-        _options(problem, costs, units, x, s == 0, s == last)
-        for s, (units, x) in enumerate(zip(stages, layers, strict=True))
+def _within(grids: StageGrids, shape: Shape, layers: tuple[int, ...], outcome: Outcome) -> Iterator[Point]:
+    """The points of a shape whose rough bound is below the best step known; all are counted."""
+    whole = [grids(shape, layers, stage) for stage in range(len(shape))]
+    outcome.points += prod(map(len, whole))
+    alone = [grid.busy + grid.reduced for grid in whole]
+    if outcome.cut_off(max(float(own.min()) for own in alone)):
+        return
+    kept = []
+    for grid, own in zip(whole, alone, strict=True):
+        able = own < outcome.seconds
+        if not able.all():
+            outcome.cut_off(float(own[~able].min()))
+        kept.append(grid.only(np.nonzero(able)[0]))
+    bounds = bound_seconds(kept, [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)])
+    able = bounds < outcome.seconds
+    if not able.all():
+        outcome.cut_off(float(bounds[~able].min()))
+    for rows in np.argwhere(able).tolist():
+        yield Point(shape, layers, tuple(grid.options[row] for grid, row in zip(kept, rows, strict=True)))
+
+
+def bound_seconds(stages: list[StageGrid], crossings: list[float]) -> np.ndarray:
+    """Seconds that no plan is shorter than, over all choices of one option per stage [options of stage 0, of stage 1, …].
+
+    A stage starts when a tile has come down to it, works on all its tiles, and a tile goes back up from it; then the
+    gradients of all stages are reduced, and the next step begins where the update is shortest. Who has a longer update
+    than that begins later by the difference (predictor/step.py).
+    """
+    axes = [np.ix_(*(np.arange(len(grid)) for grid in stages))[s] for s in range(len(stages))]
+    first = np.minimum.reduce(np.broadcast_arrays(*(g.update[at] for g, at in zip(stages, axes, strict=True))))
+    reduced: np.ndarray | float = 0.0
+    filled: np.ndarray | float = 0.0
+    for s, (grid, at) in enumerate(zip(stages, axes, strict=True)):
+        filled = np.maximum(filled, grid.update[at] - first)
+        end = filled + grid.busy[at]
+        reduced = np.maximum(reduced, end + grid.reduced[at])
+        for above in range(s - 1, -1, -1):
+            end = end + crossings[above] + stages[above].backward[axes[above]]
+            reduced = np.maximum(reduced, end + stages[above].reduced[axes[above]])
+        if s < len(crossings):
+            filled = filled + grid.forward[at] + crossings[s]
+    return np.asarray(reduced + first)
+
+
+def timed_points(problem: Problem, grids: StageGrids, points: list[Point]) -> Iterator[tuple[float, Point]]:
+    """Points of one tiling with the seconds of all their tiles in order: as the predictor replays them, all at once."""
+    shape, layers, _ = points[0]
+    nodes = nodes_of(bind(plan_of(problem, *points[0]), problem.model, problem.cluster))
+    modes = [
+        [grids(shape, p.layers, s).modes[own.recompute, own.zero] for p in points for own in (p.options[s],)]
+        for s in range(len(shape))
     ]
-    zeros = [_zeros(problem, units) for units in stages]
-    batch = problem.batch.global_batch
-    outcome.points += prod(
-        2 * len(MICRO_BATCHES) ** len(units) * comb(batch - 1, len(units) - 1) * len(zero)
-        for units, zero in zip(stages, zeros, strict=True)
-    )
-    able = [[option for option in own if option.busy < outcome.seconds] for own in options]
-    for chosen in product(*able):
-        if _bound(chosen) >= outcome.seconds:
-            continue
-        for zero in product(*zeros):
-            _predict(problem, stages, layers, chosen, zero, outcome)
+    works = {work for node in nodes for work in node.works}
+    seconds = {
+        work: np.array([mode.seconds(work.place[1], work.kind, work.samples) for mode in modes[work.place[0]]])
+        for work in works
+    }
+    updates = [np.array([mode.update for mode in own]) for own in modes]
+    first = np.minimum.reduce(updates)
 
+    def crossing(need: Need) -> float:
+        above, below = sorted((need.source, need.target))
+        return grids.crossing(shape, layers, above[0], (above[1], below[1]), need.samples)
 
-def _bound(chosen: tuple[Option, ...]) -> float:
-    """No plan is shorter: before a stage starts, a tile has passed those above it, and returns through them at the end."""
-    fill = bound = 0.0
-    for option in chosen:
-        bound = max(bound, fill + option.busy)
-        fill += option.shortest
-    return bound
-
-
-def _options(
-    problem: Problem, costs: UnitCosts, units: tuple[Unit, ...], layers: int, first: bool, last: bool
-) -> list[Option]:
-    """All choices of a stage, shortest busy time first. Micro-batches beyond a replica's samples are the same plan."""
-    batch = problem.batch.global_batch
-    found = []
-    for recompute in ("none", "full"):
-        tiles = [
-            [costs.rate(u.kind, u.tp, b, recompute).tile(layers, first, last).total for b in range(1, 5)] for u in units
-        ]
-        for cuts in combinations(range(1, batch), len(units) - 1):
-            edges = (0, *cuts, batch)
-            samples = tuple(b - a for a, b in pairwise(edges))
-            for micro_batches in product(MICRO_BATCHES, repeat=len(units)):
-                if any(b > n for b, n in zip(micro_batches, samples, strict=True)):
-                    continue
-                busy = max(
-                    (n // b) * own[b - 1] + (own[n % b - 1] if n % b else 0.0)
-                    for own, b, n in zip(tiles, micro_batches, samples, strict=True)
-                )
-                shortest = min(own[(n % b or b) - 1] for own, b, n in zip(tiles, micro_batches, samples, strict=True))
-                found.append(Option(busy, shortest, micro_batches, samples, recompute))
-    return sorted(found, key=lambda option: option.busy)
-
-
-def _zeros(problem: Problem, units: tuple[Unit, ...]) -> tuple[int, ...]:
-    islands = {problem.kinds[unit.kind].island for unit in units}
-    return (0,) if len(units) == 1 else (1,) if len(islands) > 1 else (0, 1)
-
-
-def _predict(
-    problem: Problem,
-    stages: tuple[tuple[Unit, ...], ...],
-    layers: tuple[int, ...],
-    chosen: tuple[Option, ...],
-    zeros: tuple[int, ...],
-    outcome: Outcome,
-) -> None:
-    start, specs = 0, []
-    for units, x, option, zero in zip(stages, layers, chosen, zeros, strict=True):
-        replicas = tuple(
-            ReplicaSpec(ranks=u.ranks, micro_batch=b, samples=n)
-            for u, b, n in zip(units, option.micro_batches, option.samples, strict=True)
+    found = ends(nodes, seconds, crossing, [update - first for update in updates])
+    reduced = [
+        np.maximum(
+            stage.stop + [mode.reduction.tail_seconds for mode in own],
+            stage.start + [mode.reduction.seconds for mode in own],
         )
-        specs.append(StageSpec(layers=((start, start + x),), replicas=replicas, zero=zero, recompute=option.recompute))
-        start += x
-    plan = PlanSpec(
-        model=problem.model.name,
-        cluster=problem.cluster.name,
-        global_batch=problem.batch.global_batch,
-        seq_len=problem.batch.seq_len,
-        precision=problem.batch.precision,
-        stages=tuple(specs),
-    )
-    try:
-        layout = bind(plan, problem.model, problem.cluster)
-    except BadInput:
+        for stage, own in zip(found, modes, strict=True)
+    ]
+    yield from zip((np.maximum.reduce(reduced) + first).tolist(), points, strict=True)
+
+
+def _predict(problem: Problem, plan: PlanSpec, bound: float, outcome: Outcome) -> None:
+    layout = bind(plan, problem.model, problem.cluster)
+    reserve = problem.constraints.reserve
+    if not all(entry.fits(reserve) for entry in memory(layout)):
+        outcome.too_large += 1
         return
     outcome.predicted += 1
-    prediction = predict(layout, reserve=problem.constraints.reserve)
+    prediction = predict(layout, reserve=reserve)
+    assert prediction.step_seconds >= bound * (1 - 1e-9), (
+        f"{plan} takes {prediction.step_seconds} s, below its bound {bound}"
+    )
     if prediction.fits and prediction.step_seconds < outcome.seconds:
         outcome.seconds, outcome.plan = prediction.step_seconds, plan

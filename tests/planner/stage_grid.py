@@ -1,0 +1,183 @@
+"""What one stage of a small cluster's plan may do, with seconds that no plan with it stays below."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.problem import Problem, Unit
+from hethub.predictor.constants import packaged
+from hethub.predictor.costs import PlanCosts
+from hethub.predictor.software import HETHUB
+from hethub.predictor.state_costs import Reduction
+from hethub.spec.action import Kind
+from hethub.spec.layout import Layout
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+
+MICRO_BATCHES = (1, 2, 4)
+ZEROS = (0, 1, 3)
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+
+Shape = tuple[tuple[Unit, ...], ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One stage's choices. Micro-batches beyond a replica's samples are the same plan and no option."""
+
+    samples: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    recompute: Recompute
+    zero: int
+
+
+class Mode(NamedTuple):
+    """What a stage costs under a recompute and a ZeRO level: per replica, forward and backward by samples of a tile."""
+
+    forward: list[list[float]]
+    backward: list[list[float]]
+    reduction: Reduction
+    update: float
+
+    def seconds(self, replica: int, kind: Kind, samples: int) -> float:
+        """Seconds of one tile."""
+        return (self.forward if kind is Kind.FORWARD else self.backward)[replica][samples - 1]
+
+
+@dataclass(frozen=True)
+class StageGrid:
+    """All options of a stage and, as arrays over them, seconds that its part of a step takes at least."""
+
+    options: tuple[Option, ...]
+    modes: dict[tuple[Recompute, int], Mode]
+    busy: np.ndarray  # the replica that works longest, on all its tiles
+    forward: np.ndarray  # its shortest tile
+    backward: np.ndarray
+    reduced: np.ndarray  # from the last backward to the end of the reduction
+    update: np.ndarray  # from the gradient norm to the replicas' next step
+
+    def __len__(self) -> int:
+        return len(self.options)
+
+    def only(self, rows: np.ndarray) -> "StageGrid":
+        """Some of the options."""
+        arrays = (self.busy, self.forward, self.backward, self.reduced, self.update)
+        return StageGrid(tuple(self.options[row] for row in rows), self.modes, *(array[rows] for array in arrays))
+
+
+def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
+    """The plan of one option per stage."""
+    start, specs = 0, []
+    for units, x, option in zip(shape, layers, options, strict=True):
+        replicas = tuple(
+            ReplicaSpec(ranks=u.ranks, micro_batch=b, samples=n)
+            for u, b, n in zip(units, option.micro_batches, option.samples, strict=True)
+        )
+        specs.append(
+            StageSpec(layers=((start, start + x),), replicas=replicas, zero=option.zero, recompute=option.recompute)
+        )
+        start += x
+    return PlanSpec(
+        model=problem.model.name,
+        cluster=problem.cluster.name,
+        global_batch=problem.batch.global_batch,
+        seq_len=problem.batch.seq_len,
+        precision=problem.batch.precision,
+        stages=tuple(specs),
+    )
+
+
+class StageGrids:
+    """The grids of all stages of a problem, each built once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._known: dict[object, StageGrid] = {}
+        self._crossings: dict[object, float] = {}
+        self._examples: dict[object, tuple[PlanCosts, int]] = {}
+
+    def zeros(self, units: tuple[Unit, ...]) -> tuple[int, ...]:
+        """A stage over islands shards its optimizer state at least; a single replica has nothing to shard."""
+        islands = {self.problem.kinds[unit.kind].island for unit in units}
+        return (0,) if len(units) == 1 else tuple(zero for zero in ZEROS if zero or len(islands) == 1)
+
+    def __call__(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
+        """The grid of a stage; beside its replicas it matters only whether it holds an end of the model."""
+        key = (shape[stage], layers[stage], stage == 0, stage == len(shape) - 1)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._build(shape, layers, stage)
+        return found
+
+    def crossing(self, shape: Shape, layers: Sequence[int], stage: int, ends: tuple[int, int], samples: int) -> float:
+        """Seconds of so many samples from a replica of a stage to one of the next, or back."""
+        key = (shape[stage], shape[stage + 1], ends, samples)
+        found = self._crossings.get(key)
+        if found is None:
+            if key[:2] not in self._examples:
+                self._examples[key[:2]] = (self._costs(shape, layers, "none", 1), stage)
+            costs, at = self._examples[key[:2]]
+            found = self._crossings[key] = costs.boundary(at, *ends, samples)
+        return found
+
+    def nearest(self, shape: Shape, layers: Sequence[int], stage: int) -> float:
+        """Seconds that one sample needs at least from a stage to the next."""
+        pairs = product(range(len(shape[stage])), range(len(shape[stage + 1])))
+        return min(self.crossing(shape, layers, stage, ends, 1) for ends in pairs)
+
+    def _costs(self, shape: Shape, layers: Sequence[int], recompute: Recompute, zero: int) -> PlanCosts:
+        """The predictor's costs of any plan with these stages; what is read of them depends on no tile."""
+        total, options = self.problem.batch.global_batch, []
+        for units in shape:
+            samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
+            level = zero if zero in self.zeros(units) else self.zeros(units)[0]
+            options.append(Option(samples, (1,) * len(units), recompute, level))
+        plan = plan_of(self.problem, shape, layers, options)
+        return PlanCosts(Layout(plan, self.problem.model, self.problem.cluster), HETHUB, packaged())
+
+    def _build(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
+        units, rows, options, modes = shape[stage], [], [], {}
+        for recompute, zero in product(RECOMPUTES, self.zeros(units)):
+            costs = self._costs(shape, layers, recompute, zero)
+            reduction = costs.state.reduction(stage)
+            update = _update([costs.optimizer(stage, r) for r in range(len(units))], zero, reduction.gather_seconds)
+            tiles = [[costs.tile(stage, r, b) for b in range(1, MICRO_BATCHES[-1] + 1)] for r in range(len(units))]
+            forward = [[tile.forward.total for tile in own] for own in tiles]
+            backward = [[tile.backward.total for tile in own] for own in tiles]
+            modes[recompute, zero] = Mode(forward, backward, reduction, update)
+            for samples, sizes in self._divisions(len(units)):
+                cut = [_tiles(n, b) for n, b in zip(samples, sizes, strict=True)]
+                busy = max(
+                    sum(number * (f[size - 1] + b[size - 1]) for size, number in own)
+                    for own, f, b in zip(cut, forward, backward, strict=True)
+                )
+                ways = [
+                    [way[size - 1] for own, way in zip(cut, each, strict=True) for size, _ in own]
+                    for each in (forward, backward)
+                ]
+                after = max(reduction.tail_seconds, reduction.seconds - max(ways[1]))
+                rows.append((busy, min(ways[0]), min(ways[1]), after, update))
+                options.append(Option(samples, sizes, recompute, zero))
+        return StageGrid(tuple(options), modes, *np.array(rows).T)
+
+    def _divisions(self, replicas: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """All samples in steps of one, with all micro-batches that are no larger."""
+        total, found = self.problem.batch.global_batch, []
+        for cuts in combinations(range(1, total), replicas - 1):
+            samples = tuple(b - a for a, b in pairwise((0, *cuts, total)))
+            sizes = [[b for b in MICRO_BATCHES if b <= n] for n in samples]
+            found += [(samples, chosen) for chosen in product(*sizes)]
+        return found
+
+
+def _tiles(samples: int, micro_batch: int) -> list[tuple[int, int]]:
+    """A replica's tiles as (size, number); the last one may be short."""
+    whole, rest = divmod(samples, micro_batch)
+    return [(micro_batch, whole)] + ([(rest, 1)] if rest else [])
+
+
+def _update(optimizers: Sequence[float], zero: int, gather: float) -> float:
+    """Seconds from the norm to a stage's next step: its own optimizer, or where weights are gathered all owners'."""
+    return max(optimizers) + gather if zero else min(optimizers)
