@@ -19,6 +19,10 @@ def main() -> int:
     """
     try:
         code = run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `hethub … | head`: who reads has enough, and has nothing to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except Exception:  # noqa: BLE001  nobody is left to handle it, so it is shown as Python itself would
         sys.excepthook(*sys.exc_info())
         code = 1

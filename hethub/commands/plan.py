@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hethub.commands.common import (
     add_job,
@@ -14,6 +14,13 @@ from hethub.commands.common import (
     model_and_cluster,
     print_json,
 )
+
+if TYPE_CHECKING:
+    from hethub.planner import KindAlone
+    from hethub.predictor.profile import ProfileSpec
+    from hethub.spec.cluster import ClusterSpec
+    from hethub.spec.job import Job
+    from hethub.spec.plan import PlanSpec
 
 
 def add(commands: Any) -> None:
@@ -37,17 +44,24 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
     parser.add_argument("--explain", action="store_true", help="what every system would have chosen, and what binds")
     parser.add_argument("--robust", action="store_true", help="best worst case over links -20 %% and compute -10 %%")
+    _add_alone(parser, " (default: beside --out)")
     add_json(parser)
+
+
+def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"write every kind's best plan alone, the parts of the upper bound, into this folder{default}"
+    parser.add_argument("--alone", type=Path, metavar="DIR", help=text)
 
 
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
     from hethub.predictor.profile import profile_for
+    from hethub.report.alone import save_kinds_alone
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
     from hethub.spec.plan import save_plan
 
-    check_writable(options.out)
+    check_writable(options.out, options.alone)
     job = load_job(options.job, options.set)
     cluster = known_cluster(job)
     strategy = options.strategy or ("auto" if job.plan_path else job.spec.plan)
@@ -55,12 +69,17 @@ def plan(options: argparse.Namespace) -> None:
         job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
         top=options.top, explain=options.explain, robust=options.robust, profile=profile_for(job, options.profile),
     )  # fmt: skip
+    written = []
     if options.out is not None:
         save_plan(result.plan, options.out)
+        written.append(options.out)
+    folder = options.alone or (options.out and options.out.with_suffix(".alone"))
+    if folder is not None:
+        written += save_kinds_alone(result.kinds_alone, job.model, folder)
     if options.json:
         print_json(result.to_dict())
     else:
-        print_plan(result, job.model, cluster, options.out)
+        print_plan(result, job.model, cluster, written)
 
 
 def _add_predict(commands: Any) -> None:
@@ -75,6 +94,7 @@ def _add_predict(commands: Any) -> None:
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
     add_profile(parser)
     parser.add_argument("--bounds", action="store_true", help="plan every kind alone, for %% of the upper bound")
+    _add_alone(parser, "; as --bounds")
     parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
     add_json(parser)
 
@@ -82,45 +102,68 @@ def _add_predict(commands: Any) -> None:
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
     from hethub.predictor.profile import profile_for
-    from hethub.spec.job import load_job, load_plan_of
+    from hethub.spec.job import load_job
     from hethub.spec.layout import bind
 
-    check_writable(options.trace)
+    check_writable(options.trace, options.alone)
     job = load_job(options.job, options.set)
-    cluster, plan_file, bound = known_cluster(job), options.plan or job.plan_path, None
-    profile = profile_for(job, options.profile)
-    if plan_file is not None:
-        strategy, chosen = "plan file", load_plan_of(job, plan_file)
-        if options.bounds:
-            from hethub.planner.bounds import upper_bound
-
-            bound = upper_bound(job.model, cluster, job.spec.train.batch, job.spec.constraints, profile)
-    else:
-        from hethub.planner import plan as make_plan
-
-        strategy = job.spec.plan
-        result = make_plan(
-            job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy, profile=profile
-        )
-        chosen, bound = result.plan, result.prediction.upper_bound_tokens_per_second
+    cluster, profile = known_cluster(job), profile_for(job, options.profile)
+    chosen = _chosen(options, job, cluster, profile)
     prediction = make_prediction(
-        bind(chosen, job.model, cluster),
+        bind(chosen.plan, job.model, cluster),
         reserve=job.spec.constraints.reserve,
-        upper_bound_tokens_per_second=bound,
+        upper_bound_tokens_per_second=chosen.upper_bound_tokens_per_second,
         with_timeline=options.trace is not None,
         profile=profile,
     )
+    written = []
     if options.trace is not None:
         from hethub.report.trace import chrome_trace, write_trace
 
         names = [place.accelerator.name for place in cluster.places]
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
-    if options.json:
-        print_json({"strategy": strategy, **prediction.to_dict()})
-    else:
-        from hethub.report.tables import print_prediction
+        written.append(options.trace)
+    if options.alone is not None:
+        from hethub.report.alone import save_kinds_alone
 
-        print_prediction(strategy, prediction)
+        written += save_kinds_alone(chosen.kinds_alone or (), job.model, options.alone)
+    if options.json:
+        alone = [kind.to_dict() for kind in chosen.kinds_alone or ()]
+        print_json({"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone})
+    else:
+        from hethub.report.tables import print_predicted
+
+        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.kinds_alone, written)
+
+
+class _Chosen(NamedTuple):
+    """The plan to predict and, where they were planned, the kinds alone."""
+
+    strategy: str
+    plan: "PlanSpec"
+    kinds_alone: "tuple[KindAlone, ...] | None"  # None: not asked for
+    upper_bound_tokens_per_second: float | None
+
+
+def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", profile: "ProfileSpec | None") -> _Chosen:
+    """The plan file that the command or the job names, else what the job's strategy finds."""
+    from hethub.spec.job import load_plan_of
+
+    question = (job.model, cluster, job.spec.train.batch, job.spec.constraints)
+    file = options.plan or job.plan_path
+    if file is None:
+        from hethub.planner import plan as make_plan
+
+        result = make_plan(*question, strategy=job.spec.plan, profile=profile)
+        bound = result.prediction.upper_bound_tokens_per_second
+        return _Chosen(job.spec.plan, result.plan, result.kinds_alone, bound)
+    plan = load_plan_of(job, file)
+    if not options.bounds and options.alone is None:
+        return _Chosen("plan file", plan, None, None)
+    from hethub.planner.bounds import kinds_alone_for, upper_bound_tokens_per_second
+
+    alone = kinds_alone_for(*question, profile)
+    return _Chosen("plan file", plan, alone or (), upper_bound_tokens_per_second(alone))
 
 
 def _add_diff(commands: Any) -> None:

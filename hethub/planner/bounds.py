@@ -12,16 +12,16 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
 
-def upper_bound(
+def kinds_alone_for(
     model: ModelSpec,
     cluster: ClusterSpec,
     train: Batch | tuple[int, int, Precision],
     constraints: ConstraintsSpec | None = None,
     profile: ProfileSpec | None = None,
-) -> float | None:
-    """Tokens per second of the upper bound for a job, whatever its plan; None where it is undefined."""
+) -> tuple[KindAlone, ...] | None:
+    """The parts of the upper bound for a job, whatever its plan; None where the bound is undefined."""
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
-    return upper_bound_tokens_per_second(kinds_alone(problem, UnitCosts(problem)))
+    return kinds_alone(problem, UnitCosts(problem))
 
 
 def kinds_alone(problem: Problem, costs: UnitCosts) -> tuple[KindAlone, ...] | None:
@@ -58,6 +58,7 @@ def _alone(problem: Problem, index: int, samples: int) -> KindAlone | None:
                 global_batch=samples,
                 tokens_per_second=best.prediction.tokens_per_second,
                 memory_lifted=lifted,
+                cluster=part.cluster,
                 plan=best.plan,
             )
     return None

@@ -6,6 +6,7 @@ from typing import Any
 from hethub.planner.reasons import Reason
 from hethub.planner.unsearched import Unsearched
 from hethub.predictor import Prediction
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.plan import PlanSpec
 
 
@@ -37,6 +38,7 @@ class KindAlone:
     global_batch: int
     tokens_per_second: float
     memory_lifted: bool  # the kind alone cannot hold the model, so its memory limit was ignored
+    cluster: ClusterSpec  # its nodes
     plan: PlanSpec
 
     def to_dict(self) -> dict[str, Any]:

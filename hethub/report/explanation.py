@@ -29,12 +29,6 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
             f"at worst {result.worst_step_seconds:.4g} s a step over links 20 % slower and compute 10 % slower"
         )
     if result.families:
-        for kind in result.kinds_alone:
-            lifted = ", its memory limit lifted" if kind.memory_lifted else ""
-            console.print(
-                f"alone: {kind.count} x {kind.accelerator} ({kind.island}) reach {kind.tokens_per_second:,.0f} tokens/s with "
-                f"{kind.global_batch} samples{lifted}"
-            )
         console.print(f"not searched: {'; '.join(entry.text for entry in result.not_searched)}")
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hethub.predictor import Prediction
+from hethub.report.alone import print_kinds_alone
 from hethub.report.explanation import print_explanation
 from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
@@ -16,22 +17,42 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 
 if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
-    from hethub.planner import PlanDiff, PlanResult
+    from hethub.planner import KindAlone, PlanDiff, PlanResult
     from hethub.runtime.doctor_ranks import RanksExamined
 
 GIB = 2**30
 
 
-def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, out: Path | None) -> None:
-    """The planner's result: its stages, then what is predicted of them."""
+def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, written: Sequence[Path]) -> None:
+    """The planner's result: its stages, then what is predicted of them, and the files written."""
     console = make_console()
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
-    print_prediction(result.strategy, result.prediction, console)
+    print_prediction(result.strategy, result.plan, result.prediction, console)
+    print_kinds_alone(result.kinds_alone, console)
     print_explanation(result, console)
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
-    if out is not None:
-        console.print(f"written to {out}")
+    _print_written(written, console)
+
+
+def print_predicted(
+    strategy: str,
+    plan: PlanSpec,
+    prediction: Prediction,
+    alone: "Sequence[KindAlone] | None",
+    written: Sequence[Path],
+) -> None:
+    """What `hethub predict` says of a plan; the parts of the upper bound where they were asked for."""
+    console = make_console()
+    print_prediction(strategy, plan, prediction, console)
+    if alone is not None:
+        print_kinds_alone(alone, console)
+    _print_written(written, console)
+
+
+def _print_written(paths: Sequence[Path], console: Console) -> None:
+    if paths:
+        console.print(f"written to {', '.join(map(str, paths))}")
 
 
 def parameter_count(model: ModelSpec) -> str:
@@ -77,23 +98,30 @@ def compact(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
-def print_prediction(strategy: str, prediction: Prediction, console: Console | None = None) -> None:
+def print_prediction(strategy: str, plan: PlanSpec, prediction: Prediction, console: Console) -> None:
     """Step time with its parts and bounds, and the memory of every rank."""
-    console = console or make_console()
     low, high = prediction.step_seconds_interval
     console.print(
-        f"{strategy}: predicted {prediction.step_seconds:.4g} s a step (80 %: {low:.4g} to {high:.4g}), "
+        f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step (80 %: {low:.4g} to {high:.4g}), "
         f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1f} %"
     )
     bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
     if prediction.percent_of_upper_bound is not None:
         bounds.insert(0, f"{prediction.percent_of_upper_bound:.1f} % of the upper bound")
     console.print(", ".join(bounds))
-    parts = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in prediction.breakdown.items())
-    console.print(f"of which {parts}")
+    console.print(f"of which {_parts(prediction)}")
     console.print(prediction.bottleneck)
+    if prediction.extrapolated:
+        console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))
     console.print("fits" if prediction.fits else "does not fit: a rank needs more than its accelerator has")
+
+
+def _parts(prediction: Prediction) -> str:
+    """The breakdown with percents; what is less than a millionth of the step counts as nothing."""
+    step = prediction.step_seconds
+    parts = ((name, seconds if seconds > 1e-6 * step else 0.0) for name, seconds in prediction.breakdown.items())
+    return ", ".join(f"{name} {seconds:.4g} s ({100 * seconds / step:.1f} %)" for name, seconds in parts)
 
 
 def memory_table(prediction: Prediction) -> Table:

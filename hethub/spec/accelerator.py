@@ -15,6 +15,8 @@ Vendor = Annotated[
     str, Field(pattern=r"^[a-z][a-z0-9_-]*$", description="nvidia, amd, cpu, intel, …: names the island")
 ]
 Positive = Annotated[float, Field(gt=0)]
+# Of a data sheet or a price list: beyond these bounds the unit was mistaken, and sums of such figures would overflow.
+Figure = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class AcceleratorSpec(Spec):
@@ -22,18 +24,18 @@ class AcceleratorSpec(Spec):
 
     name: str
     vendor: Vendor
-    memory_gb: Positive  # 2**30 bytes each, as data sheets of accelerators count
-    memory_gbytes_per_second: Positive
-    fp64_tflops: Positive | None = None
-    fp32_tflops: Positive
-    tf32_tflops: Positive | None = None
-    fp32_matrix_tflops: Positive | None = None
-    fp16_tflops: Positive | None = None
-    bf16_tflops: Positive | None = None
-    fp8_tflops: Positive | None = None
-    link_gbytes_per_second: Positive  # to its neighbours in the node, each direction
-    pcie_generation: int | None = None
-    tdp_watts: Positive | None = None
+    memory_gb: Figure  # 2**30 bytes each, as data sheets of accelerators count
+    memory_gbytes_per_second: Figure
+    fp64_tflops: Figure | None = None
+    fp32_tflops: Figure
+    tf32_tflops: Figure | None = None
+    fp32_matrix_tflops: Figure | None = None
+    fp16_tflops: Figure | None = None
+    bf16_tflops: Figure | None = None
+    fp8_tflops: Figure | None = None
+    link_gbytes_per_second: Figure  # to its neighbours in the node, each direction
+    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = None
+    tdp_watts: Figure | None = None
     source: str = "the user's own description"
     notes: str = ""
 

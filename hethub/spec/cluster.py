@@ -6,10 +6,12 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from hethub.spec.accelerator import AcceleratorSpec, Positive, Vendor, find_accelerator
+from hethub.spec.accelerator import AcceleratorSpec, Figure, Vendor, find_accelerator
 from hethub.spec.base import Spec, load
 
 NonNegative = Annotated[float, Field(ge=0)]
+Latency = Annotated[float, Field(ge=0, le=3600)]
+MOST_ACCELERATORS = 1_000_000  # of a cluster: ranks are laid out one by one
 
 
 class NodeSpec(Spec):
@@ -21,16 +23,16 @@ class NodeSpec(Spec):
     accelerators: int = Field(ge=1)
     # Emulates an island: the ranks are of this vendor whatever drives them (two "vendors" on one laptop's CPU).
     vendor: Vendor | None = None
-    host_memory_gb: Positive | None = None
-    reserved_memory_gb: NonNegative = 0.0  # of each accelerator, kept from us by others
-    nics: int = Field(default=1, ge=1)
-    gbps_per_nic: Positive | None = None  # Gbit/s
+    host_memory_gb: Figure | None = None
+    reserved_memory_gb: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # of each accelerator, kept from us by others
+    nics: int = Field(default=1, ge=1, le=10_000)
+    gbps_per_nic: Figure | None = None  # Gbit/s
     network: str | None = None  # overrides the cluster's CIDR
     environment: str | None = None  # the Python environment on this node, for `hethub launch`
     hosts: tuple[str, ...] | None = (
         None  # the machines' host names, for `hethub launch`; None: the name, for one machine
     )
-    price_per_hour: NonNegative | None = None
+    price_per_hour: Annotated[float, Field(ge=0, le=1e12)] | None = None
 
     @model_validator(mode="after")
     def _accelerator_exists(self) -> "NodeSpec":
@@ -62,23 +64,23 @@ class NodeSpec(Spec):
 class InNodeLink(Spec):
     """Between accelerators of a node; where empty, the accelerator's own link is taken."""
 
-    gbytes_per_second: Positive | None = None
-    latency_seconds: NonNegative | None = None
+    gbytes_per_second: Figure | None = None
+    latency_seconds: Latency | None = None
 
 
 class BetweenNodesLink(Spec):
     """Between nodes of one island, over the nodes' own interfaces."""
 
-    latency_seconds: NonNegative = 5.0e-6
-    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    latency_seconds: Latency = 5.0e-6
+    oversubscription: Annotated[float, Field(ge=1, le=1e6)] = 1.0
 
 
 class BetweenIslandsLink(Spec):
     """The bridge; gbps_per_node (Gbit/s) defaults to the node's own interfaces."""
 
     relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
-    gbps_per_node: Positive | None = None
-    latency_seconds: NonNegative = 5.0e-5
+    gbps_per_node: Figure | None = None
+    latency_seconds: Latency = 5.0e-5
 
 
 class RegionsSpec(Spec):
@@ -86,8 +88,8 @@ class RegionsSpec(Spec):
 
     of_node: dict[str, str]
     names: list[str]
-    gbps: list[list[Positive]]
-    latency_seconds: list[list[NonNegative]] | None = None
+    gbps: list[list[Figure]]
+    latency_seconds: list[list[Latency]] | None = None
 
     @model_validator(mode="after")
     def _square(self) -> "RegionsSpec":
@@ -144,6 +146,10 @@ class ClusterSpec(Spec):
             )
         if self.links.regions and (missing := [n for n in names if n not in self.links.regions.of_node]):
             raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node.")
+        if self.size > MOST_ACCELERATORS:
+            raise ValueError(
+                f"count x accelerators of the nodes is {self.size:,} accelerators; hethub plans {MOST_ACCELERATORS:,} at most."
+            )
         return self
 
     @cached_property

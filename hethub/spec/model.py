@@ -11,6 +11,9 @@ from hethub.spec.base import Source, Spec, build, load
 from hethub.spec.errors import BadInput
 
 Count = Annotated[int, Field(ge=1)]
+# Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by one.
+Dimension = Annotated[int, Field(ge=1, le=100_000_000)]
+Number = Annotated[int, Field(ge=1, le=100_000)]
 
 
 class Llama3Rope(Spec):
@@ -20,7 +23,7 @@ class Llama3Rope(Spec):
     factor: Positive
     low_freq_factor: Positive
     high_freq_factor: Positive
-    original_max_seq_len: Count
+    original_max_seq_len: Dimension
 
     @model_validator(mode="after")
     def _bands_apart(self) -> "Llama3Rope":
@@ -34,15 +37,15 @@ class ModelSpec(Spec):
 
     name: str
     family: Literal["llama", "gpt", "bert", "opt", "mpt"] = "llama"
-    layers: Count
-    hidden: Count
-    heads: Count
-    kv_heads: Count | None = None  # None: as many as heads
-    head_dim: Count | None = None  # None: hidden / heads
-    ffn: Count
+    layers: Number
+    hidden: Dimension
+    heads: Number
+    kv_heads: Number | None = None  # None: as many as heads
+    head_dim: Dimension | None = None  # None: hidden / heads
+    ffn: Dimension
     gated: bool | None = None  # None: SwiGLU for llama, plain MLP for the others
-    vocab: Count
-    max_seq_len: Count
+    vocab: Dimension
+    max_seq_len: Dimension
     tied_head: bool = False
     norm_eps: Positive = 1.0e-5
     rope_theta: Positive = 10000.0

@@ -118,7 +118,7 @@ class PlanSpec(Spec):
         if twice := [rank for rank, following in pairwise(ranks) if rank == following]:
             raise ValueError(f"rank {twice[0]} is in two replicas; every rank belongs to exactly one.")
         if ranks != list(range(len(ranks))):
-            missing = min(set(range(ranks[-1])) - set(ranks))
+            missing = next(place for place, rank in enumerate(ranks) if rank != place)
             raise ValueError(
                 f"rank {missing} has no place in the plan, though rank {ranks[-1]} does; ranks count from 0 without gaps."
             )

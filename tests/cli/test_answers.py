@@ -63,6 +63,31 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     assert again["percent_of_upper_bound"] is None
     bounded = answer(capsys, "predict", LAPTOP, "--plan", out, "--bounds")
     assert bounded["percent_of_upper_bound"] == pytest.approx(data["percent_of_upper_bound"])
+    rates = [kind["tokens_per_second"] for kind in bounded["kinds_alone"]]
+    assert sum(rates) == pytest.approx(data["upper_bound_tokens_per_second"])
+
+
+def test_the_parts_of_the_upper_bound_are_printed_and_saved_as_plans(capsys, tmp_path):
+    """Beside the plan; each is a folder that `hethub report` draws without a job."""
+    assert run(["plan", str(LAPTOP), "--out", str(tmp_path / "plan.yaml")]) == 0
+    printed = capsys.readouterr().out
+    saved = sorted((tmp_path / "plan.alone").iterdir())
+    assert [folder.name for folder in saved] == ["0-CPU-core-amd", "1-CPU-core-nvidia"]
+    assert printed.count("alone: 2 x CPU-core") == 2
+    assert "1-CPU-core-nvidia" in printed
+    for folder in saved:
+        assert run(["report", str(folder / "plan.yaml"), "--out", str(folder / "report.html")]) == 0
+    again = ["predict", str(LAPTOP), "--plan", str(tmp_path / "plan.yaml"), "--alone", str(tmp_path / "again")]
+    assert run(again) == 0
+    assert (tmp_path / "again" / "0-CPU-core-amd" / "plan.yaml").read_text() == (saved[0] / "plan.yaml").read_text()
+
+
+def test_a_reader_that_has_seen_enough_is_told_nothing(tmp_path):
+    """`hethub predict … | head -c 1`"""
+    job = write_job(tmp_path / "job")
+    line = f"{sys.executable} -m hethub predict {job} --json | head -c 1"
+    ended = Running(["/bin/sh", "-c", line], tmp_path, {}).end()
+    assert (ended.stdout, ended.stderr) == ("{", "")
 
 
 def test_predict_prints_one_json_object_with_the_interfaces_keys(capsys):

@@ -55,7 +55,8 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
 
 
 def test_absurd_rates_are_bad_input_not_infinite_seconds() -> None:
-    slow = find_accelerator("T4").replace(name="slow", memory_gbytes_per_second=1e-320)
+    """Below any bound of a file: what a scaled accelerator could come to."""
+    slow = find_accelerator("T4").model_copy(update={"name": "slow", "memory_gbytes_per_second": 1e-320})
     layout = uniform(LLAMA_8B, cluster(("T4", 1, 8)), tp=1, pp=1, micro_batch=1, batch=8, seq=128, precision="fp16")
     node = layout.cluster.nodes[0].replace(accelerator=slow)
     layout = type(layout)(layout.plan, layout.model, layout.cluster.replace(nodes=(node,)))
