@@ -6,23 +6,29 @@ from itertools import combinations
 
 from hethub.planner.draft import Draft, DraftStage, Seats
 from hethub.planner.problem import Problem
+from hethub.planner.surrogate import Surrogate
+from hethub.planner.tile_sizes import Where, fitted, resized
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
 
 
-def neighbours(draft: Draft, problem: Problem, slowest: int) -> Iterator[Draft]:
-    """Every draft one change away; with many stages, those that change the `slowest` or all."""
-    count = len(draft.stages)
+def neighbours(draft: Draft, surrogate: Surrogate) -> Iterator[Draft]:
+    """Every draft one change away; with many stages, those that change the slowest or all.
+
+    Where another mode or degree needs more memory than there is, tiles are cut until it fits.
+    """
+    count, problem, slowest = len(draft.stages), surrogate.problem, surrogate.slowest(draft)
     if count <= MOST_PAIRED:
         pairs = list(combinations(range(count), 2))
     else:
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
     yield from _layers(draft, pairs)
     yield from _micro_batches(draft, problem)
-    yield from _modes(draft, problem)
+    yield from _even_tiles(draft, surrogate, range(count) if count <= MOST_PAIRED else [slowest])
+    yield from _made_to_fit(_modes(draft, problem), surrogate)
     yield from _seats(draft, problem, pairs)
-    yield from _degrees(draft, problem)
+    yield from _made_to_fit(_degrees(draft, problem), surrogate)
     if problem.size <= MOST_NUDGED:
         yield from _nudges(draft)
 
@@ -56,6 +62,30 @@ def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
                 yield _stepped(draft, [(index, kind)], problem, step)
         for kind in kinds if len(kinds) > 1 else ():
             yield _stepped(draft, [(index, kind) for index, _ in everywhere], problem, step)
+
+
+def _even_tiles(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> Iterator[Draft]:
+    """Tiles that come out even, fewer, more or as many, for all, for one stage, or for one kind in a stage or in all."""
+    if surrogate.problem.constraints.micro_batch:
+        return
+    everywhere = range(len(draft.stages))
+    places: list[Where] = [[(index, None) for index in everywhere]]
+    if len(draft.stages) > 1:
+        places += [[(index, None)] for index in stages]
+    for index in stages:
+        own = sorted({own.kind for own in draft.stages[index].seats})
+        places += [[(index, kind)] for kind in own if len(own) > 1]
+    for where in places:
+        for step in (-1, 0, 1):
+            yield resized(draft, where, surrogate, step)
+
+
+def _made_to_fit(near: Iterator[Draft], surrogate: Surrogate) -> Iterator[Draft]:
+    """The drafts, and of those that need too much memory what is left of them with smaller tiles."""
+    for draft in near:
+        yield draft
+        if not surrogate.likely_fits(draft) and (smaller := fitted(draft, surrogate)) is not None:
+            yield smaller
 
 
 def _stepped(draft: Draft, where: list[tuple[int, int | None]], problem: Problem, step: int) -> Draft:

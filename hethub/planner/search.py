@@ -228,13 +228,13 @@ def descend(problem: Problem, judge: Judge, draft: Draft) -> Draft:
     surrogate = judge.surrogate
     for _ in range(MOST_CHANGES):
         enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
-        near = neighbours(draft, problem, surrogate.slowest(draft))
+        near = neighbours(draft, surrogate)
         better = next((d for d in near if surrogate.is_faster(d, enough)), None)
         if better is None or judge.out_of_time:
             break
         draft = better
     for _ in range(MOST_SMALL_CHANGES):
-        now, near = surrogate.seconds(draft), neighbours(draft, problem, surrogate.slowest(draft))
+        now, near = surrogate.seconds(draft), neighbours(draft, surrogate)
         faster = [d for d in near if surrogate.is_faster(d, now * (1 - 1e-6))]
         if not faster or judge.out_of_time:
             break
@@ -254,8 +254,7 @@ def climb(verdict: Verdict, problem: Problem, judge: Judge, effort: Effort) -> V
 
 
 def _step(best: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:
-    slowest = judge.surrogate.slowest(best.draft)
-    ranked = list(dict.fromkeys(neighbours(best.draft, problem, slowest)))
+    ranked = list(dict.fromkeys(neighbours(best.draft, judge.surrogate)))
     if best.prediction.fits:
         fitting = [draft for draft in ranked if judge.surrogate.likely_fits(draft)]
         ranked = heapq.nsmallest(effort.tried_per_step, fitting, key=judge.surrogate.seconds)

@@ -149,6 +149,15 @@ class Surrogate:
             most = max(most, (held[s] - 1) * stages[s].wave + pace * ends[s])
         return held
 
+    def samples(self, draft: Draft, index: int) -> list[int]:
+        """About how many samples each of a stage's replicas takes, by seats."""
+        total, stage, last = self.problem.batch.global_batch, draft.stages[index], len(draft.stages) - 1
+        if draft.even or len(stage.seats) == 1:
+            return [-(-total // stage.replicas)] * len(stage.seats)
+        workers = self._workers(stage, index == 0, index == last)
+        busy = self._busy(stage, index == 0, index == last, draft.even)
+        return [min(total, max(1, worker.within(busy))) for worker, _ in workers]
+
     def slowest(self, draft: Draft) -> int:
         """The stage whose busiest replica works longest."""
         busy = [stage.busy for stage in self.stages(draft)]
@@ -168,13 +177,16 @@ class Surrogate:
         key = (stage.core, stage.state_shares != (), first, last, schedule)
         found = self._most_held.get(key)
         if found is None:
-            found = min(self._room(stage, own, position(first, last), schedule) for own in stage.seats)
+            place = position(first, last)
+            found = min(self.room(stage, own, place, schedule, slack=NEARLY) for own in stage.seats)
             self._most_held[key] = found
         return found
 
-    def _room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> int:
+    def room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None, slack: float = 1.0) -> int:
+        """The most tiles that one of the seats' ranks has memory for, by the closed form."""
         if stage.state_shares:
             return 1 << 30
+        schedule = schedule or self.problem.schedule
         mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
         key = (own[:3], stage.recompute, mode, place)
         found = self._bytes.get(key)
@@ -185,7 +197,7 @@ class Surrogate:
         shards = stage.replicas if stage.zero else 1
         kept = once + layer * stage.layers + (state_once + state_layer * stage.layers) / shards
         held = tile + layer_tile * stage.layers
-        return int((NEARLY * self.problem.capacity(own.kind) - kept) / max(held, 1.0))
+        return int((slack * self.problem.capacity(own.kind) - kept) / max(held, 1.0))
 
     def stages(self, draft: Draft) -> list[StageEstimate]:
         """Every stage by itself."""

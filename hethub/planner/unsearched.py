@@ -20,7 +20,7 @@ _ALWAYS = (
     Unsearched("tensor_shares", "uneven tensor_shares inside a replica"),
     Unsearched("state_shares", "uneven state_shares, except as the cephalo family proposes them"),
     Unsearched("tp.other", "TP degrees that are no power of two"),
-    Unsearched("micro_batch.other", "micro-batches that are no power of two"),
+    Unsearched("micro_batch.other", "micro-batches that are no power of two, except by local improvement"),
     Unsearched("ranks.unused", "plans that leave accelerators unused"),
     Unsearched(
         "stages.scattered",

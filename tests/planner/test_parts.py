@@ -15,6 +15,7 @@ from hethub.planner.samples import Worker, divide, earliest_finish
 from hethub.planner.scaled import Scale, scaled
 from hethub.planner.small import ordered_partitions
 from hethub.planner.table import tabulate
+from hethub.planner.tile_sizes import even, fitted, resized
 from hethub.predictor import memory
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
@@ -127,3 +128,42 @@ def test_faster_links_and_compute_never_make_the_best_plan_slower():
         scaled(problem.cluster, Scale(compute={k.accelerator.name: 1.1 for k in problem.kinds}, in_node=1.1))
     )
     assert answer(better).seconds <= best.seconds
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_even_tiles_are_as_many_and_as_equal_as_can_be(samples, size):
+    found = even(samples, size)
+    assert -(-samples // found) == -(-samples // size)
+    assert found == 1 or -(-samples // (found - 1)) > -(-samples // found)
+
+
+def test_resized_tiles_change_in_number_and_no_further_than_asked():
+    problem = mixed()
+    surrogate = Judge(problem, UnitCosts(problem)).surrogate
+    for entry in best_cuts(problem, tabulate(problem, surrogate.costs), 20).cuts:
+        draft = entry.draft(problem)
+        for step in (-1, 0, 1):
+            changed = resized(draft, [(0, None)], surrogate, step)
+            assert changed.stages[1:] == draft.stages[1:]
+            assert changed.shape == draft.shape
+            taken = surrogate.samples(draft, 0)
+            for before, after, most in zip(draft.stages[0].seats, changed.stages[0].seats, taken, strict=True):
+                assert (after.micro_batch - min(before.micro_batch, most)) * step >= 0
+
+
+def test_drafts_over_memory_are_made_to_fit_with_the_largest_tiles():
+    model = TINY.replace(layers=8, hidden=512, ffn=2048, max_seq_len=2048)
+    problem = pose(model, cluster(("amd", 2, 0.1, 16.0), ("nvidia", 2, 0.1, 16.0)), Batch(256, 2048, "fp32"))
+    judge = Judge(problem, UnitCosts(problem))
+    judge.tiles_left = 10**6
+    found = 0
+    for entry in best_cuts(problem, tabulate(problem, judge.costs), 60, memory_counts=False).cuts:
+        draft = entry.draft(problem)
+        if judge.surrogate.likely_fits(draft) or (smaller := fitted(draft, judge.surrogate)) is None:
+            continue
+        found += 1
+        verdict = judge(smaller)
+        assert verdict is not None
+        assert all(entry.bytes <= 1.03 * entry.limit for entry in verdict.prediction.memory)
+        assert smaller.shape == draft.shape
+    assert found

@@ -1,0 +1,67 @@
+"""Micro-batches of any size: tiles that come out even, and the largest that memory allows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hethub.planner.draft import Draft, Seats
+from hethub.planner.footprint import position
+from hethub.planner.surrogate import Surrogate
+
+Where = Sequence[tuple[int, int | None]]  # stages, each with one kind of its replicas or, None, all
+
+
+def resized(draft: Draft, where: Where, surrogate: Surrogate, step: int) -> Draft:
+    """The draft with tiles of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened out."""
+    for index, kind in where:
+        stage, samples = draft.stages[index], surrogate.samples(draft, index)
+        seats = [
+            own._replace(micro_batch=_next_even(own, taken, step, surrogate)) if kind in (None, own.kind) else own
+            for own, taken in zip(stage.seats, samples, strict=True)
+        ]
+        draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
+    return draft
+
+
+def _next_even(own: Seats, samples: int, step: int, surrogate: Surrogate) -> int:
+    """The micro-batch with which `samples` make fewer, more or as many tiles, as equal as they can be."""
+    size, number = own.micro_batch, -(-samples // own.micro_batch)
+    if step > 0:
+        size = -(-samples // max(number - 1, 1))
+    elif step < 0:
+        size = max(1, min(size - 1, -(-samples // (number + 1))))
+    return _allowed(own, even(samples, size), surrogate)
+
+
+def even(samples: int, size: int) -> int:
+    """The smallest micro-batch with which `samples` make as many tiles as with `size`."""
+    return -(-samples // -(-samples // size))
+
+
+def _allowed(own: Seats, size: int, surrogate: Surrogate) -> int:
+    given = surrogate.problem.constraints
+    if given.micro_batch:
+        return own.micro_batch
+    return surrogate.problem.at_most(own.kind, min(size, given.max_micro_batch or size))
+
+
+def fitted(draft: Draft, surrogate: Surrogate) -> Draft | None:
+    """The draft with the micro-batches of replicas over their memory cut to the largest that fits, tiles evened; None where
+    one sample is too much."""
+    if surrogate.problem.constraints.micro_batch:
+        return None
+    last, holds = len(draft.stages) - 1, surrogate.holds(draft)
+    for index, (stage, held) in enumerate(zip(draft.stages, holds, strict=True)):
+        place, seats = position(index == 0, index == last), []
+        for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
+            low, high = 0, own.micro_batch + 1  # the largest that fits lies in [low, high)
+            if surrogate.room(stage, own, place, draft.schedule) >= held:
+                low = own.micro_batch
+            while high - low > 1:
+                middle = (low + high) // 2
+                fits = surrogate.room(stage, own._replace(micro_batch=middle), place, draft.schedule) >= held
+                low, high = (middle, high) if fits else (low, middle)
+            if not low:
+                return None
+            seats.append(own if low == own.micro_batch else own._replace(micro_batch=even(samples, low)))
+        draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
+    return draft
