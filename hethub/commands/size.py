@@ -1,12 +1,19 @@
 """hethub size: which cluster to buy or rent."""
 
 import argparse
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import add_job, add_json, command, print_json
+from hethub.commands.common import add_job, add_json, check_writable, command, print_json
 from hethub.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from hethub.predictor import Prediction
+    from hethub.predictor.capacity import CatalogueSpec, Judge
+    from hethub.spec.cluster import ClusterSpec
+    from hethub.spec.job import Job
 
 SECONDS_PER_CLUSTER = 3.0  # of search, unless the job's constraints say otherwise
 
@@ -27,44 +34,59 @@ def add(commands: Any) -> None:
     parser.add_argument("--catalogue", type=Path, metavar="FILE", help="node types, availability and prices")
     parser.add_argument("--have", type=Path, metavar="CLUSTER.yaml", help="nodes owned, which cost nothing")
     parser.add_argument("--add", action="store_true", help="rank what to add next to the nodes owned")
+    parser.add_argument(
+        "--out", type=Path, metavar="SIZE.html", help="write a page with the table and a plot of the frontier"
+    )
     add_json(parser)
 
 
 def size(options: argparse.Namespace) -> None:
-    from hethub.predictor.capacity import Assumptions, load_catalogue, rank_additions
+    from hethub.predictor.capacity import Question, load_catalogue
     from hethub.predictor.capacity import size as look
-    from hethub.report.capacity import print_additions, print_options
+    from hethub.report.capacity import print_sizing, write_sizing
+    from hethub.report.progress import counted
     from hethub.spec.cluster import load_cluster
     from hethub.spec.job import load_job
 
     _check(options)
+    check_writable(options.out)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
-    catalogue = load_catalogue(options.catalogue or packaged)
-    judge, assumptions = _judge(job), Assumptions()
+    catalogue, judge = load_catalogue(options.catalogue or packaged), _judge(job)
     if options.add:
-        assert have is not None
-        additions = rank_additions(catalogue, judge, have)
-        if options.json:
-            print_json({"additions": [vars(addition) for addition in additions], "assumptions": assumptions.to_dict()})
-        else:
-            print_additions(additions, catalogue)
-        return
-    found = look(
-        catalogue, judge, options.tokens, have=have, deadline_days=options.deadline, budget=options.budget,
-        assumptions=assumptions,
-    )  # fmt: skip
+        return _add(options, catalogue, judge, have)
+    question = Question(
+        catalogue=catalogue, tokens=options.tokens, have=have, deadline_days=options.deadline, budget=options.budget
+    )
+    with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
+        found = look(question, judge, progress=progress)
+    if options.out is not None:
+        write_sizing(found, question, options.out)
     if options.json:
-        print_json(
-            {
-                "options": [option.to_dict() for option in found],
-                "currency": catalogue.currency,
-                "date": catalogue.date,
-                "assumptions": assumptions.to_dict(),
-            }
-        )
+        print_json({**found.to_dict(), **_terms(catalogue)})
     else:
-        print_options(found, catalogue, assumptions)
+        print_sizing(found, question, options.out)
+
+
+def _add(options: argparse.Namespace, catalogue: "CatalogueSpec", judge: "Judge", have: "ClusterSpec | None") -> None:
+    from hethub.predictor.capacity import rank_additions
+    from hethub.report.capacity import print_additions
+    from hethub.report.progress import counted
+
+    assert have is not None
+    with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
+        additions, left_out = rank_additions(catalogue, judge, have, progress)
+    if options.json:
+        lists = {"additions": list(map(vars, additions)), "left_out": list(map(vars, left_out))}
+        print_json({**lists, **_terms(catalogue)})
+    else:
+        print_additions(additions, left_out, catalogue)
+
+
+def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:
+    """What the figures rest on, for JSON."""
+    date = None if catalogue.date is None else str(catalogue.date)
+    return {"currency": catalogue.currency, "date": date, "assumptions": catalogue.assumptions.model_dump()}
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -79,18 +101,15 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _judge(job: Any) -> Any:
-    """What a cluster's best plan delivers for the job's model and batch; None where none fits."""
+def _judge(job: "Job") -> "Judge":
+    """What a cluster's best plan delivers for the job's model and batch."""
     from hethub.planner import plan
 
     constraints = job.spec.constraints
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
-    def judge(cluster: Any) -> Any:
-        try:
-            return plan(job.model, cluster, job.spec.train.batch, constraints, with_bounds=False).prediction
-        except BadInput:  # no plan fits: one of the answers, not a fault
-            return None
+    def judge(cluster: "ClusterSpec") -> "Prediction":
+        return plan(job.model, cluster, job.spec.train.batch, constraints, with_bounds=False).prediction
 
     return judge

@@ -1,63 +1,124 @@
-"""The answers of `hethub size` on the terminal: options, their frontier, and what to add next."""
+"""The answers of `hethub size`: options, their frontier, and what to add next; on the terminal and as a page."""
 
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 
 from rich.table import Table
 
-from hethub.predictor.capacity import Addition, Assumptions, CatalogueSpec, Option
+from hethub.predictor.capacity import Addition, CatalogueSpec, LeftOut, Option, Question, Sizing, best
+from hethub.report.drawing import scatter
+from hethub.report.page import html_table, write_html
 from hethub.runtime.console import make_console
 
-MOST_OPTIONS, BAR = 20, 40
+MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 
 
-def print_options(options: Sequence[Option], catalogue: CatalogueSpec, assumptions: Assumptions) -> None:
+def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
     """The options that meet what was asked first, and a plot of the frontier of time and price (or size)."""
     console = make_console()
-    if not options:
-        console.print("no cluster of this catalogue holds the model; add nodes with more memory, or more of them")
-        return
-    table = Table(
-        "nodes",
-        "accelerators",
-        "tokens/s",
-        "goodput",
-        "days",
-        f"cost {catalogue.currency or ''}",
-        "MWh",
-        "meets",
-        "frontier",
-    )
-    for option in options[:MOST_OPTIONS]:
-        table.add_row(
-            _nodes(option), str(option.accelerators), f"{option.tokens_per_second:,.0f}", f"{option.goodput_tokens_per_second:,.0f}",
-            f"{option.days:.1f}", "" if option.cost is None else f"{option.cost:,.0f}",
-            "" if option.energy_kwh is None else f"{option.energy_kwh / 1e3:.1f}", "yes" if option.meets else "no",
-            "*" if option.on_frontier else "",
-        )  # fmt: skip
+    table = Table(*_head(question.catalogue))
+    for option in found.options[:MOST_OPTIONS]:
+        table.add_row(*_cells(option))
     console.print(table)
-    frontier = sorted((option for option in options if option.on_frontier), key=lambda option: option.days)
-    slowest = max(option.days for option in frontier)
+    frontier = _frontier(found)
     for option in frontier:
+        length = max(1, round(BAR * option.days / frontier[-1].days))
         console.print(
-            f"{_nodes(option):28}{'█' * max(1, round(BAR * option.days / slowest))} {option.days:.1f} days",
-            markup=False,
+            f"{_nodes(option.nodes):28}{'█' * length} {option.days:.1f} days, {_price(option, question.catalogue)}"
+        )
+    for sentence in _sentences(found, question):
+        console.print(sentence)
+    if out is not None:
+        console.print(f"written to {out}")
+
+
+def write_sizing(found: Sizing, question: Question, out: Path) -> None:
+    """The same as a self-contained page, with a plot of days and price (accelerators where a price is missing)."""
+    priced = all(option.cost is not None for option in found.options)
+    points = [
+        (option.days, (option.cost or 0.0) if priced else option.accelerators, _nodes(option.nodes), option.on_frontier)
+        for option in found.options
+    ]
+    height = f"cost, {question.catalogue.currency}" if priced else "accelerators"
+    body = [
+        *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question)),
+        "<h2>Frontier</h2>", scatter(points, "days", height),
+        "<h2>Options</h2>", html_table(_head(question.catalogue), list(map(_cells, found.options))),
+    ]  # fmt: skip
+    write_html(out, f"{question.tokens:.4g} tokens", body)
+
+
+def _head(catalogue: CatalogueSpec) -> list[str]:
+    cost = f"cost {catalogue.currency or ''}".strip()
+    return ["nodes", "accelerators", "tokens/s", "goodput", "days", cost, "MWh (assumed)", "meets", "frontier"]
+
+
+def _cells(option: Option) -> list[str]:
+    return [
+        _nodes(option.nodes), str(option.accelerators), f"{option.tokens_per_second:,.0f}", f"{option.goodput_tokens_per_second:,.0f}",
+        f"{option.days:.1f}", "" if option.cost is None else f"{option.cost:,.0f}",
+        "" if option.energy_kwh is None else f"{option.energy_kwh / 1e3:.1f}", "yes" if option.meets else "no",
+        "*" if option.on_frontier else "",
+    ]  # fmt: skip
+
+
+def _frontier(found: Sizing) -> list[Option]:
+    return sorted((option for option in found.options if option.on_frontier), key=lambda option: option.days)
+
+
+def _price(option: Option, catalogue: CatalogueSpec) -> str:
+    return (
+        f"{option.accelerators} accelerators"
+        if option.cost is None
+        else f"{option.cost:,.0f} {catalogue.currency or ''}".strip()
+    )
+
+
+def _sentences(found: Sizing, question: Question) -> list[str]:
+    """What was asked and found, what was left out, and what the figures rest on."""
+    catalogue, wanted = question.catalogue, []
+    wanted += [] if question.deadline_days is None else [f"in {question.deadline_days:g} days"]
+    wanted += [] if question.budget is None else [f"for {question.budget:,.0f} {catalogue.currency}"]
+    asked = f"{question.tokens:.4g} tokens {' and '.join(wanted)}".strip()
+    chosen = best(found.options)
+    if chosen is None:
+        fastest = min(found.options, key=lambda option: option.days)
+        answer = f"none of the options; the fastest, {_nodes(fastest.nodes)}, takes {fastest.days:.1f} days"
+    else:
+        answer = f"{_nodes(chosen.nodes)}, {chosen.days:.1f} days, {_price(chosen, catalogue)}"
+    sentences = [f"{asked}: {answer}", *left_out_sentences(found.left_out)]
+    if found.not_looked_at:
+        sentences.append(
+            f"{found.not_looked_at} mixtures of two node types were not looked at; mixtures of three never are"
         )
     if catalogue.date:
-        console.print(f"prices of {catalogue.date}; nodes owned cost nothing")
-    stated = ", ".join(f"{key} {value:g}" for key, value in assumptions.to_dict().items())
-    console.print(f"assumed, not measured: {stated}")
+        sentences.append(f"prices of {catalogue.date}; nodes owned cost nothing")
+    stated = ", ".join(f"{key} {value:g}" for key, value in catalogue.assumptions.model_dump().items())
+    return [*sentences, f"assumed, not measured (the catalogue's `assumptions` change it): {stated}"]
 
 
-def print_additions(additions: Sequence[Addition], catalogue: CatalogueSpec) -> None:
-    """Node types, best gain per price first."""
+def left_out_sentences(left_out: Sequence[LeftOut]) -> list[str]:
+    """The first clusters that cannot train the model, each with its reason."""
+    shown = [f"left out {_nodes(cluster.nodes)}: {cluster.why}" for cluster in left_out[:MOST_LEFT_OUT]]
+    return [*shown, f"and {len(left_out) - MOST_LEFT_OUT} more"] if len(left_out) > MOST_LEFT_OUT else shown
+
+
+def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], catalogue: CatalogueSpec) -> None:
+    """Node types, best gain per price first, and those that cannot be added."""
     table = Table("add one", "tokens/s then", "gained", f"gained per {catalogue.currency or 'price'} and hour")
     for addition in additions:
         per_price = "" if addition.gained_per_price is None else f"{addition.gained_per_price:,.1f}"
         table.add_row(
             addition.node, f"{addition.tokens_per_second:,.0f}", f"{addition.gained_tokens_per_second:,.0f}", per_price
         )
-    make_console().print(table)
+    console = make_console()
+    console.print(table)
+    for sentence in left_out_sentences(left_out):
+        console.print(sentence)
+    if catalogue.date:
+        console.print(f"prices of {catalogue.date}")
 
 
-def _nodes(option: Option) -> str:
-    return " + ".join(f"{count} {name}" for name, count in option.nodes.items()) or "what is owned"
+def _nodes(counts: dict[str, int]) -> str:
+    return " + ".join(f"{count} {name}" for name, count in counts.items()) or "what is owned"

@@ -5,9 +5,9 @@ from html import escape
 
 from hethub.predictor.timeline import Span
 
-WIDTH, ROW, LABEL = 960, 16, 150
+WIDTH, ROW, LABEL = 960, 16, 165
 COLOURS = {
-    "forward": "#4c78a8", "backward": "#72a0c8", "reduce": "#e39c37", "step": "#6a9f58", "gather": "#c9722f",
+    "forward": "#4c78a8", "backward": "#72a0c8", "weight": "#a9c5df", "reduce": "#e39c37", "step": "#6a9f58", "gather": "#c9722f",
     "compute": "#4c78a8", "bubble": "#d3d3d3", "tp": "#b279a2", "pp": "#9d755d", "dp": "#e39c37", "optimizer": "#6a9f58",
     "weights": "#4c78a8", "gradients": "#72a0c8", "activations": "#e39c37", "buffers": "#b279a2", "logits": "#9d755d",
     "framework": "#bab0ac",
@@ -31,20 +31,18 @@ def text(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def timeline(sides: Mapping[str, Sequence[Span]], names: Sequence[str], most_ranks: int = 64) -> str:
-    """One step, one row per rank and side ("predicted", "measured"), all on one scale that starts at 0."""
-    ranks = sorted({span.rank for spans in sides.values() for span in spans})[:most_ranks]
+def timeline(sides: Mapping[str, Sequence[Span]], labels: Mapping[int, str]) -> str:
+    """One step, one row per rank of `labels` and side ("predicted", "measured"), all on one scale that starts at 0."""
+    ranks = sorted(labels)
     origins = {side: min(span.start_seconds for span in spans) for side, spans in sides.items()}
     end = max(span.stop_seconds - origins[side] for side, spans in sides.items() for span in spans)
     scale = (WIDTH - LABEL) / end
     rows = {(rank, side): index for index, (rank, side) in enumerate((r, s) for r in ranks for s in sides)}
     parts = [
-        text(0, (rows[rank, side] + 0.75) * ROW, f"{rank} {names[rank]} {side}"[:28])
-        for rank in ranks
-        for side in sides
+        text(0, (rows[rank, side] + 0.75) * ROW, f"{labels[rank][:20]} {side}"[:32]) for rank in ranks for side in sides
     ]
     for side, spans in sides.items():
-        for span in (span for span in spans if span.rank in ranks):
+        for span in (span for span in spans if span.rank in labels):
             start, seconds = span.start_seconds - origins[side], span.stop_seconds - span.start_seconds
             x, y = LABEL + start * scale, rows[span.rank, side] * ROW + 2
             title = f"{span.name}: {seconds * 1e3:.2f} ms from {start * 1e3:.2f} ms ({side})"
@@ -87,3 +85,27 @@ def curve(values: Sequence[float], height: float = 160) -> str:
     line = f'<polyline points="{points}" fill="none" stroke="{COLOURS["compute"]}" stroke-width="2"/>'
     labels = [text(LABEL - 8, 14, f"{high:.4g}", "end"), text(LABEL - 8, height - 4, f"{low:.4g}", "end")]
     return svg(WIDTH, height, [line, *labels])
+
+
+def scatter(points: Sequence[tuple[float, float, str, bool]], across: str, up: str, height: float = 360) -> str:
+    """Points (x, y, name, whether it is on the frontier) with axes from 0; the frontier's are joined and named."""
+    right = 1.1 * max(point[0] for point in points) or 1.0
+    top = 1.1 * max(point[1] for point in points) or 1.0
+    x, y = (
+        (lambda value: LABEL + value / right * (WIDTH - LABEL - 120)),
+        (lambda value: (1 - value / top) * (height - 40) + 8),
+    )
+    front = sorted(point for point in points if point[3])
+    path = " ".join(f"{x(point[0]):.1f},{y(point[1]):.1f}" for point in front)
+    drawn = [f'<polyline points="{path}" fill="none" stroke="{COLOURS["optimizer"]}" stroke-width="2"/>']
+    for days, price, name, on_frontier in points:
+        fill = COLOURS["optimizer"] if on_frontier else "#999999"
+        title = f"<title>{escape(name)}: {days:.4g} {escape(across)}, {price:,.0f} {escape(up)}</title>"
+        drawn.append(f'<circle cx="{x(days):.1f}" cy="{y(price):.1f}" r="4" fill="{fill}">{title}</circle>')
+        if on_frontier:
+            drawn.append(text(x(days) + 6, y(price) - 4, name))
+    for part in (0.0, 0.5, 1.0):
+        drawn.append(text(x(part * right), height - 18, f"{part * right:.4g}", "middle"))
+        drawn.append(text(LABEL - 10, y(part * top) + 4, f"{part * top:,.0f}", "end"))
+    axes = f'<path d="M{LABEL} {y(top):.1f}V{y(0):.1f}H{x(right):.1f}" fill="none" stroke="#888"/>'
+    return svg(WIDTH, height, [axes, *drawn, text(x(right / 2), height - 2, across, "middle"), text(0, 14, up)])

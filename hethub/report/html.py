@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,15 +13,18 @@ from hethub.predictor import Prediction, predict
 from hethub.predictor.profile import ProfileSpec, load_profile
 from hethub.predictor.timeline import Span
 from hethub.report.drawing import curve, legend, stacked, timeline
+from hethub.report.page import html_table, write_html
 from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
 from hethub.report.trace import times_are
+from hethub.spec.action import COMPUTE, UPDATE
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import load_model
 from hethub.spec.plan import load_plan
 
-MOST_ROWS = 64  # ranks drawn one by one
+MOST_ROWS = 64  # ranks drawn one by one; beyond, ranks that do the same are one row
+MOST_MACHINES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,22 +95,16 @@ def write_page(
         _section("Plan", _plan(layout)),
         _section("One step", _timeline(layout, prediction, measured)),
         _section("Parts of the step", _parts(prediction)),
-        _section("Memory", _memory(prediction)),
+        _section("Memory", _memory(layout, prediction)),
     ]
     if measured is not None:
         losses = [step["loss"] for step in measured.steps if step["loss"] is not None]
         sections.append(_section("Loss", curve(losses)))
-    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>"
-    out.write_text(f"{page}<h1>{escape(title)}</h1>{''.join(sections)}</html>\n", encoding="utf-8")
+    write_html(out, title, sections)
 
 
 def _section(title: str, body: str) -> str:
     return f"<h2>{title}</h2>{body}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>{cells}</table>"
 
 
 def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:
@@ -126,14 +124,14 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) 
         f"{model.name}, {parameter_count(model)} parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
         f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."
     )
-    return f"<p>{escape(what)}</p>{_table(head, rows)}<p>{escape(prediction.bottleneck)}</p>"
+    return f"<p>{escape(what)}</p>{html_table(head, rows)}<p>{escape(prediction.bottleneck)}</p>"
 
 
 def _cluster(layout: Layout) -> str:
     """Nodes as boxes of accelerators, coloured by stage."""
+    machines = [list(places) for _, places in groupby(layout.cluster.places, key=lambda place: place.machine)]
     boxes = []
-    for machine in sorted({place.machine for place in layout.cluster.places})[:MOST_ROWS]:
-        places = [place for place in layout.cluster.places if place.machine == machine]
+    for places in machines[:MOST_MACHINES]:
         cells = "".join(
             f'<i style="background:hsl({layout.seats[p.rank].stage * 67 % 360} 45% 60%)" title="rank {p.rank}, stage '
             f'{layout.seats[p.rank].stage}">{p.rank}</i>'
@@ -141,11 +139,13 @@ def _cluster(layout: Layout) -> str:
         )
         name = f"{places[0].node.name}: {places[0].accelerator.name} ({places[0].island})"
         boxes.append(f'<div class="node">{escape(name)}<div>{cells}</div></div>')
-    return f'<div class="cluster">{"".join(boxes)}</div><p>A colour is a stage.</p>'
+    more = len(machines) - MOST_MACHINES
+    rest = f" {more} more nodes are not drawn." if more > 0 else ""
+    return f'<div class="cluster">{"".join(boxes)}</div><p>A colour is a stage.{rest}</p>'
 
 
 def _plan(layout: Layout) -> str:
-    return _table(STAGE_COLUMNS, stage_rows(layout.plan, layout.cluster))
+    return html_table(STAGE_COLUMNS, stage_rows(layout.plan, layout.cluster))
 
 
 def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:
@@ -153,9 +153,28 @@ def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None)
     how = times_are(layout.cluster)
     if measured is not None and measured.spans:
         sides[how] = measured.spans
-    names = [place.accelerator.name for place in layout.cluster.places]
-    drawn = timeline(sides, names, MOST_ROWS) + legend(["forward", "backward", "reduce", "step", "gather"])
+    rows = {ranks[0]: _label(layout, ranks) for ranks in _alike(layout)}
+    drawn = timeline(sides, rows) + legend([*COMPUTE, *UPDATE])
     return drawn + (_differences(sides, how) if how in sides else "")
+
+
+def _alike(layout: Layout) -> list[list[int]]:
+    """The ranks of each row of a drawing: every rank has its own, or where they are many those that do the same share one."""
+    seats = layout.seats
+    if len(seats) <= MOST_ROWS:
+        return [[seat.rank] for seat in seats]
+    found: dict[object, list[int]] = {}
+    for seat in seats:
+        replica, device = layout.replica(seat.stage, seat.replica), layout.cluster.places[seat.rank].accelerator
+        key = (seat.stage, replica.tp, replica.micro_batch, replica.samples, device.name)
+        found.setdefault(key, []).append(seat.rank)
+    return list(found.values())[:MOST_ROWS]
+
+
+def _label(layout: Layout, ranks: Sequence[int]) -> str:
+    """`12 T4`, or `12 T4, 8 alike`."""
+    name = f"{ranks[0]} {layout.cluster.places[ranks[0]].accelerator.name}"
+    return name if len(ranks) == 1 else f"{name}, {len(ranks)} alike"
 
 
 def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) -> str:
@@ -170,7 +189,7 @@ def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) 
     rows = [
         [str(r), name, f"{a * 1e3:.2f}", f"{b * 1e3:.2f}", f"{(b - a) * 1e3:+.2f}"] for r, name, a, b in both[:most]
     ]
-    table = _table(["rank", "action", "predicted ms", f"{how} ms", "difference ms"], rows)
+    table = html_table(["rank", "action", "predicted ms", f"{how} ms", "difference ms"], rows)
     return f"<h3>Largest differences</h3>{table}"
 
 
@@ -178,20 +197,10 @@ def _parts(prediction: Prediction) -> str:
     return stacked([("step", prediction.breakdown, None)], "s") + legend(list(prediction.breakdown))
 
 
-def _memory(prediction: Prediction) -> str:
-    rows = [
-        (f"{m.rank} {m.accelerator}", {part: size / GIB for part, size in m.parts.items()}, m.limit / GIB)
-        for m in prediction.memory[:MOST_ROWS]
-    ]
+def _memory(layout: Layout, prediction: Prediction) -> str:
+    """A bar per row; of ranks that do the same the fullest, since their shares of state may differ."""
+    rows = []
+    for ranks in _alike(layout):
+        own = max((prediction.memory[rank] for rank in ranks), key=lambda entry: entry.bytes)
+        rows.append((_label(layout, ranks), {part: size / GIB for part, size in own.parts.items()}, own.limit / GIB))
     return stacked(rows, "GiB") + legend(list(prediction.memory[0].parts))
-
-
-_STYLE = """
-body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1000px;padding:0 1em;color:#222;background:#fff}
-h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #ddd}h3{font-size:1em}
-table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #eee}
-svg{max-width:100%;height:auto}svg text{font-size:10px;fill:#444}
-.legend span{margin-right:1em}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
-.cluster{display:flex;flex-wrap:wrap;gap:.8em}.node{border:1px solid #ccc;border-radius:4px;padding:.4em .6em}
-.node i{display:inline-block;min-width:1.8em;padding:.2em;margin:.1em;border-radius:3px;text-align:center;font-style:normal;color:#fff}
-"""

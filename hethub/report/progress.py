@@ -10,8 +10,11 @@ from hethub.runtime.console import make_console
 
 
 @contextmanager
-def counted(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A function to call with (done, total, what is next); only the first rank of a launcher shows anything."""
+def counted(title: str, only_on_terminal: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A function to call with (done, total, what is next); only the first rank of a launcher shows anything.
+
+    Where there is no terminal it prints a line for each, unless `only_on_terminal`.
+    """
     console = make_console()
     rank = next(
         (
@@ -29,7 +32,7 @@ def counted(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
     def show(done: int, total: int, what: str) -> None:
         bar.update(task, completed=done, total=total, what=what)
-        if not console.is_terminal and rank == "0":
+        if not (console.is_terminal or only_on_terminal) and rank == "0":
             console.print(f"{title} {done + 1}/{total}: {what}")
 
     with bar:

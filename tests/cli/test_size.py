@@ -10,7 +10,7 @@ import yaml
 from tests.support.command import hethub
 from tests.support.job_files import write_job, write_yaml
 
-CATALOGUE = {
+CATALOGUE: dict[str, Any] = {
     "currency": "EUR",
     "date": "2026-01-01",
     "nodes": [
@@ -35,6 +35,29 @@ def test_a_deadline_is_met_by_the_cheapest(tmp_path: Path) -> None:
     assert meeting[0]["cost"] == min(option["cost"] for option in meeting)
     assert all(option["days"] <= 100 for option in meeting)
     assert answer["currency"] == "EUR"
+
+
+def test_dates_need_no_quotes_and_the_catalogue_states_the_mtbf(tmp_path: Path) -> None:
+    text = yaml.safe_dump({**CATALOGUE, "assumptions": {"node_mtbf_hours": 500.0}}).replace(
+        "'2026-01-01'", "2026-01-01"
+    )
+    catalogue, page = tmp_path / "catalogue.yaml", tmp_path / "size.html"
+    catalogue.write_text(text)
+    ended = ask(tmp_path, "--tokens", "1e9", "--deadline", 0.0001, "--catalogue", catalogue, "--out", page)
+    assert ended.exit_code == 0, ended.stderr
+    for words in ("prices of 2026-01-01", "node_mtbf_hours 500", "MWh (assumed)", "none of the options; the fastest, "):
+        assert words in ended.stdout
+        assert words in page.read_text()
+    assert "<circle" in page.read_text()
+
+
+def test_a_node_without_a_link_speed_is_left_out_by_name(tmp_path: Path) -> None:
+    nodes = [CATALOGUE["nodes"][1], {**CATALOGUE["nodes"][0], "gbps_per_nic": None}]
+    catalogue = write_yaml(tmp_path / "catalogue.yaml", {**CATALOGUE, "nodes": nodes})
+    ended = ask(tmp_path, "--tokens", "1e9", "--catalogue", catalogue)
+    assert ended.exit_code == 0, ended.stderr
+    assert "left out 2 big" in ended.stdout
+    assert "gbps_per_nic" in ended.stdout
 
 
 def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:

@@ -1,11 +1,23 @@
 """Which cluster to rent: against an ideal judge whose throughput is known."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hethub.predictor.capacity import Assumptions, CatalogueSpec, best, cluster_of, mark_frontier, rank_additions, size
+from hethub.predictor.capacity import (
+    Assumptions,
+    CatalogueSpec,
+    Option,
+    Question,
+    best,
+    cluster_of,
+    mark_frontier,
+    rank_additions,
+    size,
+)
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
 from tests.predictor.plans import cluster
 
 CATALOGUE = CatalogueSpec.model_validate(
@@ -17,21 +29,26 @@ CATALOGUE = CatalogueSpec.model_validate(
         ],
     }
 )  # fmt: skip
+NO_FAILURES = {"node_mtbf_hours": 1e12, "checkpoint_seconds": 0.0, "restart_seconds": 0.0}
+CATALOGUE = CATALOGUE.replace(assumptions=NO_FAILURES)
 SPEED = {"H100-SXM5-80GB": 300.0, "A100-SXM4-80GB": 100.0}
-NO_FAILURES = Assumptions(node_mtbf_hours=1e12, checkpoint_seconds=0.0, restart_seconds=0.0)
 
 
-def judge(on: ClusterSpec):
+def options_of(tokens: float, **more: Any) -> tuple[Option, ...]:
+    return size(Question(catalogue=CATALOGUE, tokens=tokens, **more), judge).options
+
+
+def judge(on: ClusterSpec) -> Any:
     """Perfect scaling: tokens/s add up; a single slow node cannot hold the model."""
     if [(node.device.name, node.count) for node in on.nodes] == [("A100-SXM4-80GB", 1)]:
-        return None
+        raise BadInput("no plan fits")
     speed = sum(node.count * node.accelerators * SPEED[node.device.name] for node in on.nodes)
     return SimpleNamespace(tokens_per_second=speed, breakdown={"compute": 0.5}, step_seconds=1.0)
 
 
 def test_the_cheapest_that_meets_the_deadline() -> None:
     tokens = 800 * 4 * 86400 * 10  # four slow nodes, ten days
-    options = size(CATALOGUE, judge, tokens, deadline_days=10.01, assumptions=NO_FAILURES)
+    options = options_of(tokens, deadline_days=10.01)
     found = best(options)
     assert found is not None
     assert found.nodes == {"slow": 4}
@@ -40,21 +57,21 @@ def test_the_cheapest_that_meets_the_deadline() -> None:
 
 
 def test_the_fastest_within_a_budget_is_on_the_frontier() -> None:
-    options = size(CATALOGUE, judge, 1e10, budget=1e5, assumptions=NO_FAILURES)
-    assert all(option.cost <= 1e5 for option in options if option.meets)
+    options = options_of(1e10, budget=1e5)
+    assert all(option.cost is not None and option.cost <= 1e5 for option in options if option.meets)
     assert any(option.on_frontier for option in options if option.meets)
 
 
 def test_owned_nodes_cost_nothing() -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
-    options = size(CATALOGUE, judge, 1e12, have=have, assumptions=NO_FAILURES)
+    options = options_of(1e12, have=have)
     assert next(option for option in options if option.nodes == {}).cost == 0
     assert cluster_of(CATALOGUE, {"slow": 1}, have).size == 40
 
 
 def test_additions_are_ranked_by_throughput_per_price() -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
-    assert [addition.node for addition in rank_additions(CATALOGUE, judge, have)] == ["slow", "fast"]
+    assert [addition.node for addition in rank_additions(CATALOGUE, judge, have)[0]] == ["slow", "fast"]
 
 
 def test_failures_cost_more_on_more_nodes() -> None:
@@ -63,13 +80,37 @@ def test_failures_cost_more_on_more_nodes() -> None:
 
 
 def test_frontier_has_no_beaten_option() -> None:
-    options = mark_frontier(size(CATALOGUE, judge, 1e12, assumptions=NO_FAILURES))
+    options = mark_frontier(options_of(1e12))
     front = [option for option in options if option.on_frontier]
     assert front
     for a in front:
-        assert not any(b.days < a.days and b.cost < a.cost for b in options)
+        assert not any(b.days < a.days and (b.cost or 0.0) < (a.cost or 0.0) for b in options)
 
 
 def test_prices_need_a_currency_and_a_date() -> None:
     with pytest.raises(ValueError, match="currency and the date"):
         CatalogueSpec.model_validate({"nodes": [CATALOGUE.nodes[0].to_dict()]})
+
+
+def test_the_smallest_count_that_meets_the_deadline_is_found_between_those_looked_at() -> None:
+    tokens = 800 * 5 * 86400 * 10  # five slow nodes, ten days: counts looked at are 4 and 6
+    found = best(options_of(tokens, deadline_days=10.01))
+    assert found is not None
+    assert found.nodes == {"slow": 5}
+
+
+def test_what_cannot_train_is_left_out_with_its_reason() -> None:
+    found = size(Question(catalogue=CATALOGUE, tokens=1e12), judge)
+    assert [(cluster.nodes, cluster.why) for cluster in found.left_out] == [({"slow": 1}, "no plan fits")]
+    assert all(option.nodes != {"slow": 1} for option in found.options)
+
+
+def test_where_failures_leave_no_time_no_figure_is_infinite() -> None:
+    frail = CATALOGUE.replace(assumptions={"node_mtbf_hours": 0.01})
+    with pytest.raises(BadInput, match=r"MTBF of 0.01 hours each fail faster than they train"):
+        size(Question(catalogue=frail, tokens=1e12), judge)
+
+
+def test_node_types_have_names_of_their_own() -> None:
+    with pytest.raises(ValueError, match="two node types are named 'fast'"):
+        CatalogueSpec.model_validate({"currency": "EUR", "date": "2026", "nodes": [CATALOGUE.nodes[0]] * 2})

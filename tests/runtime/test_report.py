@@ -10,6 +10,7 @@ from hethub.predictor.timeline import Span
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.trace import chrome_trace
 from hethub.spec.errors import BadInput
+from tests.predictor.plans import TINY, cluster, uniform
 from tests.support.layouts import Case, replica, stage
 
 LAYOUT = Case(name="pp2", stages=[stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]).layout()
@@ -74,3 +75,15 @@ def test_the_page_stands_alone_and_shows_both_sides(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no run here"):
         report_run(tmp_path, tmp_path / "page.html")
+
+
+def test_a_large_cluster_is_drawn_whole_with_a_row_for_those_that_do_the_same(tmp_path: Path) -> None:
+    """600 accelerators in two stages of unlike makes: neither make is cut off, and the page stays small."""
+    on = cluster(("MI250X-GCD", 35, 8), ("A100-SXM4-80GB", 40, 8))
+    layout = uniform(TINY.replace(layers=2), on, tp=4, pp=1, micro_batch=1, batch=150, seq=64, zero=1)
+    write_page(layout, None, tmp_path / "page.html", "many")
+    text = (tmp_path / "page.html").read_text()
+    assert "0 MI250X-GCD, 280 al" in text
+    assert "280 A100-SXM4-80GB, " in text
+    assert text.count('<div class="node">') == 75
+    assert len(text) < 300_000
