@@ -1,10 +1,13 @@
 """What tiles keep between forward and backward, at the peak of a replica's schedule."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.software import Software
 from hethub.spec.layout import Layout, Seat
-from hethub.spec.schedule import Kind, actions, put_off
+from hethub.spec.orders import NO_TILE
+from hethub.spec.schedule import Kind, lane_order, put_off
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
 
@@ -71,36 +74,43 @@ def _held(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], li
 
 def _most_in_rounds(layout: Layout, seat: Seat) -> int:
     """Samples of the rounds under way when these hold most of a replica that has no tile in some of them."""
-    spec, numbers = layout.replica(seat.stage, seat.replica), layout.round_numbers(seat.stage, seat.replica)
-    limit = layout.lane_limits[seat.stage][0]
-    sizes = [spec.micro_batch] * (len(numbers) - 1) + [spec.samples - spec.micro_batch * (len(numbers) - 1)]
-    first = held = most = 0
-    for number, size in zip(numbers, sizes, strict=True):
-        held += size
-        while numbers[first] <= number - limit:
-            held -= sizes[first]
-            first += 1
-        most = max(most, held)
-    return most
+    limit, sizes = layout.lane_limits[seat.stage][0], _samples_by_turn(layout, seat)
+    held = sum(sizes[:limit])
+    return max(accumulate((new - old for new, old in zip(sizes[limit:], sizes, strict=False)), initial=held))
+
+
+def _samples_by_turn(layout: Layout, seat: Seat) -> list[int]:
+    """The samples of the replica's own tile for each tile of its lane; 0 where it has none."""
+    spec, load = layout.replica(seat.stage, seat.replica), layout.loads[seat.stage]
+    found = [0] * load[layout.lane_of(seat.stage, seat.replica)].num_tiles
+    numbers: Sequence[int] = range(len(found))
+    if layout.plan.runs_in_rounds(seat.stage):
+        numbers = layout.round_numbers(seat.stage, seat.replica)
+    for number in numbers:
+        found[number] = spec.micro_batch
+    found[numbers[-1]] = spec.samples - spec.micro_batch * (len(numbers) - 1)
+    return found
 
 
 def _walked(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """As `_held`, action by action."""
+    """As `_held`, pass by pass."""
     held, later = [0.0] * len(sizes), [0.0] * len(sizes)
-    most, found = -1.0, (held, later)
-    weighs = layout.plan.schedule == "zero_bubble"
-    for act in actions(layout, seat.stage, seat.replica):
-        if act.tile is None:
+    now, most, found = 0, -1, (held, later)
+    weighs, samples = layout.plan.schedule == "zero_bubble", _samples_by_turn(layout, seat)
+    for kind, part, index in lane_order(layout, seat.stage, layout.lane_of(seat.stage, seat.replica)).passes:
+        if index == NO_TILE:
             continue
-        samples = act.tile.samples.size
-        if act.kind is Kind.FORWARD:
-            held[act.part] += samples
-        elif act.kind is Kind.BACKWARD:
-            held[act.part] -= samples
-            later[act.part] += samples * weighs
+        own = samples[index]
+        if kind is Kind.FORWARD:
+            held[part] += own
+            now += own * sizes[part]
+        elif kind is Kind.BACKWARD:
+            held[part] -= own
+            later[part] += own * weighs
+            now -= own * sizes[part] * (not weighs)
         else:
-            later[act.part] -= samples
-        now = sum((a + b) * size for a, b, size in zip(held, later, sizes, strict=True))
+            later[part] -= own
+            now -= own * sizes[part]
         if now > most:
             most, found = now, (list(held), list(later))
     return found

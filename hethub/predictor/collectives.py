@@ -20,9 +20,9 @@ class Stage:
         self.index, self.portions = stage, compute.costs.state.portions[stage]
         runs = {place: run for place, run in compute.runs.items() if place[0] == stage}
         self.runs, self.apart = runs, list({run.actor: run for run in runs.values()}.values())
-        ways = self.apart[0].order.ways
-        self.first = {way: [run.first + run.order.spans[way][0] for run in self.apart] for way in ways}
-        self.last = {way: [run.first + run.order.spans[way][1] for run in self.apart] for way in ways}
+        ways = self.apart[0].order.computing
+        self.first = {way: [run.nodes[run.order.spans[way][0]] for run in self.apart] for way in ways}
+        self.last = {way: [run.nodes[run.order.spans[way][1]] for run in self.apart] for way in ways}
 
     def updates(self, kind: Kind) -> dict[int, list[int]]:
         """By part, or under 0 for all of them at once, the nodes of an update."""
@@ -30,7 +30,7 @@ class Stage:
         for run in self.apart:
             for (own, part), position in run.order.updates.items():
                 if own is kind:
-                    found.setdefault(part, []).append(run.first + position)
+                    found.setdefault(part, []).append(run.nodes[position])
         return found
 
     def portion(self, part: int) -> Portion | None:
@@ -151,7 +151,7 @@ class Collectives:
         for part, steps in stage.updates(Kind.STEP).items():
             portion = stage.portion(part) if self.steps_by_part else None
             for place, run in stage.runs.items():
-                own, node = self.costs.optimizer(*place, portion), run.first + run.order.updates[Kind.STEP, part]
+                own, node = self.costs.optimizer(*place, portion), run.nodes[run.order.updates[Kind.STEP, part]]
                 self.optimizer_seconds[place] += own
                 seconds[node] = max(seconds[node], own)
             if not self.steps_by_part:

@@ -5,14 +5,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.activations import kept_per_sample
-from hethub.predictor.constants import Constants
+from hethub.predictor.constants import Constants, packaged
 from hethub.predictor.layer_cost import LayerCost
 from hethub.predictor.links import Network
 from hethub.predictor.overlap import exposed
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.profiled import ProfiledLayerCost
+from hethub.predictor.shared_costs import shared_layer_cost
 from hethub.predictor.software import Software, element_bytes
 from hethub.predictor.state_costs import Portion, StateCosts
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.layout import Layout
 from hethub.spec.plan import ReplicaSpec
 
@@ -64,11 +66,15 @@ class PlanCosts:
         accelerator = self.layout.cluster.places[rank].accelerator
         found = self._layer_costs.get(accelerator.name)
         if found is None:
-            args = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software, self.constants)
-            measured = self.profile.device(accelerator.name, self.plan.precision) if self.profile else None
-            found = LayerCost(*args) if measured is None else ProfiledLayerCost(*args).use(measured)
-            self._layer_costs[accelerator.name] = found
+            found = self._layer_costs[accelerator.name] = self._build_layer_cost(accelerator)
         return found
+
+    def _build_layer_cost(self, accelerator: AcceleratorSpec) -> LayerCost:
+        asked = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software)
+        measured = self.profile.device(accelerator.name, self.plan.precision) if self.profile else None
+        if measured is not None:
+            return ProfiledLayerCost(*asked, self.constants).use(measured)
+        return shared_layer_cost(*asked) if self.constants is packaged() else LayerCost(*asked, self.constants)
 
     @property
     def extrapolated(self) -> bool:

@@ -79,6 +79,8 @@ def extent(layout: Layout, replicas: tuple[int, ...]) -> Extent:
     warm = 2 * stages + (2 * min(held, stages if stages > 6 else 2 * stages) if in_turn else 2)
     if not in_turn and any(stage.zero >= 2 or stage.offload for stage in layout.stages):
         warm += 32  # what goes on beside a pass takes as long whatever its tiles, and few of them do not hide it
+    if layout.plan.schedule == "interleaved":
+        warm += stages * (num_tiles % stages)  # what is left over makes so many groups larger
     if len(counts) > 1 or num_tiles <= warm + 2 * period:
         return Extent(None, 0, 0)
     base = warm + (num_tiles - warm) % period

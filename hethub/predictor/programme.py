@@ -4,27 +4,28 @@ A stage whose tiles come in rounds (ZeRO-2/3) is one actor: its replicas meet in
 takes as long as its slowest tile. Collectives over a part are nodes of a stream of their own, beside compute.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hethub.predictor.costs import Parts, PlanCosts
 from hethub.predictor.lean import LeanCosts
 from hethub.predictor.replay import Programme
 from hethub.spec.layout import Layout
-from hethub.spec.orders import LaneOrder
+from hethub.spec.orders import LaneOrder, Way
 from hethub.spec.schedule import Kind, lane_order
-from hethub.spec.tiling import load_alone
+from hethub.spec.tiling import load_alone, overlaps
 
 Place = tuple[int, int]  # stage and replica
-Way = tuple[Kind, int]  # a kind of compute and the part it runs
+Unit = tuple[int, int]  # stage and part
+T = TypeVar("T")
 
 
 class Run(NamedTuple):
-    """A replica's step: an actor's nodes from `first` on, one per entry of the order."""
+    """A replica's step: the actor that does it, and the node of each entry of its order."""
 
     actor: int
-    first: int
+    nodes: Mapping[int, int] | range  # by position
     order: LaneOrder
     early_seconds: Sequence[float] | None  # how long before each node's end the replica is done; None: never
 
@@ -33,10 +34,15 @@ class Run(NamedTuple):
 
 
 class Compute:
-    """The compute actions of all replicas as nodes that wait for each other's tiles."""
+    """The compute actions of all replicas as nodes that wait for each other's tiles.
 
-    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts) -> None:
+    On a single stage no tile waits for another, so that all between the ends of the passes is one node, unless `full`
+    asks for each.
+    """
+
+    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts, full: bool) -> None:
         self.layout, self.costs = layout, costs
+        self.each = full or layout.num_stages > 1
         self.programme = Programme()
         self.runs: dict[Place, Run] = {}
         self.spent: dict[Place, Parts] = {}  # by each replica on all its tiles
@@ -50,45 +56,56 @@ class Compute:
 
     def _add_alone(self, place: Place) -> None:
         """Nodes for the actions of a replica that goes its own way."""
-        order, first = lane_order(self.layout, *place), len(self.programme.seconds)
+        order = lane_order(self.layout, *place)
         full, last = self._prices(place, order)
-        seconds = [parts.total for parts in full] + [0.0]  # the last one is that of updates
+        seconds = [parts.total for parts in full] + [0.0] * len(order.updating)
         spent = [seconds[way] for way in order.way_of]
-        for way, parts in zip(order.ways, last, strict=True):
+        for way, parts in zip(order.computing, last, strict=True):
             spent[order.positions[way][-1]] = parts.total
-        self.programme.seconds += spent
-        self._add_run(place, Run(self.programme.add_actor(), first, order, None))
+        actor = self.programme.add_actor()
+        self.runs[place] = Run(actor, self._add(actor, order, spent), order, None)
 
     def _add_together(self, stage: int) -> None:
         """Nodes for the rounds of replicas that go through them in lockstep."""
-        order, first = lane_order(self.layout, stage, 0), len(self.programme.seconds)
-        actor, replicas = self.programme.add_actor(), range(len(self.layout.stages[stage].replicas))
+        order, actor = lane_order(self.layout, stage, 0), self.programme.add_actor()
+        replicas = range(len(self.layout.stages[stage].replicas))
         taken = [self._taken((stage, replica), order) for replica in replicas]
         longest = [max(own) for own in zip(*taken, strict=True)]
-        self.programme.seconds += longest
+        nodes = self._add(actor, order, longest)
         # Only gathers keep a replica from running ahead of the others inside a round.
-        ahead = self.layout.stages[stage].zero < 3
+        ahead = self.layout.stages[stage].zero < 3 and self.each
         for replica, own in enumerate(taken):
             early = [most - mine for most, mine in zip(longest, own, strict=True)] if ahead else None
-            self._add_run((stage, replica), Run(actor, first, order, early))
+            self.runs[stage, replica] = Run(actor, nodes, order, early)
 
     def _taken(self, place: Place, order: LaneOrder) -> list[float]:
         """Seconds that a replica needs for its own tile of each entry of its lane's order."""
         full, last = self._prices(place, order)
-        found, numbers = [0.0] * len(order.passes), self.layout.round_numbers(*place)
-        for way, whole, short in zip(order.ways, full, last, strict=True):
+        found, numbers = [0.0] * len(order.way_of), self.layout.round_numbers(*place)
+        for way, whole, short in zip(order.computing, full, last, strict=True):
             positions, seconds = order.positions[way], whole.total
             for number in numbers:
                 found[positions[number]] = seconds
             found[positions[numbers[-1]]] = short.total
         return found
 
-    def _add_run(self, place: Place, run: Run) -> None:
-        self.runs[place] = run
-        nodes = range(run.first, run.first + len(run.order.passes))
-        if not self.programme.orders[run.actor]:
-            self.programme.orders[run.actor] += nodes
-            self.programme.needs += [[] for _ in nodes]
+    def _add(self, actor: int, order: LaneOrder, spent: list[float]) -> Mapping[int, int] | range:
+        """Adds an actor's nodes, which take the seconds `spent` by position; the node of each position."""
+        programme, first = self.programme, len(self.programme.seconds)
+        nodes: Mapping[int, int] | range = range(first, first + len(spent))
+        if self.each:
+            programme.seconds += spent
+        else:
+            nodes, done = {}, 0
+            for edge in order.edges:
+                if done < edge:
+                    programme.seconds.append(sum(spent[done:edge]))
+                nodes[edge], done = len(programme.seconds), edge + 1
+                programme.seconds.append(spent[edge])
+        added = range(first, len(programme.seconds))
+        programme.orders[actor] += added
+        programme.needs += [[] for _ in added]
+        return nodes
 
     def _prices(self, place: Place, order: LaneOrder) -> tuple[list[Parts], list[Parts]]:
         """What the replica spends on a whole tile and on its last one, by way; notes what it spends in all."""
@@ -100,8 +117,8 @@ class Compute:
             cost = self.costs.tile(*place, samples, portions[way[1]] if len(portions) > 1 else None)
             return {Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward, Kind.WEIGHT: cost.weight}[way[0]]
 
-        last = [price(way, short) for way in order.ways]
-        full = last if short == spec.micro_batch else [price(way, spec.micro_batch) for way in order.ways]
+        last = [price(way, short) for way in order.computing]
+        full = last if short == spec.micro_batch else [price(way, spec.micro_batch) for way in order.computing]
         sums = [
             sum((num_tiles - 1) * whole[part] + own[part] for whole, own in zip(full, last, strict=True))
             for part in range(3)
@@ -111,42 +128,60 @@ class Compute:
 
     def _wire(self) -> None:
         """A tile waits for those of the part before (backward: behind) that overlap it, where another stage ran them."""
-        needs = self.programme.needs
         for above, below in pairwise((unit.stage, unit.part) for unit in self.layout.units):
-            if above[0] == below[0]:
-                continue  # handed over inside a rank, whose own order sees to it
-            sources, targets = self._nodes(Kind.FORWARD, *above), self._nodes(Kind.FORWARD, *below)
-            back_sources, back_targets = self._nodes(Kind.BACKWARD, *below), self._nodes(Kind.BACKWARD, *above)
-            for source, target, seconds in self._crossing(above[0], below[0]):
-                node, early = sources[source]
-                needs[targets[target][0]].append((node, seconds - early))
-                node, early = back_sources[target]
-                needs[back_targets[source][0]].append((node, seconds - early))
+            if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
+                sources, targets, seconds = self._crossing(above[0], below[0])
+                self._link(Kind.FORWARD, above, sources, below, targets, seconds)
+                self._link(Kind.BACKWARD, below, targets, above, sources, seconds)
 
-    def _nodes(self, kind: Kind, stage: int, part: int) -> list[tuple[int, float]]:
-        """The node of each of a stage's tiles, in order of the sample axis, and how early in it the tile is done."""
-        tiling, in_rounds = self.layout.tilings[stage], self.layout.plan.runs_in_rounds(stage)
-        own = []
+    def _link(
+        self, kind: Kind, giving: Unit, givers: list[int], taking: Unit, takers: list[int], seconds: list[float]
+    ) -> None:
+        """Lets some tiles of a unit wait for those of another; both by their place on the sample axis."""
+        needs, nodes, waiting = self.programme.needs, self._nodes(kind, *giving), self._nodes(kind, *taking)
+        if (early := self._earlies(kind, *giving)) is not None:
+            seconds = [under_way - early[giver] for giver, under_way in zip(givers, seconds, strict=True)]
+        for giver, taker, under_way in zip(givers, takers, seconds, strict=True):
+            needs[waiting[taker]].append((nodes[giver], under_way))
+
+    def _nodes(self, kind: Kind, stage: int, part: int) -> list[int]:
+        """The node of each of a stage's tiles, in order of the sample axis."""
+        turns = self._turns(kind, stage, part)
+        return self._by_tile(stage, [[run.nodes[position] for position in own] for run, own in turns])
+
+    def _earlies(self, kind: Kind, stage: int, part: int) -> list[float] | None:
+        """How early in its node each of a stage's tiles is done; None where none is."""
+        turns = self._turns(kind, stage, part)
+        if turns[0][0].early_seconds is None:
+            return None
+        return self._by_tile(stage, [[run.early(position) for position in own] for run, own in turns])
+
+    def _turns(self, kind: Kind, stage: int, part: int) -> list[tuple[Run, list[int]]]:
+        """Each replica's run, and where in its order its own tiles come."""
+        found = []
         for replica in range(len(self.layout.stages[stage].replicas)):
             run = self.runs[stage, replica]
             positions = run.order.positions[kind, part]
-            if in_rounds:
+            if self.layout.plan.runs_in_rounds(stage):
                 positions = [positions[number] for number in self.layout.round_numbers(stage, replica)]
-            own.append([(run.first + position, run.early(position)) for position in positions])
+            found.append((run, positions))
+        return found
+
+    def _by_tile(self, stage: int, own: list[list[T]]) -> list[T]:
+        """What is known by replica and its tile, in order of the sample axis."""
+        tiling = self.layout.tilings[stage]
         return [own[replica][index] for replica, index in zip(tiling.replicas, tiling.indices, strict=True)]
 
-    def _crossing(self, above: int, below: int) -> Iterator[tuple[int, int, float]]:
+    def _crossing(self, above: int, below: int) -> tuple[list[int], list[int], list[float]]:
         """Tiles of two stages that overlap, by their place on the sample axis, and the seconds that what they share is
         under way."""
         known: dict[tuple[int, int, int], float] = {}
         sources, targets = self.layout.tilings[above], self.layout.tilings[below]
-        source = target = start = 0
-        while source < len(sources.stops):
-            stop = min(sources.stops[source], targets.stops[target])
-            key = (sources.replicas[source], targets.replicas[target], stop - start)
+        givers, takers, samples = overlaps(sources, targets)
+        seconds = []
+        for giver, taker, size in zip(givers, takers, samples, strict=True):
+            key = (sources.replicas[giver], targets.replicas[taker], size)
             if key not in known:
                 known[key] = self.costs.boundary(above, *key, below)
-            yield source, target, known[key]
-            source += sources.stops[source] == stop
-            target += targets.stops[target] == stop
-            start = stop
+            seconds.append(known[key])
+        return givers, takers, seconds

@@ -38,6 +38,10 @@ class StateCosts:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         self._parameters: dict[tuple[object, ...], float] = {}
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._unlike: dict[int, list[ReplicaSpec]] = {}
+        self._reductions: dict[tuple[int, Portion | None], Reduction] = {}
+        self._layers: dict[tuple[int, Portion, int], list[float]] = {}
 
     @cached_property
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
@@ -71,8 +75,20 @@ class StateCosts:
 
     def replica_group(self, stage: int, position: int) -> Group:
         """The ranks at one position of every replica: who sums one shard's gradients."""
-        replicas = self.layout.stages[stage].replicas
-        return self.network.group([replica.ranks[min(position, replica.tp - 1)] for replica in replicas])
+        found = self._groups.get((stage, position))
+        if found is None:
+            replicas = self.layout.stages[stage].replicas
+            ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
+            found = self._groups[stage, position] = self.network.group(ranks)
+        return found
+
+    def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
+        """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
+        found = self._unlike.get(stage)
+        if found is None:
+            replicas = self.layout.stages[stage].replicas
+            found = self._unlike[stage] = list({(len(r.ranks), r.tensor_shares): r for r in replicas}.values())
+        return max(self.rank_parameters(stage, replica, portion) for replica in found)
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a tied
@@ -121,6 +137,12 @@ class StateCosts:
         """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
         other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
         tiles."""
+        found = self._reductions.get((stage, portion))
+        if found is None:
+            found = self._reductions[stage, portion] = self._reduction(stage, portion)
+        return found
+
+    def _reduction(self, stage: int, portion: Portion | None) -> Reduction:
         found, ends = self._over_replicas(stage, portion), portion or self.whole(stage)
         is_end = ends.first or ends.last
         tied = self.tied_seconds if is_end else 0.0
@@ -161,7 +183,7 @@ class StateCosts:
         stage_spec = self.layout.stages[stage]
         if len(stage_spec.replicas) * self.software.context_parallel == 1:
             return Reduction(0.0, 0.0, 0.0)
-        parameters = max(self.rank_parameters(stage, replica, portion) for replica in stage_spec.replicas)
+        parameters = self.most_parameters(stage, portion)
         group = self.replica_group(stage, 0)
         sharing = self.groups_per_machine(group)
         num_bytes = parameters * self.gradient_wire_bytes
@@ -248,15 +270,17 @@ class StateCosts:
 
     def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
         """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
-        stage_spec = self.layout.stages[stage]
-        group = self.replica_group(stage, 0)
-        sharing = self.groups_per_machine(group)
+        found = self._layers.get((stage, portion, bytes_per_parameter))
+        if found is None:
+            group = self.replica_group(stage, 0)
+            sharing = self.groups_per_machine(group)
 
-        def seconds(of: Portion) -> float:
-            held = max(self.rank_parameters(stage, replica, of) for replica in stage_spec.replicas)
-            return self._unevenness(stage) * self.network.reduce_scatter(group, held * bytes_per_parameter, sharing)
+            def seconds(of: Portion) -> float:
+                num_bytes = self.most_parameters(stage, of) * bytes_per_parameter
+                return self._unevenness(stage) * self.network.reduce_scatter(group, num_bytes, sharing)
 
-        return self._each_layer(portion, seconds)
+            found = self._layers[stage, portion, bytes_per_parameter] = self._each_layer(portion, seconds)
+        return found
 
     @staticmethod
     def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:

@@ -9,7 +9,6 @@ replayed once. Under 1F1B `simulator` extrapolates them from their steady state,
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 from hethub.predictor.collectives import Collectives
@@ -78,7 +77,7 @@ def _lean_replay(layout: Layout, costs: PlanCosts, num_tiles: int | None) -> Ste
 
 def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) -> StepTimes:
     """Every action of every replica, in the order that the executor runs them."""
-    compute = Compute(layout, costs)
+    compute = Compute(layout, costs, full)
     collectives = Collectives(layout, costs, compute)
     begins = {} if collectives.steps_by_part else _begins(collectives.update_seconds)
     programme, ends = compute.programme, replay(compute.programme, begins)
@@ -87,7 +86,7 @@ def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) ->
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     run = compute.runs[bottleneck]
-    gathers = [run.first + position for (kind, _), position in run.order.updates.items() if kind is Kind.GATHER]
+    gathers = [run.nodes[position] for (kind, _), position in run.order.updates.items() if kind is Kind.GATHER]
     parts["dp"] += sum(programme.seconds[node] for node in gathers)
     for _, idle, source, under_way in idle_times(programme, ends, run.actor, begins.get(run.actor, 0.0)):
         if source in collectives.shown:
@@ -110,7 +109,8 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
     for place, acts in schedule(compute.layout).items():
         own: list[Timed] = []
         run = compute.runs[place]
-        for position, (action, node) in enumerate(zip(acts, count(run.first), strict=False)):
+        for position, action in enumerate(acts):
+            node = run.nodes[position]
             waited = action.kind in (Kind.REDUCE, Kind.GATHER)
             start = own[-1].stop_seconds if waited and own else ends[node] - compute.programme.seconds[node]
             own.append(Timed(action, start, ends[node] - run.early(position)))

@@ -1,16 +1,17 @@
 """Interleaved 1F1B: stages of several chunks, every chunk a station of its own on a sample's way.
 
-Where all replicas are alike the order is Megatron's (arXiv 2104.04473, §2.2). Anywhere else it comes from a run on
-paper (hethub.spec.paper_run).
+Where all replicas are alike and have a tile per stage the order is Megatron's (arXiv 2104.04473, §2.2). Anywhere else it
+comes from a run on paper (hethub.spec.paper_run).
 """
 
 from collections.abc import Sequence
 
 from hethub.spec.action import Kind, Pass
 from hethub.spec.errors import BadInput
-from hethub.spec.orders import LaneOrder, ended
+from hethub.spec.orders import LaneOrder, listed
 from hethub.spec.paper_run import PaperRun, depth
 from hethub.spec.plan import PlanSpec
+from hethub.spec.ranges import split
 from hethub.spec.tiling import Tiling, asked_in_flight, deal, load_alone
 
 
@@ -21,7 +22,7 @@ def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[LaneOrder
     samples, and more where the tiles would wait for each other otherwise. Raises BadInput where the plan gives less than
     that.
     """
-    found = [[ended(own) for own in lanes] for lanes in PaperRun(plan, tilings).run()]
+    found = [[listed(own) for own in lanes] for lanes in PaperRun(plan, tilings).run()]
     for stage, lanes in enumerate(found):
         for lane, (asked, place) in enumerate(asked_in_flight(plan, stage)):
             if asked is not None and (held := most_held(lanes[lane])) > asked:
@@ -35,13 +36,13 @@ def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[LaneOrder
 def interleave_regular(plan: PlanSpec) -> list[list[LaneOrder]]:
     """As `interleave` for a regular plan, without its tiles: the lanes of a stage share one list."""
     stages, num_tiles = len(plan.stages), load_alone(plan.stages[0].replicas[0]).num_tiles
-    if num_tiles % stages == 0:
+    if num_tiles >= stages:
         orders = [_megatron(plan, stage, num_tiles) for stage in range(stages)]
     else:
         alone = plan.of_replicas([0])
         orders = [own for own, *_ in PaperRun(alone, [deal(stage.replicas) for stage in alone.stages]).run()]
     return [
-        [ended(order)] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
+        [listed(order)] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
         for stage, order in enumerate(orders)
     ]
 
@@ -56,15 +57,17 @@ def most_held(order: LaneOrder) -> int:
 
 
 def _megatron(plan: PlanSpec, stage: int, num_tiles: int) -> list[Pass]:
-    """Groups of as many tiles as there are stages pass one chunk after the other."""
+    """Groups of as many tiles as there are stages pass one chunk after the other; those left make the first ones larger.
+
+    No group is smaller than the pipeline is long and the warm-up counts the largest, so with times m + stage for the
+    m-th forward and k + 2 * stages - 2 - stage + (chunks - 1) * largest for the k-th backward everything comes after what
+    it waits for.
+    """
     stages, chunks = len(plan.stages), plan.num_chunks
+    groups = split(num_tiles, num_tiles // stages)
     total = num_tiles * chunks
-    warm = min(int(depth(stage, stages, 1, stages, chunks)), total)
-    chunk = [k % (stages * chunks) // stages for k in range(total)]
-    index = [k // (stages * chunks) * stages + k % stages for k in range(total)]
-    forwards = [Pass(Kind.FORWARD, chunk[k], index[k]) for k in range(total)]
-    backwards = [Pass(Kind.BACKWARD, chunks - 1 - chunk[k], index[k]) for k in range(total)]
-    order = forwards[:warm]
-    for k in range(total - warm):
-        order += (forwards[warm + k], backwards[k])
-    return order + backwards[total - warm :]
+    warm = min(int(depth(stage, stages, 1, groups[0].size, chunks)), total)
+    forwards = [Pass(Kind.FORWARD, chunk, i) for own in groups for chunk in range(chunks) for i in range(*own)]
+    backwards = [Pass(Kind.BACKWARD, chunks - 1 - chunk, index) for _, chunk, index in forwards]
+    steady = [one for pair in zip(forwards[warm:], backwards, strict=False) for one in pair]
+    return forwards[:warm] + steady + backwards[total - warm :]

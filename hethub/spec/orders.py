@@ -1,104 +1,114 @@
 """The order of one lane's passes under each schedule. A lane is a replica, or a stage whose replicas go in rounds."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from hethub.spec.action import COMPUTE, UPDATE, Kind, Pass
+from hethub.spec.action import UPDATE, Kind, Pass
 
 NO_TILE = -1  # index of what is done once for all tiles
+
+Way = tuple[Kind, int]  # what is done, and in which part of the stage
 
 
 @dataclass(frozen=True, eq=False)
 class LaneOrder:
-    """What a lane does in a step, in order. All lanes that go the same way may share one."""
+    """What a lane does in a step, in order, as columns. All lanes that go the same way may share one."""
 
-    passes: tuple[Pass, ...]  # updates among them with index NO_TILE
-
-    @cached_property
-    def ways(self) -> tuple[tuple[Kind, int], ...]:
-        """The kinds of compute and the parts they run, as they first come."""
-        return tuple(dict.fromkeys((kind, part) for kind, part, _ in self.passes if kind in COMPUTE))
+    computing: tuple[Way, ...]
+    updating: tuple[Way, ...]
+    way_of: list[int]  # by position; those of `updating` count behind those of `computing`
+    index_of: list[int]  # by position, which of the lane's tiles
 
     @cached_property
-    def way_of(self) -> list[int]:
-        """For each entry, which of `ways` it goes; -1 for updates."""
-        numbers = {way: number for number, way in enumerate(self.ways)}
-        return [numbers.get((kind, part), -1) for kind, part, _ in self.passes]
+    def passes(self) -> tuple[Pass, ...]:
+        """The entries one by one."""
+        ways = self.computing + self.updating
+        return tuple(Pass(*ways[way], index) for way, index in zip(self.way_of, self.index_of, strict=True))
 
     @cached_property
-    def positions(self) -> dict[tuple[Kind, int], list[int]]:
-        """By way, where in the order each of the lane's tiles goes it."""
-        found: dict[tuple[Kind, int], dict[int, int]] = {way: {} for way in self.ways}
-        for position, (kind, part, index) in enumerate(self.passes):
+    def positions(self) -> dict[Way, list[int]]:
+        """By way of computing, where in the order each of the lane's tiles goes it."""
+        found = [[0] * self.way_of.count(way) for way in range(len(self.computing))]
+        for position, (way, index) in enumerate(zip(self.way_of, self.index_of, strict=True)):
             if index != NO_TILE:
-                found[kind, part][index] = position
-        return {way: [own[index] for index in range(len(own))] for way, own in found.items()}
+                found[way][index] = position
+        return dict(zip(self.computing, found, strict=True))
 
     @cached_property
-    def spans(self) -> dict[tuple[Kind, int], tuple[int, int]]:
-        """By way, its first and last position."""
+    def updates(self) -> dict[Way, int]:
+        """The position of each update."""
+        first = len(self.computing)
+        return {way: self.way_of.index(first + number) for number, way in enumerate(self.updating)}
+
+    @cached_property
+    def spans(self) -> dict[Way, tuple[int, int]]:
+        """By way of computing, its first and last position."""
         return {way: (min(own), max(own)) for way, own in self.positions.items()}
 
     @cached_property
-    def updates(self) -> dict[tuple[Kind, int], int]:
-        """The position of each update, by kind and part."""
-        return {(kind, part): position for position, (kind, part, index) in enumerate(self.passes) if index == NO_TILE}
+    def edges(self) -> list[int]:
+        """The positions of updates, and of each way's first and last entry, in order."""
+        return sorted({*self.updates.values(), *(edge for span in self.spans.values() for edge in span)})
 
 
 @lru_cache(maxsize=256)
 def pipelined(num_tiles: int, in_flight: int, put_off: int | None) -> LaneOrder:
-    """1F1B or GPipe; with weight parts apart where `put_off` says how many of them may wait."""
-    passes: Iterable[Pass] = one_forward_one_backward(num_tiles, in_flight)
-    return ended(passes if put_off is None else with_weight_passes(passes, put_off))
+    """1F1B: up to `in_flight` tiles forward, then a backward and a forward in turn, then the rest back. GPipe holds all.
+
+    Where `put_off` is given, each backward's weight part comes behind it, up to so many of them later; those left fill
+    the end. They wait for nobody but their own backward, so an order that runs without them runs with them.
+    """
+    computing = ((Kind.FORWARD, 0), (Kind.BACKWARD, 0)) + (((Kind.WEIGHT, 0),) if put_off is not None else ())
+    way_of, index_of = [0] * min(in_flight, num_tiles), list(range(min(in_flight, num_tiles)))
+    for index in range(num_tiles):
+        way_of.append(1)
+        index_of.append(index)
+        if put_off is not None and index >= put_off:
+            way_of.append(2)
+            index_of.append(index - put_off)
+        if index + in_flight < num_tiles:
+            way_of.append(0)
+            index_of.append(index + in_flight)
+    if put_off is not None:
+        left = range(max(0, num_tiles - put_off), num_tiles)
+        way_of += [2] * len(left)
+        index_of += left
+    return _updated_once(computing, way_of, index_of)
+
+
+def _updated_once(computing: tuple[Way, ...], way_of: list[int], index_of: list[int]) -> LaneOrder:
+    """The order with one update of all parts behind it; takes both lists."""
+    way_of += range(len(computing), len(computing) + len(UPDATE))
+    index_of += [NO_TILE] * len(UPDATE)
+    return LaneOrder(computing, tuple((kind, 0) for kind in UPDATE), way_of, index_of)
 
 
 @lru_cache(maxsize=256)
-def in_parts(num_tiles: int, num_parts: int, steps_part_by_part: bool) -> LaneOrder:
-    """Ministages, where each part is stepped behind its backward, or layered."""
-    passes = list(part_by_part(num_tiles, num_parts))
+def part_by_part(num_tiles: int, num_parts: int, steps_part_by_part: bool) -> LaneOrder:
+    """Ministages, where each part is stepped behind its backward, and layered with a layer as a part: all tiles pass a part
+    before the next, and back."""
+    parts = [*range(num_parts), *reversed(range(num_parts))]
+    kinds = [Kind.FORWARD] * num_parts + [Kind.BACKWARD] * num_parts
+    computing = tuple(zip(kinds, parts, strict=True))
+    tiles = list(range(num_tiles))
     if not steps_part_by_part:
-        return ended(passes)
-    found, turn = passes[: num_tiles * num_parts], num_tiles * num_parts
-    for part in reversed(range(num_parts)):
-        found += passes[turn : turn + num_tiles]
-        found += (Pass(kind, part, NO_TILE) for kind in UPDATE)
-        turn += num_tiles
-    return LaneOrder(tuple(found))
+        way_of = [way for way in range(2 * num_parts) for _ in tiles]
+        return _updated_once(computing, way_of, tiles * (2 * num_parts))
+    updating = tuple((kind, part) for part in parts[num_parts:] for kind in UPDATE)
+    way_of = [way for way in range(num_parts) for _ in tiles]
+    index_of = tiles * num_parts
+    for turn in range(num_parts):
+        way_of += [num_parts + turn] * num_tiles
+        way_of += range(2 * num_parts + turn * len(UPDATE), 2 * num_parts + (turn + 1) * len(UPDATE))
+        index_of += tiles + [NO_TILE] * len(UPDATE)
+    return LaneOrder(computing, updating, way_of, index_of)
 
 
-def ended(passes: Iterable[Pass]) -> LaneOrder:
-    """The passes, with one update behind them all."""
-    return LaneOrder((*passes, *(Pass(kind, 0, NO_TILE) for kind in UPDATE)))
-
-
-def one_forward_one_backward(num_tiles: int, in_flight: int) -> Iterator[Pass]:
-    """1F1B: fill up to `in_flight` tiles, then a backward and a forward in turn, then drain. GPipe is in_flight = all."""
-    for index in range(num_tiles + in_flight):
-        if index >= in_flight:
-            yield Pass(Kind.BACKWARD, 0, index - in_flight)
-        if index < num_tiles:
-            yield Pass(Kind.FORWARD, 0, index)
-
-
-def part_by_part(num_tiles: int, num_parts: int) -> Iterator[Pass]:
-    """Ministages, and layered with a layer as a part: all tiles pass a part before the next, and back."""
-    for part in range(num_parts):
-        yield from (Pass(Kind.FORWARD, part, index) for index in range(num_tiles))
-    for part in reversed(range(num_parts)):
-        yield from (Pass(Kind.BACKWARD, part, index) for index in range(num_tiles))
-
-
-def with_weight_passes(passes: Iterable[Pass], put_off: int) -> Iterator[Pass]:
-    """The passes with every backward's weight part behind it, up to `put_off` of them later; those left fill the end.
-
-    They wait for nobody but their own backward, so a list that runs without them runs with them.
-    """
-    waiting: list[Pass] = []
-    for one in passes:
-        yield one
-        if one.kind is Kind.BACKWARD:
-            waiting.append(Pass(Kind.WEIGHT, one.part, one.index))
-            if len(waiting) > put_off:
-                yield waiting.pop(0)
-    yield from waiting
+def listed(passes: Iterable[Pass]) -> LaneOrder:
+    """The passes as they are given, with one update behind them all."""
+    passes = list(passes)
+    computing = tuple(dict.fromkeys((kind, part) for kind, part, _ in passes))
+    numbers = {way: number for number, way in enumerate(computing)}
+    way_of = [numbers[kind, part] for kind, part, _ in passes]
+    return _updated_once(computing, way_of, [index for _, _, index in passes])

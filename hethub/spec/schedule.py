@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from hethub.spec.action import COMPUTE, Action, Kind
 from hethub.spec.layout import Layout
-from hethub.spec.orders import NO_TILE, LaneOrder, in_parts, pipelined
+from hethub.spec.orders import NO_TILE, LaneOrder, part_by_part, pipelined
 from hethub.spec.state import StateMap
 from hethub.spec.tiling import overlapping
 
@@ -53,7 +53,7 @@ def lane_order(layout: Layout, stage: int, lane: int) -> LaneOrder:
         return layout.interleaved[stage][lane]
     num_tiles = layout.loads[stage][lane].num_tiles
     if layout.plan.goes_part_by_part:
-        return in_parts(num_tiles, len(layout.parts(stage)), layout.plan.steps_part_by_part)
+        return part_by_part(num_tiles, len(layout.parts(stage)), layout.plan.steps_part_by_part)
     later = put_off(layout, stage, lane) if name == "zero_bubble" else None
     return pipelined(num_tiles, layout.lane_limits[stage][lane], later)
 

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise, repeat
-from operator import truediv
+from operator import sub, truediv
 from typing import Any, NamedTuple
 
 from hethub.spec.errors import BadInput
@@ -130,6 +130,24 @@ def transfers(sources: Sequence[Tile], targets: Sequence[Tile], first_tag: int =
         s += shared.stop == source.samples.stop
         t += shared.stop == target.samples.stop
     return crossing
+
+
+def overlaps(above: Tiling, below: Tiling) -> tuple[list[int], list[int], list[int]]:
+    """The pairs of two stages' tiles that share samples, as columns: the tiles' places on the axis, and how many."""
+    if above.stops == below.stops:
+        places = list(range(len(above.stops)))
+        return places, places, list(map(sub, above.stops, above.starts))
+    firsts, seconds, samples = [], [], []
+    first = second = start = 0
+    while first < len(above.stops):
+        stop = min(above.stops[first], below.stops[second])
+        firsts.append(first)
+        seconds.append(second)
+        samples.append(stop - start)
+        first += above.stops[first] == stop
+        second += below.stops[second] == stop
+        start = stop
+    return firsts, seconds, samples
 
 
 def is_even(plan: PlanSpec) -> bool:
