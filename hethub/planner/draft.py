@@ -1,6 +1,6 @@
 """Drafts: plans as the search moves them about. Equal accelerators are counted, not named; `complete` names them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -87,6 +87,11 @@ class Draft:
     def shape(self) -> object:
         """Which units form which stage, whatever their layers and micro-batches."""
         return tuple(tuple((own.kind, own.tp, own.number) for own in stage.seats) for stage in self.stages)
+
+    @property
+    def mixtures(self) -> Iterator[Iterator[int]]:
+        """Per stage, the kinds in it."""
+        return ((own.kind for own in stage.seats) for stage in self.stages)
 
     @cached_property
     def replica_counts(self) -> tuple[int, ...]:

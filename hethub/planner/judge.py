@@ -75,7 +75,7 @@ def layout_of(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
 
 
 def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:
-    """Whether a family's own plan keeps to the constraints."""
+    """Whether a plan keeps to the constraints on degrees, sizes and modes."""
     replicas = [replica for stage in plan.stages for replica in stage.replicas]
     wide = [stage for stage in plan.stages if len(stage.replicas) > 1]
     pairs: list[tuple[object, Iterable[object]]] = [
@@ -130,7 +130,7 @@ class Judge:
     def _judge(self, draft: Draft) -> Verdict | None:
         holds = self.surrogate.holds(draft) if draft.roomy else None
         plan = draft.plan or complete(draft, self.problem, self.costs, holds)
-        if plan is None or (draft.plan is not None and not keeps(plan, self.problem.constraints)):
+        if plan is None or not keeps(plan, self.problem.constraints) or self.problem.forbids_any(draft.mixtures):
             return None
         if not is_alike(plan) and not self._spend(plan):
             return None

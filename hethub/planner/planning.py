@@ -12,7 +12,7 @@ from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
 from hethub.planner.result import FamilyRow, KindAlone, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
-from hethub.planner.search import effort_for, search, search_family
+from hethub.planner.search import effort_for, search, search_family, search_whole
 from hethub.planner.unsearched import not_searched
 from hethub.predictor import Prediction
 from hethub.predictor.profile import ProfileSpec
@@ -128,12 +128,14 @@ def _row(name: str, verdict: Verdict | None, best: Verdict) -> FamilyRow:
 
 def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
     """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
-    if strategy == "auto":
-        return search(problem, judge, effort_for(problem))
     if strategy == "hap":
         raise BadInput("strategy 'hap' is not offered by this version: its operator-level plans come later; use auto.")
-    if strategy not in FAMILIES:
+    if strategy not in ("auto", *FAMILIES):
         raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, ['auto', *FAMILIES])}")
+    if problem.constraints.schedule in problem.capabilities.family_schedules:
+        return search_whole(problem, judge, FAMILIES if strategy == "auto" else (strategy,))
+    if strategy == "auto":
+        return search(problem, judge, effort_for(problem))
     return search_family(problem, judge, FAMILIES[strategy], effort_for(problem))
 
 

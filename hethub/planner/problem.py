@@ -1,11 +1,12 @@
 """What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.capabilities import RUNTIME, Capabilities
+from hethub.planner.contradictions import check_constraints
 from hethub.planner.footprint import Coefficients, Footprints, Mode
 from hethub.predictor.profile import ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec, Precision
@@ -133,6 +134,22 @@ class Problem:
         largest = self._largest[kind]
         return micro_batch if largest is None else min(micro_batch, largest)
 
+    @cached_property
+    def forbidden(self) -> frozenset[frozenset[int]]:
+        """Pairs of kinds that may not share a stage."""
+        named = [{kind.accelerator.name, kind.accelerator.vendor} for kind in self.kinds]
+        return frozenset(
+            frozenset((a, b))
+            for one, other in self.constraints.forbid
+            for a, first in enumerate(named)
+            for b, second in enumerate(named)
+            if a != b and one in first and other in second
+        )
+
+    def forbids_any(self, mixtures: Iterable[Iterable[int]]) -> bool:
+        """Whether one of these mixtures of kinds holds a pair that may not share a stage."""
+        return bool(self.forbidden) and any(pair <= set(kinds) for kinds in mixtures for pair in self.forbidden)
+
     @property
     def schedule(self) -> ScheduleName:
         return self.constraints.schedule or "1f1b"
@@ -228,7 +245,7 @@ def pose(
         footprints=Footprints(model, batch.seq_len, batch.precision),
     )
     _check_precision(problem)
-    _check_constraints(problem)
+    check_constraints(problem)
     if batch.seq_len > model.max_seq_len:
         raise BadInput(
             f"seq_len is {batch.seq_len}, but model '{model.name}' takes at most {model.max_seq_len} tokens; shorten seq_len."
@@ -275,56 +292,3 @@ def _check_precision(problem: Problem) -> None:
                 f"precision {precision}: accelerator {kind.accelerator.name} (node '{node}') does not compute in it. All of cluster "
                 f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
             )
-
-
-def _check_constraints(problem: Problem) -> None:
-    """Refuses constraints that contradict the job or each other, naming the pair."""
-    given, size, model = problem.constraints, problem.size, problem.model
-    capable = problem.capabilities
-    _refuse_unlisted("schedule", given.schedule, capable.schedules)
-    _refuse_unlisted("zero", given.zero, sorted({*capable.zero, *capable.family_zero}))
-    _refuse_unlisted("recompute", given.recompute, ("none", "selective", "full"))
-    pairs = [
-        (given.tp and given.tp not in problem.degrees, f"tp: {given.tp}", _degrees(problem)),
-        (given.pp and given.pp > model.layers, f"pp: {given.pp}", f"the {model.layers} layers of model '{model.name}'"),
-        (
-            given.pp and given.pp > size,
-            f"pp: {given.pp}",
-            f"the {size} accelerators of cluster '{problem.cluster.name}'",
-        ),
-        (
-            given.dp and given.dp > problem.batch.global_batch,
-            f"dp: {given.dp}",
-            f"global_batch {problem.batch.global_batch}",
-        ),
-        (
-            given.micro_batch and given.max_micro_batch and given.micro_batch > given.max_micro_batch,
-            f"micro_batch: {given.micro_batch}",
-            f"max_micro_batch: {given.max_micro_batch}",
-        ),
-        (
-            given.micro_batch and given.micro_batch > problem.batch.global_batch,
-            f"micro_batch: {given.micro_batch}",
-            f"global_batch {problem.batch.global_batch}",
-        ),
-        (
-            given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size,
-            f"tp: {given.tp} with pp: {given.pp} and dp: {given.dp}",
-            f"the {size} accelerators of cluster '{problem.cluster.name}', all of which a plan uses",
-        ),
-    ]
-    for broken, one, other in pairs:
-        if broken:
-            raise BadInput(f"constraints: {one} contradicts {other}; change one of them.")
-
-
-def _degrees(problem: Problem) -> str:
-    listed = ", ".join(map(str, problem.degrees))
-    return f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})"
-
-
-def _refuse_unlisted(key: str, value: object, known: Sequence[object]) -> None:
-    if value is not None and value not in known:
-        raise BadInput(
-            f"constraints: {key}: {value} cannot be executed by this version; use one of {', '.join(map(str, known))}."
-        )

@@ -74,7 +74,8 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
     if starts:
         _judge_families(problem, judge, effort, best)
     judge.tiles_left = effort.tiles
-    found = promising(problem, judge, effort, table, best.cuts, memory_counts=not judge.ignore_memory)
+    cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
+    found = promising(problem, judge, effort, table, cuts, memory_counts=not judge.ignore_memory)
     _judge_all(judge, found)
     if not judge.fitting:
         few = thriftiest(problem, table)
@@ -153,6 +154,16 @@ def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort
     _judge_all(judge, leading(judge, plain))
     judge.tiles_left = WHOLE_TILES
     _judge_all(judge, leading_whole(judge, list(family.whole(problem, judge.costs, plain))))
+    return judge.best
+
+
+def search_whole(problem: Problem, judge: Judge, names: Iterable[str]) -> Verdict | None:
+    """The best plan under a schedule that only families propose, or None where none fits."""
+    judge.tiles_left = WHOLE_TILES
+    for name in names:
+        drafts, whole = FAMILIES[name]
+        plain = list(drafts(problem, judge.costs))
+        _judge_all(judge, leading_whole(judge, list(whole(problem, judge.costs, plain))))
     return judge.best
 
 

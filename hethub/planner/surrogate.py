@@ -63,7 +63,7 @@ class Surrogate:
         return found
 
     def _estimate(self, draft: Draft) -> float:
-        if max(draft.replica_counts) > self.problem.batch.global_batch:
+        if max(draft.replica_counts) > self.problem.batch.global_batch or self.problem.forbids_any(draft.mixtures):
             return float("inf")
         stages, crossing = self.stages(draft), self.crossings(draft)
         held = self.holds(draft)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Source, Spec, build, read_yaml
@@ -77,8 +77,18 @@ class ConstraintsSpec(Spec):
     recompute: Literal["none", "selective", "full"] | None = None
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory, kept free
-    time_limit_seconds: Positive | None = None
-    seed: int = 0
+    forbid: tuple[tuple[str, str], ...] = ()  # pairs of accelerators or vendors that no stage may hold together
+    keep_global_batch: bool = False  # where no plan fits, no smaller batch is proposed
+    time_limit_seconds: Positive | None = None  # of the search: then the best plan found so far is taken
+    seed: int = 0  # reserved: the search draws nothing at random, so every seed has the same answer
+
+    @field_validator("forbid")
+    @classmethod
+    def _pairs_differ(cls, pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        for one, other in pairs:
+            if one == other:
+                raise ValueError(f"'{one}' is forbidden beside itself; name two unlike accelerators or vendors.")
+        return pairs
 
 
 class CommunicatorSpec(Spec):

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.planning import find
 from hethub.planner.problem import Problem, Unit
+from hethub.planner.surrogate import Surrogate
 from hethub.predictor import predict
 from hethub.predictor.memory import memory
 from hethub.spec.layout import bind
@@ -83,11 +85,34 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
     return outcome
 
 
+class GridSurrogate(Surrogate):
+    """Estimates that lead a search nowhere but into the grid."""
+
+    def _estimate(self, draft: Draft) -> float:
+        seats = [own for stage in draft.stages for own in stage.seats]
+        usual = not draft.roomy and draft.schedule is None and all(s.state_shares == () for s in draft.stages)
+        inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in seats)
+        return super()._estimate(draft) if inside else float("inf")
+
+
+class GridJudge(Judge):
+    """Judges plans of the grid and no others."""
+
+    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
+        super().__init__(problem, costs)
+        self.surrogate = GridSurrogate(problem, costs)
+
+    def _judge(self, draft: Draft) -> Verdict | None:
+        verdict = super()._judge(draft)
+        return verdict if verdict is not None and is_in_grid(verdict.plan) else None
+
+
 def restricted(problem: Problem) -> Verdict:
-    """The best plan of the grid that `auto` judges."""
-    judge = Judge(problem, UnitCosts(problem))
-    find(problem, judge, "auto")
-    return min((v for v in judge.fitting.values() if is_in_grid(v.plan)), key=lambda verdict: verdict.seconds)
+    """The answer of `auto`, restricted to the grid."""
+    judge = GridJudge(problem, UnitCosts(problem))
+    found = find(problem, judge, "auto")
+    assert found is not None, "no plan fits"
+    return found
 
 
 def is_in_grid(plan: PlanSpec) -> bool:

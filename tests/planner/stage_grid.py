@@ -25,7 +25,7 @@ Shape = tuple[tuple[Unit, ...], ...]
 
 @dataclass(frozen=True)
 class Option:
-    """One stage's choices. Micro-batches beyond a replica's samples are the same plan and no option."""
+    """One stage's choices."""
 
     samples: tuple[int, ...]
     micro_batches: tuple[int, ...]
@@ -163,11 +163,11 @@ class StageGrids:
         return StageGrid(tuple(options), modes, *np.array(rows).T)
 
     def _divisions(self, replicas: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """All samples in steps of one, with all micro-batches that are no larger."""
+        """All samples in steps of one with all micro-batches, those beyond a replica's samples being one tile."""
         total, found = self.problem.batch.global_batch, []
         for cuts in combinations(range(1, total), replicas - 1):
             samples = tuple(b - a for a, b in pairwise((0, *cuts, total)))
-            sizes = [[b for b in MICRO_BATCHES if b <= n] for n in samples]
+            sizes = [sorted({min(b, n) for b in MICRO_BATCHES}) for n in samples]
             found += [(samples, chosen) for chosen in product(*sizes)]
         return found
 

@@ -3,6 +3,7 @@
 import pytest
 
 from hethub.planner import plan
+from hethub.planner.problem import Batch, pose
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -41,6 +42,10 @@ def cluster(*nodes):
 MIXED = cluster(("amd", 2, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0))
 
 
+def stage_islands(stage):
+    return {MIXED.places[rank].island for rank in stage.ranks}
+
+
 @pytest.mark.parametrize("batch", [4, 7, 16])
 def test_a_plan_fits_uses_every_rank_and_cannot_deadlock(batch):
     found = plan(TINY, MIXED, (batch, 64, "fp32"))
@@ -72,6 +77,10 @@ def test_faster_accelerators_get_more_samples_or_layers():
         ({"max_micro_batch": 1}, lambda p: all(r.micro_batch == 1 for s in p.stages for r in s.replicas)),
         ({"recompute": "full"}, lambda p: all(s.recompute == "full" for s in p.stages)),
         ({"schedule": "gpipe"}, lambda p: p.schedule == "gpipe"),
+        ({"schedule": "ministages"}, lambda p: p.schedule == "ministages" and len(p.stages[0].layers) > 1),
+        ({"schedule": "layered"}, lambda p: p.schedule == "layered" and len(p.stages) == 1),
+        ({"zero": 0}, lambda p: all(len(stage_islands(s)) == 1 for s in p.stages)),
+        ({"forbid": [("amd", "nvidia")]}, lambda p: all(len(stage_islands(s)) == 1 for s in p.stages)),
     ],
 )
 def test_constraints_are_kept(constraints, check):
@@ -81,16 +90,44 @@ def test_constraints_are_kept(constraints, check):
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [
-        ({"tp": 3}, "tp: 3 contradicts"),
+        ({"tp": 3}, "tp: 3 contradicts the degrees that the heads"),
         ({"pp": 7}, "pp: 7 contradicts the 6 layers"),
-        ({"tp": 2, "pp": 2, "dp": 2}, "contradicts the 4 accelerators"),
-        ({"micro_batch": 4, "max_micro_batch": 2}, "contradicts max_micro_batch: 2"),
-        ({"schedule": "interleaved"}, "cannot be executed"),
+        ({"pp": 5}, "pp: 5 contradicts the 4 accelerators"),
+        ({"dp": 17}, "dp: 17 contradicts global_batch 16"),
+        ({"tp": 2, "pp": 2, "dp": 2}, "tp: 2 with pp: 2 and dp: 2 contradicts the 4 accelerators"),
+        ({"pp": 3, "dp": 2}, "pp: 3 with dp: 2 contradicts the 4 accelerators"),
+        ({"tp": 2, "pp": 4}, "tp: 2 with pp: 4 contradicts the 4 accelerators"),
+        ({"tp": 2, "dp": 4}, "tp: 2 with dp: 4 contradicts the 4 accelerators"),
+        ({"micro_batch": 4, "max_micro_batch": 2}, "micro_batch: 4 contradicts max_micro_batch: 2"),
+        ({"micro_batch": 32}, "micro_batch: 32 contradicts global_batch 16"),
+        ({"micro_batch": 8, "dp": 4}, "micro_batch: 8 with dp: 4 contradicts global_batch 16"),
+        ({"schedule": "zero_bubble", "recompute": "full"}, "schedule: zero_bubble contradicts recompute: full"),
+        ({"zero": 0, "pp": 1}, "zero: 0 with pp: 1 contradicts the 2 islands"),
+        ({"forbid": [("amd", "nvidia")], "pp": 1}, "pp: 1 contradicts forbid"),
+        ({"schedule": "interleaved"}, "schedule: interleaved is nothing that this version's planner proposes"),
+        ({"forbid": [("amd", "nvida")]}, "forbid names 'nvida'.*did you mean 'nvidia'"),
     ],
 )
 def test_contradictions_are_named_in_pairs(constraints, words):
     with pytest.raises(BadInput, match=words):
         plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(**constraints))
+
+
+def test_a_degree_that_leaves_a_machine_a_rest_contradicts_its_node():
+    uneven = cluster(("amd", 3, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0))
+    with pytest.raises(BadInput, match="tp: 2 contradicts the 3 accelerators of node 'n0'"):
+        plan(TINY, uneven, (16, 64, "fp32"), ConstraintsSpec(tp=2))
+
+
+def test_kinds_may_be_forbidden_by_name_too():
+    slow, fast = (kind.accelerator.name for kind in pose(TINY, MIXED, Batch(16, 64, "fp32")).kinds)
+    found = plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(forbid=((slow, fast),)), with_bounds=False)
+    assert all(len(stage_islands(stage)) == 1 for stage in found.plan.stages)
+
+
+def test_a_kind_forbidden_beside_itself_is_refused():
+    with pytest.raises(ValueError, match="'amd' is forbidden beside itself"):
+        ConstraintsSpec(forbid=(("amd", "amd"),))
 
 
 def test_no_plan_fits_says_by_how_much_on_what():
