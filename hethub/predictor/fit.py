@@ -125,7 +125,7 @@ def interpolation_errors(rows: Sequence[LayerRow], constants: Constants) -> list
 
 def composed_cases(path: Path) -> list[Case]:
     """Composed steps of one rank or one tensor-parallel group: what they tell of layers and their launches."""
-    rows = [case for case in read_single_node(path) if case.row["dp"] == case.row["pp"] == "1"]
+    rows = [case for case in read_single_node(path)[0] if case.row["dp"] == case.row["pp"] == "1"]
     return [case for case in rows if int(case.row["layers"]) == COMPOSED_LAYERS][::COMPOSED_STRIDE]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables
     from hethub.runtime.doctor_ranks import RanksExamined
 
 GIB = 2**30
+MOST_NAMES = 10  # of rows skipped for one reason
 
 
 def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, written: Sequence[Path]) -> None:
@@ -182,10 +183,29 @@ def print_validation(result: Mapping[str, Any]) -> None:
         f"{len(result['rows'])} rows: MAPE {result['mape']:.1f} %, macro mean {result['macro_mape']:.1f} %, median "
         f"{result['median_error']:.1f} %, largest {result['max_error']:.1f} %; {len(result['skipped'])} skipped"
     )
-    for skipped in result["skipped"][:10]:
-        console.print(f"skipped {skipped['id']}: {skipped['why']}")
+    for sentence in (*_chosen(result["rows"]), *_skipped(result["skipped"])):
+        console.print(sentence)
     if result.get("goals"):
         _print_goals(result["goals"])
+
+
+def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was taken for rows that leave it open."""
+    chosen = [(row["id"], row["chosen"]) for row in rows if "chosen" in row]
+    taken = ", ".join(f"{name}: {open['micro_batch']} x {open['virtual_stages']}" for name, open in chosen)
+    return [f"chosen micro-batch x virtual stages, where the table leaves them open: {taken}"] if chosen else []
+
+
+def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """A sentence for each reason, with the rows it holds for."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row["why"], []).append(row["id"])
+    more = [f" and {len(ids) - MOST_NAMES} more" if len(ids) > MOST_NAMES else "" for ids in names.values()]
+    return [
+        f"skipped {', '.join(ids[:MOST_NAMES])}{rest}: {why}"
+        for (why, ids), rest in zip(names.items(), more, strict=True)
+    ]
 
 
 def _print_goals(goals: Sequence[Mapping[str, Any]]) -> None:
