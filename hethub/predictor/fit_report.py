@@ -118,7 +118,7 @@ def report_accelerators(base: Constants, linear: Linear, cases: list[Case], repr
     names = sorted({case.row["accelerator"] for case in cases})
     for name in names:
         out = np.array([index for index, case in enumerate(cases) if case.row["accelerator"] == name])
-        held = refit_without(base, linear, cases, repricers, out, rounds=1)
+        held = refit_without(base, linear, cases, repricers, out)
         ratio = np.array([repricers[row].seconds(held) / cases[row].measured_seconds for row in out])
         print(f"    steps without {name:<24} {100 * np.abs(ratio - 1).mean():5.1f} %, mean {100 * (ratio.mean() - 1):+.1f} %"
               f"  ({len(out)} rows)")  # fmt: skip

@@ -48,14 +48,24 @@ def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
     return (device**4 + (work.kernels * fit.launch_seconds) ** 4) ** 0.25
 
 
+def _gradient_bytes(fit: Efficiency, precision: MathPrecision, software: Software) -> float:
+    """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in place."""
+    if element_bytes(precision) > 2:
+        return 0.0
+    return float(fit.gradient_bytes) if software.gradient_pass_bytes is None else software.gradient_pass_bytes
+
+
 class Device:
     """An accelerator under sustained load in one precision under one software stack."""
 
     def __init__(
         self, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software, constants: Constants
     ) -> None:
+        if precision == "tf32" and not accelerator.tf32_tflops:
+            precision = "fp32"
         fit = constants.efficiency(accelerator, precision)
-        self.fit = replace(fit, scale=fit.scale * constants.stack(software.stack) * (1.0 + fit.throttle))
+        scale = fit.scale * constants.stack(software.stack) * (1.0 + fit.throttle)
+        self.fit = replace(fit, scale=scale, gradient_bytes=_gradient_bytes(fit, precision, software))
         self.peak = peak_flops(accelerator, precision)
         self.attention_peak = attention_peak_flops(accelerator, precision)
         self.bandwidth = accelerator.memory_gbytes_per_second * 1e9

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import log2
 from typing import NamedTuple
 
 from hethub.predictor.constants import Constants, packaged
@@ -176,7 +177,9 @@ class Network:
         slowest = max(inside) if group.most_per_machine > 1 else 0.0
         steps = (group.size - 1) * self.fit["collective_step_seconds"]
         hosted = group.most_per_machine > 1 and any(self._hosted(node) for node in nodes.values())
-        latency = self.fit["hosted_latency_seconds" if hosted else "collective_latency_seconds"] + min(steps, 2e-4)
+        latency = self.fit["collective_latency_seconds"] + min(steps, 2e-4)
+        if hosted:
+            latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + min(steps, 2e-4)
         if len(nodes) > 1:
             rates = [self._collective_node_rate(node, min(sharing, node.accelerators)) for node in nodes.values()]
             slowest = max(slowest, 1.0 / min(rates))

@@ -1,7 +1,7 @@
 """Rows of published measurements as plans: what a table says, read into the same layouts that hethub predicts."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,6 +19,13 @@ REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab
             "tp", "pp", "dp", "global_batch", "precision", "step_seconds")  # fmt: skip
 IN_NODE_NICS = 8
 LARGEST = 10**7  # of any count in a table: larger ones are slips, and would be laid out one by one
+HALF_GRADIENT_BYTES = 6.0  # gradients kept in half precision: the new and the old one read, the sum written
+# What sources' published programs say and their tables do not. Sailor's launch scripts ask for no half precision, neither of
+# Megatron (--fp16) nor in DeepSpeed's configuration, though the table says fp16; NVIDIA's container computes fp32 products in
+# tf32; its ports of OPT and GPT-Neo have no dropout in attention and a head of their own (github.com/eth-easl/sailor). The rows'
+# peak memory agrees.
+RAN_IN: Mapping[str, MathPrecision] = {"Sailor": "tf32"}
+WITHOUT_ATTENTION_DROPOUT = WITH_OWN_HEAD = ("Sailor",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,42 +50,24 @@ class Case:
 
 def read_table(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
     """The cases of a CSV table, and the rows that are none, each with its reason. Raises BadInput for no such table."""
-    return collect(read_lines(path, REQUIRED), lambda name, row: read_row(row | {"id": name}))
-
-
-def collect(
-    lines: Iterable[tuple[str, dict[str, str]]], read: Callable[[str, dict[str, str]], Case]
-) -> tuple[list[Case], list[dict[str, str]]]:
-    """What `read` makes of named rows, and those that it refuses, each with its reason."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+            columns = reader.fieldnames or []
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
+    if missing := [name for name in REQUIRED if name not in columns]:
+        raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
     cases, skipped = [], []
-    for name, row in lines:
+    for number, row in enumerate(rows, 2):
+        row = {key: (value or "").strip() for key, value in row.items() if key}
+        name = row["id"] or f"line {number}"
         try:
-            cases.append(read(name, row))
+            cases.append(read_row(row | {"id": name}))
         except ValueError as error:  # BadInput, a number that is none, or a spec's rule
             skipped.append({"id": name, "why": " ".join(str(error).split())})
     return cases, skipped
-
-
-def columns_of(path: Path) -> tuple[str, ...]:
-    """The names in the first line of a CSV table. Raises BadInput where it cannot be read."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return tuple(csv.DictReader(file).fieldnames or ())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
-
-
-def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV table with their names: the column id, else the line. Raises BadInput where a column is missing."""
-    columns = columns_of(path)
-    if missing := [name for name in required if name not in columns]:
-        raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
-    return [(row.get("id") or f"line {number}", row) for number, row in enumerate(rows, 2)]
 
 
 def read_row(row: Mapping[str, str]) -> Case:
@@ -94,9 +83,7 @@ def read_row(row: Mapping[str, str]) -> Case:
     seconds = float(row["step_seconds"])
     if not 0 < seconds < 1e7:
         raise ValueError(f"step_seconds {row['step_seconds']} is no positive time")
-    precision = row["precision"]
-    if precision not in get_args(MathPrecision):
-        raise ValueError(f"precision {precision} is unknown")
+    precision = _math_of(row)
     given = number("micro_batch", 0)
     sizes = [given] if given else [1 << i for i in range(8) if batch // dp % (1 << i) == 0]
     if given > batch // dp:
@@ -125,6 +112,14 @@ def read_row(row: Mapping[str, str]) -> Case:
         suspect=row.get("suspect") == "1",
         row=row,
     )
+
+
+def _math_of(row: Mapping[str, str]) -> MathPrecision:
+    """What the row's products ran in: the precision it names, unless its source is known to have run another."""
+    named = row["precision"]
+    if named not in get_args(MathPrecision):
+        raise ValueError(f"precision {named} is unknown")
+    return next((ran for source, ran in RAN_IN.items() if row["source"].startswith(source)), named)  # type: ignore[arg-type]
 
 
 class _Numbers:
@@ -163,7 +158,7 @@ def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
         gated=row["gated"] == "1" if row.get("gated") else None,
         vocab=number("vocab"),
         max_seq_len=seq,
-        tied_head=row["family"] != "llama",
+        tied_head=row["family"] != "llama" and not row["source"].startswith(WITH_OWN_HEAD),
     )
 
 
@@ -243,7 +238,7 @@ def stage_specs(
 def _sums_in_fp32(row: Mapping[str, str], stack: str) -> bool:
     """Whether gradients travel in fp32: AMP's DeepSpeed and torchtitan by default, Composer unless its mode is PURE."""
     by_default = stack == "deepspeed" or "torchtitan" in stack or "mode DEFAULT" in (row.get("note") or "")
-    return by_default or row["precision"] in ("fp32", "tf32")
+    return by_default or _math_of(row) in ("fp32", "tf32")
 
 
 def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
@@ -253,14 +248,16 @@ def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
     virtual = number("virtual_stages", 0) or (2 if "interleaved" in (row.get("note") or "") and number("pp") > 1 else 1)
     return Software(
         stack=stack,
-        math=row["precision"],  # type: ignore[arg-type]
+        math=_math_of(row),
         fused_attention=row.get("flash_attention") == "1",
         fused_softmax="eager" not in stack,
         fused_activation="eager" not in stack or row["family"] != "gpt",
+        attention_dropout=not row["source"].startswith(WITHOUT_ATTENTION_DROPOUT),
         fused_elementwise=any(name in stack for name in ("compile", "megatron", "deepspeed", "composer")),
         spread_boundaries="megatron" in stack or "deepspeed" in stack,
         overlapped_reduction=sharded,
         gathers_ahead=False,
+        gradient_pass_bytes=HALF_GRADIENT_BYTES,
         gradient_wire_bytes=4 if _sums_in_fp32(row, stack) else 2,
         sequence_parallel=row.get("sequence_parallel") == "1",
         context_parallel=cp,

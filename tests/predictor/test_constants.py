@@ -1,7 +1,15 @@
 """How an accelerator finds its constants."""
 
+import math
+
+import pytest
+
 from hethub.predictor.constants import packaged
+from hethub.predictor.layer_cost import Device
+from hethub.predictor.links import Network
+from hethub.predictor.software import HETHUB, MathPrecision, Software
 from hethub.spec.accelerator import find_accelerator
+from hethub.spec.cluster import ClusterSpec
 
 
 def test_a_family_never_measured_takes_its_predecessors_scales() -> None:
@@ -21,3 +29,30 @@ def test_constants_are_far_fewer_than_rows() -> None:
     assert not any(
         key in table for table in (packaged().families, packaged().accelerators) for key in ("vTrain", "AMP")
     )
+
+
+def test_tf32_without_such_units_is_fp32() -> None:
+    turing = find_accelerator("T4")
+    assert turing.tf32_tflops is None
+    one, other = (Device(turing, precision, HETHUB, packaged()) for precision in ("tf32", "fp32"))
+    assert (one.peak, one.fit) == (other.peak, other.fit)
+
+
+@pytest.mark.parametrize(
+    ("precision", "counted", "expected"), [("bf16", 10.0, 10.0), ("bf16", None, None), ("tf32", 10.0, 0.0)]
+)
+def test_gradients_are_accumulated_in_as_many_bytes_as_the_software_moves(
+    precision: MathPrecision, counted: float | None, expected: float | None
+) -> None:
+    """None: as fitted on layers under autocast."""
+    constants = packaged()
+    device = Device(find_accelerator("A100-SXM4-80GB"), precision, Software(gradient_pass_bytes=counted), constants)
+    assert device.fit.gradient_bytes == (constants.common["gradient_bytes"] if expected is None else expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_small_collective_through_the_host_takes_longer_the_more_ranks_meet(ranks: int) -> None:
+    node = {"name": "n", "accelerator": "T4", "accelerators": 8}
+    network = Network(ClusterSpec.model_validate({"name": "one", "nodes": [node]}), packaged())
+    seconds = network.reduce_scatter(network.group(range(ranks)), 1)
+    assert seconds == pytest.approx(packaged().links["hosted_latency_seconds"] * math.log2(ranks), rel=0.1)

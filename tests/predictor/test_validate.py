@@ -84,6 +84,15 @@ def test_an_empty_micro_batch_is_chosen_and_named(tmp_path: Path) -> None:
     assert list(result["by"]) == ["mine (micro_batch chosen)"]
 
 
+def test_a_source_known_to_have_run_another_precision_is_predicted_in_it(tmp_path: Path) -> None:
+    wide = {"precision": "fp16", "hidden": 4096, "ffn": 11264}
+    result = validate(table(tmp_path, wide, {**wide, "source": "Sailor validation, X"}))
+    as_named, as_run = result["rows"]
+    assert "computed_in" not in as_named
+    assert as_run["computed_in"] == "tf32"
+    assert as_run["predicted_seconds"] > 1.2 * as_named["predicted_seconds"]
+
+
 def test_no_table_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     with pytest.raises(BadInput, match="lacks the column"):
