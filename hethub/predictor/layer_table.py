@@ -1,6 +1,7 @@
 """Measured layer times as works: published microbenchmarks read into the same operators that the predictor prices."""
 
 import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -51,11 +52,12 @@ class LayerRow:
 def read_layer_times(path: Path) -> list[LayerRow]:
     """The rows of a table of layer times."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [_row(row) for row in csv.DictReader(file)]
+        return [read_layer_row(row) for row in csv.DictReader(file)]
 
 
-def _row(row: dict[str, str]) -> LayerRow:
-    heads, kv_heads = _HEADS[row["model"]]
+def read_layer_row(row: Mapping[str, str]) -> LayerRow:
+    """One row. Raises ValueError saying what is missing or wrong; a model that is not known names its heads itself."""
+    heads, kv_heads = _heads(row)
     hidden, gated = int(row["hidden"]), row["model"].startswith(("llama", "mistral"))
     attention = hidden * (hidden // heads) * (2 * heads + 2 * kv_heads)
     given = int(row["params_per_layer"] or 0)
@@ -71,9 +73,19 @@ def _row(row: dict[str, str]) -> LayerRow:
     batch, seq = int(row["micro_batch"]), int(row["seq"])
     forward, backward = layer_work(model, Shape(batch, seq, 1.0), precision, software)
     seconds = (float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3)
+    if not all(0 < each < 1e7 for each in seconds):
+        raise ValueError(f"forward_ms {row['forward_ms']} and backward_ms {row['backward_ms']} are no positive times")
     return LayerRow(
         row["model"], find_accelerator(row["accelerator"]), seq, precision, batch, forward, backward, seconds
     )
+
+
+def _heads(row: Mapping[str, str]) -> tuple[int, int]:
+    if row.get("heads"):
+        return int(row["heads"]), int(row.get("kv_heads") or row["heads"])
+    if row["model"] not in _HEADS:
+        raise ValueError(f"the heads of model '{row['model']}' are not known; add columns heads and kv_heads")
+    return _HEADS[row["model"]]
 
 
 class LayerTable(NamedTuple):

@@ -1,7 +1,7 @@
 """Rows of published measurements as plans: what a table says, read into the same layouts that hethub predicts."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -50,24 +50,42 @@ class Case:
 
 def read_table(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
     """The cases of a CSV table, and the rows that are none, each with its reason. Raises BadInput for no such table."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            columns = reader.fieldnames or []
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
-    if missing := [name for name in REQUIRED if name not in columns]:
-        raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
+    return collect(read_lines(path, REQUIRED), lambda name, row: read_row(row | {"id": name}))
+
+
+def collect(
+    lines: Iterable[tuple[str, dict[str, str]]], read: Callable[[str, dict[str, str]], Case]
+) -> tuple[list[Case], list[dict[str, str]]]:
+    """What `read` makes of named rows, and those that it refuses, each with its reason."""
     cases, skipped = [], []
-    for number, row in enumerate(rows, 2):
-        row = {key: (value or "").strip() for key, value in row.items() if key}
-        name = row["id"] or f"line {number}"
+    for name, row in lines:
         try:
-            cases.append(read_row(row | {"id": name}))
+            cases.append(read(name, row))
         except ValueError as error:  # BadInput, a number that is none, or a spec's rule
             skipped.append({"id": name, "why": " ".join(str(error).split())})
     return cases, skipped
+
+
+def columns_of(path: Path) -> tuple[str, ...]:
+    """The names in the first line of a CSV table. Raises BadInput where it cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return tuple(csv.DictReader(file).fieldnames or ())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
+
+
+def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV table with their names: the column id, else the line. Raises BadInput where a column is missing."""
+    columns = columns_of(path)
+    if missing := [name for name in required if name not in columns]:
+        raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{path}: the table cannot be read: {error}.") from None
+    return [(row.get("id") or f"line {number}", row) for number, row in enumerate(rows, 2)]
 
 
 def read_row(row: Mapping[str, str]) -> Case:

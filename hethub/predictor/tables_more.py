@@ -1,14 +1,23 @@
 """Other published tables as the same rows: vTrain's single-node set and measured plans on mixed clusters."""
 
-import csv
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hethub.predictor.links import through_host
 from hethub.predictor.software import Software
-from hethub.predictor.tables import HALF_GRADIENT_BYTES, WITH_OWN_HEAD, Case, read_row, stage_specs, without_ends
+from hethub.predictor.tables import (
+    HALF_GRADIENT_BYTES,
+    WITH_OWN_HEAD,
+    Case,
+    collect,
+    read_lines,
+    read_row,
+    stage_specs,
+    without_ends,
+)
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -16,31 +25,35 @@ from hethub.spec.layout import Layout
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 
+SINGLE_NODE_TIME = "iteration time (ms)"
 _SINGLE_NODE = {
     "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
     "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism", "pp": "pipeline parallelism",
 }  # fmt: skip
 
 
-def read_single_node(path: Path) -> list[Case]:
+def read_single_node(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
     """vTrain's steps on 2, 4 and 8 A100 (GPT, fp16, full recompute, Megatron-DeepSpeed).
 
     They are sums: at equal shapes they are linear in layers and micro-batches to the last digit, so each was composed
     from one profiled layer. They count as layer times of that software, not as measured steps.
+    Returned as `read_table` does.
     """
-    cases = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, line in enumerate(csv.DictReader(file), 2):
-            row = {ours: line[theirs] for ours, theirs in _SINGLE_NODE.items()}
-            ranks = line["# GPUs"]
-            fixed = {
-                "id": f"line {number}", "source": "vTrain, single node", "family": "gpt", "model": f"GPT-{row['layers']}x{row['hidden']}",
-                "ffn": str(4 * int(row["hidden"])), "vocab": "51200", "accelerator": "A100-SXM4-80GB", "n_accelerators": ranks,
-                "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": "megatron-deepspeed", "flash_attention": "0",
-                "step_seconds": str(float(line["iteration time (ms)"]) / 1e3),
-            }  # fmt: skip
-            cases.append(read_row({**row, **fixed}))
-    return cases
+    columns = ("# GPUs", SINGLE_NODE_TIME, *_SINGLE_NODE.values())
+    return collect(read_lines(path, columns), _single_node_row)
+
+
+def _single_node_row(name: str, line: Mapping[str, str]) -> Case:
+    """One of those steps. Raises ValueError saying what is wrong."""
+    row = {ours: line[theirs] for ours, theirs in _SINGLE_NODE.items()}
+    ranks = line["# GPUs"]
+    fixed = {
+        "id": name, "source": "vTrain, single node", "family": "gpt", "model": f"GPT-{row['layers']}x{row['hidden']}",
+        "ffn": str(4 * int(row["hidden"])), "vocab": "51200", "accelerator": "A100-SXM4-80GB", "n_accelerators": ranks,
+        "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": "megatron-deepspeed", "flash_attention": "0",
+        "step_seconds": str(float(line[SINGLE_NODE_TIME]) / 1e3),
+    }  # fmt: skip
+    return read_row({**row, **fixed})
 
 
 def read_mixed(path: Path) -> list[Case]:

@@ -8,16 +8,18 @@ from typing import Any
 from hethub.predictor.constants import Constants, packaged
 from hethub.predictor.evaluate import Outcome, evaluate
 from hethub.predictor.goals import fit_goals, table_goals
-from hethub.predictor.tables import Case, read_table
-from hethub.predictor.tables_more import read_mixed
+from hethub.predictor.tables import Case, columns_of, read_table
+from hethub.predictor.tables_more import SINGLE_NODE_TIME, read_mixed, read_single_node
 from hethub.spec.errors import BadInput
 
 SWEEP_COLUMNS = ("source", "model", "accelerator", "n_accelerators", "global_batch", "seq", "precision")
+LAYER_TIME = "forward_ms"  # the column by which a table of layer times is known
 ENOUGH_PLANS = 5  # in a sweep, for its ranking to mean something
 
 
 def validate(path: Path, by: str = "source", constants: Constants | None = None) -> dict[str, Any]:
-    """What `hethub validate` prints for a table (CSV), measured plans on mixed clusters (JSON) or a folder of cases.
+    """What `hethub validate` prints for a table of steps or of layer times (CSV), measured plans on mixed clusters (JSON) or a
+    folder of cases.
 
     Raises BadInput where there is none of them.
 
@@ -30,7 +32,11 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
         return validate_folders(path)
     constants = constants or packaged()
     mixed = path.suffix == ".json"
-    cases, skipped = (read_mixed(path), []) if mixed else read_table(path)
+    if not mixed and LAYER_TIME in columns_of(path):
+        from hethub.predictor.validate_layers import validate_layers
+
+        return validate_layers(path, by, constants)
+    cases, skipped = _read(path)
     if by != "source" and cases and by not in cases[0].row:
         raise BadInput(f"--by {by}: the table has no such column; its columns are {', '.join(cases[0].row)}.")
     outcomes: list[tuple[Case, Outcome]] = []
@@ -58,6 +64,12 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     }
     goals = [*table_goals(result, mixed), *([] if mixed else fit_goals(constants.residuals))]
     return {**result, "goals": [goal.to_dict() for goal in goals]}
+
+
+def _read(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
+    if path.suffix == ".json":
+        return read_mixed(path), []
+    return read_single_node(path) if SINGLE_NODE_TIME in columns_of(path) else read_table(path)
 
 
 def _grouping(by: str) -> Callable[[Case], str]:
