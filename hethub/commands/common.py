@@ -3,20 +3,17 @@
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from hethub.spec.base import Spec
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
     from hethub.spec.model import ModelSpec
     from hethub.spec.plan import PlanSpec
-
-NamedT = TypeVar("NamedT", bound="Spec")
 
 
 def command(
@@ -85,28 +82,9 @@ def model_and_cluster(plan: "PlanSpec", path: Path, job_path: Path | None) -> "t
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import load_job
     from hethub.spec.model import ModelSpec
+    from hethub.spec.named import find_named
 
     if job_path is not None:
         job = load_job(job_path)
         return job.model, known_cluster(job)
-    return _named(ModelSpec, "model", plan.model, path), _named(ClusterSpec, "cluster", plan.cluster, path)
-
-
-def _named(cls: type[NamedT], kind: str, name: str, plan_path: Path) -> NamedT:
-    from hethub.spec.base import build, read_yaml
-
-    for file in _candidates(kind, plan_path.resolve()):
-        data, source = read_yaml(file, f"{kind} file")
-        if isinstance(data, dict) and data.get("name") == name:
-            return build(cls, data, source, f"{kind} file")
-    raise BadInput(
-        f"{plan_path}: the plan is for {kind} '{name}', which is described neither beside it ({kind}.yaml) nor in a configs/{kind}s "
-        "folder above it or here; add --job JOB.yaml, the job it was made for."
-    )
-
-
-def _candidates(kind: str, plan_path: Path) -> Iterator[Path]:
-    if (beside := plan_path.parent / f"{kind}.yaml").exists():
-        yield beside
-    for folder in dict.fromkeys((*plan_path.parents, Path.cwd(), *Path.cwd().parents)):
-        yield from sorted((folder / "configs" / f"{kind}s").glob("*.yaml"))
+    return find_named(ModelSpec, "model", plan.model, path), find_named(ClusterSpec, "cluster", plan.cluster, path)

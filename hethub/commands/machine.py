@@ -101,10 +101,14 @@ def _add_profile(commands: Any) -> None:
         metavar="JOB.yaml",
         help="measure this job's model (default: a layer of usual size)",
     )
+    text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="PROFILE.json", help=text)
     parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="PROFILE.json")
 
 
 def profile(options: argparse.Namespace) -> None:
+    if options.merge is not None:
+        return _merge(options)
     need_torch("profile")
     from hethub.predictor.profile import save_profile
     from hethub.report.progress import counted
@@ -117,6 +121,16 @@ def profile(options: argparse.Namespace) -> None:
     if speaks:
         save_profile(measured, options.out)
         print(f"written to {options.out}")
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from hethub.predictor.profile import load_profile, merge, save_profile
+
+    check_writable(options.out)
+    if options.job is not None:
+        raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {options.job}.")
+    save_profile(merge(map(load_profile, options.merge)), options.out)
+    print(f"written to {options.out}")
 
 
 def _add_bench(commands: Any) -> None:

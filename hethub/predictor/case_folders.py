@@ -1,4 +1,5 @@
-"""Measured runs of one's own as cases: a folder with cluster.yaml, plan.yaml, model.yaml and measured.json."""
+"""Measured runs of one's own as cases: a folder with cluster.yaml, plan.yaml, measured.json and, unless configs/models has
+the model that the plan names, model.yaml."""
 
 import json
 from pathlib import Path
@@ -9,10 +10,11 @@ from hethub.predictor.validate import summary
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import bind
-from hethub.spec.model import load_model
-from hethub.spec.plan import load_plan
+from hethub.spec.model import ModelSpec, load_model
+from hethub.spec.named import find_named
+from hethub.spec.plan import PlanSpec, load_plan
 
-CASE_FILES = ("cluster.yaml", "plan.yaml", "model.yaml", "measured.json")
+CASE_FILES = ("cluster.yaml", "plan.yaml", "measured.json")
 
 
 def validate_folders(folder: Path) -> dict[str, Any]:
@@ -54,8 +56,8 @@ def validate_folders(folder: Path) -> dict[str, Any]:
 
 def _row(case: Path) -> dict[str, Any]:
     measured = _measured(case / "measured.json")
-    model, cluster = load_model("model.yaml", case), load_cluster(case / "cluster.yaml")
-    prediction = predict(bind(load_plan(case / "plan.yaml"), model, cluster))
+    plan, cluster = load_plan(case / "plan.yaml"), load_cluster(case / "cluster.yaml")
+    prediction = predict(bind(plan, _model(case, plan), cluster))
     row: dict[str, Any] = {
         "id": case.name,
         "source": case.parent.name,
@@ -71,6 +73,13 @@ def _row(case: Path) -> dict[str, Any]:
     return row
 
 
+def _model(case: Path, plan: PlanSpec) -> ModelSpec:
+    """model.yaml of the case, else the model of the plan's name in a configs folder."""
+    if (case / "model.yaml").exists():
+        return load_model("model.yaml", case)
+    return find_named(ModelSpec, "model", plan.model, case / "plan.yaml")
+
+
 def _measured(path: Path) -> dict[str, float]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -82,4 +91,7 @@ def _measured(path: Path) -> dict[str, float]:
         or not 0 < data["step_seconds"] < 1e7
     ):
         raise BadInput(f"{path}: give step_seconds, a positive number of seconds.")
+    peak = data.get("peak_memory_bytes", 1)
+    if not isinstance(peak, (int, float)) or not 0 < peak < 1e18:
+        raise BadInput(f"{path}: peak_memory_bytes is {peak!r}; give a positive number of bytes, or leave it out.")
     return data

@@ -8,7 +8,7 @@ import yaml
 from pydantic import Field
 
 from hethub.spec.base import Spec
-from hethub.spec.errors import BadInput, suggest
+from hethub.spec.errors import BadInput, suggest_some
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Vendor = Annotated[
@@ -69,7 +69,7 @@ def find_accelerator(name: str) -> AcceleratorSpec:
     found = catalogue().get(name)
     if found is None:
         raise BadInput(
-            f"accelerator '{name}' is not in the catalogue; {suggest(name, list(catalogue()))} An accelerator that is not "
+            f"accelerator '{name}' is not in the catalogue; {suggest_some(name, list(catalogue()))} An accelerator that is not "
             "there can be described in place: a mapping with name, vendor, memory_gb, memory_gbytes_per_second, "
             "fp32_tflops, fp16_tflops, bf16_tflops and link_gbytes_per_second."
         )

@@ -43,3 +43,16 @@ def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
     """The end of an error's sentence about an unknown `word`: the nearest candidate, else all of them."""
     close = nearest(word, candidates)
     return f"did you mean '{close}'?" if close else f"known: {', '.join(sorted(candidates))}."
+
+
+def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int = 4) -> str:
+    """As `suggest`, with up to `most` near candidates, for names that differ in details: what `word` begins comes first."""
+    import difflib
+
+    folded = {candidate.lower(): candidate for candidate in candidates}
+    begun = [name for name in sorted(folded, key=len) if len(word) > 1 and name.startswith(word.lower())]
+    alike = difflib.get_close_matches(word.lower(), list(folded), n=most, cutoff=0.6)
+    near = [f"'{folded[name]}'" for name in dict.fromkeys([*begun, *alike])][:most]
+    if not near:
+        return f"known: {', '.join(sorted(candidates))}."
+    return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?"

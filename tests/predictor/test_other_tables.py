@@ -1,6 +1,8 @@
 """Tables that are no measured steps of whole runs: layer times, and vTrain's composed steps of one node."""
 
 import csv
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 
 from hethub.cli import run
 from hethub.predictor.validate import validate
+from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
+from hethub.spec.plan import save_plan
+from tests.predictor.plans import TINY, cluster, uniform
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LAYER = {
@@ -68,3 +73,27 @@ def test_published_tables_are_predicted(name: str, rows: int, bound: float) -> N
     result = validate(DATA / f"{name}.csv")
     assert len(result["rows"]) == rows
     assert result["mape"] < bound
+
+
+def case_folder(folder: Path, **measured: Any) -> Path:
+    layout = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    (folder / "case").mkdir()
+    write_yaml(layout.cluster.to_dict(), folder / "case" / "cluster.yaml")
+    save_plan(layout.plan, folder / "case" / "plan.yaml")
+    (folder / "case" / "measured.json").write_text(json.dumps({"step_seconds": 0.1, **measured}))
+    return folder / "case"
+
+
+def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> None:
+    case = case_folder(tmp_path)
+    with pytest.raises(BadInput, match="the plan is for model 'tiny', which is described neither beside it"):
+        validate(case)
+    (tmp_path / "configs" / "models").mkdir(parents=True)
+    write_yaml(TINY.to_dict(), tmp_path / "configs" / "models" / "any.yaml")
+    assert validate(case)["rows"][0]["predicted_seconds"] > 0
+
+
+@pytest.mark.parametrize("peak", [0, -1, math.nan, math.inf, "much"])
+def test_a_case_with_an_impossible_memory_is_refused(tmp_path: Path, peak: Any) -> None:
+    with pytest.raises(BadInput, match=r"peak_memory_bytes is .* give a positive number"):
+        validate(case_folder(tmp_path, peak_memory_bytes=peak))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import hethub
+from hethub.cli import run
 from hethub.predictor import LayerCost, predict
 from hethub.predictor.profile import ProfileSpec, load_profile, merge, save_profile
 from hethub.predictor.profiled import ProfiledLayerCost
@@ -93,3 +94,16 @@ def test_merging_keeps_the_slower_of_equal_points() -> None:
     assert both.devices[0].layers[0].forward_seconds == profile(3.0).devices[0].layers[0].forward_seconds
     with pytest.raises(BadInput, match="cannot be merged"):
         merge([profile(), profile(hethub="0")])
+
+
+def test_profiles_of_several_nodes_are_merged_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hethub profile --merge a.json b.json`, where each was measured on its own node."""
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for file, factor in zip(files, (2.0, 3.0), strict=True):
+        save_profile(profile(factor), file)
+    out = str(tmp_path / "both.json")
+    assert run(["profile", "--merge", *files, "--out", out]) == 0
+    assert load_profile(out).devices == merge([profile(2.0), profile(3.0)]).devices
+    save_profile(profile(2.0, hethub="0.0.1"), files[1])
+    assert run(["profile", "--merge", *files, "--out", out]) == 2
+    assert "cannot be merged" in capsys.readouterr().err

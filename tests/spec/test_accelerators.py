@@ -59,3 +59,10 @@ def test_peaks_by_precision() -> None:
 def test_an_unknown_accelerator_names_the_nearest(given: str, expected: str) -> None:
     with pytest.raises(BadInput, match=f"'{given}' is not in the catalogue; did you mean '{expected}'.*in place"):
         find_accelerator(given)
+
+
+def test_a_name_that_several_begin_with_names_them_all() -> None:
+    with pytest.raises(BadInput, match="did you mean 'H100-NVL-94GB', 'H100-PCIe-80GB', 'H100-SXM5-80GB' or "):
+        find_accelerator("h100")
+    with pytest.raises(BadInput, match=r"known: .*A100-SXM4-80GB"):
+        find_accelerator("abacus")
