@@ -70,7 +70,9 @@ def read_mixed(path: Path) -> list[Case]:
 
 def _model(row: dict[str, Any]) -> ModelSpec:
     shape = {key: row["model"][key] for key in ("family", "layers", "hidden", "heads", "ffn", "vocab")}
-    return ModelSpec(name="mixed", max_seq_len=row["model"]["seq"], tied_head=not row["source"].startswith(WITH_OWN_HEAD), **shape)
+    return ModelSpec(
+        name="mixed", max_seq_len=row["model"]["seq"], tied_head=not row["source"].startswith(WITH_OWN_HEAD), **shape
+    )
 
 
 def _linked(name: str, measured_gbps: float) -> AcceleratorSpec:

@@ -1,5 +1,6 @@
 """Plans and predictions as tables on the terminal."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -183,7 +184,7 @@ def print_validation(result: Mapping[str, Any]) -> None:
         f"{len(result['rows'])} rows: MAPE {result['mape']:.1f} %, macro mean {result['macro_mape']:.1f} %, median "
         f"{result['median_error']:.1f} %, largest {result['max_error']:.1f} %; {len(result['skipped'])} skipped"
     )
-    for sentence in (*_chosen(result["rows"]), *_skipped(result["skipped"])):
+    for sentence in (*_chosen(result["rows"]), *_corrected(result["rows"]), *_skipped(result["skipped"])):
         console.print(sentence)
     if result.get("goals"):
         _print_goals(result["goals"])
@@ -194,6 +195,15 @@ def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     chosen = [(row["id"], row["chosen"]) for row in rows if "chosen" in row]
     taken = ", ".join(f"{name}: {open['micro_batch']} x {open['virtual_stages']}" for name, open in chosen)
     return [f"chosen micro-batch x virtual stages, where the table leaves them open: {taken}"] if chosen else []
+
+
+def _corrected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was taken for rows whose source is known to have run another precision than the table names."""
+    counts = Counter(row["computed_in"] for row in rows if "computed_in" in row)
+    return [
+        f"{count} rows predicted in {ran}, as their source ran them; the table names another"
+        for ran, count in counts.items()
+    ]
 
 
 def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:

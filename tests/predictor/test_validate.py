@@ -10,6 +10,7 @@ import pytest
 from hethub.predictor.goals import Goal
 from hethub.predictor.tables import without_ends
 from hethub.predictor.validate import spearman, summary, validate
+from hethub.report.tables import print_validation
 from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.plan import save_plan
@@ -84,13 +85,17 @@ def test_an_empty_micro_batch_is_chosen_and_named(tmp_path: Path) -> None:
     assert list(result["by"]) == ["mine (micro_batch chosen)"]
 
 
-def test_a_source_known_to_have_run_another_precision_is_predicted_in_it(tmp_path: Path) -> None:
+def test_a_source_known_to_have_run_another_precision_is_predicted_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wide = {"precision": "fp16", "hidden": 4096, "ffn": 11264}
     result = validate(table(tmp_path, wide, {**wide, "source": "Sailor validation, X"}))
     as_named, as_run = result["rows"]
     assert "computed_in" not in as_named
     assert as_run["computed_in"] == "tf32"
     assert as_run["predicted_seconds"] > 1.2 * as_named["predicted_seconds"]
+    print_validation(result)
+    assert "1 rows predicted in tf32" in capsys.readouterr().out
 
 
 def test_no_table_is_bad_input(tmp_path: Path) -> None:
