@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from math import exp, log
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,10 @@ from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Source, Spec, build
 from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.errors import BadInput
-from hethub.spec.job import Job
 from hethub.spec.model import Count, ModelSpec
+
+if TYPE_CHECKING:
+    from hethub.spec.job import Job
 
 Point = tuple[float, float, float]  # logarithms of samples, sequence length, tensor-parallel degree
 
@@ -130,7 +132,7 @@ def load_profile(path: str | Path) -> ProfileSpec:
     return build(ProfileSpec, data, Source(str(path)), "profile")
 
 
-def profile_for(job: Job, path: Path | None) -> ProfileSpec | None:
+def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
     """The profile at `path`, else the one the job names, else None. Raises BadInput where it is not the job's cluster's."""
     if path is None and job.spec.profile is None:
         return None

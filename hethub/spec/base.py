@@ -15,7 +15,7 @@ KeyPath = tuple[str | int, ...]
 class Spec(BaseModel):
     """Base of all specs: immutable, unknown keys refused, NaN and infinity refused, validated when built."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with `changes` applied, validated again (pydantic's own model_copy is not)."""
@@ -122,7 +122,20 @@ def describe(value: Any) -> str:
 
 def explain(error: ValidationError, cls: type[Spec], source: Source, prefix: KeyPath = ()) -> str:
     """All faults of a pydantic error as sentences in our words: place, what was given, rule, remedy."""
-    return " ".join(_sentence(fault, cls, source, prefix) for fault in error.errors())
+    faults = error.errors()
+    places = [_written(fault["loc"], kind=fault["type"]) for fault in faults]
+    told = [
+        _sentence(fault, cls, source, prefix)
+        for fault, place in zip(faults, places, strict=True)
+        if not (_is_echo(fault) and any(other[: len(place)] == place for other in places if other != place))
+    ]
+    return " ".join(told)
+
+
+def _is_echo(fault: Any) -> bool:
+    """Whether a fault may only repeat one further in: a mapping where a name might stand too, a list without its broken
+    entries."""
+    return fault["type"] == "too_short" or (fault["type"] == "string_type" and isinstance(fault["input"], Mapping))
 
 
 def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> str:
@@ -135,6 +148,10 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
         return f"{source.at(path)} is missing; add it."
     if kind == "value_error":
         return f"{source.at(path)}: {fault['ctx']['error']}"
+    if kind == "too_short":
+        return (
+            f"{source.at(path)} is {describe(given)}, but it needs at least {fault['ctx']['min_length']} item; add one."
+        )
     return f"{source.at(path)} is {describe(given)}, but {_lower_first(fault['msg'])}."
 
 

@@ -105,9 +105,9 @@ class RegionsSpec(Spec):
 class LinksSpec(Spec):
     """The levels of the network, innermost first."""
 
-    in_node: InNodeLink = InNodeLink()
-    between_nodes: BetweenNodesLink = BetweenNodesLink()
-    between_islands: BetweenIslandsLink = BetweenIslandsLink()
+    in_node: InNodeLink = Field(default_factory=InNodeLink)
+    between_nodes: BetweenNodesLink = Field(default_factory=BetweenNodesLink)
+    between_islands: BetweenIslandsLink = Field(default_factory=BetweenIslandsLink)
     regions: RegionsSpec | None = None
 
 
@@ -135,7 +135,7 @@ class ClusterSpec(Spec):
     emulated: bool = False
     network: str | None = None
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)
-    links: LinksSpec = LinksSpec()
+    links: LinksSpec = Field(default_factory=LinksSpec)
 
     @model_validator(mode="after")
     def _names_once(self) -> "ClusterSpec":

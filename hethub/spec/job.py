@@ -126,17 +126,17 @@ class JobSpec(Spec):
 
     model: str
     cluster: str
-    data: DataSpec = DataSpec()
-    train: TrainSpec = TrainSpec()
+    data: DataSpec = Field(default_factory=DataSpec)
+    train: TrainSpec = Field(default_factory=TrainSpec)
     plan: str = "auto"
-    constraints: ConstraintsSpec = ConstraintsSpec()
-    communicator: CommunicatorSpec = CommunicatorSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    rehearsal: RehearsalSpec = RehearsalSpec()
+    constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)
+    communicator: CommunicatorSpec = Field(default_factory=CommunicatorSpec)
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    rehearsal: RehearsalSpec = Field(default_factory=RehearsalSpec)
     profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
     # Ranks measure themselves before a plan is made: `auto` on devices, unless micro-batch or profile are given.
     measure: Literal["auto", "always", "never"] = "auto"
-    drift: DriftSpec = DriftSpec()
+    drift: DriftSpec = Field(default_factory=DriftSpec)
     # A rank slower than planned is reported, or a new plan taken at the next checkpoint. null: reported, except on CPUs.
     replan: Literal["auto", "report", "never"] | None = None
 
