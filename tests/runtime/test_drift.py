@@ -191,9 +191,10 @@ BIG = {"hidden": 64, "ffn": 176, "heads": 4, "kv_heads": 2}
 EVEN = [{"layers": [[0, 4]], "replicas": [{"ranks": [r], "micro_batch": 1, "samples": 8} for r in range(2)]}]
 
 
-def job(folder, slowdown, **more):
+def job(folder, slowdown, steps=8, **more):
     return write_job(
-        folder, model=BIG, cluster={"name": "pair", "emulated": True, "nodes": NODES}, train={"steps": 8, "global_batch": 16},
+        folder, model=BIG, cluster={"name": "pair", "emulated": True, "nodes": NODES},
+        train={"steps": steps, "global_batch": 16},
         plan_file={
             "version": 1, "model": "tiny", "cluster": "pair", "global_batch": 16, "seq_len": 32, "precision": "fp32",
             "schedule": "1f1b", "stages": EVEN,
@@ -266,7 +267,7 @@ def test_the_loss_goes_on_exactly(replanned, tmp_path):
 
 
 def test_nobody_watches_where_the_job_says_never(tmp_path):
-    path = job(tmp_path / "job", {1: 2.0}, replan="never")
+    path = job(tmp_path / "job", {1: 2.0}, steps=5, replan="never")  # others are told after the fourth
     ended = ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert ended[0].exit_code == 0, ended[0].stderr
     assert "planned time" not in ended[0].stdout

@@ -1,5 +1,6 @@
 """Every schedule trains the model of one process, over chunks, unlike replicas, islands and a tied head."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,4 +107,5 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_schedule_equals_one_process(case: Case) -> None:
-    check_against_one_process(case)
+    """Three steps: the third begins with weights, moments and norms of a step that itself began with another's."""
+    check_against_one_process(replace(case, steps=3))

@@ -6,6 +6,7 @@ repository root on `sys.path` (where the link `kernels` would answer for another
 """
 
 import ctypes
+import gc
 import importlib
 import importlib.util
 import io
@@ -48,10 +49,17 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """Makes torch import here, once, what it otherwise imports at the first comparison in every rank (1.6 s)."""
+    """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s), and
+    reading the catalogue. What is there by now is no garbage: a rank that collects need not look at it, and copy its pages.
+    """
     import torch
 
+    from hethub.spec.accelerator import catalogue
+
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    catalogue()
+    gc.collect()
+    gc.freeze()
 
 
 def load_package(name: str, folder: Path) -> ModuleType:
