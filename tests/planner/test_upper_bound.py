@@ -1,10 +1,14 @@
 """The upper bound without a plan: what `hethub predict --bounds` asks for is what planning finds."""
 
+from typing import Any
+
 import pytest
 
 from hethub.planner import plan
 from hethub.planner.bounds import kinds_alone_for, upper_bound_tokens_per_second
-from tests.predictor.plans import TINY, cluster
+from hethub.planner.families import FAMILIES
+from hethub.spec.errors import BadInput
+from tests.predictor.plans import LLAMA_8B, TINY, cluster
 
 
 def test_the_bound_of_a_job_is_the_one_that_planning_reports() -> None:
@@ -19,3 +23,29 @@ def test_a_kind_without_a_sample_leaves_it_undefined() -> None:
     alone = kinds_alone_for(TINY, on, (2, 128, "fp16"))
     assert alone is None
     assert upper_bound_tokens_per_second(alone) is None
+
+
+MID = LLAMA_8B.replace(name="mid", layers=8, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000)
+ALONE: dict[str, Any] = {
+    "small memory": (MID, cluster(("T4", 1, 4), ("V100-SXM2-16GB", 1, 4), gbps=50), (24, 1024, "fp16")),
+    "unlike makes": (MID, cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD", 1, 4), gbps=50), (17, 2048, "bf16")),
+    "small layers over nodes": (TINY, cluster(("A100-SXM4-80GB", 2, 2), ("MI100", 1, 3), gbps=50), (40, 128, "bf16")),
+    "memory lifted": (LLAMA_8B, cluster(("T4", 1, 4), ("V100-SXM2-32GB", 1, 8), gbps=50), (32, 1024, "fp16")),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_no_system_is_faster_on_a_kind_alone_than_the_bound_counts(name: str) -> None:
+    model, on, (batch, seq_len, precision) = ALONE[name]
+    alone = kinds_alone_for(model, on, (batch, seq_len, precision))
+    assert alone is not None
+    assert [kind.memory_lifted for kind in alone] == [name == "memory lifted", False]
+    for kind in alone:
+        for family in FAMILIES:
+            try:
+                found = plan(
+                    model, kind.cluster, (kind.global_batch, seq_len, precision), strategy=family, with_bounds=False
+                )
+            except BadInput:
+                continue  # it has no plan that fits this kind
+            assert found.prediction.tokens_per_second <= kind.tokens_per_second * (1 + 1e-9), family

@@ -1,0 +1,82 @@
+"""What is no Llama in bf16 on a known accelerator: other families, other precisions, and devices known by their data sheet."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.predictor import predict
+from hethub.predictor.validate import validate
+from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.model import ModelSpec
+from tests.predictor.plans import cluster, uniform
+from tests.predictor.test_validate import table
+
+SHAPE: dict[str, Any] = {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50304, "max_seq_len": 2048}
+SHEET: dict[str, Any] = {
+    "name": "own", "vendor": "intel", "memory_gb": 80, "memory_gbytes_per_second": 2039, "fp32_tflops": 19.5, "fp16_tflops": 312,
+    "bf16_tflops": 312, "link_gbytes_per_second": 300,
+}  # fmt: skip
+
+
+def of_family(family: str, **changes: Any) -> ModelSpec:
+    return ModelSpec(name=family, family=family, tied_head=family != "llama", **{**SHAPE, **changes})
+
+
+def on_own(description: dict[str, Any]) -> ClusterSpec:
+    node = {"name": "n0", "accelerator": description, "accelerators": 8, "gbps_per_nic": 200}
+    return ClusterSpec.model_validate({"name": "test", "nodes": [node]})
+
+
+@pytest.mark.parametrize("accelerator", ["A100-SXM4-80GB", "MI250X-GCD"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "bert", "opt", "mpt"])
+def test_every_family_is_predicted(family: str, accelerator: str) -> None:
+    shape: dict[str, Any] = {"tp": 2, "pp": 2, "micro_batch": 1, "batch": 32, "seq": 2048}
+    on = cluster((accelerator, 1, 8))
+    small, wide = (predict(uniform(of_family(family, ffn=ffn), on, **shape)) for ffn in (8192, 16384))
+    assert 10 < small.mfu < 70
+    assert small.step_seconds < wide.step_seconds
+    assert max(own.bytes for own in small.memory) < max(own.bytes for own in wide.memory)
+
+
+def test_a_described_accelerator_is_predicted_like_its_twin_with_a_wider_interval() -> None:
+    shape: dict[str, Any] = {"tp": 2, "pp": 2, "micro_batch": 1, "batch": 32, "seq": 2048}
+    known = predict(uniform(of_family("llama"), cluster(("A100-SXM4-80GB", 1, 8)), **shape))
+    own = predict(uniform(of_family("llama"), on_own(SHEET), **shape))
+    assert own.step_seconds == pytest.approx(known.step_seconds, rel=0.5)
+    widths = [found.step_seconds_interval[1] / found.step_seconds_interval[0] for found in (known, own)]
+    assert widths[1] > 1.1 * widths[0]
+
+
+def test_twice_the_data_sheet_is_nearly_twice_as_fast() -> None:
+    rates = ("memory_gbytes_per_second", "fp32_tflops", "fp16_tflops", "bf16_tflops")
+    shape: dict[str, Any] = {"tp": 1, "pp": 1, "micro_batch": 4, "batch": 32, "seq": 2048}
+    twice = {**SHEET, **{key: 2 * float(SHEET[key]) for key in rates}}
+    one, two = (predict(uniform(of_family("llama"), on_own(sheet), **shape)).step_seconds for sheet in (SHEET, twice))
+    assert 1.6 < one / two < 2.05
+
+
+def seconds_in(folder: Path, accelerator: str, *precisions: str) -> list[float]:
+    """Predicted seconds of one table row in several precisions."""
+    rows = [{"accelerator": accelerator, "precision": precision} for precision in precisions]
+    big = {"layers": 16, "hidden": 8192, "heads": 64, "kv_heads": 64, "ffn": 22016, "micro_batch": 2, "step_seconds": 2}
+    return [row["predicted_seconds"] for row in validate(table(folder, *({**big, **row} for row in rows)))["rows"]]
+
+
+def test_narrower_precisions_are_faster_where_the_units_are(tmp_path: Path) -> None:
+    fp8, bf16, fp32 = seconds_in(tmp_path, "MI300X", "fp8", "bf16", "fp32")
+    assert fp8 < bf16 < fp32
+    tf32, plain = seconds_in(tmp_path, "A100-SXM4-80GB", "tf32", "fp32")
+    assert tf32 < plain / 3
+
+
+def test_fp32_takes_amds_matrix_units() -> None:
+    with_units = find_accelerator("MI250X-GCD").to_dict()
+    without = {key: value for key, value in with_units.items() if key != "fp32_matrix_tflops"}
+    assert AcceleratorSpec.model_validate(with_units).fp32_matrix_tflops
+    shape: dict[str, Any] = {"tp": 1, "pp": 1, "micro_batch": 4, "batch": 32, "seq": 2048, "precision": "fp32"}
+    fast, slow = (
+        predict(uniform(of_family("llama"), on_own(sheet), **shape)).step_seconds for sheet in (with_units, without)
+    )
+    assert fast < slow / 1.5
