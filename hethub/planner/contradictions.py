@@ -89,6 +89,25 @@ def _of_batches(problem: "Problem") -> Iterator[Contradiction]:
         yield Contradiction(f"micro_batch: {given.micro_batch}", f"global_batch {batch}")
     if given.micro_batch and given.dp and given.dp * given.micro_batch > batch:
         yield Contradiction(f"micro_batch: {given.micro_batch} with dp: {given.dp}", f"global_batch {batch}")
+    least = _least_replicas(problem)
+    if least * (given.micro_batch or 1) > batch:
+        fixed = [f"{key}: {value}" for key in ("tp", "pp", "micro_batch") if (value := getattr(given, key))]
+        among = f" with {' and '.join(fixed)}" if fixed else ""
+        yield Contradiction(
+            f"the {problem.size} accelerators of cluster '{problem.cluster.name}'{among}",
+            f"global_batch {batch}: some stage has at least {least} replicas, of which each needs "
+            f"{given.micro_batch or 1} samples",
+        )
+
+
+def _least_replicas(problem: "Problem") -> int:
+    """How many replicas the widest stage has at least: all accelerators in replicas as wide and stages as many as allowed."""
+    given = problem.constraints
+    units = 0
+    for machine in (machine for kind in problem.kinds for machine in kind.machines):
+        widest = given.tp or max(degree for degree in problem.degrees if degree <= len(machine))
+        units += -(-len(machine) // widest)
+    return -(-units // (given.pp or problem.model.layers))
 
 
 def _of_modes(problem: "Problem") -> Iterator[Contradiction]:

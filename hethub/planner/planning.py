@@ -7,6 +7,7 @@ from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
 from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge, Verdict, is_equal
+from hethub.planner.offloaded import search_offloaded
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
@@ -135,7 +136,7 @@ def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
     if problem.constraints.schedule in problem.capabilities.family_schedules:
         return search_whole(problem, judge, FAMILIES if strategy == "auto" else (strategy,))
     if strategy == "auto":
-        return search(problem, judge, effort_for(problem))
+        return search(problem, judge, effort_for(problem)) or search_offloaded(problem, judge)
     return search_family(problem, judge, FAMILIES[strategy], effort_for(problem))
 
 

@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
+from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem
-from hethub.planner.search import thriftiest
+from hethub.planner.search import search_whole, thriftiest
 from hethub.planner.table import tabulate
+from hethub.spec.job import ConstraintsSpec
 
 TRIED = 6  # cuts of a changed question that are judged
 
@@ -23,10 +25,15 @@ class Change(NamedTuple):
 def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
     """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would help."""
     closest = judge.closest
+    if closest is None and judge.out_of_time:
+        return (
+            f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before any plan was looked at; "
+            "allow more time."
+        )
     if closest is None:
         return (
             f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
-            f"{problem.batch.global_batch} under these constraints: every accelerator needs a layer and a sample. Raise global_batch, "
+            f"{problem.batch.global_batch} {_constraints(problem)}: every accelerator needs a layer and a sample. Raise global_batch, "
             "use fewer accelerators, relax the constraints or choose another strategy."
         )
     reserve = problem.constraints.reserve
@@ -52,6 +59,12 @@ def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
     )
 
 
+def _constraints(problem: Problem) -> str:
+    """The constraints given, in words."""
+    given = problem.constraints.model_dump(mode="json", exclude_defaults=True)
+    return f"under constraints {given}" if given else "without any constraint"
+
+
 def verified(problem: Problem) -> list[Change]:
     """The smallest change of each sort with which a plan was found."""
     found = (next(filter(_fits, series), None) for series in _series(problem))
@@ -59,8 +72,10 @@ def verified(problem: Problem) -> list[Change]:
 
 
 def _fits(change: Change) -> bool:
-    """Whether a plan is found among the thriftiest cuts."""
+    """Whether a plan is found among the thriftiest cuts, or by the families whose schedule is asked for."""
     problem, judge = change.problem, Judge(change.problem, UnitCosts(change.problem))
+    if problem.constraints.schedule in problem.capabilities.family_schedules:
+        return search_whole(problem, judge, FAMILIES) is not None
     few = thriftiest(problem, tabulate(problem, judge.costs))
     for memory_counts in (True, False):
         for entry in best_cuts(problem, few, TRIED, memory_counts=memory_counts).cuts:
@@ -75,16 +90,17 @@ def _series(problem: Problem) -> list[Iterator[Change]]:
     return [
         _free_constraints(problem),
         _less_reserve(problem),
-        _fewer_samples(problem),
+        fewer_samples(problem),
         _shorter(problem),
         _more_nodes(problem),
     ]
 
 
 def _free_constraints(problem: Problem) -> Iterator[Change]:
-    for key in ("recompute", "zero", "micro_batch", "tp", "pp", "dp"):
-        if getattr(problem.constraints, key) is not None:
-            relaxed = problem.with_constraints(problem.constraints.replace(**{key: None}))
+    free = ConstraintsSpec()
+    for key in ("recompute", "zero", "micro_batch", "schedule", "forbid", "tp", "pp", "dp"):
+        if getattr(problem.constraints, key) != getattr(free, key):
+            relaxed = problem.with_constraints(problem.constraints.replace(**{key: getattr(free, key)}))
             yield Change(f"constraints.{key} left free", relaxed)
 
 
@@ -93,10 +109,10 @@ def _less_reserve(problem: Problem) -> Iterator[Change]:
         yield Change("constraints.reserve: 0.02", problem.with_constraints(problem.constraints.replace(reserve=0.02)))
 
 
-def _fewer_samples(problem: Problem) -> Iterator[Change]:
+def fewer_samples(problem: Problem) -> Iterator[Change]:
     """A half, a quarter, … of the batch: fewer tiles can be in flight."""
     batch = problem.batch
-    for part in (2, 4, 8):
+    for part in (2, 4, 8) if not problem.constraints.keep_global_batch else ():
         if samples := batch.global_batch // part:
             smaller = Batch(samples, batch.seq_len, batch.precision)
             yield Change(f"global_batch {samples}", problem.on(problem.cluster, smaller))

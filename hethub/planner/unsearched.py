@@ -48,5 +48,5 @@ def _beyond(capable: Capabilities) -> Iterator[Unsearched]:
     if capable.max_chunks == 1:
         yield Unsearched("chunks", f"several chunks of layers per stage: {_OF_FAMILIES}")
     for kind in get_args(Offload):
-        how = _OF_FAMILIES if kind in capable.offload else "not searched"
+        how = f"{_OF_FAMILIES}, and where nothing fits without" if kind in capable.offload else "not searched"
         yield Unsearched(f"offload.{kind}", f"offload of {kind}: {how}")

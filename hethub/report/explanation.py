@@ -18,6 +18,10 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
     """The planner's notes, as far as it was asked for them."""
     if result.out_of_time:
         console.print("the time limit ended the search: this is the best plan found so far")
+    for kind, stages in _offloaded(result.plan).items():
+        console.print(
+            f"{kind} in host memory: {'every stage' if len(stages) == len(result.plan.stages) else f'stages {stages}'}"
+        )
     if result.runners_up:
         console.print(_runners_up(result))
     if result.families:
@@ -30,6 +34,15 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         )
     if result.families:
         console.print(f"not searched: {'; '.join(entry.text for entry in result.not_searched)}")
+
+
+def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
+    """By what is offloaded, the stages whose it is."""
+    found: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for kind in stage.offload:
+            found.setdefault(kind, []).append(index)
+    return found
 
 
 def _runners_up(result: "PlanResult") -> Table:

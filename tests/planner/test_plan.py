@@ -4,6 +4,7 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.problem import Batch, pose
+from hethub.planner.remedies import fewer_samples
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -104,6 +105,10 @@ def test_constraints_are_kept(constraints, check):
         ({"schedule": "zero_bubble", "recompute": "full"}, "schedule: zero_bubble contradicts recompute: full"),
         ({"zero": 0, "pp": 1}, "zero: 0 with pp: 1 contradicts the 2 islands"),
         ({"forbid": [("amd", "nvidia")], "pp": 1}, "pp: 1 contradicts forbid"),
+        (
+            {"tp": 1, "pp": 1, "micro_batch": 8},
+            "the 4 accelerators of cluster 'test' with tp: 1 and pp: 1 and micro_batch: 8 contradicts global_batch 16",
+        ),
         ({"schedule": "interleaved"}, "schedule: interleaved is nothing that this version's planner proposes"),
         ({"forbid": [("amd", "nvida")]}, "forbid names 'nvida'.*did you mean 'nvidia'"),
     ],
@@ -130,10 +135,34 @@ def test_a_kind_forbidden_beside_itself_is_refused():
         ConstraintsSpec(forbid=(("amd", "amd"),))
 
 
+def tight(memory_gb, node=0.05):
+    return cluster(("amd", 2, node, memory_gb), ("nvidia", 2, 2 * node, memory_gb))
+
+
 def test_no_plan_fits_says_by_how_much_on_what():
-    small = cluster(("amd", 2, 0.05, 0.01), ("nvidia", 2, 0.1, 0.01))
     with pytest.raises(BadInput, match=r"no plan fits.*2 nvidia-0\.1 by up to [\d,]+ bytes"):
-        plan(TINY, small, (16, 64, "fp32"))
+        plan(TINY, tight(3.0), (16, 64, "fp32"))
+
+
+def test_state_goes_to_the_hosts_where_nothing_fits_without():
+    model, small = TINY.replace(layers=4, hidden=2048, ffn=5632), tight(4.7)
+    found = plan(model, small, (16, 64, "fp32"), with_bounds=False)
+    assert all("optimizer" in stage.offload for stage in found.plan.stages)
+    assert found.prediction.fits
+    bind(found.plan, model, small)
+
+
+def test_a_remedy_is_verified():
+    model, small, asked = TINY.replace(max_seq_len=4096), tight(4.25), (16, 4096, "fp32")
+    with pytest.raises(BadInput, match="A plan fits with constraints.micro_batch left free"):
+        plan(model, small, asked, ConstraintsSpec(recompute="none", micro_batch=8, pp=4))
+    assert plan(model, small, asked, ConstraintsSpec(recompute="none", pp=4), with_bounds=False).prediction.fits
+
+
+def test_no_smaller_batch_is_proposed_where_it_is_to_be_kept():
+    problem = pose(TINY, MIXED, Batch(16, 64, "fp32"))
+    assert [change.problem.batch.global_batch for change in fewer_samples(problem)] == [8, 4, 2]
+    assert not list(fewer_samples(problem.with_constraints(ConstraintsSpec(keep_global_batch=True))))
 
 
 def test_a_stage_over_islands_has_one_owner_for_every_byte():
