@@ -9,7 +9,7 @@ import yaml
 
 from hethub.cli import run
 from tests.support.command import HETHUB, check_refused, files_below, mpirun, needs_mpirun, one, ranks
-from tests.support.job_files import CLUSTER, MODEL, STAGES, plan, write_job, write_yaml
+from tests.support.job_files import CLUSTER, MODEL, STAGES, plan, write_job, write_pair_job, write_yaml
 
 
 def train(folder, *arguments, size=4, hook=None):
@@ -294,17 +294,17 @@ def test_a_command_that_does_not_exist_ends_with_2(command, capsys):
 
 @needs_mpirun
 def test_under_mpirun_it_is_said_once_and_that_other_data_are_other_data(tmp_path):
-    """A real start, where rank 2 is sent to a folder of its own by a wrapper around hethub."""
-    write_job(tmp_path / "job")
+    """A real start, where rank 1 is sent to a folder of its own by a wrapper around hethub."""
+    write_pair_job(tmp_path / "job")
     shutil.copytree(tmp_path / "job", tmp_path / "other" / "job")
     (tmp_path / "other" / "job" / "text.txt").write_text("something else entirely " * 1000)
-    wrapper = ["/bin/sh", "-c", f'[ $OMPI_COMM_WORLD_RANK = 2 ] && cd other; exec {HETHUB} "$@"', "sh"]
+    wrapper = ["/bin/sh", "-c", f'[ $OMPI_COMM_WORLD_RANK = 1 ] && cd other; exec {HETHUB} "$@"', "sh"]
     before = set(files_below(tmp_path))
-    ended = mpirun(4, "train", "job/job.yaml", "--run-dir", tmp_path / "run", cwd=tmp_path, program=wrapper)
+    ended = mpirun(2, "train", "job/job.yaml", "--run-dir", tmp_path / "run", cwd=tmp_path, program=wrapper)
     assert ended.exit_code == 2
     (paragraph,) = ended.paragraphs
     assert "tokens differs" in paragraph
-    assert "rank 2" in paragraph
+    assert "rank 1" in paragraph
     assert "Traceback" not in ended.stderr
     assert set(files_below(tmp_path)) == before
 

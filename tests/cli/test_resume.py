@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.support.command import needs_mpirun, one, ranks, start_mpirun, start_torchrun
-from tests.support.job_files import OTHER_STAGES, plan, write_job, write_yaml
+from tests.support.job_files import OTHER_STAGES, plan, write_job, write_pair_job, write_yaml
 
 STEPS = 6
 
@@ -148,19 +148,19 @@ def stop_and_go_on(running, job, run, send):
     assert 3 <= last < 1000
     assert (run / "checkpoints" / f"step-{last}" / "COMPLETE").exists()
     assert f"stopped on request at step {last}; continue with --resume {run}" in ended.stdout
-    assert f"resumed behind step {last}" in resume(job, run, "--set", f"train.steps={last + 2}").stdout
+    assert f"resumed behind step {last}" in resume(job, run, "--set", f"train.steps={last + 2}", size=2).stdout
     assert len(losses(run)) == last + 2
 
 
 @needs_mpirun
 def test_sigusr1_to_mpirun_saves_and_exits(tmp_path):
-    job, run = write_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
-    running = start_mpirun(4, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
+    job, run = write_pair_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
+    running = start_mpirun(2, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
     stop_and_go_on(running, job, run, lambda: running.process.send_signal(signal.SIGUSR1))
 
 
 def test_sigterm_to_one_rank_under_torchrun_saves_and_exits(tmp_path):
     """Started as `torchrun -m hethub`."""
-    job, run = write_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
-    running = start_torchrun(4, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
-    stop_and_go_on(running, job, run, lambda: os.kill(running.rank_pid(2), signal.SIGTERM))
+    job, run = write_pair_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
+    running = start_torchrun(2, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
+    stop_and_go_on(running, job, run, lambda: os.kill(running.rank_pid(1), signal.SIGTERM))

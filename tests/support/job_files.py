@@ -84,3 +84,13 @@ def write_job(
         "communicator": {"timeout_seconds": 60},
     }
     return write_yaml(folder / "job.yaml", {**content, **job})
+
+
+def write_pair_job(folder: Path, **job: Any) -> Path:
+    """As `write_job`, for two ranks, one of each maker: what is started as a user's shell would costs seconds per rank."""
+    nodes = [{**node, "accelerators": 1} for node in CLUSTER["nodes"]]
+    stages = [
+        {"layers": [[start, start + 2]], "replicas": [{"ranks": [rank], "micro_batch": 2, "samples": 8}]}
+        for rank, start in enumerate((0, 2))
+    ]
+    return write_job(folder, cluster={"nodes": nodes}, plan_file=plan(stages), **job)
