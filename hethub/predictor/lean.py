@@ -22,7 +22,10 @@ class LeanLayout(Layout):
         """The layout of `replicas`, with all their tiles where `num_tiles` is None."""
         plan = layout.plan.of_replicas(replicas, num_tiles)
         lean = LeanLayout(plan, layout.model, layout.cluster)
-        held = tuple(tuple(layout.in_flight[stage][r] for r in replicas) for stage in range(layout.num_stages))
+        held = tuple(
+            tuple(layout.lane_limits[stage][layout.lane_of(stage, r)] for r in replicas)
+            for stage in range(layout.num_stages)
+        )
         object.__setattr__(lean, "held", held)
         return lean
 
@@ -30,11 +33,10 @@ class LeanLayout(Layout):
     def lane_limits(self) -> list[list[int]]:
         if self.plan.schedule not in ("1f1b", "zero_bubble"):
             return super().lane_limits
-        limits = [
-            [min(held, -(-r.samples // r.micro_batch)) for held, r in zip(own, stage.replicas, strict=True)]
-            for own, stage in zip(self.held, self.stages, strict=True)
+        return [
+            [min(held, load.num_tiles) for held, load in zip(own, loads, strict=False)]
+            for own, loads in zip(self.held, self.loads, strict=True)
         ]
-        return [own[:1] if self.plan.runs_in_rounds(stage) else own for stage, own in enumerate(limits)]
 
 
 class LeanCosts(NamedTuple):

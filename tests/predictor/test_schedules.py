@@ -32,6 +32,9 @@ def test_every_plan_is_predicted_in_the_order_that_runs(data: st.DataObject) -> 
     check_timeline(layout, prediction)
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds, rel=1e-9)
     assert prediction.percent_of_ceiling <= 100
+    short = step_times(layout, PlanCosts(layout, HETHUB, packaged()))
+    assert short.seconds == pytest.approx(prediction.step_seconds, rel=1e-12)
+    assert short.breakdown == pytest.approx(prediction.breakdown, rel=1e-9, abs=1e-12 * short.seconds)
     by_part = layout.plan.steps_part_by_part and layout.plan.num_chunks > 1
     over = max if by_part else min  # who is done first begins the next step
     assert over(last_stops(prediction)) == pytest.approx(prediction.step_seconds)
@@ -94,7 +97,8 @@ def check_timeline(layout: Layout, prediction) -> None:
 
 ALIKE = [
     ("1f1b", 2, 1, 2, 60), ("1f1b", 1, 1, 3, 30), ("ministages", 2, 2, 2, 24), ("ministages", 4, 1, 1, 40),
-    ("interleaved", 2, 2, 1, 48), ("zero_bubble", 4, 1, 2, 72), ("layered", 1, 1, 3, 60),
+    ("interleaved", 2, 2, 1, 48), ("zero_bubble", 4, 1, 2, 72), ("layered", 1, 1, 3, 60), ("interleaved", 2, 2, 1, 47),
+    ("zero_bubble", 2, 1, 1, 61), ("1f1b", 4, 1, 1, 83), ("gpipe", 2, 1, 1, 57),
 ]  # fmt: skip
 
 

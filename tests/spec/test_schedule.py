@@ -197,6 +197,25 @@ def test_interleaved_is_megatrons_order_where_all_is_regular() -> None:
     assert layout.in_flight == [[5], [3]]
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 3), st.integers(1, 2), st.integers(0, 13))
+def test_megatrons_order_runs_for_any_number_of_tiles(pp: int, chunks: int, dp: int, more: int) -> None:
+    """Tiles that fill no group of their own make the first ones larger; a stage holds what its largest group asks for."""
+    tiles = pp + more
+    stages = [
+        chunked(
+            [(c * pp + s, c * pp + s + 1) for c in range(chunks)], *(replica([s * dp + r], tiles) for r in range(dp))
+        )
+        for s in range(pp)
+    ]
+    model = MODEL.replace(layers=pp * chunks)
+    layout = Case(name="any", stages=stages, schedule="interleaved", global_batch=dp * tiles, model=model).layout()
+    check_order(layout)
+    largest = -(-tiles // (tiles // pp))
+    for s in range(pp):
+        assert layout.in_flight[s] == [min(2 * (pp - s - 1) + (chunks - 1) * largest + 1, chunks * tiles)] * dp
+
+
 def ticks(layout: Layout) -> int:
     """How long a step's compute takes where a sample takes a tick forward in a layer, one for its input, one for its weights."""
     splits = layout.plan.schedule == "zero_bubble"
