@@ -154,7 +154,7 @@ def test_state_goes_to_the_hosts_where_nothing_fits_without():
 
 def test_a_remedy_is_verified():
     model, small, asked = TINY.replace(max_seq_len=4096), tight(4.25), (16, 4096, "fp32")
-    with pytest.raises(BadInput, match="A plan fits with constraints.micro_batch left free"):
+    with pytest.raises(BadInput, match=r"A plan fits with constraints\.micro_batch left free"):
         plan(model, small, asked, ConstraintsSpec(recompute="none", micro_batch=8, pp=4))
     assert plan(model, small, asked, ConstraintsSpec(recompute="none", pp=4), with_bounds=False).prediction.fits
 

@@ -1,0 +1,110 @@
+"""What `hethub plan` refuses: clusters, batches and constraints that leave no plan, each in a paragraph that names them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hethub.cli import run
+
+MODEL = {
+    "name": "m",
+    "layers": 4,
+    "hidden": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "ffn": 704,
+    "vocab": 512,
+    "max_seq_len": 256,
+}
+OWN = {
+    "name": "own", "vendor": "nvidia", "memory_gb": 40, "memory_gbytes_per_second": 1000, "fp32_tflops": 20, "bf16_tflops": 100,
+    "fp16_tflops": 100, "link_gbytes_per_second": 50,
+}  # fmt: skip
+
+
+def node(name: str = "nv", accelerator: Any = "A100-SXM4-80GB", **changes: Any) -> dict[str, Any]:
+    return {"name": name, "accelerator": accelerator, "accelerators": 2, "nics": 1, "gbps_per_nic": 100} | changes
+
+
+AMD = node("amd", "MI250X-GCD")
+WITHOUT_MEMORY = {key: value for key, value in OWN.items() if key != "memory_gb"}
+SINGLES = [node("nv", accelerators=1, count=3), node("amd", "MI250X-GCD", accelerators=1, count=2)]
+
+# Each: the nodes, the batch, the constraints, and what the paragraph must say.
+REFUSED: dict[str, tuple[list[dict[str, Any]], int, dict[str, Any], str]] = {
+    "an empty cluster": ([], 16, {}, "cluster.yaml, line 2: nodes is [], but it needs at least 1 item"),
+    "a node without accelerators": ([node(accelerators=0)], 16, {}, "nodes[0].accelerators is 0, but"),
+    "zero bandwidth": ([node(gbps_per_nic=0), AMD], 16, {}, "nodes[0].gbps_per_nic is 0"),
+    "a link without bandwidth": (
+        [node(accelerator=OWN | {"link_gbytes_per_second": 0})],
+        16,
+        {},
+        "link_gbytes_per_second is 0",
+    ),
+    "no memory figure": (
+        [node(accelerator=WITHOUT_MEMORY)],
+        16,
+        {},
+        "nodes[0].accelerator.memory_gb is missing; add it.",
+    ),
+    "more stages than layers": ([node(count=4), AMD], 16, {"pp": 6}, "pp: 6 contradicts the 4 layers of model 'm'"),
+    "more ranks than layers and samples": (SINGLES, 1, {}, "global_batch 1: some stage has at least 2 replicas"),
+    "a batch smaller than its replicas": ([node(), AMD], 2, {"dp": 4}, "dp: 4 contradicts global_batch 2"),
+    "degrees beyond the cluster": (
+        [node(), AMD],
+        16,
+        {"pp": 3, "dp": 2},
+        "pp: 3 with dp: 2 contradicts the 4 accelerators",
+    ),
+    "kinds that may not meet": (
+        [node(), AMD],
+        16,
+        {"forbid": [["amd", "nvidia"]], "pp": 1},
+        "pp: 1 contradicts forbid",
+    ),
+    "a pair of one": (
+        [node(), AMD],
+        16,
+        {"forbid": [["amd", "amd"]]},
+        "constraints.forbid: 'amd' is forbidden beside itself",
+    ),
+    "an unknown constraint": (
+        [node(), AMD],
+        16,
+        {"forbit": []},
+        "constraints.forbit is not a known key; did you mean 'forbid'",
+    ),
+}
+
+
+def write_job(folder: Path, nodes: list[dict[str, Any]], batch: int, constraints: dict[str, Any]) -> Path:
+    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL))
+    (folder / "cluster.yaml").write_text(yaml.safe_dump({"name": "lab", "nodes": nodes}, sort_keys=False))
+    train = {"global_batch": batch, "seq_len": 128, "precision": "bf16"}
+    job = {"model": "model.yaml", "cluster": "cluster.yaml", "train": train, "constraints": constraints}
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return folder / "job.yaml"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_in_a_paragraph(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes, batch, constraints, words = REFUSED[name]
+    job = write_job(tmp_path, nodes, batch, constraints)
+    assert run(["plan", str(job), "--out", str(tmp_path / "plan.yaml")]) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert not out
+    assert err.count("\n") == 1
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_one_accelerator_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(write_job(tmp_path, [node(accelerators=1)], 16, {})), "--json"]) == 0
+
+
+def test_constraints_are_set_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, [node(), AMD], 16, {})
+    assert run(["plan", str(job), "--set", "constraints.forbid=[[amd, nvidia]]", "--set", "constraints.pp=1"]) == 2
+    assert "pp: 1 contradicts forbid" in capsys.readouterr().err
