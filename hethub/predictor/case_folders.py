@@ -77,7 +77,13 @@ def _model(case: Path, plan: PlanSpec) -> ModelSpec:
     """model.yaml of the case, else the model of the plan's name in a configs folder."""
     if (case / "model.yaml").exists():
         return load_model("model.yaml", case)
-    return find_named(ModelSpec, "model", plan.model, case / "plan.yaml")
+    try:
+        return find_named(ModelSpec, "model", plan.model, case / "plan.yaml")
+    except BadInput:
+        raise BadInput(
+            f"{case}: there is no model.yaml, and no configs/models folder above it or here has the plan's model '{plan.model}'; "
+            "add model.yaml."
+        ) from None
 
 
 def _measured(path: Path) -> dict[str, float]:

@@ -98,9 +98,9 @@ def read_row(row: Mapping[str, str]) -> Case:
         raise ValueError(f"tp {tp} x pp {pp} x cp {cp} x dp {dp} is not n_accelerators {total}")
     if batch < dp:
         raise ValueError(f"global_batch {batch} leaves some of the {dp} replicas without a sample")
-    seconds = float(row["step_seconds"])
+    seconds = number.positive("step_seconds") or 0.0
     if not 0 < seconds < 1e7:
-        raise ValueError(f"step_seconds {row['step_seconds']} is no positive time")
+        raise ValueError(f"step_seconds {row['step_seconds'] or 'is empty and'} is no positive time")
     precision = _math_of(row)
     given = number("micro_batch", 0)
     sizes = [given] if given else [1 << i for i in range(8) if batch // dp % (1 << i) == 0]
@@ -150,17 +150,25 @@ class _Numbers:
         text = self.row.get(key) or ""
         if not text and default is not None:
             return default
-        value = float(text) if text else 0.0
+        value = self._float(key)
         if not (0 if default == 0 else 1) <= value <= LARGEST or value != int(value):
             raise ValueError(f"{key} is {text or 'empty'}; a whole number is needed, up to {LARGEST:,}")
         return int(value)
 
     def positive(self, key: str) -> float | None:
         """A positive finite number; None for an empty cell."""
-        text = self.row.get(key) or ""
-        if text and not 0 < float(text) < inf:
-            raise ValueError(f"{key} is {text}; a positive number is needed")
-        return float(text) if text else None
+        if not self.row.get(key):
+            return None
+        if not 0 < (value := self._float(key)) < inf:
+            raise ValueError(f"{key} is {self.row[key]}; a positive number is needed")
+        return value
+
+    def _float(self, key: str) -> float:
+        """0 for an empty cell."""
+        try:
+            return float(self.row.get(key) or 0.0)
+        except ValueError:
+            raise ValueError(f"{key} is {self.row[key]!r}; a number is needed") from None
 
 
 def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:

@@ -10,6 +10,7 @@ from hethub.predictor.links import through_host
 from hethub.predictor.software import Software
 from hethub.predictor.tables import (
     HALF_GRADIENT_BYTES,
+    LARGEST,
     WITH_OWN_HEAD,
     Case,
     collect,
@@ -56,16 +57,44 @@ def _single_node_row(name: str, line: Mapping[str, str]) -> Case:
     return read_row({**row, **fixed})
 
 
-def read_mixed(path: Path) -> list[Case]:
-    """Measured plans on clusters of unlike accelerators: AMP's in modules over nodes in order, Sailor's stage by stage."""
+def read_mixed(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
+    """Measured plans on clusters of unlike accelerators: AMP's in modules over nodes in order, Sailor's stage by stage.
+
+    Returned as `read_table` does. Raises BadInput where the file is no list.
+    """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            _amp(row, f"case {index}") if "tp" in row else _sailor(row, f"case {index}")
-            for index, row in enumerate(rows)
-        ]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{path}: no table of measured plans on mixed clusters: {error!r}.") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON: {error}.") from None
+    if not isinstance(rows, list):
+        raise BadInput(f"{path}: measured plans on mixed clusters are a list; this holds {type(rows).__name__}.")
+    return collect([(_name(row, index), row) for index, row in enumerate(rows)], _mixed_row)
+
+
+def _name(row: Any, index: int) -> str:
+    return str(row.get("case", f"case {index}")) if isinstance(row, dict) else f"case {index}"
+
+
+def _mixed_row(name: str, row: dict[str, Any]) -> Case:
+    """One measured plan. Raises ValueError saying what is missing or inconsistent."""
+    try:
+        case = _amp(row, name) if "tp" in row else _sailor(row, name)
+    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"no measured plan as AMP or Sailor published theirs: {error!r}") from None
+    for key in ("micro_batch", "global_batch"):
+        if not isinstance(row[key], int) or not 1 <= row[key] <= LARGEST:
+            raise ValueError(f"{key} is {row[key]!r}; a whole number is needed, up to {LARGEST:,}")
+    plan, size = case.layouts[0].plan, case.layouts[0].cluster.size
+    if sorted(plan.ranks) != list(range(size)):
+        raise ValueError(f"the stages hold {len(plan.ranks)} accelerators, the cluster {size}")
+    held = [stage.num_layers for stage in plan.stages]
+    if min(held) < 0 or sum(held) != case.layouts[0].model.layers:
+        raise ValueError(f"the stages hold {held} layers, the model has {case.layouts[0].model.layers}")
+    if plan.global_batch < max(len(stage.replicas) for stage in plan.stages):
+        raise ValueError(f"global_batch {plan.global_batch} leaves a replica without a sample")
+    if not 0 < case.measured_seconds < 1e7:
+        raise ValueError(f"step_seconds {case.measured_seconds} is no positive time")
+    return case
 
 
 def _model(row: dict[str, Any]) -> ModelSpec:
@@ -149,7 +178,7 @@ def _case(
         schedule="1f1b", stages=stages,
     )  # fmt: skip
     return Case(
-        id=row.get("case", name),
+        id=name,
         source=row["source"],
         group=row["source"],
         layouts=(Layout(plan, model, cluster),),

@@ -68,7 +68,7 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
 
 def _read(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
     if path.suffix == ".json":
-        return read_mixed(path), []
+        return read_mixed(path)
     return read_single_node(path) if SINGLE_NODE_TIME in columns_of(path) else read_table(path)
 
 

@@ -184,6 +184,9 @@ def print_validation(result: Mapping[str, Any]) -> None:
         f"{len(result['rows'])} rows: MAPE {result['mape']:.1f} %, macro mean {result['macro_mape']:.1f} %, median "
         f"{result['median_error']:.1f} %, largest {result['max_error']:.1f} %; {len(result['skipped'])} skipped"
     )
+    if memory := result.get("memory", {}).get("by"):
+        means = ", ".join(f"{name} {group['mape']:.1f} % ({group['rows']})" for name, group in memory.items())
+        console.print(f"peak memory, mean |error| (rows): {means}")
     for sentence in (*_chosen(result["rows"]), *_corrected(result["rows"]), *_skipped(result["skipped"])):
         console.print(sentence)
     if result.get("goals"):

@@ -86,7 +86,7 @@ def case_folder(folder: Path, **measured: Any) -> Path:
 
 def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> None:
     case = case_folder(tmp_path)
-    with pytest.raises(BadInput, match="the plan is for model 'tiny', which is described neither beside it"):
+    with pytest.raises(BadInput, match=r"there is no model.yaml, and no configs/models folder"):
         validate(case)
     (tmp_path / "configs" / "models").mkdir(parents=True)
     write_yaml(TINY.to_dict(), tmp_path / "configs" / "models" / "any.yaml")
@@ -97,3 +97,38 @@ def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> Non
 def test_a_case_with_an_impossible_memory_is_refused(tmp_path: Path, peak: Any) -> None:
     with pytest.raises(BadInput, match=r"peak_memory_bytes is .* give a positive number"):
         validate(case_folder(tmp_path, peak_memory_bytes=peak))
+
+
+AMP: dict[str, Any] = {
+    "source": "AMP", "tp": 1, "pp": 2, "dp": 2, "micro_batch": 1, "global_batch": 8, "cut_points_of_30_modules": [0, 15, 30],
+    "step_seconds": 1.5, "cluster": {"nodes": [["V100-SXM2-16GB", 2], ["T4", 2]], "intra_gbps": [170, 50], "inter_gbps": [10, 10]},
+    "model": {"family": "gpt", "layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 52256, "seq": 1024},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dp": 3}, "the stages hold 6 accelerators, the cluster 4"),
+        ({"cut_points_of_30_modules": [0, 15, 20]}, "the stages hold"),
+        ({"step_seconds": -1}, "no positive time"),
+        ({"step_seconds": math.nan}, "no positive time"),
+        ({"global_batch": 1}, "without a sample"),
+        ({"micro_batch": None}, "micro_batch is None"),
+        ({"cluster": {**AMP["cluster"], "nodes": [["V100", 2], ["T4", 2]]}}, "did you mean 'V100-"),
+        ({"model": {}}, "'family'"),
+    ],
+)
+def test_broken_plans_on_mixed_clusters_are_named_and_skipped(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    path = tmp_path / "mixed.json"
+    path.write_text(json.dumps([AMP, {**AMP, **change, "case": "broken"}, 7]))
+    result = validate(path)
+    assert [row["id"] for row in result["rows"]] == ["case 0"]
+    assert [row["id"] for row in result["skipped"]] == ["broken", "case 2"]
+    assert why in result["skipped"][0]["why"]
+
+
+def test_a_json_file_that_is_no_list_of_plans_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mixed.json").write_text(json.dumps(AMP))
+    with pytest.raises(BadInput, match="are a list; this holds dict"):
+        validate(tmp_path / "mixed.json")
