@@ -1,29 +1,25 @@
-"""Speed of the predictor on this machine, beside what is asked of it.
+"""Speed of the predictor on this machine, each figure beside what is asked of it.
 
 python benchmarks/predictor.py
 """
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import load_job
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec
+from hethub.spec.plan import PlanSpec, save_plan
 
-LLAMA_140B = {
-    "name": "llama-140b",
-    "layers": 96,
-    "hidden": 11008,
-    "heads": 86,
-    "ffn": 29696,
-    "vocab": 32000,
-    "max_seq_len": 4096,
-}
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TINY = {
     "name": "tiny",
     "layers": 8,
@@ -37,26 +33,34 @@ TINY = {
 
 
 def uniform(
-    model: dict[str, Any], nodes: list[dict[str, Any]], tp: int, pp: int, micro_batch: int, batch: int, precision: str
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    tp: int,
+    pp: int,
+    batch: int,
+    precision: str,
+    schedule: str = "1f1b",
+    chunks: int = 1,
 ) -> Layout:
-    """tp x pp x dp over all accelerators of the nodes, stages as equal as they can be."""
-    spec = ModelSpec.model_validate(model)
-    cluster = ClusterSpec.model_validate({"name": "bench", "nodes": nodes})
-    dp = cluster.size // (tp * pp)
+    """tp x pp x dp over all accelerators of the cluster in micro-batches of one sample, stages as equal as they can be."""
+    dp, parts = cluster.size // (tp * pp), pp * chunks
     stages = []
     for s in range(pp):
         ranks = [range((s * dp + d) * tp, (s * dp + d + 1) * tp) for d in range(dp)]
-        replicas = [{"ranks": list(own), "micro_batch": micro_batch, "samples": batch // dp} for own in ranks]
-        layers = [[s * spec.layers // pp, (s + 1) * spec.layers // pp]]
+        replicas = [{"ranks": list(own), "micro_batch": 1, "samples": batch // dp} for own in ranks]
+        places = [c * pp + s for c in range(chunks)]
+        layers = [[place * model.layers // parts, (place + 1) * model.layers // parts] for place in places]
         stages.append({"layers": layers, "replicas": replicas, "zero": 1 if dp > 1 else 0})
-    plan = {"model": spec.name, "cluster": "bench", "global_batch": batch, "seq_len": spec.max_seq_len}
-    plan |= {"precision": precision, "stages": stages}
-    return bind(PlanSpec.model_validate(plan), spec, cluster)
+    plan = {"model": model.name, "cluster": cluster.name, "global_batch": batch, "seq_len": model.max_seq_len}
+    plan |= {"precision": precision, "stages": stages, "schedule": schedule}
+    return bind(PlanSpec.model_validate(plan), model, cluster)
 
 
-def node(accelerator: str, count: int, each: int = 8) -> dict[str, Any]:
-    shape = {"count": count, "accelerators": each, "nics": min(8, each), "gbps_per_nic": 200}
-    return {"name": accelerator, "accelerator": accelerator, **shape}
+def cluster_of(*nodes: tuple[str, int]) -> ClusterSpec:
+    """Machines of eight accelerators each."""
+    shape = {"accelerators": 8, "nics": 8, "gbps_per_nic": 200}
+    entries = [{"name": name, "accelerator": name, "count": count, **shape} for name, count in nodes]
+    return ClusterSpec.model_validate({"name": "bench", "nodes": entries})
 
 
 def best_of(run: Callable[[], object], repeats: int) -> float:
@@ -68,33 +72,79 @@ def best_of(run: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
-def fresh(code: str) -> float:
-    """Seconds of the fastest of five fresh interpreters that run `code`, less an empty one's."""
-    runs = [
-        best_of(lambda code=text: subprocess.run([sys.executable, "-c", code], check=True), 5)
-        for text in ("pass", code)
-    ]  # type: ignore[misc]
-    return runs[1] - runs[0]
+def fresh(arguments: list[str], folder: str) -> float:
+    """Seconds of the fastest of five fresh interpreters, their bytecode compiled as an installed package's is."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, *arguments]
+    return best_of(lambda: subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL), 6)
 
 
-def main() -> None:
-    mixed = [node("MI250X-GCD", 16), node("A100-SXM4-80GB", 80)]
-    big = uniform(LLAMA_140B, mixed, 2, 12, 1, 32 * 1000, "bf16")
-    shape = "768 accelerators, TP 2, 12 stages, 32 replicas of 1,000 micro-batches"
-    print(f"{shape}: {1e3 * best_of(lambda: predict(big), 5):.1f} ms (asked: <= 50)")
-    huge = uniform(LLAMA_140B, [node("MI250X-GCD", 250), node("A100-SXM4-80GB", 1000)], 2, 50, 1, 6400, "bf16")
-    print(f"10,000 accelerators: {best_of(lambda: predict(huge), 3):.3f} s (asked: <= 1)")
-    core = {"name": "CPU-core", "accelerator": "CPU-core", "accelerators": 8, "gbps_per_nic": 8}
-    plans = [
-        uniform(TINY, [core], tp, pp, 1, batch, "fp32")
-        for tp, pp, batch in ((1, 2, 32), (2, 2, 16), (1, 4, 8), (1, 8, 4), (4, 2, 4))
-    ]
-    small = sum(best_of(lambda plan=plan: predict(plan), 20) for plan in plans) / len(plans)  # type: ignore[misc]
-    print(f"plans of 8 ranks: {1 / small:.0f} per second (asked: >= 500)")
+def say(what: str, seconds: float, bound: float) -> None:
     print(
-        f"import hethub.predictor: {fresh('import hethub.predictor'):.3f} s beyond an empty interpreter (asked: < 0.3)"
+        f"{'met' if seconds <= bound else 'OVER':4s}  {what}: {1e3 * seconds:.0f} ms (asked: <= {1e3 * bound:.0f} ms)"
     )
 
 
+def large_plans() -> Layout:
+    """Prints the figures of hundreds and thousands of accelerators; the plan of 768 under 1F1B."""
+    job = load_job(CONFIGS / "jobs" / "hethub-768.yaml")
+    assert job.cluster is not None
+    shapes = [("1f1b", 12, 1), ("gpipe", 12, 1), ("zero_bubble", 12, 1), ("interleaved", 12, 2), ("interleaved", 8, 3)]
+    found = []
+    for schedule, pp, chunks in shapes:
+        batch = job.cluster.size // (2 * pp) * 1000
+        layout = uniform(job.model, job.cluster, 2, pp, batch, "bf16", schedule, chunks)
+        what = f"768 accelerators, TP 2, {pp} stages, {chunks} chunks, 1,000 micro-batches, {schedule}"
+        say(what, best_of(lambda layout=layout: predict(layout), 5), 0.05)  # type: ignore[misc]
+        bound = best_of(lambda layout=layout: bind(layout.plan, layout.model, layout.cluster), 2)  # type: ignore[misc]
+        print(f"      bound in {1e3 * bound:.0f} ms")
+        found.append(layout)
+    huge = uniform(job.model, cluster_of(("MI250X-GCD", 250), ("A100-SXM4-80GB", 1000)), 2, 50, 6400, "bf16")
+    say(f"{huge.cluster.size:,} accelerators", best_of(lambda: predict(huge), 3), 1.0)
+    return found[0]
+
+
+def small_plans() -> None:
+    tiny = ModelSpec.model_validate(TINY)
+    core: Any = {"name": "CPU-core", "accelerator": "CPU-core", "accelerators": 8, "gbps_per_nic": 8}
+    cluster = ClusterSpec.model_validate({"name": "bench", "nodes": [core]})
+    plans = [
+        uniform(tiny, cluster, tp, pp, batch, "fp32")
+        for tp, pp, batch in ((1, 2, 32), (2, 2, 16), (1, 4, 8), (1, 8, 4), (4, 2, 4))
+    ]
+    for name, full in (("", False), (", every action replayed and its timeline built", True)):
+        times = [best_of(lambda plan=plan, full=full: predict(plan, with_timeline=full), 20) for plan in plans]  # type: ignore[misc]
+        rate = len(times) / sum(times)
+        verdict = "met" if rate >= 500 else "OVER"
+        print(f"{verdict:4s}  plans of 8 ranks{name}: {rate:.0f} per second (asked: >= 500)")
+
+
+def fresh_processes(layout: Layout) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.yaml"
+        save_plan(layout.plan, plan)
+        empty = fresh(["-c", "pass"], folder)
+        say(
+            "import hethub.predictor, beyond an empty interpreter",
+            fresh(["-c", "import hethub.predictor"], folder) - empty,
+            0.3,
+        )
+        job = ["-m", "hethub", "predict", str(CONFIGS / "jobs" / "hethub-768.yaml"), "--plan", str(plan)]
+        batch = f"train.global_batch={layout.plan.global_batch}"
+        say("hethub predict, 768 accelerators, the whole process", fresh([*job, "--set", batch], folder), 0.5)
+        small = Path(folder) / "small.yaml"
+        laptop = str(CONFIGS / "jobs" / "laptop-mixed.yaml")
+        subprocess.run(
+            [sys.executable, "-m", "hethub", "plan", laptop, "--out", str(small)], check=True, stdout=subprocess.DEVNULL
+        )
+        say(
+            "hethub predict, laptop-mixed, the whole process",
+            fresh(["-m", "hethub", "predict", laptop, "--plan", str(small)], folder),
+            0.5,
+        )
+
+
 if __name__ == "__main__":
-    main()
+    small_plans()
+    fresh_processes(large_plans())

@@ -97,13 +97,20 @@ def _walked(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], 
     held, later = [0.0] * len(sizes), [0.0] * len(sizes)
     now, most, found = 0, -1, (held, later)
     weighs, samples = layout.plan.schedule == "zero_bubble", _samples_by_turn(layout, seat)
-    for kind, part, index in lane_order(layout, seat.stage, layout.lane_of(seat.stage, seat.replica)).passes:
+    lane = layout.lane_of(seat.stage, seat.replica)
+    order, limit = lane_order(layout, seat.stage, lane), layout.lane_limits[seat.stage][lane]
+    utmost = (limit + weighs * len(samples)) * max(samples) * max(sizes)
+    for way, index in zip(order.way_of, order.index_of, strict=True):
         if index == NO_TILE:
             continue
-        own = samples[index]
+        (kind, part), own = order.computing[way], samples[index]
         if kind is Kind.FORWARD:
             held[part] += own
             now += own * sizes[part]
+            if now > most:
+                most, found = now, (list(held), list(later))
+            if now == utmost:
+                break
         elif kind is Kind.BACKWARD:
             held[part] -= own
             later[part] += own * weighs
@@ -111,8 +118,6 @@ def _walked(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], 
         else:
             later[part] -= own
             now -= own * sizes[part]
-        if now > most:
-            most, found = now, (list(held), list(later))
     return found
 
 

@@ -5,10 +5,11 @@ comes from a run on paper (hethub.spec.paper_run).
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-from hethub.spec.action import Kind, Pass
+from hethub.spec.action import Kind
 from hethub.spec.errors import BadInput
-from hethub.spec.orders import LaneOrder, listed
+from hethub.spec.orders import LaneOrder, listed, updated_once
 from hethub.spec.paper_run import PaperRun, depth
 from hethub.spec.plan import PlanSpec
 from hethub.spec.ranges import split
@@ -40,23 +41,20 @@ def interleave_regular(plan: PlanSpec) -> list[list[LaneOrder]]:
         orders = [_megatron(plan, stage, num_tiles) for stage in range(stages)]
     else:
         alone = plan.of_replicas([0])
-        orders = [own for own, *_ in PaperRun(alone, [deal(stage.replicas) for stage in alone.stages]).run()]
+        orders = [listed(own) for own, *_ in PaperRun(alone, [deal(stage.replicas) for stage in alone.stages]).run()]
     return [
-        [listed(order)] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
+        [order] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))
         for stage, order in enumerate(orders)
     ]
 
 
 def most_held(order: LaneOrder) -> int:
     """The most passes that have run forward and not yet backward."""
-    held = most = 0
-    for one in order.passes:
-        held += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(one.kind, 0)
-        most = max(most, held)
-    return most
+    gains = [{Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0) for kind, _ in order.computing + order.updating]
+    return max(accumulate(gains[way] for way in order.way_of))
 
 
-def _megatron(plan: PlanSpec, stage: int, num_tiles: int) -> list[Pass]:
+def _megatron(plan: PlanSpec, stage: int, num_tiles: int) -> LaneOrder:
     """Groups of as many tiles as there are stages pass one chunk after the other; those left make the first ones larger.
 
     No group is smaller than the pipeline is long and the warm-up counts the largest, so with times m + stage for the
@@ -67,7 +65,14 @@ def _megatron(plan: PlanSpec, stage: int, num_tiles: int) -> list[Pass]:
     groups = split(num_tiles, num_tiles // stages)
     total = num_tiles * chunks
     warm = min(int(depth(stage, stages, 1, groups[0].size, chunks)), total)
-    forwards = [Pass(Kind.FORWARD, chunk, i) for own in groups for chunk in range(chunks) for i in range(*own)]
-    backwards = [Pass(Kind.BACKWARD, chunks - 1 - chunk, index) for _, chunk, index in forwards]
+    ways = [chunk for own in groups for chunk in range(chunks) for _ in range(own.size)]
+    tiles = [index for own in groups for _ in range(chunks) for index in range(*own)]
+    back = [2 * chunks - 1 - chunk for chunk in ways]
+    computing = tuple((kind, chunk) for kind in (Kind.FORWARD, Kind.BACKWARD) for chunk in range(chunks))
+    return updated_once(computing, _warmed(ways, back, warm), _warmed(tiles, tiles, warm))
+
+
+def _warmed(forwards: list[int], backwards: list[int], warm: int) -> list[int]:
+    """So many forwards, then one and a backward in turn, then the rest back."""
     steady = [one for pair in zip(forwards[warm:], backwards, strict=False) for one in pair]
-    return forwards[:warm] + steady + backwards[total - warm :]
+    return forwards[:warm] + steady + backwards[len(forwards) - warm :]

@@ -74,10 +74,10 @@ def pipelined(num_tiles: int, in_flight: int, put_off: int | None) -> LaneOrder:
         left = range(max(0, num_tiles - put_off), num_tiles)
         way_of += [2] * len(left)
         index_of += left
-    return _updated_once(computing, way_of, index_of)
+    return updated_once(computing, way_of, index_of)
 
 
-def _updated_once(computing: tuple[Way, ...], way_of: list[int], index_of: list[int]) -> LaneOrder:
+def updated_once(computing: tuple[Way, ...], way_of: list[int], index_of: list[int]) -> LaneOrder:
     """The order with one update of all parts behind it; takes both lists."""
     way_of += range(len(computing), len(computing) + len(UPDATE))
     index_of += [NO_TILE] * len(UPDATE)
@@ -94,7 +94,7 @@ def part_by_part(num_tiles: int, num_parts: int, steps_part_by_part: bool) -> La
     tiles = list(range(num_tiles))
     if not steps_part_by_part:
         way_of = [way for way in range(2 * num_parts) for _ in tiles]
-        return _updated_once(computing, way_of, tiles * (2 * num_parts))
+        return updated_once(computing, way_of, tiles * (2 * num_parts))
     updating = tuple((kind, part) for part in parts[num_parts:] for kind in UPDATE)
     way_of = [way for way in range(num_parts) for _ in tiles]
     index_of = tiles * num_parts
@@ -111,4 +111,4 @@ def listed(passes: Iterable[Pass]) -> LaneOrder:
     computing = tuple(dict.fromkeys((kind, part) for kind, part, _ in passes))
     numbers = {way: number for number, way in enumerate(computing)}
     way_of = [numbers[kind, part] for kind, part, _ in passes]
-    return _updated_once(computing, way_of, [index for _, _, index in passes])
+    return updated_once(computing, way_of, [index for _, _, index in passes])
