@@ -14,6 +14,7 @@ from hethub.commands.common import (
     model_and_cluster,
     print_json,
 )
+from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from hethub.planner import KindAlone
@@ -62,6 +63,8 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.spec.plan import save_plan
 
     check_writable(options.out, options.alone)
+    if options.top < 0:
+        raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     job = load_job(options.job, options.set)
     cluster = known_cluster(job)
     strategy = options.strategy or ("auto" if job.plan_path else job.spec.plan)

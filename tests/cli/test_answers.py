@@ -118,6 +118,11 @@ def test_tables_in_a_pipe_are_whole(capsys, tmp_path):
     assert "\x1b" not in printed
 
 
+def test_a_negative_number_of_runners_up_is_refused(capsys):
+    assert run(["plan", str(LAPTOP), "--top", "-1"]) == 2
+    assert "--top -1: give" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "predict"])
 def test_a_cluster_that_only_ranks_can_find_is_refused(command, capsys, tmp_path):
     job = write_job(tmp_path / "job", cluster_name="detect", plan="auto")

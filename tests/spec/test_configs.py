@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hethub.predictor.capacity import CatalogueSpec, load_catalogue
 from hethub.spec.cluster import load_cluster
 from hethub.spec.model import load_model
 
@@ -16,6 +17,12 @@ def test_a_file_says_where_it_is_from(path: Path) -> None:
     assert path.read_text().startswith("# ")
     named = load_cluster(path) if path.parent.name == "clusters" else load_model(path.name, path.parent)
     assert named.name == path.stem
+
+
+def test_the_catalogue_loads_and_invents_no_price() -> None:
+    catalogue = load_catalogue(CONFIGS / "catalogues" / "two-makers.yaml")
+    assert catalogue.assumptions == CatalogueSpec.model_fields["assumptions"].default
+    assert {node.price_per_hour for node in catalogue.nodes} == {None}
 
 
 @pytest.mark.parametrize(
