@@ -24,8 +24,11 @@ def neighbours(draft: Draft, surrogate: Surrogate) -> Iterator[Draft]:
     else:
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
     yield from _layers(draft, pairs)
-    yield from _micro_batches(draft, problem)
-    yield from _even_tiles(draft, surrogate, range(count) if count <= MOST_PAIRED else [slowest])
+    for near in _micro_batches(draft, problem):
+        yield _with_room(near, problem)
+    if problem.capabilities.any_micro_batch and not problem.constraints.micro_batch:
+        for near in _even_tiles(draft, surrogate, range(count) if count <= MOST_PAIRED else [slowest]):
+            yield _with_room(near, problem)
     yield from _made_to_fit(_modes(draft, problem), surrogate)
     yield from _seats(draft, problem, pairs)
     yield from _made_to_fit(_degrees(draft, problem), surrogate)
@@ -66,8 +69,6 @@ def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
 
 def _even_tiles(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> Iterator[Draft]:
     """Tiles that come out even, fewer, more or as many, for all, for one stage, or for one kind in a stage or in all."""
-    if surrogate.problem.constraints.micro_batch:
-        return
     everywhere = range(len(draft.stages))
     places: list[Where] = [[(index, None) for index in everywhere]]
     if len(draft.stages) > 1:
@@ -78,6 +79,14 @@ def _even_tiles(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> It
     for where in places:
         for step in (-1, 0, 1):
             yield resized(draft, where, surrogate, step)
+
+
+def _with_room(draft: Draft, problem: Problem) -> Draft:
+    """The draft, roomy where its stages have tiles of unlike sizes: by default these wait for each other."""
+    if draft.roomy or problem.schedule == "gpipe" or not problem.capabilities.chooses_in_flight:
+        return draft
+    waves = {sum(own.micro_batch * own.number for own in stage.seats) for stage in draft.stages}
+    return draft if len(waves) == 1 else replace(draft, roomy=True)
 
 
 def _made_to_fit(near: Iterator[Draft], surrogate: Surrogate) -> Iterator[Draft]:

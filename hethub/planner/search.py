@@ -14,6 +14,7 @@ from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
 from hethub.planner.small import small_drafts
 from hethub.planner.table import Table, tabulate
+from hethub.planner.tile_sizes import fitted
 
 FAMILY_FINALISTS = 4  # judged of each family
 WHOLE_FINALISTS = 1  # of its drafts that carry their plan
@@ -40,11 +41,11 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
     size = problem.size
     if size <= 16:
         full = Effort(
-            cuts=96, free_cells=2_000_000, finalists=24, descents=6, climbs=2, steps=10, tried_per_step=8, tiles=50_000
+            cuts=96, free_cells=2_000_000, finalists=24, descents=6, climbs=4, steps=16, tried_per_step=8, tiles=200_000
         )
     elif size <= 128:
         full = Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=1, steps=3, tried_per_step=4, tiles=10_000
+            cuts=64, free_cells=500_000, finalists=12, descents=1, climbs=3, steps=16, tried_per_step=8, tiles=100_000
         )
     else:
         full = Effort(
@@ -87,7 +88,7 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
     starting = list(dict.fromkeys([*found[: effort.descents], *reversed(unlike.values())]))
     # Where nothing fits, what is least over memory is looked for instead.
     for draft in starting[: effort.descents + min(effort.descents, len(unlike))] if judge.fitting else ():
-        judge(descend(problem, judge, draft))
+        judge_or_fit(judge, descend(problem, judge, draft))
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
     leaders: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)[: effort.climbs]
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
@@ -251,6 +252,13 @@ def descend(problem: Problem, judge: Judge, draft: Draft) -> Draft:
             break
         draft = min(faster, key=surrogate.seconds)
     return draft
+
+
+def judge_or_fit(judge: Judge, draft: Draft) -> None:
+    """Judges a draft, and where it turns out not to fit, what is left of it with smaller tiles."""
+    verdict = judge(draft)
+    if verdict is not None and not verdict.prediction.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
+        judge(smaller)
 
 
 def climb(verdict: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:

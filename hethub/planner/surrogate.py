@@ -6,12 +6,13 @@ tiles in flight allow.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.flights import default_flights, enough_flights, round_trips, slowest_circuit
 from hethub.planner.footprint import Mode, position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import Worker, earliest_finish
@@ -46,6 +47,7 @@ class Surrogate:
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
         self._seconds: dict[Draft, float] = {}
+        self._holds: dict[Draft, list[int]] = {}
         self._stages: dict[object, StageEstimate] = {}
         self._computing: dict[object, float] = {}
         self._bytes: dict[object, tuple[float, ...]] = {}
@@ -72,9 +74,13 @@ class Surrogate:
         first = min([stage.finish for stage in stages])
         tied = self._tied(draft)
         fill = drain = end = shown = 0.0
-        circuit = stages[0].finish - first + self._circuit(stages, crossing, held) if len(stages) > 1 else 0.0
+        circuit, trips = 0.0, round_trips(stages, crossing)
+        if len(stages) > 1:
+            around = slowest_circuit(stages, trips, held, self.problem.batch.global_batch)
+            circuit = stages[0].finish - first + around
         last = len(stages) - 1
-        for s, (stage, away, hold) in enumerate(zip(stages, _detours(stages, crossing), held, strict=True)):
+        for s, (stage, hold) in enumerate(zip(stages, held, strict=True)):
+            away = trips[s][-1] - stage.tile  # until a tile is back from all later stages
             fill = max(fill, stage.finish - first)
             slack = away - (hold - 1) * stage.forward
             end = max(end, fill + stage.busy + max(0.0, slack))
@@ -106,48 +112,27 @@ class Surrogate:
         each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in seats)
         return 2 * latency + per_byte * each * (max(4, self.costs.width) + self.costs.width)
 
-    def _circuit(self, stages: Sequence[StageEstimate], crossing: Sequence[float], held: Sequence[int]) -> float:
-        """Seconds of all samples at the rate of the slowest circuit: a tile's backward in stage s lets the next forward
-        go down to stage t, where it comes before the backward that answers it as many tiles later as both hold."""
-        # Per stage, when a tile has passed down to it and back, and the samples that those above may be ahead of it.
-        ends, behind, passed = [], [], 0.0
-        for stage, hold, across in zip(stages, held, [*crossing, 0.0], strict=True):
-            passed += stage.forward + stage.backward
-            ends.append(passed)
-            behind.append(stage.wave * (hold - 1))
-            passed += 2 * across
-        slowest, wave = 0.0, 0
-        for s, stage in enumerate(stages[:-1]):
-            start, flight = ends[s] - stage.forward - stage.backward, behind[s] + stage.wave
-            circuits = [(e - start) / max(flight - b, 1) for e, b in zip(ends[s + 1 :], behind[s + 1 :], strict=True)]
-            if (found := max(circuits)) > slowest:
-                slowest, wave = found, stage.wave
-        return slowest * max(self.problem.batch.global_batch - wave, 0.0) + ends[-1]
-
     def holds(self, draft: Draft) -> list[int]:
         """Tiles in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the pace of
         the busiest stage, where they fit; never fewer than the stage below holds."""
+        found = self._holds.get(draft)
+        if found is None:
+            found = self._holds[draft] = self._in_flight(draft)
+        return found
+
+    def _in_flight(self, draft: Draft) -> list[int]:
         last = len(draft.stages) - 1
-        default = list(range(last + 1, 0, -1))
-        if not draft.roomy or not last:
-            return default
-        # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
         schedule = draft.schedule or self.problem.schedule
+        if not draft.roomy or not last:
+            return default_flights(self._under(draft, schedule))
+        # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
         plain = self.problem.schedule if draft.schedule == "zero_bubble" else schedule
         stages, crossing = self._under(draft, plain), self.crossings(draft)
         pace = self.problem.batch.global_batch / max(stage.busy for stage in stages)
-        spare = 0 if all(one.wave == two.wave for one, two in pairwise(stages)) else 1
-        ends = list(accumulate((stage.tile + 2 * c for stage, c in zip(stages, [*crossing, 0.0], strict=True))))
-        ends = [end - 2 * c for end, c in zip(ends, [*crossing, 0.0], strict=True)]  # without the way beyond
-        held = [1] * (last + 1)
-        most = pace * ends[last]
-        for s in range(last - 1, -1, -1):
-            need = most - pace * (ends[s] - stages[s].tile)
-            wanted = ceil(need / stages[s].wave - 1e-6) + spare
-            room = self._most(draft.stages[s], s == 0, False, schedule)
-            held[s] = max(min(wanted, room, ceil(stages[s].tiles)), held[s + 1])
-            most = max(most, (held[s] - 1) * stages[s].wave + pace * ends[s])
-        return held
+        room = [self._most(stage, s == 0, s == last, schedule) for s, stage in enumerate(draft.stages)]
+        return enough_flights(
+            stages, round_trips(stages, crossing), pace, room, [ceil(stage.tiles) for stage in stages]
+        )
 
     def samples(self, draft: Draft, index: int) -> list[int]:
         """About how many samples each of a stage's replicas takes, by seats."""
@@ -363,12 +348,3 @@ class Surrogate:
         if receiver.tp > 1:
             seconds += network.link(*two[0][:2]).seconds(num_bytes)
         return seconds
-
-
-def _detours(stages: Sequence[StageEstimate], crossing: Sequence[float]) -> list[float]:
-    """Per stage, seconds of one tile through all later stages and back."""
-    detours, after = [0.0] * len(stages), 0.0
-    for s in range(len(stages) - 1, 0, -1):
-        after += stages[s].tile + 2 * crossing[s - 1]
-        detours[s - 1] = after
-    return detours

@@ -39,15 +39,13 @@ def even(samples: int, size: int) -> int:
 
 def _allowed(own: Seats, size: int, surrogate: Surrogate) -> int:
     given = surrogate.problem.constraints
-    if given.micro_batch:
-        return own.micro_batch
     return surrogate.problem.at_most(own.kind, min(size, given.max_micro_batch or size))
 
 
 def fitted(draft: Draft, surrogate: Surrogate) -> Draft | None:
     """The draft with the micro-batches of replicas over their memory cut to the largest that fits, tiles evened; None where
     one sample is too much."""
-    if surrogate.problem.constraints.micro_batch:
+    if surrogate.problem.constraints.micro_batch or not surrogate.problem.capabilities.any_micro_batch:
         return None
     last, holds = len(draft.stages) - 1, surrogate.holds(draft)
     for index, (stage, held) in enumerate(zip(draft.stages, holds, strict=True)):

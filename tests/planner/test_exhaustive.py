@@ -76,7 +76,9 @@ def grid_problem(seed: int, size: int, global_batch: int = 6, model: ModelSpec =
     """A random cluster's question, its answers with the default number of tiles in flight as the grid has them."""
     given = ConstraintsSpec(max_micro_batch=4)
     batch = Batch(global_batch, 512, "bf16")
-    return pose(model, random_cluster(seed, size), batch, given, RUNTIME.limited(chooses_in_flight=False))
+    return pose(
+        model, random_cluster(seed, size), batch, given, RUNTIME.limited(chooses_in_flight=False, any_micro_batch=False)
+    )
 
 
 def compare(seed: int, size: int, global_batch: int = 6, model: ModelSpec = MODEL) -> Comparison:
