@@ -136,3 +136,14 @@ def seat_units(draft: Draft, problem: Problem) -> list[list[tuple[Unit, int]]] |
                 first[kind] += 1
         seated.append(sorted(own, key=lambda entry: entry[0].ranks))
     return seated
+
+
+def chains(draft: Draft) -> list[tuple[int, list[Seats]]]:
+    """Replicas of equally wide stages that are alike all the way: how many, and their sort on each stage."""
+    lines = [[(own.number, own) for own in stage.seats] for stage in draft.stages]
+    found = []
+    while lines[0]:
+        count = min(line[0][0] for line in lines)
+        found.append((count, [line[0][1] for line in lines]))
+        lines = [line[1:] if line[0][0] == count else [(line[0][0] - count, line[0][1]), *line[1:]] for line in lines]
+    return found

@@ -5,6 +5,7 @@ with the replicas that share it. So a few probes of hethub.predictor.memory give
 and stay true when the predictor's memory changes. The predictor judges every answer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -37,8 +38,9 @@ class Mode(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Bytes of a rank: once + layer * x + tile * k + layer_tile * x * k for x layers and k tiles held, by position; and
-    the shared state of a rank without sharding: state_once + state_layer * x."""
+    """Bytes of a rank: once + layer * x + tile * k + layer_tile * x * k for x layers and k tiles held, by position; the
+    shared state of a rank without sharding: state_once + state_layer * x; and layer_put_off * x for every tile whose
+    weights' gradients zero_bubble puts off."""
 
     once: np.ndarray
     layer: np.ndarray
@@ -46,6 +48,7 @@ class Coefficients(NamedTuple):
     layer_tile: np.ndarray
     state_once: np.ndarray
     state_layer: np.ndarray
+    layer_put_off: np.ndarray
 
     def fixed(self, layers: "int | np.ndarray", held: int, place: int) -> "float | np.ndarray":
         """Bytes whatever the replicas."""
@@ -140,10 +143,18 @@ class _Probe:
             tile = two[1] - rest[1] - layer_tile
         else:
             layer_tile, tile = self.micro_batch * one.layer_tile, self.micro_batch * one.tile
+        put_off = self._put_off() if one is None else self.micro_batch * one.layer_put_off
         layer = rest[2] - rest[1] - layer_tile
         once = rest[1] - layer - tile - layer_tile
         state_layer = state[2] - state[1]
-        return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer)
+        return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer, put_off)
+
+    def _put_off(self) -> np.ndarray:
+        """What one more tile on the first stage lets the second one, of one layer, put off."""
+        if self.mode.schedule != "zero_bubble":
+            return np.zeros(4)
+        first, second = (self._ranks(1, held, FEW)[1] for held in ((1, 1, 1), (2, 1, 1)))
+        return np.full(4, float(second - first))
 
     def state(self) -> dict[int, np.ndarray]:
         """From two and four replicas, which share it."""
@@ -153,10 +164,12 @@ class _Probe:
 
     def _bytes(self, layers: int, held: int, replicas: int) -> np.ndarray:
         """Bytes of a rank of the first, a middle and the last of three stages, and of a stage alone."""
-        three, one = self._ranks(layers, held, replicas, 3), self._ranks(layers, held, replicas, 1)
+        three, one = (self._ranks(layers, (held,) * stages, replicas) for stages in (3, 1))
         return np.array([*three, *one], dtype=float)
 
-    def _ranks(self, layers: int, held: int, replicas: int, stages: int) -> list[int]:
+    def _ranks(self, layers: int, held: Sequence[int], replicas: int) -> list[int]:
+        """Bytes of a rank of each stage, which hold so many tiles."""
+        stages = len(held)
         samples, model, tp = 4 * self.micro_batch, self.footprints.model.replace(layers=stages * layers), self.tp
         node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=stages * replicas * tp)
         cluster = ClusterSpec(name="probe", emulated=True, nodes=(node,))
@@ -168,7 +181,7 @@ class _Probe:
                         ranks=tuple(range(r * tp, (r + 1) * tp)),
                         micro_batch=self.micro_batch,
                         samples=samples,
-                        in_flight=held,
+                        in_flight=held[s],
                     )
                     for r in range(s * replicas, (s + 1) * replicas)
                 ),

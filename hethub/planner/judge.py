@@ -127,6 +127,15 @@ class Judge:
                 self._note(verdict)
         return self._known[draft]
 
+    def within_time(self, draft: Draft) -> None:
+        """Judges the draft unless time is up."""
+        if not self.out_of_time:
+            self(draft)
+
+    def may_win(self, draft: Draft) -> bool:
+        """Whether the draft's busiest replica computes less than the best plan takes: else it is proved to be slower."""
+        return self.best is None or self.surrogate.least(draft) < self.best.seconds
+
     def _judge(self, draft: Draft) -> Verdict | None:
         holds = self.surrogate.holds(draft) if draft.roomy else None
         plan = draft.plan or complete(draft, self.problem, self.costs, holds)

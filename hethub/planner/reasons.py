@@ -61,7 +61,7 @@ def _gain(relaxed: Problem, drafts: list[Draft], best: Verdict) -> float:
         judge(draft)
     leader = judge.best
     assert leader is not None, "what fits a problem fits its relaxation"
-    judge(descend(relaxed, judge, leader.draft))
+    judge(descend(relaxed, judge, leader.draft, set()))
     climb(leader, relaxed, judge, effort)
     found = min(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     return 100.0 * (found.prediction.tokens_per_second / best.prediction.tokens_per_second - 1.0)

@@ -1,7 +1,7 @@
 """`auto`: all settings cut exactly and estimated, the best judged by the predictor, then improved step by step."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hethub.planner.cuts import Best, Entry, best_cuts, reordered
@@ -29,11 +29,12 @@ class Effort:
     cuts: int  # kept by rough estimate
     free_cells: int  # of the dynamic programme over lines with free numbers of replicas
     finalists: int  # judged by the predictor
-    descents: int  # by estimates alone, before the climbs by the judge
+    descents: int  # by estimates alone, before the judge sees any
     climbs: int
     steps: int
     tried_per_step: int
     tiles: int  # replayed one by one by the judge; plans whose stages are alike need none
+    optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
 
 
 def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
@@ -41,11 +42,12 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
     size = problem.size
     if size <= 16:
         full = Effort(
-            cuts=96, free_cells=2_000_000, finalists=24, descents=6, climbs=4, steps=16, tried_per_step=8, tiles=200_000
-        )
+            cuts=96, free_cells=2_000_000, finalists=24, descents=8, climbs=4, steps=16, tried_per_step=8,
+            tiles=200_000, optimism=0.9,
+        )  # fmt: skip
     elif size <= 128:
         full = Effort(
-            cuts=64, free_cells=500_000, finalists=12, descents=1, climbs=3, steps=16, tried_per_step=8, tiles=100_000
+            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=8, tiles=100_000
         )
     else:
         full = Effort(
@@ -59,7 +61,7 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
         full,
         cuts=full.cuts // 2,
         finalists=full.finalists // 2,
-        descents=2,
+        descents=4 if size <= 32 else 2,
         climbs=1 if size <= 8 else 0,
         steps=full.steps // 2,
         tiles=full.tiles // 8,
@@ -70,77 +72,96 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
 def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = True) -> Verdict | None:
     """The best plan found, or None where none fits. With `starts`, every family's leaders are judged, but for those that are
     proved to be slower, so the answer is never worse than a family's."""
-    table = tabulate(problem, judge.costs)
-    best = best_cuts(problem, table, effort.cuts, memory_counts=not judge.ignore_memory)
-    if starts:
-        _judge_families(problem, judge, effort, best)
+    table, counts = tabulate(problem, judge.costs), not judge.ignore_memory
+    best = best_cuts(problem, table, effort.cuts, memory_counts=counts)
+    families = _families_drafts(problem, judge, best) if starts else {}
     judge.tiles_left = effort.tiles
+    if starts:
+        _judge_start(judge, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
-    found = promising(problem, judge, effort, table, cuts, memory_counts=not judge.ignore_memory)
-    _judge_all(judge, found)
+    found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
+    _judge_leaders(judge, [*_descended(problem, judge, effort, found), *found], effort)
     if not judge.fitting:
         few = thriftiest(problem, table)
         cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
         _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
-    ranked = [v for v in sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds) if v.draft.plan is None]
-    unlike = {verdict.draft.shape: verdict.draft for verdict in reversed(ranked)}
-    judge.tiles_left = effort.tiles
-    starting = list(dict.fromkeys([*found[: effort.descents], *reversed(unlike.values())]))
-    # Where nothing fits, what is least over memory is looked for instead.
-    for draft in starting[: effort.descents + min(effort.descents, len(unlike))] if judge.fitting else ():
-        judge_or_fit(judge, descend(problem, judge, draft))
+    _climb_leaders(problem, judge, effort)
+    for drafts in families.values():
+        judge.tiles_left = effort.tiles
+        _judge_all(judge, leading(judge, [draft for draft in drafts if judge.may_win(draft)]))
+    judge.tiles_left = WHOLE_TILES
+    for name in FAMILIES if starts else ("cephalo",):
+        _judge_whole(problem, judge, name, families.get(name, []))
+    return judge.best
+
+
+def _families_drafts(problem: Problem, judge: Judge, best: Best) -> dict[str, list[Draft]]:
+    """Every family's drafts; HETHUB's are the pure ones of the cuts made anyway."""
+    drafts = {name: list(family.drafts(problem, judge.costs)) for name, family in FAMILIES.items() if name != "hethub"}
+    return {"hethub": [entry.draft(problem) for entry in best.pure], **drafts}
+
+
+def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
+    """Judges the plan of a family with the shortest estimate, from which the search starts."""
+    least = sorted((draft for drafts in families.values() for draft in drafts), key=judge.surrogate.least)
+    start, shortest = None, float("inf")
+    for draft in least:
+        if judge.surrogate.least(draft) >= shortest or judge.out_of_time:
+            break
+        if judge.surrogate.is_faster(draft, shortest):
+            start, shortest = draft, judge.surrogate.seconds(draft)
+    if start is not None:
+        judge(start)
+    judge.mark_start()
+
+
+def _descended(problem: Problem, judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
+    """Where descents from the best and the unlike ones among the drafts found end."""
+    unlike = {draft.shape: draft for draft in reversed(found)}
+    starting = list(dict.fromkeys([*found[: (effort.descents + 1) // 2], *reversed(unlike.values())]))
+    passed: set[Draft] = set()  # where one descent has been, another need not go on
+    return [descend(problem, judge, draft, passed) for draft in starting[: effort.descents]]
+
+
+def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> None:
+    """Judges the drafts with the smallest estimates, as long as these leave room below the best plan."""
+    surrogate = judge.surrogate
+    for draft in sorted(dict.fromkeys(drafts), key=surrogate.seconds)[: effort.finalists]:
+        if judge.best is None or surrogate.seconds(draft) * effort.optimism < judge.best.seconds:
+            judge_or_fit(judge, draft)
+
+
+def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
+    """Climbs from the best plans; where nothing fits, from the one least over memory."""
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
     leaders: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)[: effort.climbs]
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
     for leader in leaders:
         climb(leader, problem, judge, effort)
-    judge.tiles_left = WHOLE_TILES
-    _judge_whole(problem, judge, FAMILIES if starts else ("cephalo",))
-    return judge.best
 
 
-def _judge_families(problem: Problem, judge: Judge, effort: Effort, best: Best) -> None:
-    """Judges every family's leading drafts; HETHUB's are the pure ones of the cuts made anyway."""
-    for name in sorted(FAMILIES, key=lambda name: name != "hethub"):
-        judge.tiles_left = effort.tiles
-        made = [entry.draft(problem) for entry in best.pure] if name == "hethub" else None
-        _judge_leading(judge, leading(judge, made or list(FAMILIES[name].drafts(problem, judge.costs))))
-    judge.mark_start()
+def _judge_whole(problem: Problem, judge: Judge, name: str, drafts: Sequence[Draft]) -> None:
+    """Judges a family's plans that the search cannot move about, where they may be better than the best so far."""
+    if judge.out_of_time:
+        return
+    limit = judge.best.seconds if judge.best else float("inf")
+    whole = list(FAMILIES[name].whole(problem, judge.costs, drafts, limit))
+    _judge_all(judge, [draft for draft in leading_whole(judge, whole) if judge.may_win(draft)])
 
 
-def _judge_whole(problem: Problem, judge: Judge, names: Iterable[str]) -> None:
-    """Judges the families' plans that the search cannot move about, where they may be better than the best so far."""
-    for name in names:
-        drafts, whole = FAMILIES[name]
-        plain = [draft for draft in drafts(problem, judge.costs) if _may_win(judge, draft)]
-        if not judge.out_of_time and (plain or name != "zorse"):
-            _judge_leading(judge, leading_whole(judge, list(whole(problem, judge.costs, plain))))
-
-
-def _judge_leading(judge: Judge, drafts: Sequence[Draft]) -> None:
+def _judge_all(judge: Judge, drafts: Sequence[Draft]) -> None:
     for draft in drafts:
-        if _may_win(judge, draft):
-            judge(draft)
-
-
-def _may_win(judge: Judge, draft: Draft) -> bool:
-    """Whether the draft's busiest replica computes less than the best plan takes: else it is proved to be slower."""
-    return judge.best is None or judge.surrogate.least(draft) < judge.best.seconds
-
-
-def _judge_all(judge: Judge, drafts: list[Draft]) -> None:
-    for draft in drafts:
-        if judge.out_of_time:
-            return
-        judge(draft)
+        judge.within_time(draft)
 
 
 def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts with the smallest estimates that are likely to fit, or the smallest of all where none is."""
+    """The drafts with the smallest estimates that are likely to fit; where no plan is known that does, the smallest of all
+    if none of these is likely to."""
     unlike = list(dict.fromkeys(drafts))
     fitting = [draft for draft in unlike if judge.surrogate.likely_fits(draft)]
-    return heapq.nsmallest(FAMILY_FINALISTS, fitting or unlike, key=judge.surrogate.seconds)
+    wanted = fitting if fitting or judge.best else unlike
+    return heapq.nsmallest(FAMILY_FINALISTS, wanted, key=judge.surrogate.seconds)
 
 
 def leading_whole(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
@@ -154,7 +175,8 @@ def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort
     plain = list(family.drafts(problem, judge.costs))
     _judge_all(judge, leading(judge, plain))
     judge.tiles_left = WHOLE_TILES
-    _judge_all(judge, leading_whole(judge, list(family.whole(problem, judge.costs, plain))))
+    limit = judge.best.seconds if judge.best else float("inf")
+    _judge_all(judge, leading_whole(judge, list(family.whole(problem, judge.costs, plain, limit))))
     return judge.best
 
 
@@ -164,7 +186,7 @@ def search_whole(problem: Problem, judge: Judge, names: Iterable[str]) -> Verdic
     for name in names:
         drafts, whole = FAMILIES[name]
         plain = list(drafts(problem, judge.costs))
-        _judge_all(judge, leading_whole(judge, list(whole(problem, judge.costs, plain))))
+        _judge_all(judge, leading_whole(judge, list(whole(problem, judge.costs, plain, float("inf")))))
     return judge.best
 
 
@@ -235,10 +257,14 @@ WORTHWHILE = 2e-3  # a gain for which the first better neighbour is taken, befor
 MOST_CHANGES, MOST_SMALL_CHANGES = 60, 3
 
 
-def descend(problem: Problem, judge: Judge, draft: Draft) -> Draft:
-    """Where the estimate has no better neighbour: many small changes, none of them judged."""
+def descend(problem: Problem, judge: Judge, draft: Draft, passed: set[Draft]) -> Draft:
+    """Where the estimate has no better neighbour: many small changes, none of them judged. Ends early on a draft that is
+    among those `passed`, to which its own are added."""
     surrogate = judge.surrogate
     for _ in range(MOST_CHANGES):
+        if draft in passed:
+            return draft
+        passed.add(draft)
         enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
         near = neighbours(draft, surrogate)
         better = next((d for d in near if surrogate.is_faster(d, enough)), None)
@@ -256,7 +282,7 @@ def descend(problem: Problem, judge: Judge, draft: Draft) -> Draft:
 
 def judge_or_fit(judge: Judge, draft: Draft) -> None:
     """Judges a draft, and where it turns out not to fit, what is left of it with smaller tiles."""
-    verdict = judge(draft)
+    verdict = None if judge.out_of_time else judge(draft)
     if verdict is not None and not verdict.prediction.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
         judge(smaller)
 

@@ -6,12 +6,12 @@ tiles in flight allow.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts, rank_parameters
-from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.crossings import Crossings
+from hethub.planner.draft import Draft, DraftStage, Seats, chains, merged
 from hethub.planner.flights import default_flights, enough_flights, round_trips, slowest_circuit
 from hethub.planner.footprint import Mode, position
 from hethub.planner.problem import Problem
@@ -41,6 +41,14 @@ class StageEstimate(NamedTuple):
         return self.forward + self.backward
 
 
+class _Room(NamedTuple):
+    """Bytes of a rank that tiles may fill, and what a tile held fills, and one whose weights' gradients are put off."""
+
+    free: float
+    tile: float
+    put_off: float
+
+
 class Surrogate:
     """Estimates drafts; stages seen before cost nothing."""
 
@@ -52,8 +60,7 @@ class Surrogate:
         self._computing: dict[object, float] = {}
         self._bytes: dict[object, tuple[float, ...]] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
-        self._machine_sizes = [len(kind.machines[0]) for kind in problem.kinds]
-        self._crossings: dict[object, float] = {}
+        self.crossings = Crossings(problem, costs)
         self._most_held: dict[object, int] = {}
         self._groups: dict[object, Group] = {}
 
@@ -67,7 +74,7 @@ class Surrogate:
     def _estimate(self, draft: Draft) -> float:
         if max(draft.replica_counts) > self.problem.batch.global_batch or self.problem.forbids_any(draft.mixtures):
             return float("inf")
-        stages, crossing = self.stages(draft), self.crossings(draft)
+        stages, crossing = self.stages(draft), self.crossings.of(draft)
         held = self.holds(draft)
         filled = (draft.schedule or self.problem.schedule) == "zero_bubble"  # weights' gradients fill the drain
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
@@ -103,6 +110,14 @@ class Surrogate:
         last = len(draft.stages) - 1
         return max([self._busy(stage, s == 0, s == last, draft.even) for s, stage in enumerate(draft.stages)])
 
+    def least_in_passes(self, draft: Draft) -> float:
+        """The same where every replica gathers new weights and steps between its tiles, as under ministages."""
+        last = len(draft.stages) - 1
+        return max(
+            self._busy(stage, s == 0, s == last, draft.even) + self.stage(stage, s == 0, s == last, draft.even).finish
+            for s, stage in enumerate(draft.stages)
+        )
+
     def _tied(self, draft: Draft) -> float:
         """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
         if not self.problem.model.tied_head or len(draft.stages) == 1:
@@ -127,12 +142,13 @@ class Surrogate:
             return default_flights(self._under(draft, schedule))
         # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
         plain = self.problem.schedule if draft.schedule == "zero_bubble" else schedule
-        stages, crossing = self._under(draft, plain), self.crossings(draft)
+        stages, crossing = self._under(draft, plain), self.crossings.of(draft)
         pace = self.problem.batch.global_batch / max(stage.busy for stage in stages)
         room = [self._most(stage, s == 0, s == last, schedule) for s, stage in enumerate(draft.stages)]
-        return enough_flights(
-            stages, round_trips(stages, crossing), pace, room, [ceil(stage.tiles) for stage in stages]
-        )
+        held = enough_flights(stages, round_trips(stages, crossing), pace, room, [ceil(stage.tiles) for stage in stages])
+        if schedule == "zero_bubble" and (most := self._most_under_way(draft, held)) < self._under_way(draft, held):
+            held = [min(h, max(int(most // stage.wave), 1)) for h, stage in zip(held, stages, strict=True)]
+        return held
 
     def samples(self, draft: Draft, index: int) -> list[int]:
         """About how many samples each of a stage's replicas takes, by seats."""
@@ -151,10 +167,25 @@ class Surrogate:
     def likely_fits(self, draft: Draft) -> bool:
         """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
         last, schedule = len(draft.stages) - 1, draft.schedule or self.problem.schedule
-        for index, (stage, held) in enumerate(zip(draft.stages, self.holds(draft), strict=True)):
-            if held > self._most(stage, index == 0, index == last, schedule):
+        held = self.holds(draft)
+        for s, (stage, hold) in enumerate(zip(draft.stages, held, strict=True)):
+            if hold > self._most(stage, s == 0, s == last, schedule):
                 return False
-        return True
+        return schedule != "zero_bubble" or self._under_way(draft, held) <= self._most_under_way(draft, held)
+
+    def _under_way(self, draft: Draft, held: Sequence[int]) -> int:
+        """Samples at most under way in a stage: what zero_bubble lets all others put off up to."""
+        return max([stage.wave * h for stage, h in zip(self.stages(draft), held, strict=True)])
+
+    def _most_under_way(self, draft: Draft, held: Sequence[int]) -> float:
+        """Up to how many samples every stage has memory for, those put off among them, beside the tiles it holds."""
+        last, most = len(draft.stages) - 1, float("inf")
+        for s, (stage, hold, waves) in enumerate(zip(draft.stages, held, self.stages(draft), strict=True)):
+            for own in stage.seats:
+                room = self._room(stage, own, position(s == 0, s == last), "zero_bubble", NEARLY)
+                put_off = int((room.free - hold * room.tile) / max(room.put_off, 1.0))
+                most = min(most, waves.wave * (hold + put_off + 1) - 1)
+        return most
 
     def _most(self, stage: DraftStage, first: bool, last: bool, schedule: ScheduleName) -> int:
         """The most tiles that every rank of a stage has memory for, by the closed form; named shares are left to the
@@ -171,18 +202,21 @@ class Surrogate:
         """The most tiles that one of the seats' ranks has memory for, by the closed form."""
         if stage.state_shares:
             return 1 << 30
-        schedule = schedule or self.problem.schedule
+        found = self._room(stage, own, place, schedule or self.problem.schedule, slack)
+        return int(found.free / max(found.tile, 1.0))
+
+    def _room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float) -> _Room:
         mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
         key = (own[:3], stage.recompute, mode, place)
         found = self._bytes.get(key)
         if found is None:
             at = self.problem.coefficients(*own[:3], stage.recompute, mode)
             found = self._bytes[key] = tuple(float(part[place]) for part in at)
-        once, layer, tile, layer_tile, state_once, state_layer = found
+        once, layer, tile, layer_tile, state_once, state_layer, put_off = found
         shards = stage.replicas if stage.zero else 1
         kept = once + layer * stage.layers + (state_once + state_layer * stage.layers) / shards
-        held = tile + layer_tile * stage.layers
-        return int((slack * self.problem.capacity(own.kind) - kept) / max(held, 1.0))
+        free = slack * self.problem.capacity(own.kind) - kept
+        return _Room(free, tile + layer_tile * stage.layers, put_off * stage.layers)
 
     def stages(self, draft: Draft) -> list[StageEstimate]:
         """Every stage by itself."""
@@ -190,7 +224,34 @@ class Surrogate:
 
     def _under(self, draft: Draft, schedule: ScheduleName) -> list[StageEstimate]:
         last, even = len(draft.stages) - 1, draft.even
-        return [self.stage(stage, s == 0, s == last, even, schedule) for s, stage in enumerate(draft.stages)]
+        found = [self.stage(stage, s == 0, s == last, even, schedule) for s, stage in enumerate(draft.stages)]
+        if not draft.alike or even or not last or len(set(draft.replica_counts)) > 1:
+            return found
+        if all(len(stage.seats) == 1 for stage in draft.stages):
+            return found
+        return self._chained(draft, found)
+
+    def _chained(self, draft: Draft, alone: list[StageEstimate]) -> list[StageEstimate]:
+        """The stages where replica i of every stage gets the same samples (`complete`): a chain goes at the pace of its
+        slowest stage, and all others of it wait."""
+        last, samples = len(draft.stages) - 1, self.problem.batch.global_batch
+        each = []
+        for count, sorts in chains(draft):
+            if len({own.micro_batch for own in sorts}) > 1:
+                return alone
+            tiles = [
+                self._worker(stage, own, s == 0, s == last)
+                for s, (stage, own) in enumerate(zip(draft.stages, sorts, strict=True))
+            ]
+            each.append((max(tiles, key=lambda tile: tile.tile_seconds[-1]), count, tiles))
+        end = earliest_finish(samples, [(slowest, count) for slowest, count, _ in each])
+        taken = [min(samples, max(1, slowest.within(end))) for slowest, _, _ in each]
+        loads = [(n, tiles) for n, (_, _, tiles) in zip(taken, each, strict=True)]
+        most = max(n / tiles[0].micro_batch for n, tiles in loads)
+        return [
+            stage._replace(busy=max(stage.busy, *(tiles[s].seconds(n) for n, tiles in loads)), tiles=most)
+            for s, stage in enumerate(alone)
+        ]
 
     def stage(
         self, stage: DraftStage, first: bool, last: bool, even: bool = False, schedule: ScheduleName = "1f1b"
@@ -306,45 +367,3 @@ class Surrogate:
     def _optimizer(self, stage: DraftStage, first: bool, last: bool) -> float:
         owned = self._parameters(stage, first, last) / (stage.replicas if stage.zero else 1)
         return max(self.costs.layer_costs[own.kind].optimizer(owned) for own in stage.seats)
-
-    def crossings(self, draft: Draft) -> list[float]:
-        """Seconds of one tile over each boundary, from the slowest pair of sorts."""
-        used, sizes = [0] * len(self._machine_sizes), self._machine_sizes
-        found = []
-        for above, below in pairwise(draft.stages):
-            near = []  # per sort, whether its last rank shares a machine with what comes behind it
-            for kind, tp, _, number in above.seats:
-                start, stop, size = used[kind], used[kind] + number * tp, sizes[kind]
-                used[kind] = stop
-                near.append(start // size == stop // size)
-            key = (above.seats, below.seats, *near)
-            seconds = self._crossings.get(key)
-            if seconds is None:
-                seconds = self._crossings[key] = max(
-                    self._crossing(one, two, one.kind == two.kind and together)
-                    for one, together in zip(above.seats, near, strict=True)
-                    for two in below.seats
-                )
-            found.append(seconds)
-        return found
-
-    def _crossing(self, sender: Seats, receiver: Seats, together: bool) -> float:
-        key = (sender, receiver[:3], together)
-        found = self._crossings.get(key)
-        if found is None:
-            found = self._crossings[key] = self._cross(sender, receiver, together)
-        return found
-
-    def _cross(self, sender: Seats, receiver: Seats, together: bool) -> float:
-        """Seconds of one tile from a replica to another, on one machine or on two of their kinds."""
-        one, two = self.problem.kinds[sender.kind].machines, self.problem.kinds[receiver.kind].machines
-        source = one[0][0]
-        target = one[0][-1] if together else two[-1][0]
-        sharing = min(sender.number, max(1, len(one[0]) // sender.tp))
-        tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
-        num_bytes = tokens * self.problem.model.hidden * self.costs.width
-        network = self.costs.network
-        seconds = network.link(source, target, sharing).seconds(num_bytes)
-        if receiver.tp > 1:
-            seconds += network.link(*two[0][:2]).seconds(num_bytes)
-        return seconds

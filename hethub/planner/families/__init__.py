@@ -13,10 +13,13 @@ from hethub.planner.families import cephalo, hethub, ministages, poplar, uniform
 from hethub.planner.problem import Problem
 
 Drafts = Callable[[Problem, UnitCosts], Iterator[Draft]]
-Whole = Callable[[Problem, UnitCosts, Sequence[Draft]], Iterator[Draft]]
+# The last argument: seconds to beat. What is proved to take as long need not be made.
+Whole = Callable[[Problem, UnitCosts, Sequence[Draft], float], Iterator[Draft]]
 
 
-def _none(problem: Problem, costs: UnitCosts, plain: Sequence[Draft] = ()) -> Iterator[Draft]:
+def _none(
+    problem: Problem, costs: UnitCosts, plain: Sequence[Draft] = (), limit_seconds: float = float("inf")
+) -> Iterator[Draft]:
     return iter(())
 
 

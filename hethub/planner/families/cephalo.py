@@ -19,6 +19,7 @@ from hethub.planner.families.whole import (
     Worker,
     draft_of,
     levels,
+    meeting_seconds,
     memory_of,
     offers,
     plan_of,
@@ -33,35 +34,46 @@ ATTEMPTS = 12  # at samples that leave every rank room
 ROUNDING = 0.985
 
 
-def whole(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
-    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit."""
+def whole(
+    problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
+) -> Iterator[Draft]:
+    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none that
+    would compute as long as the limit."""
     zero = max(levels(problem))
     if (
         problem.constraints.tp not in (None, 1)
         or not allowed(problem, 1, problem.size)
         or problem.size == 1
         or not zero
+        or (zero >= 2 and meeting_seconds(problem, costs, zero) >= limit_seconds)
     ):
         return
     layered = zero == 3 and offers(problem, "layered")
     schedule: ScheduleName = "layered" if layered else "1f1b"
+    state = _state_bytes(problem, costs, zero)
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
             for most in reversed(problem.micro_batches):
-                stage = _stage(problem, costs, recompute, most, WholeStage((), (), zero, recompute, offload), schedule)
+                curves = _curves(problem, costs, recompute, most)
+                if _least_seconds(problem, curves) >= limit_seconds:
+                    break  # smaller ones only compute more slowly
+                stage = _stage(problem, curves, state, WholeStage((), (), zero, recompute, offload), schedule)
                 if stage is not None:
                     yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
-                    break  # smaller ones only compute more slowly
+                    break
+
+
+def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float:
+    """Seconds of all samples if they could be divided exactly by speed."""
+    best = [max(b / seconds for b, seconds in enumerate(curve.tile_seconds, start=1)) for curve in curves]
+    return problem.batch.global_batch / sum(kind.size * rate for kind, rate in zip(problem.kinds, best, strict=True))
 
 
 def _stage(
-    problem: Problem, costs: UnitCosts, recompute: Recompute, most: int, stage: WholeStage, schedule: ScheduleName
+    problem: Problem, curves: list[division.Worker], state: float, stage: WholeStage, schedule: ScheduleName
 ) -> WholeStage | None:
-    """Samples for speed with micro-batches up to `most`, fewer where memory asks for it, and state where there is room;
-    None where there is too little."""
-    curves = _curves(problem, costs, recompute, most)
-    state = _state_bytes(problem, costs, stage.zero)
+    """Samples for speed, fewer where memory asks for it, and state where there is room; None where there is too little."""
     limits: dict[int, int] = {}
     for _ in range(ATTEMPTS):
         workers = _workers(problem, curves, limits)

@@ -11,42 +11,47 @@ from hethub.planner import samples as division
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, seat_units
 from hethub.planner.families.whole import WholeStage, Worker, draft_of, levels, memory_of, offers
+from hethub.planner.footprint import MIDDLE
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
 from hethub.spec.plan import Offload
 from hethub.spec.ranges import split
 
 CHUNKS = (2, 4, 8)
-TRIED = 3  # plain drafts of the family that are cut into chunks
 OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters", "optimizer"))
 
 
-def drafts(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
-    """The family's most promising plain drafts with their stages in chunks, their state sharded, and offloaded as far as
-    memory asks for it."""
+def drafts(
+    problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
+) -> Iterator[Draft]:
+    """The family's plain draft that takes least at least, of those that fit with their stages in chunks, their state
+    sharded, and offloaded as far as memory asks for it; none that must take as long as the limit."""
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
-    tried = 0
-    for draft, workers in _by_pace(plain, problem, costs):
-        found = [
-            chosen
-            for chunks in CHUNKS
-            if chunks <= min(stage.layers for stage in draft.stages)
-            and (chosen := _thriftily(problem, draft, workers, chunks, zero)) is not None
-        ]
-        yield from found
-        tried += bool(found)
-        if tried == TRIED:
-            return
-
-
-def _by_pace(plain: Sequence[Draft], problem: Problem, costs: UnitCosts) -> Iterator[tuple[Draft, list[list[Worker]]]]:
-    """Drafts that can be seated, with their workers, from the shortest estimated step."""
-    for draft in sorted(plain, key=Surrogate(problem, costs).seconds):
+    surrogate = Surrogate(problem, costs)
+    near = (draft for draft in plain if surrogate.least(draft) < limit_seconds)
+    least = {draft: surrogate.least_in_passes(draft) for draft in near}
+    for draft in sorted((draft for draft in least if least[draft] < limit_seconds), key=lambda draft: least[draft]):
         workers = _workers(draft, problem, costs)
-        if workers is not None:
-            yield draft, workers
+        if workers is None or not _can_keep(problem, draft, workers):
+            continue
+        for chunks in CHUNKS:
+            if chunks <= min(stage.layers for stage in draft.stages):
+                chosen = _thriftily(problem, draft, workers, chunks, zero)
+                if chosen is not None:
+                    yield chosen
+                    return
+
+
+def _can_keep(problem: Problem, draft: Draft, workers: Sequence[Sequence[Worker]]) -> bool:
+    """Whether what layers keep of all samples fits into every rank's memory by itself: all tiles are held at once."""
+    for stage, loads in zip(draft.stages, workers, strict=True):
+        for kind, _, micro_batch, samples in {own._replace(rank=0) for own in loads}:
+            tile = problem.coefficients(kind, 1, micro_batch, stage.recompute).layer_tile[MIDDLE]
+            if stage.layers * tile * samples / micro_batch > problem.capacity(kind):
+                return False
+    return True
 
 
 def _thriftily(
@@ -74,7 +79,7 @@ def _workers(draft: Draft, problem: Problem, costs: UnitCosts) -> list[list[Work
         return None
     found = []
     for stage, own in zip(draft.stages, seated, strict=True):
-        curves = {(unit.kind, b): _curve(stage, unit.kind, b, costs) for unit, b in own}
+        curves = {sort: _curve(stage, *sort, costs) for sort in {(unit.kind, b) for unit, b in own}}
         divided = division.divide(problem.batch.global_batch, [curves[unit.kind, b] for unit, b in own])
         found.append([Worker(unit.kind, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
     return found

@@ -13,7 +13,16 @@ from typing import NamedTuple
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.families.uniform import allowed
-from hethub.planner.families.whole import WholeStage, Worker, draft_of, levels, memory_of, plan_of, ranks_by_kind
+from hethub.planner.families.whole import (
+    WholeStage,
+    Worker,
+    draft_of,
+    levels,
+    meeting_seconds,
+    memory_of,
+    plan_of,
+    ranks_by_kind,
+)
 from hethub.planner.footprint import ONLY
 from hethub.planner.problem import Problem
 from hethub.spec.plan import Recompute
@@ -34,12 +43,14 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
                 yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
 
 
-def whole(problem: Problem, costs: UnitCosts, plain: Sequence[Draft]) -> Iterator[Draft]:
-    """The plans of the best micro-step times per recompute at ZeRO-2 and 3."""
+def whole(
+    problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
+) -> Iterator[Draft]:
+    """The plans of the best micro-step times per recompute at ZeRO-2 and 3, where they can take less than the limit."""
     if _is_allowed(problem) and problem.size > 1:
         for recompute in problem.recomputes:
             for zero in (level for level in levels(problem) if level >= 2):
-                yield from _shared_steps(problem, costs, recompute, zero)
+                yield from _shared_steps(problem, costs, recompute, zero, limit_seconds)
 
 
 def _is_allowed(problem: Problem) -> bool:
@@ -67,32 +78,49 @@ class _Steps(NamedTuple):
     seconds: float
     number: int
     batches: tuple[int, ...]
+    least: float  # seconds that all but the last one take at least
 
 
-def _shared_steps(problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int) -> Iterator[Draft]:
+def _shared_steps(
+    problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
+) -> Iterator[Draft]:
     """The drafts of the best micro-step times."""
-    kinds, total = range(len(problem.kinds)), problem.batch.global_batch
-    tops = [_largest(problem, recompute, zero, kind) for kind in kinds]
+    kinds = range(len(problem.kinds))
+    widest = [_widest(problem, kind) for kind in kinds]
+    fast = [steps for steps in _every_step(problem, costs, recompute, zero, widest) if steps.least < limit_seconds]
+    if not fast:
+        return
+    needed = [min(steps.batches[kind] for steps in fast) for kind in kinds]
+    tops = [_largest(problem, recompute, zero, kind, needed[kind]) for kind in kinds]
     if not all(tops):
         return
-    fixed = problem.constraints.micro_batch
-    curves = [
-        {b: costs.rate(k, 1, b, recompute).tile(problem.model.layers, True, True).total for b in range(1, top + 1)}
-        for k, top in zip(kinds, tops, strict=True)
-        if top is not None
-    ]
-    beside = _meeting_seconds(problem, costs, zero)
-    found = set()
-    for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
-        batches = [max((b for b, t in curve.items() if t <= seconds), default=0) for curve in curves]
-        if 0 not in batches and (fixed is None or set(batches) == {fixed}):
-            count = -(-total // sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True)))
-            found.add(_Steps(count * (seconds + beside), count, tuple(batches)))
+    found = set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops]))
     for index, steps in enumerate(nsmallest(JUDGED, found)):
         workers = _workers(problem, steps)
         if workers is not None:
             stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
             yield draft_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+
+
+def _every_step(
+    problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
+) -> list[_Steps]:
+    """Every micro-step time with the largest batches that end within it, up to `tops` by kind."""
+    total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
+    curves = [
+        {b: costs.rate(k, 1, b, recompute).tile(problem.model.layers, True, True).total for b in range(1, top + 1)}
+        for k, top in enumerate(tops)
+    ]
+    beside = meeting_seconds(problem, costs, zero)
+    found = []
+    for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
+        batches = [max((b for b, t in curve.items() if t <= seconds), default=0) for curve in curves]
+        if 0 not in batches and (fixed is None or set(batches) == {fixed}):
+            count = -(-total // sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True)))
+            computing = max(curve[b] for curve, b in zip(curves, batches, strict=True))
+            least = max((count - 1) * computing, count * beside)
+            found.append(_Steps(count * (seconds + beside), count, tuple(batches), least))
+    return found
 
 
 def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
@@ -106,17 +134,15 @@ def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
     return [Worker(kind, rank, batch, n) for (kind, rank, batch), n in zip(own, samples, strict=True)]
 
 
-def _meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
-    """Seconds of a micro-step's collectives, as the paper adds them to its compute."""
-    model, group = problem.model, costs.network.group(range(problem.size))
-    gathered = 2 * costs.width if zero == 3 else 0
-    return costs.network.reduce_scatter(group, model.parameters * (gathered + max(4, costs.width)))
-
-
-def _largest(problem: Problem, recompute: Recompute, zero: int, kind: int) -> int | None:
-    """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even one sample does."""
+def _widest(problem: Problem, kind: int) -> int:
+    """The largest micro-batch that the job allows on the kind."""
     widest = min(max(problem.micro_batches), problem.batch.global_batch)
-    most = problem.constraints.micro_batch or problem.at_most(kind, widest)
+    return problem.constraints.micro_batch or problem.at_most(kind, widest)
+
+
+def _largest(problem: Problem, recompute: Recompute, zero: int, kind: int, needed: int) -> int | None:
+    """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` samples do."""
+    most = _widest(problem, kind)
 
     @cache
     def fits(batch: int) -> bool:
@@ -126,9 +152,9 @@ def _largest(problem: Problem, recompute: Recompute, zero: int, kind: int) -> in
         rank = problem.kinds[kind].ranks[0]
         return memory_of(asked, plan_of(asked, "1f1b", [stage]))[rank].bytes <= problem.capacity(kind)
 
-    if not fits(1):
+    if not fits(needed):
         return None
-    low, high = 1, most + 1
+    low, high = needed, most + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

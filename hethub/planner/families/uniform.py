@@ -1,6 +1,7 @@
 """`uniform`: the base line. One TP, DP and PP degree, even layers, even samples, ranks in the cluster's order."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
@@ -26,9 +27,14 @@ def units_in_order(problem: Problem, tp: int) -> list[Unit]:
     return sorted(units, key=lambda unit: unit.ranks)
 
 
-def seats_of(problem: Problem, units: list[Unit], micro_batch: int) -> tuple[Seats, ...]:
-    """The units as a stage's replicas, all with one micro-batch, or what their kind measured to fit."""
-    return merged([Seats(unit.kind, unit.tp, problem.at_most(unit.kind, micro_batch), 1) for unit in units])
+def sorts_of(units: Iterable[Unit]) -> Counter[tuple[int, int]]:
+    """How many of the units are of each kind and TP degree."""
+    return Counter([(unit.kind, unit.tp) for unit in units])
+
+
+def seats_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[Seats, ...]:
+    """Counted units as a stage's replicas, all with one micro-batch, or what their kind measured to fit."""
+    return merged([Seats(kind, tp, problem.at_most(kind, micro_batch), number) for (kind, tp), number in sorts.items()])
 
 
 def allowed(problem: Problem, stages: int, replicas: int) -> bool:
@@ -39,11 +45,12 @@ def allowed(problem: Problem, stages: int, replicas: int) -> bool:
 def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draft]:
     replicas = len(units) // stages
     sizes = [part.size for part in split(problem.model.layers, stages)]
+    sorts = [sorts_of(units[i * replicas : (i + 1) * replicas]) for i in range(stages)]
     for micro_batch in problem.micro_batches:
-        fits = all(problem.at_most(unit.kind, micro_batch) == micro_batch for unit in units)
+        fits = all(problem.at_most(kind, micro_batch) == micro_batch for kind in range(len(problem.kinds)))
         if micro_batch * replicas > problem.batch.global_batch or not fits:
             break
-        held = [seats_of(problem, units[i * replicas : (i + 1) * replicas], micro_batch) for i in range(stages)]
+        held = [seats_of(problem, own, micro_batch) for own in sorts]
         for recompute in problem.recomputes:
             drafted = (DraftStage(n, own, recompute, problem.usual_zero) for n, own in zip(sizes, held, strict=True))
             yield Draft(tuple(drafted), even=True)

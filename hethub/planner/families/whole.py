@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.problem import Problem
 from hethub.predictor.memory import RankMemory, memory
@@ -84,3 +85,11 @@ def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequen
 def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
     """What the plan's ranks hold."""
     return memory(Layout(plan, problem.model, problem.cluster))
+
+
+def meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
+    """Seconds of the collectives of a tile on all ranks at ZeRO-2 or 3: gathers for both passes, and sums. Layer by layer
+    they take longer, and at uneven shares too."""
+    model, group = problem.model, costs.network.group(range(problem.size))
+    gathered = 2 * costs.width if zero == 3 else 0
+    return costs.network.reduce_scatter(group, model.parameters * (gathered + max(4, costs.width)))

@@ -7,7 +7,7 @@ import numpy as np
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.families.uniform import allowed, seats_of, units_in_order
+from hethub.planner.families.uniform import allowed, seats_of, sorts_of, units_in_order
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -22,17 +22,18 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     nodes = _nodes(problem)
     weights = _bandwidths(problem, costs, nodes)
     groups = [list(range(len(nodes)))]
+    known: dict[tuple[int, ...], Cut] = {}
     while len(groups) <= min(len(nodes), problem.model.layers):
         ordered = _by_memory(problem, nodes, groups)
         if allowed(problem, len(groups), sum(len(nodes[node]) for node in ordered[0])):
+            sorts = [sorts_of(unit for node in group for unit in nodes[node]) for group in ordered]
             for micro_batch in problem.micro_batches:
-                units = [[unit for node in group for unit in nodes[node]] for group in ordered]
-                held = [seats_of(problem, own, micro_batch) for own in units]
+                held = [seats_of(problem, own, micro_batch) for own in sorts]
                 for recompute in problem.recomputes:
                     yield _draft(problem, costs, held, recompute)
         if len(groups) == len(nodes):
             return
-        groups = _split_once(groups, weights)
+        groups = _split_once(groups, weights, known)
 
 
 def _by_memory(problem: Problem, nodes: list[list[Unit]], groups: list[list[int]]) -> list[list[int]]:
@@ -74,33 +75,37 @@ def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> 
     return weights
 
 
-def _split_once(groups: list[list[int]], weights: np.ndarray) -> list[list[int]]:
-    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT)."""
-    cuts = [
-        (*_minimum_cut(weights[np.ix_(group, group)]), index) for index, group in enumerate(groups) if len(group) > 1
-    ]
+Cut = tuple[float, list[int]]  # its weight and one side
+
+
+def _split_once(groups: list[list[int]], weights: np.ndarray, known: dict[tuple[int, ...], Cut]) -> list[list[int]]:
+    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT), which `known` keeps."""
+    for group in groups:
+        if len(group) > 1 and tuple(group) not in known:
+            known[tuple(group)] = _minimum_cut(weights[np.ix_(group, group)])
+    cuts = [(*known[tuple(group)], index) for index, group in enumerate(groups) if len(group) > 1]
     _, side, index = min(cuts, key=lambda cut: (cut[0], cut[2]))
     chosen = [groups[index][i] for i in side]
     rest = [node for node in groups[index] if node not in set(chosen)]
     return sorted([*groups[:index], chosen, rest, *groups[index + 1 :]], key=min)
 
 
-def _minimum_cut(weights: np.ndarray) -> tuple[float, list[int]]:
+def _minimum_cut(weights: np.ndarray) -> Cut:
     """Weight and one side of a global minimum cut (Stoer and Wagner 1997)."""
     weights = weights.copy()
     merged = [[i] for i in range(len(weights))]
     alive = list(range(len(weights)))
-    best: tuple[float, list[int]] = (float("inf"), [])
+    best: Cut = (float("inf"), [])
     while len(alive) > 1:
-        attached = weights[alive[0]].copy()
-        order = [alive[0]]
-        left = alive[1:]
-        while left:
-            chosen = max(left, key=lambda i: (attached[i], -i))
-            left.remove(chosen)
+        attached = np.full(len(weights), -np.inf)  # of those not yet in order
+        attached[alive[1:]] = weights[alive[0], alive[1:]]
+        order, last = [alive[0]], 0.0
+        for _ in alive[1:]:
+            chosen = int(attached.argmax())
             order.append(chosen)
             last = float(attached[chosen])
-            attached = attached + weights[chosen]
+            attached += weights[chosen]
+            attached[chosen] = -np.inf
         end, before = order[-1], order[-2]
         if last < best[0]:
             best = (last, list(merged[end]))
