@@ -58,6 +58,8 @@ class Context:
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
+    aborted: bool = False
+    """Whether everything under way was given up; the world cannot be used any more."""
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.device)
@@ -155,6 +157,7 @@ class Context:
     def abort(self, failure: Failure | None = None) -> None:
         """Makes everything under way in this process fail, in every group; the world cannot be used any more."""
         _log.debug("giving up communication on rank %d: %s", self.rank, failure)
+        self.aborted = True
         for relay in self._distinct_relays():
             relay.abort()
         with self._lock:

@@ -15,7 +15,7 @@ import torch
 from hethub.communicator import backend, torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.fabric import EmulatedClock, EmulatedNetwork, Fabric, Way
-from hethub.communicator.group import HethubGroup, Run, Tensors
+from hethub.communicator.group import HethubGroup, Run, Tensors, Words
 from hethub.communicator.rendezvous import Rendezvous
 from hethub.communicator.setup import make_context
 from hethub.communicator.world import World, connecting
@@ -118,7 +118,7 @@ class EmulatedGroup(HethubGroup):
         context, members, name = args[:3]
         self._stamps = context.gloo_group(f"stamps/{name}", members)
 
-    def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None) -> Any:
+    def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None) -> Any:
         entered, end = self._emulation.clock.at, torch.zeros(1, dtype=torch.float64)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -126,7 +126,7 @@ class EmulatedGroup(HethubGroup):
             job()
             self._agree_on_end(name, entered, num_bytes, end)
 
-        return EmulatedWork([super()._submit(name, timed, tensors, opts)], self._emulation.clock, end)
+        return EmulatedWork([super()._submit(name, timed, tensors, opts, chosen)], self._emulation.clock, end)
 
     def _agree_on_end(self, name: str, entered: float, num_bytes: int, end: torch.Tensor) -> None:
         """Writes to `end` when the operation ends: it starts when the last member has come."""

@@ -8,19 +8,31 @@ import torch
 
 from hethub.communicator import torch_private
 from hethub.spec.errors import RunFailed
+from hethub.spec.ranges import Range
 
 _BYTES = 256
 
 
-def describe(name: str, number: int, tensors: Sequence[torch.Tensor], opts: Any = None, *, alike: bool) -> str:
-    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be.
-
-    `opts` are c10d's options, whose reduction and root count too.
-    """
-    chosen = [torch_private.reduce_op_kind(opts.reduceOp).name] if hasattr(opts, "reduceOp") else []
-    chosen += [f"root {opts.rootRank}"] if hasattr(opts, "rootRank") else []
+def describe(name: str, number: int, tensors: Sequence[torch.Tensor], chosen: Sequence[str], *, alike: bool) -> str:
+    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be, `chosen` is
+    what else must agree: the words of options, reduction and ranges."""
     shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if alike else []
     return json.dumps([name, number, ", ".join([*chosen, *shapes])[:150]])
+
+
+def option_words(opts: Any) -> list[str]:
+    """Reduction and root of c10d's options, where they have them."""
+    words = [reduction_word(opts.reduceOp)] if hasattr(opts, "reduceOp") else []
+    return [*words, f"root {opts.rootRank}"] if hasattr(opts, "rootRank") else words
+
+
+def reduction_word(op: Any) -> str:
+    return str(torch_private.reduce_op_kind(op).name)
+
+
+def range_words(ranges: Sequence[Range]) -> list[str]:
+    """How many elements each rank gets."""
+    return [f"sizes {' '.join(str(own.size) for own in ranges)}"]
 
 
 def compare(gloo: Any, own: str, rank: int, members: Sequence[int]) -> None:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.group_core import GroupCore, Run, Tensors
+from hethub.communicator.fingerprint import option_words, range_words, reduction_word
+from hethub.communicator.group_core import GroupCore, Run, Tensors, Words
 from hethub.communicator.reduction import Reduction
 from hethub.communicator.staging import Staged
 from hethub.communicator.work import HethubWork
 from hethub.spec.ranges import Range, from_sizes, split
 
-__all__ = ["HethubGroup", "Run", "Tensors"]
+__all__ = ["HethubGroup", "Run", "Tensors", "Words"]
 
 
 class HethubGroup(GroupCore):
@@ -73,7 +74,7 @@ class HethubGroup(GroupCore):
             self._bridge.all_reduce(self._load_whole(staged), reduction, self._load_whole(kept))
             self._store([staged, kept])
 
-        return self._submit("all_reduce_with_feedback", job, [tensor])
+        return self._submit("all_reduce_with_feedback", job, [tensor], chosen=lambda: [reduction_word(op)])
 
     def _reduces_natively(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
         """Whether the island's library does its leg: large contiguous tensors; all ranks of the island agree."""
@@ -122,7 +123,8 @@ class HethubGroup(GroupCore):
         self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any, name: str
     ) -> HethubWork:
         """`output` becomes this rank's range of the reduction over the joined, flat `sources`."""
-        return self._submit(name, self._scatter_job(output, sources, ranges, op), [output])
+        job = self._scatter_job(output, sources, ranges, op)
+        return self._submit(name, job, [output], chosen=lambda: [reduction_word(op), *range_words(ranges)])
 
     def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Run:
         staged, out = self._stager.stage(*sources), self._stager.stage(output)
@@ -190,7 +192,7 @@ class HethubGroup(GroupCore):
             self._bridge.all_gather(self._load_whole(staged), ranges)
             self._store([staged])
 
-        return self._submit(name, job, [flat_output])
+        return self._submit(name, job, [flat_output], chosen=lambda: range_words(ranges))
 
     # ---- data that only changes place
 
@@ -203,7 +205,7 @@ class HethubGroup(GroupCore):
             self._bridge.exchange({opts.rootRank: self._load_whole(source)}, received)
             self._store(places)
 
-        return self._submit("gather", job, outputs[0] if outputs else inputs)
+        return self._submit("gather", job, outputs[0] if outputs else inputs, chosen=lambda: option_words(opts))
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HethubWork:
         place = self._stager.stage(outputs[0])
@@ -214,7 +216,7 @@ class HethubGroup(GroupCore):
             self._bridge.exchange(sent, {opts.rootRank: place.empty_whole()})
             self._store([place])
 
-        return self._submit("scatter", job, outputs)
+        return self._submit("scatter", job, outputs, chosen=lambda: option_words(opts))
 
     def alltoall_base(
         self,

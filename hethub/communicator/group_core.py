@@ -31,6 +31,7 @@ _ALIKE = {
 
 Tensors = list[torch.Tensor]
 Run = Callable[[], None]
+Words = Callable[[], list[str]]
 
 
 class GroupCore(torch_private.GroupBase):
@@ -76,6 +77,7 @@ class GroupCore(torch_private.GroupBase):
         if self._is_default:
             self.context.abort()
             return
+        self.point_to_point.abort()
         torch_private.break_gloo_group(self._gloo, self._rank, self._size)
 
     def shutdown(self) -> None:
@@ -85,10 +87,10 @@ class GroupCore(torch_private.GroupBase):
         if self._is_default:
             self.context.close()
 
-    def _compared(self, name: str, job: Run, tensors: Tensors, opts: Any) -> Run:
+    def _compared(self, name: str, job: Run, tensors: Tensors, chosen: Sequence[str]) -> Run:
         """The job, run once all members have said that they are about to do the same."""
         self._num_operations += 1
-        own = fingerprint.describe(name, self._num_operations, tensors, opts, alike=name in _ALIKE)
+        own = fingerprint.describe(name, self._num_operations, tensors, chosen, alike=name in _ALIKE)
 
         def compared() -> None:
             fingerprint.compare(self._gloo, own, self.context.rank, self.members)
@@ -130,14 +132,24 @@ class GroupCore(torch_private.GroupBase):
     def _operation(self, name: str, tensors: Tensors) -> Operation:
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
 
-    def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None) -> HethubWork:
-        """Queues the job, behind those submitted before."""
-        return self._queue(name, job, tensors, opts)
+    def _submit(
+        self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None
+    ) -> HethubWork:
+        """Queues the job, behind those submitted before. `chosen` says what debug mode compares, by default the options."""
+        return self._queue(name, job, tensors, opts, chosen=chosen)
 
-    def _queue(self, name: str, job: Run, tensors: Tensors, opts: Any = None, turn: Turn | None = None) -> HethubWork:
+    def _queue(
+        self,
+        name: str,
+        job: Run,
+        tensors: Tensors,
+        opts: Any = None,
+        turn: Turn | None = None,
+        chosen: Words | None = None,
+    ) -> HethubWork:
         """A job with a turn leaves it whatever happens, and never runs in the thread that takes turns."""
         if self.context.debug:
-            job = self._compared(name, job, tensors, opts)
+            job = self._compared(name, job, tensors, chosen() if chosen else fingerprint.option_words(opts))
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(
             self._operation(name, tensors),

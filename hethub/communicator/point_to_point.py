@@ -36,6 +36,11 @@ class PointToPoint:
         self._stager = context.stager()
         self._lanes: dict[int, tuple[Worker, Stager]] = {}
         self._lock = threading.Lock()
+        self._aborted = False
+
+    def abort(self) -> None:
+        """From here on nothing is received from any rank; other messages fail on the group's closed connections."""
+        self._aborted = True
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed: the receiver has asked for it and it is on its way."""
@@ -53,7 +58,11 @@ class PointToPoint:
         return StagedReceive(inner, staged)
 
     def receive_any(self, tensor: torch.Tensor, tag: int, operation: Operation) -> torch_private.WorkBase:
-        """As `receive`, from whoever sends first; host tensors only."""
+        """As `receive`, from whoever sends first; host tensors only.
+
+        Gloo waits for no connection in particular then. So one posted in a group that was given up is refused here, and
+        one that was pending when its group was given up ends at the group's timeout only.
+        """
         if self._stager.on_device(tensor):
             raise BadInput(
                 "a receive from any rank needs a host tensor, as with NCCL; receive on the CPU, or name a rank."
@@ -81,6 +90,8 @@ class PointToPoint:
             raise operation.failed(error, peer) from error
 
     def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
+        if self._aborted or self._context.aborted:
+            raise operation.failed(RuntimeError("the group was given up; build it anew"))
         try:
             inner = self._gloo.recv_anysource([host], tag)
         except RuntimeError as error:

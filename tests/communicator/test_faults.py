@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -241,40 +240,6 @@ def test_a_rank_that_leaves_early_fails_nobody(leaver):
     assert values(outcomes) == [[3.0, 3.0]] * 3
 
 
-def enter_another_operation(world):
-    if world.rank == 2:
-        dist.broadcast(torch.ones(5), 0)
-    else:
-        dist.all_reduce(torch.ones(5))
-
-
-def use_another_shape(world):
-    dist.all_reduce(torch.ones(6 if world.rank == 1 else 5))
-
-
-def use_another_reduction(world):
-    dist.all_reduce(torch.ones(5), dist.ReduceOp.MAX if world.rank == 1 else dist.ReduceOp.SUM)
-
-
-def use_another_root(world):
-    dist.broadcast(torch.ones(5), 2 if world.rank == 1 else 0)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (use_another_reduction, "rank 0 enters all_reduce .*SUM.* while rank 1 enters .*MAX"),
-        (use_another_root, "rank 0 enters broadcast .*root 0.* while rank 1 enters .*root 2"),
-        (enter_another_operation, "rank 0 enters all_reduce .* while rank 2 enters broadcast"),
-        (use_another_shape, r"rank 0 enters all_reduce .*float32\[5\].* while rank 1 enters .*float32\[6\]"),
-    ],
-)
-def test_debug_mode_names_the_rank_that_does_something_else(function, message):
-    outcomes = start_ranks(3, function, connect={"islands": [[0, 2], [1]], "debug": True}, timeout_seconds=60)
-    assert re.search(message, outcomes[0].error[1]), outcomes[0]
-    assert all(outcome.error[0] == "RunFailed" for outcome in outcomes)
-
-
 def knock_without_the_token(rank, store):
     world = connect(Rendezvous.on_one_host(store, rank, 2), islands=[[0], [1]])
     if rank == 1:
@@ -397,3 +362,20 @@ def receive_from_anyone(rank, store):
 def test_a_receive_from_any_rank_is_counted():
     outcomes = start_ranks(2, receive_from_anyone, timeout_seconds=40, environment={"HETHUB_ISLANDS": "0|1"})
     assert values(outcomes) == [0, 1]
+
+
+def receive_after_abort(rank, store):
+    """What a receive from any rank says in a group that was given up, the default one or another."""
+    init_plainly("plain", rank, 2, store)
+    said = []
+    for group in (dist.new_group([0, 1]), dist.group.WORLD):
+        group.abort()
+        with pytest.raises(RunFailed) as refused:
+            dist.recv(torch.empty(3), group=group)
+        said.append(str(refused.value))
+    return said
+
+
+def test_nothing_is_received_from_any_rank_of_a_group_given_up():
+    for said in values(start_ranks(2, receive_after_abort, timeout_seconds=60, environment={"HETHUB_ISLANDS": "0|1"})):
+        assert all(text.startswith("recv from any rank in group") for text in said)
