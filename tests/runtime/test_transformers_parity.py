@@ -1,14 +1,15 @@
 """Against transformers' LlamaForCausalLM and torch's AdamW on the same tokens: logits, five losses, export."""
 
+from __future__ import annotations
+
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.export import export
@@ -18,6 +19,9 @@ from hethub.runtime.stage import TileInput
 from hethub.spec.model import ModelSpec, from_hugging_face
 from tests.support.layouts import Case, Shards, build_trainer, random_tokens, replica, shards, stage
 from tests.support.ranks import run_ranks
+
+if TYPE_CHECKING:  # each rank imports this module, and transformers takes seconds
+    from transformers import LlamaForCausalLM
 
 TOLERANCE = 1e-5
 LLAMA_31 = {
@@ -31,6 +35,8 @@ DP2 = [stage((0, 4), replica([0], 6, 2), replica([1], 2), zero=1)]
 
 
 def tiny(**changes: Any) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     shape = {
         "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.1,
@@ -126,6 +132,8 @@ def check_logits(parts: list[NDArray[np.float32]], reference: NDArray[np.float32
 
 def check_export(run: Path, to: Path, held: list[Shards], case: Case) -> None:
     """The exported folder loads in transformers with the very bits that were trained, and computes."""
+    from transformers import AutoModelForCausalLM
+
     assert export(run, to) == f"step 5 of {run}"
     loaded = AutoModelForCausalLM.from_pretrained(to)
     assert loaded.config.tie_word_embeddings == case.model.tied_head
