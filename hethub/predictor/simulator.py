@@ -54,54 +54,42 @@ def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
 def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
     """Every action of a chain, replica by replica as far as its inputs allow."""
     stages = len(chain.forward)
-    forward_end = [[0.0] * num_tiles for _ in range(stages)]
-    backward_end = [[0.0] * num_tiles for _ in range(stages)]
-    ended_f, ended_b = [0] * stages, [0] * stages
+    forwards: list[list[float]] = [[] for _ in range(stages)]  # by stage, when each of its tiles was forward
+    backwards: list[list[float]] = [[] for _ in range(stages)]
     clock = list(chain.begins) or [0.0] * stages
-    starts = [0.0] * stages
     waits, bubbles = [0.0] * stages, [0.0] * stages
-    last = stages - 1
-    pending = list(range(stages))
+    last, pending = stages - 1, list(range(stages))
     while pending:
         for s in pending:
             limit, now = min(chain.in_flight[s], num_tiles), clock[s]
-            f, b = ended_f[s], ended_b[s]
-            seconds_f, seconds_b = chain.forward[s], chain.backward[s]
+            above = forwards[s - 1] if s else None
+            below = backwards[s + 1] if s < last else None
+            f, b = len(forwards[s]), len(backwards[s])
             while b < num_tiles:
-                if f < num_tiles and f - b < limit:
-                    if s == 0:
-                        ready, delay = 0.0, 0.0
-                    elif f < ended_f[s - 1]:
-                        delay = chain.down[s - 1]
-                        ready = forward_end[s - 1][f] + delay
-                    else:
+                if goes_ahead := f < num_tiles and f - b < limit:
+                    inputs, index = above, f
+                else:
+                    inputs, index = below, b
+                if inputs is not None:
+                    if index == len(inputs):
                         break
+                    under_way = chain.down[s - 1] if goes_ahead else chain.up[s]
+                    ready = inputs[index] + under_way
                     if ready > now:
-                        waits[s] += min(delay, ready - now)
-                        bubbles[s] += max(0.0, ready - now - delay)
+                        waits[s] += min(under_way, ready - now)
+                        bubbles[s] += max(0.0, ready - now - under_way)
                         now = ready
-                    now += seconds_f
-                    forward_end[s][f] = now
+                if goes_ahead:
+                    now += chain.forward[s]
+                    forwards[s].append(now)
                     f += 1
                 else:
-                    if s == last:
-                        ready, delay = 0.0, 0.0
-                    elif b < ended_b[s + 1]:
-                        delay = chain.up[s]
-                        ready = backward_end[s + 1][b] + delay
-                    else:
-                        break
-                    if ready > now:
-                        waits[s] += min(delay, ready - now)
-                        bubbles[s] += max(0.0, ready - now - delay)
-                        now = ready
-                    starts[s] = now
-                    now += seconds_b
-                    backward_end[s][b] = now
+                    now += chain.backward[s]
+                    backwards[s].append(now)
                     b += 1
-            clock[s], ended_f[s], ended_b[s] = now, f, b
-        pending = [s for s in pending if ended_b[s] < num_tiles]
-    return [Ends(starts[s], clock[s], waits[s], bubbles[s]) for s in range(stages)]
+            clock[s] = now
+        pending = [s for s in pending if len(backwards[s]) < num_tiles]
+    return [Ends(clock[s] - chain.backward[s], clock[s], waits[s], bubbles[s]) for s in range(stages)]
 
 
 def interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
