@@ -18,6 +18,7 @@ from hethub.spec.plan import Offload
 from hethub.spec.ranges import split
 
 CHUNKS = (2, 4, 8)
+DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
 OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters", "optimizer"))
 
 
@@ -33,8 +34,8 @@ def drafts(
     near = (draft for draft in plain if surrogate.least(draft) < limit_seconds)
     least = {draft: surrogate.least_in_passes(draft) for draft in near}
     for draft in sorted((draft for draft in least if least[draft] < limit_seconds), key=lambda draft: least[draft]):
-        workers = _workers(draft, problem, costs)
-        if workers is None or not _can_keep(problem, draft, workers):
+        workers = _workers(draft, problem, costs) if _can_keep(surrogate, draft) else None
+        if workers is None:
             continue
         for chunks in CHUNKS:
             if chunks <= min(stage.layers for stage in draft.stages):
@@ -44,12 +45,14 @@ def drafts(
                     return
 
 
-def _can_keep(problem: Problem, draft: Draft, workers: Sequence[Sequence[Worker]]) -> bool:
+def _can_keep(surrogate: Surrogate, draft: Draft) -> bool:
     """Whether what layers keep of all samples fits into every rank's memory by itself: all tiles are held at once."""
-    for stage, loads in zip(draft.stages, workers, strict=True):
-        for kind, _, micro_batch, samples in {own._replace(rank=0) for own in loads}:
-            tile = problem.coefficients(kind, 1, micro_batch, stage.recompute).layer_tile[MIDDLE]
-            if stage.layers * tile * samples / micro_batch > problem.capacity(kind):
+    problem = surrogate.problem
+    for index, stage in enumerate(draft.stages):
+        for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
+            tile = problem.coefficients(own.kind, 1, own.micro_batch, stage.recompute).layer_tile[MIDDLE]
+            least = max(samples - DIVISION_ERR, 1)
+            if stage.layers * tile * least / own.micro_batch > problem.capacity(own.kind):
                 return False
     return True
 
