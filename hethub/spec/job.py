@@ -41,7 +41,7 @@ class TrainSpec(Spec):
     """The mathematics of training; none of it depends on the plan."""
 
     steps: Count = 60
-    global_batch: Count = 16  # sequences
+    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 16  # sequences; beyond, tiles are too many to plan
     seq_len: Count = 128
     precision: Precision = "fp32"
     lr: NonNegative = 3.0e-4

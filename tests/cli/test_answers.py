@@ -123,6 +123,11 @@ def test_a_negative_number_of_runners_up_is_refused(capsys):
     assert "--top -1: give" in capsys.readouterr().err
 
 
+def test_a_batch_beyond_counting_is_refused(capsys):
+    assert run(["plan", str(LAPTOP), "--set", "train.global_batch=100000000"]) == 2
+    assert "train.global_batch is 100000000, but" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "predict"])
 def test_a_cluster_that_only_ranks_can_find_is_refused(command, capsys, tmp_path):
     job = write_job(tmp_path / "job", cluster_name="detect", plan="auto")
