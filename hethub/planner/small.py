@@ -44,8 +44,8 @@ def small_drafts(problem: Problem, table: Table, best: float, memory_counts: boo
             rows = np.full(len(same), row)
             cuts = cut_equally(problem, table, rows, np.pad(np.array(same), width), memory_counts=memory_counts)
             for composition, layers, seconds in zip(same, cuts.layers, cuts.seconds, strict=True):
+                # `best` stays: these seconds know no communication, which is what tells small clusters' plans apart.
                 if seconds <= ESTIMATE_ERR * best and np.isfinite(seconds):
-                    best = min(best, float(seconds))
                     for near in _near(tuple(int(x) for x in layers)):
                         yield _draft(problem, combination, examples, composition, near)
 
