@@ -5,7 +5,7 @@ from html import escape
 
 from hethub.predictor.timeline import Span
 
-WIDTH, ROW, LABEL = 960, 16, 165
+WIDTH, ROW, LABEL = 960, 16, 190
 COLOURS = {
     "forward": "#4c78a8", "backward": "#72a0c8", "weight": "#a9c5df", "reduce": "#e39c37", "step": "#6a9f58", "gather": "#c9722f",
     "compute": "#4c78a8", "bubble": "#d3d3d3", "tp": "#b279a2", "pp": "#9d755d", "dp": "#e39c37", "optimizer": "#6a9f58",
@@ -39,7 +39,7 @@ def timeline(sides: Mapping[str, Sequence[Span]], labels: Mapping[int, str]) -> 
     scale = (WIDTH - LABEL) / end
     rows = {(rank, side): index for index, (rank, side) in enumerate((r, s) for r in ranks for s in sides)}
     parts = [
-        text(0, (rows[rank, side] + 0.75) * ROW, f"{labels[rank][:20]} {side}"[:32]) for rank in ranks for side in sides
+        text(0, (rows[rank, side] + 0.75) * ROW, f"{labels[rank][:24]} {side}"[:36]) for rank in ranks for side in sides
     ]
     for side, spans in sides.items():
         for span in (span for span in spans if span.rank in labels):

@@ -172,9 +172,9 @@ def _alike(layout: Layout) -> list[list[int]]:
 
 
 def _label(layout: Layout, ranks: Sequence[int]) -> str:
-    """`12 T4`, or `12 T4, 8 alike`."""
+    """`12 T4`, or `12 T4 x8` for eight that do the same."""
     name = f"{ranks[0]} {layout.cluster.places[ranks[0]].accelerator.name}"
-    return name if len(ranks) == 1 else f"{name}, {len(ranks)} alike"
+    return name if len(ranks) == 1 else f"{name} x{len(ranks)}"
 
 
 def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) -> str:

@@ -83,7 +83,7 @@ def test_a_large_cluster_is_drawn_whole_with_a_row_for_those_that_do_the_same(tm
     layout = uniform(TINY.replace(layers=2), on, tp=4, pp=1, micro_batch=1, batch=150, seq=64, zero=1)
     write_page(layout, None, tmp_path / "page.html", "many")
     text = (tmp_path / "page.html").read_text()
-    assert "0 MI250X-GCD, 280 al" in text
-    assert "280 A100-SXM4-80GB, " in text
+    assert "0 MI250X-GCD x280 predicted" in text
+    assert "280 A100-SXM4-80GB x320 " in text
     assert text.count('<div class="node">') == 75
     assert len(text) < 300_000
