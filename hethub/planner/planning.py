@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
+from hethub.planner.cuts import best_cuts
 from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge, Verdict, is_equal
 from hethub.planner.offloaded import search_offloaded
@@ -14,6 +15,7 @@ from hethub.planner.remedies import nothing_fits
 from hethub.planner.result import FamilyRow, KindAlone, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
 from hethub.planner.search import effort_for, search, search_family, search_whole
+from hethub.planner.table import tabulate
 from hethub.planner.unsearched import not_searched
 from hethub.predictor import Prediction
 from hethub.predictor.profile import ProfileSpec
@@ -23,6 +25,8 @@ from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import bind
 from hethub.spec.model import ModelSpec
+
+FEW = 8  # cuts looked at where the time limit left none
 
 
 def plan(
@@ -55,7 +59,7 @@ def plan(
         best = judge.best  # a family's plan, where explaining found a faster one
     chosen = most_robust(problem, judge) if robust else None
     best = _confirmed(problem, judge, chosen.verdict if chosen else best, strategy)
-    alone = kinds_alone(problem, judge.costs) if with_bounds else None
+    alone = _alone(problem, judge) if with_bounds else None
     prediction = _bounded(best.prediction, alone)
     tokens = problem.batch.global_batch * problem.batch.seq_len
     return PlanResult(
@@ -75,6 +79,13 @@ def plan(
         candidates=judge.candidates,
         search_seconds=time.perf_counter() - started,
     )
+
+
+def _alone(problem: Problem, judge: Judge) -> tuple[KindAlone, ...] | None:
+    """Every kind's best plan by itself; None where time is up, since a search cut short would understate the bound."""
+    if judge.out_of_time:
+        return None
+    return kinds_alone(problem.with_constraints(problem.constraints.replace(time_limit_seconds=None)), judge.costs)
 
 
 def _bounded(prediction: Prediction, alone: tuple[KindAlone, ...] | None) -> Prediction:
@@ -136,8 +147,18 @@ def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
     if problem.constraints.schedule in problem.capabilities.family_schedules:
         return search_whole(problem, judge, FAMILIES if strategy == "auto" else (strategy,))
     if strategy == "auto":
-        return search(problem, judge, effort_for(problem)) or search_offloaded(problem, judge)
+        found = search(problem, judge, effort_for(problem))
+        return found or (_first_fitting(problem, judge) if judge.out_of_time else search_offloaded(problem, judge))
     return search_family(problem, judge, FAMILIES[strategy], effort_for(problem))
+
+
+def _first_fitting(problem: Problem, judge: Judge) -> Verdict | None:
+    """Where time was over before any plan was known: the first of the best cuts that fits."""
+    for entry in best_cuts(problem, tabulate(problem, judge.costs), FEW).cuts:
+        judge(entry.draft(problem))
+        if judge.fitting:
+            return judge.best
+    return None
 
 
 def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:

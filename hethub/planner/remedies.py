@@ -27,8 +27,8 @@ def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
     closest = judge.closest
     if closest is None and judge.out_of_time:
         return (
-            f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before any plan was looked at; "
-            "allow more time."
+            f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before a plan that fits "
+            "was found; allow more time."
         )
     if closest is None:
         return (

@@ -159,6 +159,13 @@ def test_a_remedy_is_verified():
     assert plan(model, small, asked, ConstraintsSpec(recompute="none", pp=4), with_bounds=False).prediction.fits
 
 
+def test_a_time_limit_ends_with_a_plan_and_says_so():
+    found = plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(time_limit_seconds=1e-9))
+    assert found.out_of_time
+    assert found.prediction.fits
+    assert found.prediction.percent_of_upper_bound is None  # no bound from searches cut short
+
+
 def test_no_smaller_batch_is_proposed_where_it_is_to_be_kept():
     problem = pose(TINY, MIXED, Batch(16, 64, "fp32"))
     assert [change.problem.batch.global_batch for change in fewer_samples(problem)] == [8, 4, 2]
