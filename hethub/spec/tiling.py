@@ -2,8 +2,9 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, pairwise, repeat
 from operator import sub, truediv
 from typing import Any, NamedTuple
@@ -170,7 +171,8 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
     waits = waits_below = 0  # tiles that must have run forward above, for the stage below and for the one after it
     for stage in range(len(plan.stages) - 1, -1, -1):
         default = max(waits_below, min(limits[0] + 1, num_tiles)) if limits else 1
-        limits.insert(0, _granted(asked_in_flight(plan, stage)[0], max(1, waits), default, num_tiles))
+        asked = asked_in_flight(plan, stage)[0]
+        limits.insert(0, _granted(asked, max(1, waits), lambda default=default: default, num_tiles))  # type: ignore[misc]
         waits, waits_below = max(limits[0], waits), waits
     return [
         [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
@@ -198,22 +200,26 @@ def in_flight_limits(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[int
             owned[lane].starts.append(start)
             owned[lane].stops.append(stop)
         chosen = [
-            _granted(given, *below.distances(own), len(own.starts)) for given, own in zip(asked, owned, strict=True)
+            _granted(
+                given, below.distance(own, below.frontier), partial(below.distance, own, below.roomy), len(own.starts)
+            )
+            for given, own in zip(asked, owned, strict=True)
         ]
         limits.insert(0, chosen)
-        below = _Below.after(tiling, owned, chosen, below)
+        if stage:
+            below = _Below.after(tiling, owned, chosen, below)
     return limits
 
 
-def _granted(asked: tuple[int | None, str], least: int, default: int, num_tiles: int) -> int:
+def _granted(asked: tuple[int | None, str], least: int, default: Callable[[], int], num_tiles: int) -> int:
     """Tiles that a lane may hold: those asked for, with the place that asks; else the default. Raises BadInput."""
     given, place = asked
     if given is not None and given < least:
         raise BadInput(
             f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
-            f"{least}, or remove it for the default of {default}."
+            f"{least}, or remove it for the default of {default()}."
         )
-    return min(given or default, num_tiles)
+    return min(default() if given is None else given, num_tiles)
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
@@ -243,17 +249,13 @@ class _Below(NamedTuple):
     frontier: list[int]
     roomy: list[int]  # the same with one more tile per replica
 
-    def distances(self, own: _Own) -> tuple[int, int]:
-        """The most tiles of `own` that must have run forward, counted from a tile, before its backward can end; and the
-        most with one more tile ready below."""
+    def distance(self, own: _Own, frontier: Sequence[int]) -> int:
+        """The most tiles of `own` that must have run forward, counted from a tile, before its backward can end, where so
+        much of the axis is listed before the backwards below."""
         if not self.starts:
-            return 1, 1
-        last = [bisect_left(self.starts, stop) - 1 for stop in own.stops]
-        least, default = (
-            max(bisect_left(own.starts, frontier[tile]) - index for index, tile in enumerate(last))
-            for frontier in (self.frontier, self.roomy)
-        )
-        return max(1, least), max(1, default)
+            return 1
+        reached = [frontier[bisect_left(self.starts, stop) - 1] for stop in own.stops]
+        return max(1, *(bisect_left(own.starts, sample) - index for index, sample in enumerate(reached)))
 
     def whole_tiles(self, tiling: Tiling) -> list[int]:
         """Up to where the stage above must have run forward before each tile's backward, in whole tiles of its own."""
