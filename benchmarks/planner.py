@@ -1,13 +1,14 @@
 """What the planner is worth, in figures; every one beside what is asked of it.
 
-python benchmarks/planner.py [hethub] [joint] [families] [times] [growth] [exhaustive --clusters N --first SEED]
+python benchmarks/planner.py [hethub] [joint] [families] [times] [growth] [exhaustive | bounded --clusters N --first SEED]
 
 hethub      hethub-768 with Llama-140B: % of the upper bound at 2,048 and 512 sequences, and over AMD:NVIDIA layer-rate ratios
 joint       joint-16 with Llama 3 8B: % of the upper bound (configs/jobs/joint-16.yaml: batch 256)
 families    mixed clusters x models: auto against every family, how much the search beat its start, the gap closed
 times       search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain
 growth      search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg
-exhaustive  auto against the whole grid of N random clusters of 3-4 unlike accelerators (default 200)
+exhaustive  auto against the whole grid of N random clusters of 3-4 unlike accelerators, 6 layers (default 200)
+bounded     the same for ten clusters of 6 accelerators, 8 layers: billions of points, all but a few left out by their bound
 
 All times of steps are predicted by hethub.predictor; nothing here runs on an accelerator.
 """
@@ -193,19 +194,21 @@ def rates_differ(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> bool:
     return max(rates) >= 1.5 * min(rates)
 
 
-def exhaustive(number: int, first: int) -> None:
+def exhaustive(number: int, first: int, accelerators: tuple[int, ...] = (3, 4), layers: int = 6) -> None:
     """Clusters `first` to `number`, a line each, so that a run can be done in parts."""
-    from tests.planner.test_exhaustive import compare
+    from tests.planner.test_exhaustive import MODEL, compare
 
+    model = MODEL.replace(layers=layers)
     slower, points, timed, predicted = [], 0, 0, 0
     for seed in range(first, number):
         started = time.process_time()
-        found = compare(seed, 3 + seed % 2)
+        size = accelerators[seed % len(accelerators)]
+        found = compare(seed, size, model=model)
         outcome = found.outcome
         slower.append(found.slower)
         points, timed, predicted = points + outcome.points, timed + outcome.timed, predicted + outcome.predicted
         print(
-            f"seed {seed}: {3 + seed % 2} accelerators, auto {found.slower:.4f}x the optimum, {outcome.points:,} points, "
+            f"seed {seed}: {size} accelerators, auto {found.slower:.4f}x the optimum, {outcome.points:,} points, "
             f"{outcome.timed:,} timed, {outcome.predicted} predicted, CPU {time.process_time() - started:.0f} s",
             flush=True,
         )
@@ -225,6 +228,7 @@ MODES: dict[str, Callable[[argparse.Namespace], None]] = {
     "times": lambda _: search_times.times(verdict),
     "growth": lambda _: search_times.growth(),
     "exhaustive": lambda options: exhaustive(options.clusters, options.first),
+    "bounded": lambda options: exhaustive(min(10, options.clusters), options.first, (6,), 8),
 }
 
 
