@@ -292,11 +292,20 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     _check_precision(layout)
     _check_islands(layout)
     _check_schedule(layout)
-    for stage, spec in enumerate(plan.stages):
-        for replica in range(len(spec.replicas)):
-            layout.shares(stage, replica)
+    _check_shares(layout)
     _ = layout.in_flight
     return layout
+
+
+def _check_shares(layout: Layout) -> None:
+    """Looks at the first replica of each shape: the others cut tensors alike."""
+    seen: set[object] = set()
+    for stage, spec in enumerate(layout.stages):
+        for replica, one in enumerate(spec.replicas):
+            shape = (len(one.ranks), one.tensor_shares)
+            if shape not in seen:
+                seen.add(shape)
+                layout.shares(stage, replica)
 
 
 def _check_names(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> None:
