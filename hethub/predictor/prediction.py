@@ -1,7 +1,7 @@
 """The predictor's answer: how long a step takes, where the time goes, what it needs, and how sure that is."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hethub.predictor.constants import Constants, packaged, precision_class
@@ -38,7 +38,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the timeline."""
-        data = {key: value for key, value in asdict(self).items() if key not in ("memory", "timeline")}
+        # Not asdict(): it would copy every rank's memory in depth first.
+        data = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("memory", "timeline")}
         data["step_seconds_interval"] = list(self.step_seconds_interval)
         data["memory"] = [entry._asdict() for entry in self.memory]
         return data
