@@ -120,7 +120,7 @@ class _ProbeLayout(Layout):
 
     @property
     def lane_limits(self) -> list[list[int]]:
-        return self.in_flight
+        return [held[:1] if self.plan.runs_in_rounds(stage) else held for stage, held in enumerate(self.in_flight)]
 
 
 @dataclass(frozen=True)

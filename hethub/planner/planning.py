@@ -125,7 +125,7 @@ def _families(problem: Problem, judge: Judge, strategy: str) -> dict[str, Verdic
     found = {}
     for name, family in FAMILIES.items():
         own = Judge(problem, judge.costs)
-        found[name] = search_family(problem, own, family, effort_for(problem))
+        found[name] = search_family(problem, own, family)
         if strategy == "auto":
             judge.admit(own)
     return found
@@ -149,7 +149,7 @@ def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
     if strategy == "auto":
         found = search(problem, judge, effort_for(problem))
         return found or (_first_fitting(problem, judge) if judge.out_of_time else search_offloaded(problem, judge))
-    return search_family(problem, judge, FAMILIES[strategy], effort_for(problem))
+    return search_family(problem, judge, FAMILIES[strategy])
 
 
 def _first_fitting(problem: Problem, judge: Judge) -> Verdict | None:

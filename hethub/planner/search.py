@@ -12,12 +12,13 @@ from hethub.planner.moves import neighbours
 from hethub.planner.partition import Partitioner, Setting
 from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
-from hethub.planner.small import small_drafts
+from hethub.planner.small import MOST_UNITS, small_drafts
 from hethub.planner.table import Table, tabulate
 from hethub.planner.tile_sizes import fitted
 
 FAMILY_FINALISTS = 4  # judged of each family
-WHOLE_FINALISTS = 1  # of its drafts that carry their plan
+FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
+WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
@@ -87,7 +88,7 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
         _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
     _climb_leaders(problem, judge, effort)
     for drafts in families.values():
-        judge.tiles_left = effort.tiles
+        judge.tiles_left = FAMILY_TILES
         _judge_all(judge, leading(judge, [draft for draft in drafts if judge.may_win(draft)]))
     judge.tiles_left = WHOLE_TILES
     for name in FAMILIES if starts else ("cephalo",):
@@ -132,9 +133,11 @@ def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> Non
 
 
 def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
-    """Climbs from the best plans; where nothing fits, from the one least over memory."""
+    """Climbs from the best plans of unlike arrangements; where nothing fits, from the one least over memory."""
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
-    leaders: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)[: effort.climbs]
+    ranked: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)
+    unlike = {verdict.draft.shape: verdict for verdict in reversed(ranked)}
+    leaders = sorted(unlike.values(), key=lambda verdict: verdict.seconds)[: effort.climbs]
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
     for leader in leaders:
@@ -147,7 +150,9 @@ def _judge_whole(problem: Problem, judge: Judge, name: str, drafts: Sequence[Dra
         return
     limit = judge.best.seconds if judge.best else float("inf")
     whole = list(FAMILIES[name].whole(problem, judge.costs, drafts, limit))
-    _judge_all(judge, [draft for draft in leading_whole(judge, whole) if judge.may_win(draft)])
+    for draft in leading_whole(judge, whole):
+        if judge.may_win(draft):
+            judge.within_time(draft)
 
 
 def _judge_all(judge: Judge, drafts: Sequence[Draft]) -> None:
@@ -169,9 +174,9 @@ def leading_whole(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
     return heapq.nsmallest(WHOLE_FINALISTS, dict.fromkeys(drafts), key=judge.surrogate.least)
 
 
-def search_family(problem: Problem, judge: Judge, family: Family, effort: Effort) -> Verdict | None:
+def search_family(problem: Problem, judge: Judge, family: Family) -> Verdict | None:
     """The family's best plan among its leaders, or None where none fits."""
-    judge.tiles_left = effort.tiles
+    judge.tiles_left = FAMILY_TILES
     plain = list(family.drafts(problem, judge.costs))
     _judge_all(judge, leading(judge, plain))
     judge.tiles_left = WHOLE_TILES
@@ -208,8 +213,7 @@ def promising(
         for draft in slacks(problem, judge, entry.draft(problem))
     }
     best = min(estimates.values(), default=float("inf"))
-    for draft in small_drafts(problem, table, best, memory_counts):
-        estimates[draft] = judge.surrogate.seconds(draft)
+    estimates.update(small_drafts(problem, table, judge.surrogate, best, memory_counts))
     if problem.constraints.dp is None and not judge.out_of_time:
         for draft in free_drafts(problem, judge, effort, table, best, memory_counts):
             estimates.update((d, judge.surrogate.seconds(d)) for d in slacks(problem, judge, draft))
@@ -236,6 +240,8 @@ def free_drafts(
     for bound, combination in zip(table.bound, table.combinations, strict=True):
         for order in orders(problem):
             units = Line(order, 1).units(problem, combination.degrees)
+            if len(units) <= MOST_UNITS:  # small_drafts has tried every partition
+                continue
             setting = Setting(units, combination.micro_batches, combination.recompute)
             depths = _depths(problem, setting)
             spent += 8 * max(depths, default=0) * problem.model.layers**2

@@ -10,6 +10,7 @@ from hethub.planner.cuts import ESTIMATE_ERR
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.equal import cut_equally
 from hethub.planner.problem import Combination, Problem, Unit
+from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table
 
 MOST_UNITS = 5
@@ -30,8 +31,11 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
     return tuple(found)
 
 
-def small_drafts(problem: Problem, table: Table, best: float, memory_counts: bool) -> Iterator[Draft]:
-    """The best cut of every ordered partition, for combinations of few units whose bound is below `best`."""
+def small_drafts(
+    problem: Problem, table: Table, surrogate: Surrogate, best: float, memory_counts: bool
+) -> Iterator[tuple[Draft, float]]:
+    """The best cut of every ordered partition with its estimate, for combinations of few units whose bound is below `best`
+    and the estimates so far."""
     for row in np.nonzero((table.counts.sum(axis=1) <= MOST_UNITS) & (table.bound < best))[0]:
         if table.bound[row] >= best:
             return
@@ -44,10 +48,14 @@ def small_drafts(problem: Problem, table: Table, best: float, memory_counts: boo
             rows = np.full(len(same), row)
             cuts = cut_equally(problem, table, rows, np.pad(np.array(same), width), memory_counts=memory_counts)
             for composition, layers, seconds in zip(same, cuts.layers, cuts.seconds, strict=True):
-                # `best` stays: these seconds know no communication, which is what tells small clusters' plans apart.
+                # These seconds know no communication, which tells small clusters' plans apart: `best` are estimates.
                 if seconds <= ESTIMATE_ERR * best and np.isfinite(seconds):
                     for near in _near(tuple(int(x) for x in layers)):
-                        yield _draft(problem, combination, examples, composition, near)
+                        draft = _draft(problem, combination, examples, composition, near)
+                        estimate = surrogate.seconds(draft)
+                        if estimate < best and surrogate.likely_fits(draft):
+                            best = estimate
+                        yield draft, estimate
 
 
 def _is_allowed(problem: Problem, composition: Composition) -> bool:

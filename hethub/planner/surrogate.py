@@ -145,7 +145,9 @@ class Surrogate:
         stages, crossing = self._under(draft, plain), self.crossings.of(draft)
         pace = self.problem.batch.global_batch / max(stage.busy for stage in stages)
         room = [self._most(stage, s == 0, s == last, schedule) for s, stage in enumerate(draft.stages)]
-        held = enough_flights(stages, round_trips(stages, crossing), pace, room, [ceil(stage.tiles) for stage in stages])
+        held = enough_flights(
+            stages, round_trips(stages, crossing), pace, room, [ceil(stage.tiles) for stage in stages]
+        )
         if schedule == "zero_bubble" and (most := self._most_under_way(draft, held)) < self._under_way(draft, held):
             held = [min(h, max(int(most // stage.wave), 1)) for h, stage in zip(held, stages, strict=True)]
         return held

@@ -2,7 +2,8 @@
 
 A profile corrects the roofline rather than replacing it: at every measured point the ratio of measured to estimated
 time is known, ratios are interpolated in the logarithm of the samples, the sequence length and the tensor-parallel
-degree, and beyond the measured points the nearest ratio holds (and is reported as extrapolated).
+degree, and beyond the measured points the nearest ratio holds (and is reported as extrapolated); in tiles larger than
+any measured a sample gets no cheaper.
 """
 
 import json
@@ -204,6 +205,11 @@ class Corrections:
                 for t in timings
             }
         )
+
+    @property
+    def most_samples(self) -> float:
+        """The largest micro-batch that was measured."""
+        return exp(self._axes[0][-1])
 
     def extrapolates(self, samples: float, seq_len: int, tp: float) -> bool:
         """Whether the question lies outside the measured points."""

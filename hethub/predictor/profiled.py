@@ -41,10 +41,14 @@ class ProfiledLayerCost(LayerCost):
         return self.device.both(head_work(self.model, samples * seq_len, share, self.precision))
 
     def _corrected(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
-        seconds, ratios = self._estimate(part, samples, seq_len, share), self._ratios.get(part)
+        ratios = self._ratios.get(part)
         if ratios is None:
-            return seconds
+            return self._estimate(part, samples, seq_len, share)
         self.extrapolated |= ratios[0].extrapolates(samples, seq_len, 1.0 / share)
+        if samples > (most := ratios[0].most_samples):  # a sample gets no cheaper than any measurement has shown
+            forward, backward = self._corrected(part, most, seq_len, share)
+            return PassSeconds(forward * samples / most, backward * samples / most)
+        seconds = self._estimate(part, samples, seq_len, share)
         forward, backward = (ratio.at(samples, seq_len, 1.0 / share) for ratio in ratios)
         return PassSeconds(seconds.forward * forward, seconds.backward * backward)
 

@@ -5,7 +5,7 @@ is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from hethub.planner import samples as division
 from hethub.planner.costs import UnitCosts
@@ -18,6 +18,7 @@ from hethub.spec.plan import Offload
 from hethub.spec.ranges import split
 
 CHUNKS = (2, 4, 8)
+MOST_DRAFTS = 3  # made into plans: the bound that ranks them knows no gathers
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
 OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters", "optimizer"))
 
@@ -25,7 +26,7 @@ OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters",
 def drafts(
     problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
-    """The family's plain draft that takes least at least, of those that fit with their stages in chunks, their state
+    """The family's plain drafts that take least at least, of those that fit with their stages in chunks, their state
     sharded, and offloaded as far as memory asks for it; none that must take as long as the limit."""
     if not offers(problem, "ministages"):
         return
@@ -33,16 +34,19 @@ def drafts(
     surrogate = Surrogate(problem, costs)
     near = (draft for draft in plain if surrogate.least(draft) < limit_seconds)
     least = {draft: surrogate.least_in_passes(draft) for draft in near}
-    for draft in sorted((draft for draft in least if least[draft] < limit_seconds), key=lambda draft: least[draft]):
-        workers = _workers(draft, problem, costs) if _can_keep(surrogate, draft) else None
-        if workers is None:
-            continue
-        for chunks in CHUNKS:
-            if chunks <= min(stage.layers for stage in draft.stages):
-                chosen = _thriftily(problem, draft, workers, chunks, zero)
-                if chosen is not None:
-                    yield chosen
-                    return
+    ranked = sorted((draft for draft in least if least[draft] < limit_seconds), key=lambda draft: least[draft])
+    made = (_in_chunks(problem, costs, draft, zero) for draft in ranked if _can_keep(surrogate, draft))
+    yield from islice((draft for draft in made if draft is not None), MOST_DRAFTS)
+
+
+def _in_chunks(problem: Problem, costs: UnitCosts, draft: Draft, zero: int) -> Draft | None:
+    """The draft in the fewest chunks with which it fits; None where it does in none."""
+    workers = _workers(draft, problem, costs)
+    if workers is None:
+        return None
+    fewest = min(stage.layers for stage in draft.stages)
+    tried = (_thriftily(problem, draft, workers, chunks, zero) for chunks in CHUNKS if chunks <= fewest)
+    return next((chosen for chosen in tried if chosen is not None), None)
 
 
 def _can_keep(surrogate: Surrogate, draft: Draft) -> bool:
