@@ -249,6 +249,7 @@ def conduct(store: dist.Store, options: argparse.Namespace) -> dict[str, Any]:
                 turns.append((name, before, after, seconds))
                 before = after
         longest = max(longest, time.monotonic() - start)
+        print(f"round {number + 1}: {time.monotonic() - start:.0f} s", flush=True)
     waiting = max(pair.end() for both in pairs.values() for pair in both)
     return {
         "turns": turns,
