@@ -35,6 +35,7 @@ class Effort:
     steps: int
     tried_per_step: int
     tiles: int  # replayed one by one by the judge; plans whose stages are alike need none
+    arrangements: int = 0  # whose best plans are climbed from as well
     optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
 
 
@@ -55,7 +56,7 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
             cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
         )
     if size <= 4:
-        full = replace(full, climbs=8, steps=40, tried_per_step=32)
+        full = replace(full, climbs=8, steps=40, tried_per_step=32, arrangements=8)
     if not bound:
         return full
     return replace(
@@ -133,11 +134,12 @@ def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> Non
 
 
 def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
-    """Climbs from the best plans of unlike arrangements; where nothing fits, from the one least over memory."""
+    """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over memory."""
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
     ranked: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)
     unlike = {verdict.draft.shape: verdict for verdict in reversed(ranked)}
-    leaders = sorted(unlike.values(), key=lambda verdict: verdict.seconds)[: effort.climbs]
+    others = sorted(unlike.values(), key=lambda verdict: verdict.seconds)[: effort.arrangements]
+    leaders = list({verdict.draft: verdict for verdict in [*ranked[: effort.climbs], *others]}.values())
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
     for leader in leaders:
