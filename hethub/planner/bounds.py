@@ -43,13 +43,13 @@ def upper_bound_tokens_per_second(alone: tuple[KindAlone, ...] | None) -> float 
 
 
 def _alone(problem: Problem, index: int, samples: int) -> KindAlone | None:
-    """The kind's best plan; where nothing fits, its best plan without a memory limit, marked so."""
+    """The kind's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
     kind = problem.kinds[index]
     part = problem.part(index)
     part = part.on(part.cluster, Batch(samples, problem.batch.seq_len, problem.batch.precision))
     for lifted in (False, True):
         judge = Judge(part, UnitCosts(part), ignore_memory=lifted)
-        best = search(part, judge, effort_for(part, bound=True), starts=False)
+        best = search(part, judge, effort_for(part))
         if best is not None:
             return KindAlone(
                 accelerator=kind.accelerator.name,

@@ -55,7 +55,7 @@ def _gain(relaxed: Problem, drafts: list[Draft], best: Verdict) -> float:
     """Percent more tokens per second in the best plan of the relaxed problem: the best plans known, judged again, and
     what small changes then make of them; 0 where none of these fits there."""
     judge = Judge(relaxed, UnitCosts(relaxed))
-    effort = replace(effort_for(relaxed, bound=True), steps=6)
+    effort = replace(effort_for(relaxed), steps=6)
     judge.tiles_left = effort.tiles
     for draft in drafts:
         judge(draft)

@@ -39,8 +39,8 @@ class Effort:
     optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
 
 
-def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
-    """More for small clusters, whose plans are judged in a millisecond; less for a part of the upper bound."""
+def effort_for(problem: Problem) -> Effort:
+    """More for small clusters, whose plans are judged in a millisecond."""
     size = problem.size
     if size <= 16:
         full = Effort(
@@ -57,29 +57,17 @@ def effort_for(problem: Problem, *, bound: bool = False) -> Effort:
         )
     if size <= 4:
         full = replace(full, climbs=8, steps=40, tried_per_step=32, arrangements=8)
-    if not bound:
-        return full
-    return replace(
-        full,
-        cuts=full.cuts // 2,
-        finalists=full.finalists // 2,
-        descents=4 if size <= 32 else 2,
-        climbs=1 if size <= 8 else 0,
-        steps=full.steps // 2,
-        tiles=full.tiles // 8,
-        free_cells=full.free_cells // 8,
-    )
+    return full
 
 
-def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = True) -> Verdict | None:
-    """The best plan found, or None where none fits. With `starts`, every family's leaders are judged, but for those that are
-    proved to be slower, so the answer is never worse than a family's."""
+def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
+    """The best plan found, or None where none fits. Every family's leaders are judged, but for those that are proved to be
+    slower, so the answer is never worse than a family's."""
     table, counts = tabulate(problem, judge.costs), not judge.ignore_memory
     best = best_cuts(problem, table, effort.cuts, memory_counts=counts)
-    families = _families_drafts(problem, judge, best) if starts else {}
+    families = _families_drafts(problem, judge, best)
     judge.tiles_left = effort.tiles
-    if starts:
-        _judge_start(judge, families)
+    _judge_start(judge, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
     _judge_leaders(judge, [*_descended(problem, judge, effort, found), *found], effort)
@@ -92,8 +80,8 @@ def search(problem: Problem, judge: Judge, effort: Effort, *, starts: bool = Tru
         judge.tiles_left = FAMILY_TILES
         _judge_all(judge, leading(judge, [draft for draft in drafts if judge.may_win(draft)]))
     judge.tiles_left = WHOLE_TILES
-    for name in FAMILIES if starts else ("cephalo",):
-        _judge_whole(problem, judge, name, families.get(name, []))
+    for name, drafts in families.items():
+        _judge_whole(problem, judge, name, drafts)
     return judge.best
 
 
