@@ -56,7 +56,9 @@ def effort_for(problem: Problem) -> Effort:
             cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
         )
     if size <= 4:
-        full = replace(full, climbs=8, steps=40, tried_per_step=32, arrangements=8)
+        full = replace(
+            full, finalists=128, climbs=4, arrangements=8, steps=40, tried_per_step=32, optimism=0.75
+        )  # fmt: skip
     return full
 
 

@@ -1,7 +1,7 @@
 """Small clusters: every way to put a handful of units into stages, not only consecutive or equal ones."""
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import groupby, product
 
 import numpy as np
@@ -50,12 +50,30 @@ def small_drafts(
             for composition, layers, seconds in zip(same, cuts.layers, cuts.seconds, strict=True):
                 # These seconds know no communication, which tells small clusters' plans apart: `best` are estimates.
                 if seconds <= ESTIMATE_ERR * best and np.isfinite(seconds):
-                    for near in _near(tuple(int(x) for x in layers)):
-                        draft = _draft(problem, combination, examples, composition, near)
-                        estimate = surrogate.seconds(draft)
+                    make = partial(_draft, problem, combination, examples, composition)
+                    for draft, estimate in _downhill(tuple(int(x) for x in layers), make, surrogate):
                         if estimate < best and surrogate.likely_fits(draft):
                             best = estimate
                         yield draft, estimate
+
+
+def _downhill(
+    layers: tuple[int, ...], make: Callable[[tuple[int, ...]], Draft], surrogate: Surrogate
+) -> Iterator[tuple[Draft, float]]:
+    """The balanced cut and all with one layer moved, then those around the best of them while estimates fall: fill, drain
+    and samples that cannot be divided count as well as balance."""
+    seen: dict[tuple[int, ...], float] = {}
+    least = float("inf")
+    while True:
+        for near in _near(layers):
+            if near not in seen:
+                draft = make(near)
+                seen[near] = surrogate.seconds(draft)
+                yield draft, seen[near]
+        layers = min(seen, key=seen.__getitem__)
+        if seen[layers] >= least:
+            return
+        least = seen[layers]
 
 
 def _is_allowed(problem: Problem, composition: Composition) -> bool:
@@ -65,7 +83,7 @@ def _is_allowed(problem: Problem, composition: Composition) -> bool:
 
 
 def _near(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The balanced cut, and those with one layer moved: fill and drain count as well as balance."""
+    """The cut, and those with one layer moved."""
     yield layers
     for giver in range(len(layers)):
         for taker in range(len(layers)):
