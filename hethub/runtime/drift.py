@@ -181,21 +181,23 @@ def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float
 
 
 def _estimated(layout: Layout, accelerator: AcceleratorSpec) -> DeviceProfile:
-    """What the predictor expects of an accelerator, as if measured at one point: only ratios to it count."""
+    """What the predictor expects of an accelerator, as if measured from the smallest to the largest micro-batch there can
+    be: only ratios to it count."""
     cost = LayerCost(layout.model, accelerator, layout.plan.seq_len, layout.plan.precision)
-    place = {"micro_batch": 1, "seq_len": layout.plan.seq_len}
+    sizes = sorted({1, layout.plan.global_batch})
 
-    def timing(passes: PassSeconds) -> dict[str, Any]:
+    def timing(micro_batch: int, passes: PassSeconds) -> dict[str, Any]:
+        place = {"micro_batch": micro_batch, "seq_len": layout.plan.seq_len}
         return {**place, "forward_seconds": passes.forward, "backward_seconds": passes.backward}
 
-    parts = (
-        PartTiming(part="embedding", **timing(cost.embedding(1))),
-        PartTiming(part="head", **timing(cost.head(1))),
-    )
+    embedding = [PartTiming(part="embedding", **timing(size, cost.embedding(size))) for size in sizes]
+    head = [PartTiming(part="head", **timing(size, cost.head(size))) for size in sizes]
     return DeviceProfile(
-        accelerator=accelerator.name, precision=layout.plan.precision, layers=(LayerTiming(**timing(cost.layer(1))),),
-        parts=parts,
-    )  # fmt: skip
+        accelerator=accelerator.name,
+        precision=layout.plan.precision,
+        layers=tuple(LayerTiming(**timing(size, cost.layer(size))) for size in sizes),
+        parts=(*embedding, *head),
+    )
 
 
 def _slower(measured: DeviceProfile, name: str, factor: float) -> DeviceProfile:
