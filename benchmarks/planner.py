@@ -24,13 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import search_times  # noqa: E402
+from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import PlanResult, plan  # noqa: E402
 from hethub.planner.costs import UnitCosts  # noqa: E402
 from hethub.planner.problem import Batch, pose  # noqa: E402
 from hethub.planner.scaled import Scale, scaled  # noqa: E402
-from hethub.spec.cluster import ClusterSpec, load_cluster  # noqa: E402
+from hethub.spec.cluster import ClusterSpec  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
-from hethub.spec.model import ModelSpec, load_model  # noqa: E402
+from hethub.spec.model import ModelSpec  # noqa: E402
 
 # Cluster, model, global batch, sequence length, precision; on clusters of a paper its own sequence length and precision.
 CASES = [
@@ -65,14 +66,6 @@ OWN_CLUSTER = {
     "cephalo": ("cephalo-paper", "cephalo-aws"),
     "hethub": ("hethub-768",),
 }
-
-
-def cluster_named(name: str) -> ClusterSpec:
-    return load_cluster(ROOT / "configs/clusters" / f"{name}.yaml")
-
-
-def model_named(name: str) -> ModelSpec:
-    return load_model(f"configs/models/{name}.yaml", ROOT)
 
 
 def line(name: str, found: PlanResult) -> None:

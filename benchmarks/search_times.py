@@ -42,11 +42,11 @@ class Question(NamedTuple):
     batch: Batch
 
 
-def _model(name: str) -> ModelSpec:
+def model_named(name: str) -> ModelSpec:
     return load_model(f"configs/models/{name}.yaml", ROOT)
 
 
-def _cluster(name: str) -> ClusterSpec:
+def cluster_named(name: str) -> ClusterSpec:
     return load_cluster(ROOT / "configs/clusters" / f"{name}.yaml")
 
 
@@ -54,13 +54,13 @@ def question(count: int, alike: bool = False) -> Question:
     """The question of a size: the issue's own for 64, 320 and 768 accelerators, else (and where `alike`, always) four
     kinds in three regions."""
     if count == 64 and not alike:
-        return Question(_model("llama-7b"), _cluster("zorse-b"), Batch(1024, 1024, "fp16"))
+        return Question(model_named("llama-7b"), cluster_named("zorse-b"), Batch(1024, 1024, "fp16"))
     if count == 768 and not alike:
-        return Question(_model("llama-140b"), _cluster("hethub-768"), Batch(2048, 4096, "bf16"))
+        return Question(model_named("llama-140b"), cluster_named("hethub-768"), Batch(2048, 4096, "bf16"))
     if count == 320 and not alike:
-        return Question(_model("llama-33b"), _two_kinds(), Batch(1024, 2048, "fp16"))
+        return Question(model_named("llama-33b"), _two_kinds(), Batch(1024, 2048, "fp16"))
     name = "llama3-8b" if count <= 32 else "llama3-70b" if count < 2048 else "llama3-405b"
-    return Question(_model(name), _four_kinds(count), Batch(min(4096, 32 * count), 8192, "bf16"))
+    return Question(model_named(name), _four_kinds(count), Batch(min(4096, 32 * count), 8192, "bf16"))
 
 
 def _two_kinds() -> ClusterSpec:

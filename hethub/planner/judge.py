@@ -99,9 +99,11 @@ SMALL_REPLAY = 1_000  # tiles: always replayed
 class Judge:
     """Binds and predicts drafts. Counts what it judged, keeps the best that fit, and watches the time limit."""
 
-    def __init__(self, problem: Problem, costs: UnitCosts, *, ignore_memory: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, costs: UnitCosts, *, ignore_memory: bool = False, surrogate: Surrogate | None = None
+    ) -> None:
         self.problem, self.costs, self.ignore_memory = problem, costs, ignore_memory
-        self.surrogate = Surrogate(problem, costs)
+        self.surrogate = surrogate or Surrogate(problem, costs)
         self.started = time.perf_counter()
         self.limit_seconds = problem.constraints.time_limit_seconds
         self.tiles_left = 0  # to be replayed one by one
@@ -203,6 +205,11 @@ class Judge:
     def best(self) -> Verdict | None:
         """The fastest plan that fits."""
         return min(self.fitting.values(), key=lambda verdict: verdict.seconds, default=None)
+
+    @property
+    def best_seconds(self) -> float:
+        """The step of the fastest plan that fits; infinite where none does."""
+        return self.best.seconds if self.best else float("inf")
 
 
 def _excess(verdict: Verdict) -> float:

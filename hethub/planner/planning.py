@@ -124,7 +124,7 @@ def _families(problem: Problem, judge: Judge, strategy: str) -> dict[str, Verdic
     """Every family's best plan, each found by a judge of its own; `auto` takes them over, so that it is never slower."""
     found = {}
     for name, family in FAMILIES.items():
-        own = Judge(problem, judge.costs)
+        own = Judge(problem, judge.costs, surrogate=judge.surrogate)
         found[name] = search_family(problem, own, family)
         if strategy == "auto":
             judge.admit(own)

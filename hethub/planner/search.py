@@ -41,25 +41,23 @@ class Effort:
 
 def effort_for(problem: Problem) -> Effort:
     """More for small clusters, whose plans are judged in a millisecond."""
-    size = problem.size
-    if size <= 16:
-        full = Effort(
+    if problem.size <= 4:
+        return Effort(
+            cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
+            tried_per_step=32, tiles=200_000, optimism=0.75,
+        )  # fmt: skip
+    if problem.size <= 16:
+        return Effort(
             cuts=96, free_cells=2_000_000, finalists=24, descents=8, climbs=4, steps=16, tried_per_step=8,
             tiles=200_000, optimism=0.9,
         )  # fmt: skip
-    elif size <= 128:
-        full = Effort(
+    if problem.size <= 128:
+        return Effort(
             cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=8, tiles=100_000
         )
-    else:
-        full = Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
-        )
-    if size <= 4:
-        full = replace(
-            full, finalists=128, climbs=4, arrangements=8, steps=40, tried_per_step=32, optimism=0.75
-        )  # fmt: skip
-    return full
+    return Effort(
+        cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
+    )
 
 
 def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
@@ -138,16 +136,11 @@ def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
 
 def _judge_whole(problem: Problem, judge: Judge, name: str, drafts: Sequence[Draft]) -> None:
     """Judges a family's plans that the search cannot move about, where they may be better than the best so far."""
-    if judge.out_of_time:
-        return
-    limit = judge.best.seconds if judge.best else float("inf")
-    whole = list(FAMILIES[name].whole(problem, judge.costs, drafts, limit))
-    for draft in leading_whole(judge, whole):
-        if judge.may_win(draft):
-            judge.within_time(draft)
+    if not judge.out_of_time:
+        _judge_all(judge, filter(judge.may_win, _whole(problem, judge, FAMILIES[name], drafts, judge.best_seconds)))
 
 
-def _judge_all(judge: Judge, drafts: Sequence[Draft]) -> None:
+def _judge_all(judge: Judge, drafts: Iterable[Draft]) -> None:
     for draft in drafts:
         judge.within_time(draft)
 
@@ -161,9 +154,11 @@ def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
     return heapq.nsmallest(FAMILY_FINALISTS, wanted, key=judge.surrogate.seconds)
 
 
-def leading_whole(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """Of drafts that carry their plan, those whose busiest replica computes least."""
-    return heapq.nsmallest(WHOLE_FINALISTS, dict.fromkeys(drafts), key=judge.surrogate.least)
+def _whole(problem: Problem, judge: Judge, family: Family, plain: Sequence[Draft], limit_seconds: float) -> list[Draft]:
+    """Of a family's drafts that carry their plan and may take less than the limit, those whose busiest replica computes
+    least."""
+    made = dict.fromkeys(family.whole(problem, judge.costs, plain, limit_seconds))
+    return heapq.nsmallest(WHOLE_FINALISTS, made, key=judge.surrogate.least)
 
 
 def search_family(problem: Problem, judge: Judge, family: Family) -> Verdict | None:
@@ -172,8 +167,7 @@ def search_family(problem: Problem, judge: Judge, family: Family) -> Verdict | N
     plain = list(family.drafts(problem, judge.costs))
     _judge_all(judge, leading(judge, plain))
     judge.tiles_left = WHOLE_TILES
-    limit = judge.best.seconds if judge.best else float("inf")
-    _judge_all(judge, leading_whole(judge, list(family.whole(problem, judge.costs, plain, limit))))
+    _judge_all(judge, _whole(problem, judge, family, plain, judge.best_seconds))
     return judge.best
 
 
@@ -181,9 +175,8 @@ def search_whole(problem: Problem, judge: Judge, names: Iterable[str]) -> Verdic
     """The best plan under a schedule that only families propose, or None where none fits."""
     judge.tiles_left = WHOLE_TILES
     for name in names:
-        drafts, whole = FAMILIES[name]
-        plain = list(drafts(problem, judge.costs))
-        _judge_all(judge, leading_whole(judge, list(whole(problem, judge.costs, plain, float("inf")))))
+        plain = list(FAMILIES[name].drafts(problem, judge.costs))
+        _judge_all(judge, _whole(problem, judge, FAMILIES[name], plain, float("inf")))
     return judge.best
 
 
