@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 
@@ -34,7 +35,10 @@ def overlap(a: Range, b: Range) -> Range:
 
 def split(total: int, parts: int) -> list[Range]:
     """`parts` ranges that tile [0, total), sizes equal but for the first `total % parts`, which are larger by one."""
-    return split_by_shares(total, [1] * parts)
+    if parts < 1:
+        raise ValueError(f"{total} cannot be split into {parts} parts")
+    size, rest = divmod(total, parts)
+    return from_sizes([size + 1] * rest + [size] * (parts - rest))
 
 
 def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 1) -> list[Range]:
@@ -43,16 +47,17 @@ def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 
     Largest remainders get the units left over, ties the one listed first, so sizes differ from exact proportion by
     less than one unit. Raises ValueError if `unit` does not divide `total` or the shares have no positive sum.
     """
-    exact = [Fraction(share) for share in shares]
+    ratios = [share.as_integer_ratio() for share in shares]
+    common = lcm(*(denominator for _, denominator in ratios))
+    exact = [numerator * (common // denominator) for numerator, denominator in ratios]
     whole = sum(exact)
-    if whole <= 0 or any(share < 0 for share in exact):
+    if whole <= 0 or min(exact) < 0:
         raise ValueError(f"shares {list(shares)} must be non-negative with a positive sum")
     if total % unit:
         raise ValueError(f"{total} is not a multiple of the unit {unit}")
     units = total // unit
-    ideal = [units * share / whole for share in exact]
-    counts = [int(value) for value in ideal]
-    by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - ideal[i], i))
+    counts, remainders = map(list, zip(*[divmod(units * share, whole) for share in exact], strict=True))
+    by_remainder = sorted(range(len(exact)), key=lambda i: (-remainders[i], i))
     for index in by_remainder[: units - sum(counts)]:
         counts[index] += 1
     return from_sizes([count * unit for count in counts])

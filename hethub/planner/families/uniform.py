@@ -45,12 +45,13 @@ def allowed(problem: Problem, stages: int, replicas: int) -> bool:
 def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draft]:
     replicas = len(units) // stages
     sizes = [part.size for part in split(problem.model.layers, stages)]
-    sorts = [sorts_of(units[i * replicas : (i + 1) * replicas]) for i in range(stages)]
+    sorts = [tuple(sorts_of(units[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
+    unlike = list(zip(sizes, sorts, strict=True))
     for micro_batch in problem.micro_batches:
         fits = all(problem.at_most(kind, micro_batch) == micro_batch for kind in range(len(problem.kinds)))
         if micro_batch * replicas > problem.batch.global_batch or not fits:
             break
-        held = [seats_of(problem, own, micro_batch) for own in sorts]
+        held = {own: seats_of(problem, dict(own), micro_batch) for own in set(sorts)}
         for recompute in problem.recomputes:
-            drafted = (DraftStage(n, own, recompute, problem.usual_zero) for n, own in zip(sizes, held, strict=True))
-            yield Draft(tuple(drafted), even=True)
+            made = {own: DraftStage(own[0], held[own[1]], recompute, problem.usual_zero) for own in set(unlike)}
+            yield Draft(tuple([made[own] for own in unlike]), even=True)

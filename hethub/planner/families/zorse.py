@@ -1,13 +1,14 @@
 """`zorse`: Zorse's plans (arXiv 2507.10392). Groups of machines by a minimum k-cut of the bandwidth graph, a stage per
 group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.families.uniform import allowed, seats_of, sorts_of, units_in_order
+from hethub.planner.families.uniform import allowed, seats_of, units_in_order
 from hethub.planner.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -23,28 +24,35 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     weights = _bandwidths(problem, costs, nodes)
     groups = [list(range(len(nodes)))]
     known: dict[tuple[int, ...], Cut] = {}
+    speeds = _Speeds(costs)
     while len(groups) <= min(len(nodes), problem.model.layers):
         ordered = _by_memory(problem, nodes, groups)
-        if allowed(problem, len(groups), sum(len(nodes[node]) for node in ordered[0])):
-            sorts = [sorts_of(unit for node in group for unit in nodes[node]) for group in ordered]
+        if allowed(problem, len(groups), ordered[0].total()):
+            sorts = [tuple(own.items()) for own in ordered]
             for micro_batch in problem.micro_batches:
-                held = [seats_of(problem, own, micro_batch) for own in sorts]
+                seats = {own: seats_of(problem, {(kind, 1): n for kind, n in own}, micro_batch) for own in set(sorts)}
+                held = [seats[own] for own in sorts]
                 for recompute in problem.recomputes:
-                    yield _draft(problem, costs, held, recompute)
+                    yield _draft(problem, speeds, held, recompute)
         if len(groups) == len(nodes):
             return
         groups = _split_once(groups, weights, known)
 
 
-def _by_memory(problem: Problem, nodes: list[list[Unit]], groups: list[list[int]]) -> list[list[int]]:
-    """Groups from the most memory per accelerator to the least: the first stages hold the most tiles."""
+def _by_memory(problem: Problem, nodes: list[list[Unit]], groups: list[list[int]]) -> list[Counter[int]]:
+    """Groups, as the number of their accelerators by kind, from the most memory per accelerator to the least: the first
+    stages hold the most tiles."""
 
-    def memory(group: list[int]) -> float:
-        return sum(problem.kinds[nodes[n][0].kind].memory_bytes * len(nodes[n]) for n in group) / sum(
-            len(nodes[n]) for n in group
-        )
+    def memory(group: Counter[int]) -> float:
+        return sum(problem.kinds[kind].memory_bytes * number for kind, number in group.items()) / group.total()
 
-    return sorted((sorted(group) for group in groups), key=memory, reverse=True)
+    counted = []
+    for group in groups:
+        own: Counter[int] = Counter()
+        for node in sorted(group):
+            own[nodes[node][0].kind] += len(nodes[node])
+        counted.append(own)
+    return sorted(counted, key=memory, reverse=True)
 
 
 def _nodes(problem: Problem) -> list[list[Unit]]:
@@ -117,16 +125,29 @@ def _minimum_cut(weights: np.ndarray) -> Cut:
     return best
 
 
-def _draft(problem: Problem, costs: UnitCosts, stages: list[tuple[Seats, ...]], recompute: Recompute) -> Draft:
+class _Speeds:
+    """Samples per second of groups on a layer, each computed once."""
+
+    def __init__(self, costs: UnitCosts) -> None:
+        self._costs = costs
+        self._known: dict[tuple[tuple[Seats, ...], Recompute], float] = {}
+
+    def of(self, seats: tuple[Seats, ...], recompute: Recompute) -> float:
+        found = self._known.get((seats, recompute))
+        if found is None:
+            layer = [self._costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
+            found = sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True))
+            self._known[seats, recompute] = found
+        return found
+
+
+def _draft(problem: Problem, speeds: _Speeds, stages: list[tuple[Seats, ...]], recompute: Recompute) -> Draft:
     """Layers in proportion to the groups' speed, rounded, at least one each."""
-    speeds = []
-    for seats in stages:
-        layer = [costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
-        speeds.append(sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True)))
+    own = [speeds.of(seats, recompute) for seats in stages]
+    whole = sum(own)
     spare = problem.model.layers - len(stages)
-    shares = [max(speed / sum(speeds) * problem.model.layers - 1.0, 0.0) for speed in speeds]
+    shares = [max(speed / whole * problem.model.layers - 1.0, 0.0) for speed in own]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
-    drafted = (
-        DraftStage(1 + more, seats, recompute, problem.usual_zero) for seats, more in zip(stages, extra, strict=True)
-    )
-    return Draft(tuple(drafted), alike=False)
+    drafted = list(zip(extra, stages, strict=True))
+    made = {own: DraftStage(1 + own[0], own[1], recompute, problem.usual_zero) for own in set(drafted)}
+    return Draft(tuple([made[own] for own in drafted]), alike=False)
