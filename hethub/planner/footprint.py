@@ -91,7 +91,7 @@ class Footprints:
         found = self._known.get(key)
         if found is None:
             if micro_batch in PROBED_MICRO_BATCHES:
-                probe = _Probe(self, ON_CPU if on_cpu else PROBE, tp, micro_batch, recompute, mode)
+                probe = _Probe(self, probe_for(accelerator), tp, micro_batch, recompute, mode)
                 one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
                 found = probe.coefficients(self._state(probe, on_cpu), one)
             else:
@@ -211,3 +211,8 @@ ON_CPU = AcceleratorSpec(
 PROBE = AcceleratorSpec(
     name="probe", vendor="probe", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
 )
+
+
+def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:
+    """An accelerator without a speed that needs as much memory."""
+    return ON_CPU if family(accelerator) == "cpu" else PROBE

@@ -157,7 +157,7 @@ def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
 def _whole(problem: Problem, judge: Judge, family: Family, plain: Sequence[Draft], limit_seconds: float) -> list[Draft]:
     """Of a family's drafts that carry their plan and may take less than the limit, those whose busiest replica computes
     least."""
-    made = dict.fromkeys(family.whole(problem, judge.costs, plain, limit_seconds))
+    made = dict.fromkeys(family.whole(problem, judge.surrogate, plain, limit_seconds))
     return heapq.nsmallest(WHOLE_FINALISTS, made, key=judge.surrogate.least)
 
 

@@ -6,6 +6,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
 from hethub.planner.families import FAMILIES
 from hethub.planner.problem import Batch, Problem, pose
+from hethub.planner.surrogate import Surrogate
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
@@ -37,7 +38,7 @@ def problem(memories: tuple[float, float] = (1.0, 1.0), batch: int = 50, **const
 def whole_drafts(name: str, asked: Problem) -> list[Draft]:
     """The family's drafts that carry their plan."""
     family, costs = FAMILIES[name], UnitCosts(asked)
-    return list(family.whole(asked, costs, list(family.drafts(asked, costs))))
+    return list(family.whole(asked, Surrogate(asked, costs), list(family.drafts(asked, costs)), float("inf")))
 
 
 def checked(asked: Problem, plan: PlanSpec) -> Layout:

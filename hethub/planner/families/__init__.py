@@ -11,15 +11,14 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
 from hethub.planner.families import cephalo, hethub, ministages, poplar, uniform, zorse
 from hethub.planner.problem import Problem
+from hethub.planner.surrogate import Surrogate
 
 Drafts = Callable[[Problem, UnitCosts], Iterator[Draft]]
 # The last argument: seconds to beat. What is proved to take as long need not be made.
-Whole = Callable[[Problem, UnitCosts, Sequence[Draft], float], Iterator[Draft]]
+Whole = Callable[[Problem, Surrogate, Sequence[Draft], float], Iterator[Draft]]
 
 
-def _none(
-    problem: Problem, costs: UnitCosts, plain: Sequence[Draft] = (), limit_seconds: float = float("inf")
-) -> Iterator[Draft]:
+def _none(problem: Problem, *rest: object) -> Iterator[Draft]:
     return iter(())
 
 

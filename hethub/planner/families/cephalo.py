@@ -18,16 +18,16 @@ from hethub.planner.families.whole import (
     WholeStage,
     Worker,
     draft_of,
+    held_alone,
     levels,
     meeting_seconds,
-    memory_of,
     offers,
-    plan_of,
     ranks_by_kind,
+    shared_bytes,
 )
 from hethub.planner.problem import Problem
+from hethub.planner.surrogate import Surrogate
 from hethub.spec.plan import Offload, Recompute, ScheduleName
-from hethub.spec.tensors import model_tensors
 
 ATTEMPTS = 12  # at samples that leave every rank room
 # Of what the framework leaves of a memory: shares are met to an element, buffers are not counted in full.
@@ -35,11 +35,11 @@ ROUNDING = 0.985
 
 
 def whole(
-    problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
+    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
     """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none that
     would compute as long as the limit."""
-    zero = max(levels(problem))
+    zero, costs = max(levels(problem)), surrogate.costs
     if (
         problem.constraints.tp not in (None, 1)
         or not allowed(problem, 1, problem.size)
@@ -50,7 +50,7 @@ def whole(
         return
     layered = zero == 3 and offers(problem, "layered")
     schedule: ScheduleName = "layered" if layered else "1f1b"
-    state = _state_bytes(problem, costs, zero)
+    state = shared_bytes(problem, zero)
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
@@ -119,22 +119,11 @@ def _workers(problem: Problem, curves: Sequence[division.Worker], limits: Mappin
 
 def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: float) -> list[float]:
     """What every rank has left for state, as a fraction of all of it."""
-    even = state / problem.size
-    used = memory_of(problem, plan_of(problem, schedule, [stage]))
-    rooms = []
-    for own, entry in zip(stage.workers, used, strict=True):
-        framework = entry.parts["framework"]
-        rooms.append((ROUNDING * (problem.capacity(own.kind) - framework) - (entry.bytes - framework - even)) / state)
-    return rooms
-
-
-def _state_bytes(problem: Problem, costs: UnitCosts, zero: int) -> float:
-    """Bytes that the ranks share: optimizer state, and under ZeRO-2 gradients and under 3 weights of all matrices."""
-    wide = max(4, costs.width)
-    optimizer = (wide if costs.width < 4 else 0) + 2 * wide
-    shared = (wide if zero >= 2 else 0) + (costs.width if zero == 3 else 0)
-    matrices = sum(tensor.numel for tensor in model_tensors(problem.model) if tensor.decays)
-    return float(problem.model.parameters * optimizer + matrices * shared)
+    room = {}
+    for load, held in held_alone(problem, schedule, stage).items():
+        free = problem.capacity(load.kind) - held.framework
+        room[load] = (ROUNDING * free - (held.alone - held.framework)) / state
+    return [room[own.load] for own in stage.workers]
 
 
 def _state_shares(rooms: Sequence[float]) -> list[float] | None:

@@ -24,39 +24,48 @@ OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters",
 
 
 def drafts(
-    problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
+    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
     """The family's plain drafts that take least at least, of those that fit with their stages in chunks, their state
     sharded, and offloaded as far as memory asks for it; none that must take as long as the limit."""
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
-    surrogate = Surrogate(problem, costs)
-    near = (draft for draft in plain if surrogate.least(draft) < limit_seconds)
+    near = [draft for draft in plain if _most_chunks(draft) and surrogate.least(draft) < limit_seconds]
     least = {draft: surrogate.least_in_passes(draft) for draft in near}
     ranked = sorted((draft for draft in least if least[draft] < limit_seconds), key=lambda draft: least[draft])
-    made = (_in_chunks(problem, costs, draft, zero) for draft in ranked if _can_keep(surrogate, draft))
+    made = (_in_chunks(problem, surrogate, draft, zero) for draft in ranked)
     yield from islice((draft for draft in made if draft is not None), MOST_DRAFTS)
 
 
-def _in_chunks(problem: Problem, costs: UnitCosts, draft: Draft, zero: int) -> Draft | None:
+def _most_chunks(draft: Draft) -> int:
+    """Into how many chunks the shortest stage can be cut; 0 where into none."""
+    return max((chunks for chunks in CHUNKS if chunks <= min(stage.layers for stage in draft.stages)), default=0)
+
+
+def _in_chunks(problem: Problem, surrogate: Surrogate, draft: Draft, zero: int) -> Draft | None:
     """The draft in the fewest chunks with which it fits; None where it does in none."""
-    workers = _workers(draft, problem, costs)
+    most = _most_chunks(draft)
+    able = [chunks for chunks in CHUNKS if chunks <= most and _may_fit(surrogate, draft, chunks)]
+    workers = _workers(draft, problem, surrogate.costs) if able else None
     if workers is None:
         return None
-    fewest = min(stage.layers for stage in draft.stages)
-    tried = (_thriftily(problem, draft, workers, chunks, zero) for chunks in CHUNKS if chunks <= fewest)
+    tried = (_thriftily(problem, draft, workers, chunks, zero) for chunks in able)
     return next((chosen for chosen in tried if chosen is not None), None)
 
 
-def _can_keep(surrogate: Surrogate, draft: Draft) -> bool:
-    """Whether what layers keep of all samples fits into every rank's memory by itself: all tiles are held at once."""
+def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
+    """Whether every rank has room, whatever is offloaded, for what layers keep of all samples, with weights and gradients
+    of the topmost chunk at hand when its first tile has gone down through it."""
     problem = surrogate.problem
+    state = problem.model.layer_parameters * (surrogate.costs.width + max(4, surrogate.costs.width))
     for index, stage in enumerate(draft.stages):
+        top = stage.layers // chunks
         for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
-            tile = problem.coefficients(own.kind, 1, own.micro_batch, stage.recompute).layer_tile[MIDDLE]
-            least = max(samples - DIVISION_ERR, 1)
-            if stage.layers * tile * least / own.micro_batch > problem.capacity(own.kind):
+            at = problem.coefficients(own.kind, 1, own.micro_batch, stage.recompute)
+            tiles = max(samples - DIVISION_ERR, 1) / own.micro_batch
+            kept = at.layer_tile[MIDDLE] * (stage.layers * tiles - top)
+            if at.once[MIDDLE] + kept + top * state > problem.capacity(own.kind):
                 return False
     return True
 

@@ -6,7 +6,6 @@ largest batch that it ends within the step's time; that time is searched. State 
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -17,14 +16,16 @@ from hethub.planner.families.whole import (
     WholeStage,
     Worker,
     draft_of,
+    held_alone,
     levels,
     meeting_seconds,
-    memory_of,
-    plan_of,
     ranks_by_kind,
+    shared_bytes,
 )
-from hethub.planner.footprint import ONLY
+from hethub.planner.footprint import ONLY, probe_for
 from hethub.planner.problem import Problem
+from hethub.planner.surrogate import Surrogate
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
@@ -44,13 +45,13 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
 
 
 def whole(
-    problem: Problem, costs: UnitCosts, plain: Sequence[Draft], limit_seconds: float = float("inf")
+    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
     """The plans of the best micro-step times per recompute at ZeRO-2 and 3, where they can take less than the limit."""
     if _is_allowed(problem) and problem.size > 1:
         for recompute in problem.recomputes:
             for zero in (level for level in levels(problem) if level >= 2):
-                yield from _shared_steps(problem, costs, recompute, zero, limit_seconds)
+                yield from _shared_steps(problem, surrogate.costs, recompute, zero, limit_seconds)
 
 
 def _is_allowed(problem: Problem) -> bool:
@@ -91,7 +92,8 @@ def _shared_steps(
     if not fast:
         return
     needed = [min(steps.batches[kind] for steps in fast) for kind in kinds]
-    tops = [_largest(problem, recompute, zero, kind, needed[kind]) for kind in kinds]
+    fitting = _Fitting(problem, recompute, zero)
+    tops = [fitting.largest(kind, needed[kind]) for kind in kinds]
     if not all(tops):
         return
     found = set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops]))
@@ -140,22 +142,28 @@ def _widest(problem: Problem, kind: int) -> int:
     return problem.constraints.micro_batch or problem.at_most(kind, widest)
 
 
-def _largest(problem: Problem, recompute: Recompute, zero: int, kind: int, needed: int) -> int | None:
-    """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` samples do."""
-    most = _widest(problem, kind)
+class _Fitting:
+    """Which micro-batches fit on the ranks of a kind at a ZeRO level."""
 
-    @cache
-    def fits(batch: int) -> bool:
-        loads = [Worker(k, rank, batch if k == kind else 1, 2 * batch) for k, rank in ranks_by_kind(problem)]
-        asked = problem.on(problem.cluster, problem.batch._replace(global_batch=2 * batch * len(loads)))
-        stage = WholeStage(((0, problem.model.layers),), loads, zero, recompute)
-        rank = problem.kinds[kind].ranks[0]
-        return memory_of(asked, plan_of(asked, "1f1b", [stage]))[rank].bytes <= problem.capacity(kind)
+    def __init__(self, problem: Problem, recompute: Recompute, zero: int) -> None:
+        self._problem, self._recompute, self._zero = problem, recompute, zero
+        self._part = shared_bytes(problem, zero) / problem.size
+        self._alone: dict[tuple[AcceleratorSpec, int], float] = {}
 
-    if not fits(needed):
-        return None
-    low, high = needed, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    def largest(self, kind: int, needed: int) -> int | None:
+        """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` do."""
+        if not self._fits(kind, needed):
+            return None
+        low, high = needed, _widest(self._problem, kind) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(kind, middle) else (low, middle)
+        return low
+
+    def _fits(self, kind: int, batch: int) -> bool:
+        key = (probe_for(self._problem.kinds[kind].accelerator), batch)
+        if key not in self._alone:
+            twice = Worker(kind, 0, batch, 2 * batch)  # a tile's last reduction goes on beside the next one
+            stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
+            self._alone[key] = held_alone(self._problem, "1f1b", stage)[twice.load].alone
+        return self._alone[key] + self._part <= self._problem.capacity(kind)

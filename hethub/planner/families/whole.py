@@ -1,12 +1,15 @@
 """Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move about."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.footprint import ONLY, Mode, probe_for
 from hethub.planner.problem import Problem
 from hethub.predictor.memory import RankMemory, memory
+from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout import Layout
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 
@@ -18,6 +21,25 @@ class Worker(NamedTuple):
     rank: int
     micro_batch: int
     samples: int
+
+    @property
+    def load(self) -> "Load":
+        return Load(self.kind, self.micro_batch, self.samples)
+
+
+class Load(NamedTuple):
+    """What a worker's memory depends on."""
+
+    kind: int
+    micro_batch: int
+    samples: int
+
+
+class Held(NamedTuple):
+    """Bytes of a rank without its part of the state that ranks share, and what of them the framework takes."""
+
+    alone: float
+    framework: int
 
 
 class WholeStage(NamedTuple):
@@ -85,6 +107,32 @@ def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequen
 def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
     """What the plan's ranks hold."""
     return memory(Layout(plan, problem.model, problem.cluster))
+
+
+def shared_bytes(problem: Problem, zero: int) -> float:
+    """Bytes of state that the ranks of an only stage share at a ZeRO level: the sum of all their parts."""
+    shared = problem.coefficients(0, 1, 1, "none", Mode(zero)).state(problem.model.layers, ONLY)
+    return float(shared)
+
+
+def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> dict[Load, Held]:
+    """What workers of an only stage hold beside their part of the state, by load: read off a plan of one of every sort.
+
+    Exact, since nothing but the parts of the state depends on how many ranks there are.
+    """
+    sorts = {own.load: own for own in stage.workers}
+    few = list(sorts.values()) * (2 if len(sorts) == 1 else 1)
+    nodes = tuple(
+        NodeSpec(name=f"probe-{i}", accelerator=probe_for(problem.kinds[own.kind].accelerator), accelerators=1)
+        for i, own in enumerate(few)
+    )
+    cluster = ClusterSpec(name="probe", emulated=True, nodes=nodes)
+    batch = problem.batch._replace(global_batch=sum(own.samples for own in few))
+    asked = replace(problem, cluster=cluster, batch=batch)
+    probed = stage._replace(workers=[own._replace(rank=rank) for rank, own in enumerate(few)], state_shares={})
+    part = shared_bytes(problem, stage.zero) / len(few)
+    used = memory_of(asked, plan_of(asked, schedule, [probed]))
+    return {load: Held(one.bytes - part, one.parts["framework"]) for load, one in zip(sorts, used, strict=False)}
 
 
 def meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
