@@ -103,6 +103,12 @@ class Footprints:
             self._known[key] = found
         return found
 
+    def state(self, accelerator: AcceleratorSpec, layers: int, zero: int) -> float:
+        """Bytes of a stage alone, of one-rank replicas, before these share them."""
+        probe = _Probe(self, probe_for(accelerator), 1, 1, "none", Mode(zero))
+        one, two = (self._state(probe, family(accelerator) == "cpu")[x][ONLY] for x in (1, 2))
+        return float(one + (two - one) * (layers - 1))
+
     def _state(self, probe: "_Probe", on_cpu: bool) -> dict[int, np.ndarray]:
         """By layers, the state before replicas share it, whatever the tiles and recompute."""
         key = (on_cpu, probe.tp, probe.mode)

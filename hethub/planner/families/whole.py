@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
-from hethub.planner.footprint import ONLY, Mode, probe_for
+from hethub.planner.footprint import probe_for
 from hethub.planner.problem import Problem
 from hethub.predictor.memory import RankMemory, memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
@@ -111,8 +111,7 @@ def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
 
 def shared_bytes(problem: Problem, zero: int) -> float:
     """Bytes of state that the ranks of an only stage share at a ZeRO level: the sum of all their parts."""
-    shared = problem.coefficients(0, 1, 1, "none", Mode(zero)).state(problem.model.layers, ONLY)
-    return float(shared)
+    return problem.footprints.state(problem.kinds[0].accelerator, problem.model.layers, zero)
 
 
 def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> dict[Load, Held]:

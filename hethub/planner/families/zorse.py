@@ -100,6 +100,9 @@ def _split_once(groups: list[list[int]], weights: np.ndarray, known: dict[tuple[
 
 def _minimum_cut(weights: np.ndarray) -> Cut:
     """Weight and one side of a global minimum cut (Stoer and Wagner 1997)."""
+    first = weights[0, 1]
+    if (weights == first).sum() == weights.size - len(weights):  # all alike: any node apart, here the last one
+        return sum([first] * (len(weights) - 1)), [len(weights) - 1]
     weights = weights.copy()
     merged = [[i] for i in range(len(weights))]
     alive = list(range(len(weights)))
