@@ -1,0 +1,284 @@
+"""A small space searched to its end: every plan of a handful of accelerators that a bound does not exclude is timed.
+
+The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in steps of
+one, micro-batch per replica, recompute and ZeRO level per stage, the default number of tiles in flight. A branch is left
+out where a bound of its step is no shorter than the best plan known. What is left is replayed with the predictor's own
+costs, plans of one tiling at once, and judged in order of these times.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import comb, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.complete import complete
+from hethub.planner.draft import Draft, DraftStage, Seats, merged
+from hethub.planner.judge import Judge
+from hethub.planner.problem import Problem, Unit
+from hethub.planner.small import MOST_UNITS, ordered_partitions
+from hethub.planner.tiny_replay import Node, Passed, ends_of, nodes_of
+from hethub.planner.tiny_stages import (
+    Mode,
+    Shape,
+    StageChoice,
+    StageCosts,
+    StageOptions,
+    Units,
+    count_options,
+    levels,
+    plan_of,
+)
+from hethub.spec.layout import Layout
+from hethub.spec.plan import PlanSpec
+
+MOST_POINTS = 1e7  # of a space that is searched to its end
+AT_ONCE = 4096  # points timed before the best of them are judged
+MOST_TIMED = 16 * AT_ONCE
+
+
+class Branch(NamedTuple):
+    """Stages with their layers, and what each may do."""
+
+    shape: Shape
+    layers: tuple[int, ...]
+    stages: tuple[StageOptions, ...]
+
+
+class Point(NamedTuple):
+    """A plan: an option for every stage of a branch."""
+
+    branch: Branch
+    options: tuple[int, ...]
+
+    @property
+    def modes(self) -> list[Mode]:
+        return [stage.mode(option) for stage, option in zip(self.branch.stages, self.options, strict=True)]
+
+    @property
+    def tiling(self) -> object:
+        """What the order of its actions depends on."""
+        return tuple(
+            (len(units), option % len(stage.tilings), mode.zero >= 2)
+            for units, stage, option, mode in zip(
+                self.branch.shape, self.branch.stages, self.options, self.modes, strict=True
+            )
+        )
+
+    def plan(self, problem: Problem) -> PlanSpec:
+        choices: list[StageChoice] = []
+        for stage, option, mode in zip(self.branch.stages, self.options, self.modes, strict=True):
+            way = option % len(stage.tilings)
+            choices.append((stage.tilings.samples[way], stage.tilings.sizes[way], mode.recompute, mode.zero))
+        return plan_of(problem, self.branch.shape, self.branch.layers, choices)
+
+
+def is_tiny(problem: Problem) -> bool:
+    """Whether the space is small enough to be searched to its end."""
+    shapes = list(_shapes(problem)) if problem.size <= MOST_UNITS else []
+    return bool(shapes) and sum(_count(problem, shape) for shape in shapes) <= MOST_POINTS
+
+
+def search_tiny(problem: Problem, judge: Judge) -> None:
+    """Judges what may be better than the best plan known, most promising first."""
+    costs = StageCosts(judge)
+    bounds, points = _points_below(judge.best_seconds, costs, list(_shapes(problem)))
+    orders: dict[object, list[Node]] = {}
+    for first in range(0, len(points), AT_ONCE):
+        if bounds[first] >= judge.best_seconds or judge.out_of_time:
+            return
+        chosen = slice(first, first + AT_ONCE)
+        near = [p for p, bound in zip(points[chosen], bounds[chosen], strict=True) if bound < judge.best_seconds]
+        for seconds, point in sorted(_timed(costs, near, orders), key=lambda entry: entry[0]):
+            if seconds >= judge.best_seconds:
+                break
+            judge.within_time(_draft(point, judge))
+
+
+def _shapes(problem: Problem) -> Iterator[Shape]:
+    """All ordered partitions into stages of all ways to group the ranks; equal units are not told apart."""
+    if problem.schedule not in ("1f1b", "gpipe"):
+        return
+    for grouping in _groupings(problem):
+        sorts: dict[tuple[int, int], list[Unit]] = {}
+        for unit in grouping:
+            sorts.setdefault((unit.kind, unit.tp), []).append(unit)
+        for composition in ordered_partitions(tuple(map(len, sorts.values()))):
+            shape = _seated(list(sorts.values()), composition)
+            if _is_allowed(problem, shape):
+                yield shape
+
+
+def _is_allowed(problem: Problem, shape: Shape) -> bool:
+    """Whether there are layers and samples for all, and constraints have nothing against it."""
+    given, widths = problem.constraints, set(map(len, shape))
+    return (
+        len(shape) <= problem.model.layers
+        and max(widths) <= problem.batch.global_batch
+        and given.pp in (None, len(shape))
+        and (given.dp is None or widths == {given.dp})
+        and all(levels(problem, units) for units in shape)
+        and not problem.forbids_any((unit.kind for unit in units) for units in shape)
+    )
+
+
+def _groupings(problem: Problem) -> Iterator[list[Unit]]:
+    """All ways to group the ranks of every machine, the widest groups first."""
+    machines = [(index, machine) for index, kind in enumerate(problem.kinds) for machine in kind.machines]
+    wanted = problem.constraints.tp
+    for chosen in product(*(_sizes(len(machine), problem.degrees_of(kind)) for kind, machine in machines)):
+        if wanted is None or {size for sizes in chosen for size in sizes} == {wanted}:
+            yield [
+                Unit(kind, machine[sum(sizes[:i]) : sum(sizes[: i + 1])])
+                for (kind, machine), sizes in zip(machines, chosen, strict=True)
+                for i in range(len(sizes))
+            ]
+
+
+def _sizes(count: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
+    """All ways to make `count` of degrees, the largest first."""
+    if not count:
+        return [()]
+    able = [degree for degree in degrees if degree <= count]
+    return [(d, *rest) for d in able for rest in _sizes(count - d, [other for other in able if other <= d])]
+
+
+def _seated(sorts: Sequence[Sequence[Unit]], composition: Sequence[Sequence[int]]) -> Shape:
+    """The units of every stage in order of ranks."""
+    used = [0] * len(sorts)
+    shape = []
+    for counts in composition:
+        own = [unit for units, at, count in zip(sorts, used, counts, strict=True) for unit in units[at : at + count]]
+        used = [at + count for at, count in zip(used, counts, strict=True)]
+        shape.append(tuple(sorted(own, key=lambda unit: unit.ranks)))
+    return tuple(shape)
+
+
+def _count(problem: Problem, shape: Shape) -> float:
+    """How many plans a shape has."""
+    return comb(problem.model.layers - 1, len(shape) - 1) * prod(count_options(problem, units) for units in shape)
+
+
+def _points_below(limit: float, costs: StageCosts, shapes: Sequence[Shape]) -> tuple[np.ndarray, list[Point]]:
+    """The points whose bound is below the limit, by their bounds; at most as many as may be timed."""
+    branches = [branch for shape in shapes for branch in _branches(costs, shape)]
+    found, owners, chosen = [], [], []
+    for index, branch in enumerate(branches):
+        bounds, rows = _below(limit, costs, branch)
+        found.append(bounds)
+        owners.append(np.full(len(bounds), index))
+        chosen += rows
+    bounds, owner = np.concatenate(found), np.concatenate(owners)
+    ranked = np.argsort(bounds, kind="stable")[:MOST_TIMED]
+    return bounds[ranked], [Point(branches[owner[i]], tuple(chosen[i])) for i in ranked]
+
+
+def _branches(costs: StageCosts, shape: Shape) -> Iterator[Branch]:
+    """A shape with all cuts of the layers."""
+    layers = costs.problem.model.layers
+    for cut in combinations(range(1, layers), len(shape) - 1):
+        own = tuple(b - a for a, b in pairwise((0, *cut, layers)))
+        yield Branch(shape, own, tuple(costs.options(shape, own, stage) for stage in range(len(shape))))
+
+
+def _below(limit: float, costs: StageCosts, branch: Branch) -> tuple[np.ndarray, list[list[int]]]:
+    """The bounds below the limit of a branch, and the options that have them."""
+    alone = [stage.busy + stage.reduced for stage in branch.stages]
+    rows = [np.nonzero(own < limit)[0] for own in alone]
+    if not all(map(len, rows)):
+        return np.zeros(0), []
+    stages = [stage.at(own) for stage, own in zip(branch.stages, rows, strict=True)]
+    nearest = [float(costs.crossing(*branch[:2], above)[..., 1].min()) for above in range(len(stages) - 1)]
+    bounds = _bounds(stages, nearest)
+    able = np.nonzero(bounds < limit)
+    return bounds[able], np.stack([own[at] for own, at in zip(rows, able, strict=True)], axis=1).tolist()
+
+
+def _bounds(stages: Sequence[StageOptions], crossings: Sequence[float]) -> np.ndarray:
+    """Seconds that no plan is shorter than: [option of the first stage, of the second, …].
+
+    A stage begins when a tile has come down to it, works on all its tiles, and one goes back up from it; the stages that it
+    reaches reduce their gradients then. Who has a longer update than the others begins as much later (predictor/step.py).
+    """
+    depth = len(stages)
+
+    def along(stage: int, values: np.ndarray) -> np.ndarray:
+        return values.reshape([-1 if axis == stage else 1 for axis in range(depth)])
+
+    first = along(0, stages[0].update)
+    for s in range(1, depth):
+        first = np.minimum(first, along(s, stages[s].update))
+    fill: np.ndarray | float = 0.0
+    end: np.ndarray | float = 0.0
+    for s, stage in enumerate(stages):
+        fill = np.maximum(fill, along(s, stage.update) - first)
+        back = fill + along(s, stage.busy)
+        end = np.maximum(end, back + along(s, stage.reduced))
+        for above in range(s - 1, -1, -1):
+            back = back + along(above, stages[above].backward) + crossings[above]
+            end = np.maximum(end, back + along(above, stages[above].reduced))
+        if s < depth - 1:
+            fill = fill + along(s, stage.forward) + crossings[s]
+    return np.asarray(end + first)
+
+
+def _timed(
+    costs: StageCosts, points: Sequence[Point], orders: dict[object, list[Node]]
+) -> Iterator[tuple[float, Point]]:
+    """The points with the seconds of their step, all of one tiling at once."""
+    alike: dict[object, list[Point]] = {}
+    for point in points:
+        alike.setdefault(point.tiling, []).append(point)
+    problem = costs.problem
+    for tiling, own in alike.items():
+        if tiling not in orders:
+            orders[tiling] = nodes_of(Layout(own[0].plan(problem), problem.model, problem.cluster))
+        yield from zip(_seconds(costs, own, orders[tiling]), own, strict=True)
+
+
+def _seconds(costs: StageCosts, points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
+    """The step of points that tile alike."""
+    stages = list(zip(*(point.modes for point in points), strict=True))
+    crossings = [
+        np.stack([costs.crossing(*point.branch[:2], above) for point in points]) for above in range(len(stages) - 1)
+    ]
+    updates = [np.stack([mode.updates for mode in own]) for own in stages]
+    first = np.minimum.reduce([own.min(axis=1) for own in updates])
+    passed = [
+        Passed(np.stack([mode.seconds for mode in own]), update - first[:, None])
+        for own, update in zip(stages, updates, strict=True)
+    ]
+    reduced = [
+        np.maximum(
+            ends.stop + [mode.reduction.tail_seconds for mode in own],
+            ends.start + [mode.reduction.seconds for mode in own],
+        )
+        for ends, own in zip(ends_of(nodes, passed, crossings), stages, strict=True)
+    ]
+    seconds: list[float] = (np.maximum.reduce(reduced) + first).tolist()
+    return seconds
+
+
+def _draft(point: Point, judge: Judge) -> Draft:
+    """The point's draft, movable where drafts can express its plan: they list like units by their micro-batch."""
+    problem, plan = judge.problem, point.plan(judge.problem)
+    stages = [
+        DraftStage(x, _seats(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)
+        for units, x, mode, spec in zip(point.branch.shape, point.branch.layers, point.modes, plan.stages, strict=True)
+    ]
+    draft = Draft(tuple(stages), alike=False)
+    if (usual := complete(draft, problem, judge.costs, None)) is not None:
+        for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
+            more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))
+            draft = draft.with_stage(index, replace(stage, nudges=more if any(more) else ()))
+        if complete(draft, problem, judge.costs, None) == plan:
+            return draft
+    return replace(draft, name=f"point {plan.stages}", plan=plan)
+
+
+def _seats(units: Units, sizes: Sequence[int]) -> tuple[Seats, ...]:
+    counts = Counter((unit.kind, unit.tp, size) for unit, size in zip(units, sizes, strict=True))
+    return merged([Seats(*sort, number) for sort, number in counts.items()])

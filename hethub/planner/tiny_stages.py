@@ -1,0 +1,228 @@
+"""What one stage of a small space's plans may do, as arrays: its replicas' samples and tiles, and seconds under every mode."""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner import footprint
+from hethub.planner.judge import Judge
+from hethub.planner.problem import Problem, Unit
+from hethub.predictor.constants import packaged
+from hethub.predictor.costs import PlanCosts
+from hethub.predictor.software import HETHUB
+from hethub.predictor.state_costs import Reduction
+from hethub.spec.layout import Layout
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+
+Units = tuple[Unit, ...]  # the replicas of a stage
+Shape = tuple[Units, ...]
+
+LEVELS = (0, 1, 3)  # of ZeRO: replicas of a round run ahead of each other under 2, which the replay does not know
+
+
+NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
+
+
+class Tilings(NamedTuple):
+    """All ways to divide the samples over a stage's replicas and to cut them into tiles: arrays [way, replica]."""
+
+    samples: np.ndarray
+    sizes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def sizes_of(samples: int, micro_batches: Sequence[int]) -> list[int]:
+    """The unlike tile sizes of a replica with so many samples."""
+    return sorted({min(size, samples) for size in micro_batches})
+
+
+@cache
+def tilings(total: int, replicas: int, micro_batches: tuple[int, ...]) -> Tilings:
+    """All samples in steps of one with all micro-batches."""
+    found = [
+        (samples, sizes)
+        for cut in combinations(range(1, total), replicas - 1)
+        for samples in [tuple(b - a for a, b in pairwise((0, *cut, total)))]
+        for sizes in product(*(sizes_of(count, micro_batches) for count in samples))
+    ]
+    return Tilings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
+
+
+def count_tilings(total: int, replicas: int, micro_batches: tuple[int, ...]) -> float:
+    """How many there are, without making them."""
+    each = np.array([0.0, *(len(sizes_of(count, micro_batches)) for count in range(1, total + 1))])
+    found = each
+    for _ in range(replicas - 1):
+        found = np.convolve(found, each)[: total + 1]
+    return float(found[total])
+
+
+def levels(problem: Problem, units: Units) -> tuple[int, ...]:
+    """A stage's ZeRO levels: a single replica has nothing to shard, a stage over islands shards its optimizer state at
+    least."""
+    if len(units) == 1:
+        return (0,)
+    islands = {problem.kinds[unit.kind].island for unit in units}
+    able = {*problem.zeros, *(problem.capabilities.family_zero if problem.constraints.zero is None else ())}
+    return tuple(level for level in LEVELS if level in able and (level or len(islands) == 1))
+
+
+def count_options(problem: Problem, units: Units) -> float:
+    """How many options a stage has."""
+    ways = count_tilings(problem.batch.global_batch, len(units), problem.micro_batches)
+    return ways * len(problem.recomputes) * len(levels(problem, units))
+
+
+class Mode(NamedTuple):
+    """A stage under a recompute and a ZeRO level."""
+
+    recompute: Recompute
+    zero: int
+    seconds: np.ndarray  # [pass, replica, samples] of one tile
+    reduction: Reduction
+    updates: np.ndarray  # per replica, from the gradient norm to its next step
+
+
+class StageOptions(NamedTuple):
+    """All options of a stage [mode x tiling], with seconds that its part of a step takes at least."""
+
+    modes: tuple[Mode, ...]
+    tilings: Tilings
+    busy: np.ndarray  # the replica that works longest, on all its tiles
+    forward: np.ndarray  # its shortest tile
+    backward: np.ndarray
+    reduced: np.ndarray  # from the last backward to the end of the reduction
+    update: np.ndarray  # of the replica that has the shortest
+
+    def mode(self, option: int) -> Mode:
+        return self.modes[option // len(self.tilings)]
+
+    def at(self, rows: np.ndarray) -> "StageOptions":
+        """The same with the bounds of some of the options alone."""
+        return StageOptions(self.modes, self.tilings, *(bound[rows] for bound in self[2:]))
+
+
+def options_of(modes: Sequence[Mode], ways: Tilings, fits: Sequence[np.ndarray]) -> StageOptions:
+    """The options of a stage from what it costs in every mode; those beyond memory, as `fits` [replica, samples] tells,
+    never end."""
+    whole, rest = np.divmod(ways.samples, ways.sizes)
+    replicas = np.arange(ways.sizes.shape[1])
+    bounds = []
+    for mode, able in zip(modes, fits, strict=True):
+        full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
+        busy = (whole * full + short).sum(axis=0).max(axis=1)
+        busy = np.where(able[replicas, ways.sizes].all(axis=1), busy, np.inf)
+        least = np.where(rest > 0, np.minimum(full, short), full).min(axis=2)
+        longest = np.maximum(full, short)[1].max(axis=1)
+        reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - longest)
+        bounds.append((busy, least[0], least[1], reduced, np.full(len(ways), mode.updates.min())))
+    return StageOptions(tuple(modes), ways, *(np.concatenate(part) for part in zip(*bounds, strict=True)))
+
+
+class StageCosts:
+    """The options of all stages of a problem, and what lies between two of them, each asked once of the predictor."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.problem = judge, judge.problem
+        self._options: dict[object, StageOptions] = {}
+        self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
+
+    @property
+    def most(self) -> int:
+        """Samples of the largest tile."""
+        return min(max(self.problem.micro_batches), self.problem.batch.global_batch)
+
+    def options(self, shape: Shape, layers: Sequence[int], stage: int) -> StageOptions:
+        """A stage's options. They depend on its replicas and the ends of the model that it holds; with a tied head also on
+        who holds the other end."""
+        ends = (stage == 0, stage == len(shape) - 1)
+        others = (shape[0], shape[-1]) if self.problem.model.tied_head and any(ends) else None
+        key = (shape[stage], layers[stage], *ends, others)
+        found = self._options.get(key)
+        if found is None:
+            modes = [
+                mode
+                for level in levels(self.problem, shape[stage])
+                for mode in self._modes(shape, layers, stage, level)
+            ]
+            ways = tilings(self.problem.batch.global_batch, len(shape[stage]), self.problem.micro_batches)
+            fits = [self._fits(shape[stage], layers[stage], mode, footprint.position(*ends)) for mode in modes]
+            found = self._options[key] = options_of(modes, ways, fits)
+        return found
+
+    def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:
+        """Whether a rank may run tiles of so many samples and has memory for one: [replica, samples]."""
+        most = [self.problem.at_most(unit.kind, self.most) for unit in units]
+        found = np.arange(self.most + 1) <= np.array(most)[:, None]
+        if not self.judge.ignore_memory:
+            kept = footprint.Mode(mode.zero, "1f1b")
+            for replica, unit in enumerate(units):
+                limit = NEARLY * self.problem.capacity(unit.kind)
+                for size in range(1, self.most + 1):
+                    at = self.problem.coefficients(unit.kind, unit.tp, size, mode.recompute, kept)
+                    state = at.state(layers, place) / (len(units) if mode.zero else 1)
+                    found[replica, size] &= at.fixed(layers, 1, place) + state <= limit
+        return found
+
+    def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:
+        return [self._mode(shape, layers, stage, zero, recompute) for recompute in self.problem.recomputes]
+
+    def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
+        costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
+        tiles = [[costs.tile(stage, replica, size) for size in range(1, self.most + 1)] for replica in replicas]
+        seconds = np.array(
+            [
+                [[0.0, *(tile.forward.total for tile in own)] for own in tiles],
+                [[0.0, *(tile.backward.total for tile in own)] for own in tiles],
+            ]
+        )
+        reduction = costs.state.reduction(stage)
+        updates = np.array([costs.optimizer(stage, replica) for replica in replicas])
+        if zero:  # all wait for the weights of all owners
+            updates = np.full(len(updates), updates.max() + reduction.gather_seconds)
+        return Mode(recompute, zero, seconds, reduction, updates)
+
+    def crossing(self, shape: Shape, layers: Sequence[int], above: int) -> np.ndarray:
+        """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
+        key = (shape[above], shape[above + 1])
+        found = self._crossings.get(key)
+        if found is None:
+            costs = self._costs(shape, layers, 1, self.problem.recomputes[0])
+            found = self._crossings[key] = np.array(
+                [
+                    [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]
+                    for a in range(len(key[0]))
+                ]
+            )
+        return found
+
+    def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
+        """The predictor's costs of any plan with these stages; what is read of them depends on no tile."""
+        total, options = self.problem.batch.global_batch, []
+        for units in shape:
+            able = levels(self.problem, units)
+            samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
+            options.append((samples, (1,) * len(units), recompute, zero if zero in able else able[0]))
+        layout = Layout(plan_of(self.problem, shape, layers, options), self.problem.model, self.problem.cluster)
+        return PlanCosts(layout, HETHUB, packaged(), self.problem.profile)
+
+
+StageChoice = tuple[Sequence[int], Sequence[int], Recompute, int]  # samples, tile sizes, recompute, ZeRO level
+
+
+def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], choices: Sequence[StageChoice]) -> PlanSpec:
+    """The plan of one choice per stage."""
+    start, stages = 0, []
+    for units, x, (samples, sizes, recompute, zero) in zip(shape, layers, choices, strict=True):
+        replicas = tuple(
+            ReplicaSpec(ranks=unit.ranks, micro_batch=int(size), samples=int(count))
+            for unit, count, size in zip(units, samples, sizes, strict=True)
+        )
+        stages.append(StageSpec(layers=((start, start + x),), replicas=replicas, zero=zero, recompute=recompute))
+        start += x
+    return problem.plan(problem.schedule, stages)
