@@ -18,6 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from hethub.commands.common import processors  # noqa: E402
 from hethub.planner import plan  # noqa: E402
 from hethub.planner.problem import Batch  # noqa: E402
 from hethub.planner.scaled import Scale, scaled  # noqa: E402
@@ -97,7 +98,7 @@ def one(count: int, seed: int, explain: bool, alike: bool) -> dict[str, float]:
     if seed:
         cluster = random_speeds(cluster, seed)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = plan(model, cluster, batch, explain=explain)
+    found = plan(model, cluster, batch, explain=explain, processes=processors())
     return {
         "seconds": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,

@@ -13,6 +13,7 @@ from hethub.commands.common import (
     known_cluster,
     model_and_cluster,
     print_json,
+    processors,
 )
 from hethub.spec.errors import BadInput
 
@@ -71,6 +72,7 @@ def plan(options: argparse.Namespace) -> None:
     result = make_plan(
         job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
         top=options.top, explain=options.explain, robust=options.robust, profile=profile_for(job, options.profile),
+        processes=processors(),
     )  # fmt: skip
     written = []
     if options.out is not None:
@@ -157,7 +159,7 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     if file is None:
         from hethub.planner import plan as make_plan
 
-        result = make_plan(*question, strategy=job.spec.plan, profile=profile)
+        result = make_plan(*question, strategy=job.spec.plan, profile=profile, processes=processors())
         bound = result.prediction.upper_bound_tokens_per_second
         return _Chosen(job.spec.plan, result.plan, result.kinds_alone, bound)
     plan = load_plan_of(job, file)
@@ -165,7 +167,7 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
         return _Chosen("plan file", plan, None, None)
     from hethub.planner.bounds import kinds_alone_for, upper_bound_tokens_per_second
 
-    alone = kinds_alone_for(*question, profile)
+    alone = kinds_alone_for(*question, profile, processors())
     return _Chosen("plan file", plan, alone or (), upper_bound_tokens_per_second(alone))
 
 

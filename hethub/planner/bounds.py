@@ -1,8 +1,15 @@
 """HETHUB's upper bound: the sum over kinds of the throughput that each reaches alone in its best plan."""
 
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import NamedTuple
+
 from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
-from hethub.planner.problem import Batch, Problem, pose
+from hethub.planner.problem import Batch, Kind, Problem, pose
 from hethub.planner.result import KindAlone
 from hethub.planner.search import effort_for, search
 from hethub.predictor.profile import ProfileSpec
@@ -11,6 +18,8 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
+Alone = tuple[KindAlone, ...] | None  # every kind's part; None where the bound is undefined
+
 
 def kinds_alone_for(
     model: ModelSpec,
@@ -18,47 +27,80 @@ def kinds_alone_for(
     train: Batch | tuple[int, int, Precision],
     constraints: ConstraintsSpec | None = None,
     profile: ProfileSpec | None = None,
-) -> tuple[KindAlone, ...] | None:
+    processes: int = 1,
+) -> Alone:
     """The parts of the upper bound for a job, whatever its plan; None where the bound is undefined."""
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
-    return kinds_alone(problem, UnitCosts(problem))
+    with kinds_alone(problem, UnitCosts(problem), processes) as found:
+        return found()
 
 
-def kinds_alone(problem: Problem, costs: UnitCosts) -> tuple[KindAlone, ...] | None:
-    """Every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no sample."""
-    weights = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
-    alone = []
-    for index, weight in enumerate(weights):
-        samples = round(problem.batch.global_batch * weight / sum(weights))
-        found = _alone(problem, index, samples) if samples else None
-        if found is None:
-            return None
-        alone.append(found)
-    return tuple(alone)
+@contextmanager
+def kinds_alone(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
+    """What gives every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no
+    sample. With several processes the kinds are planned beside what the caller does before it asks."""
+    parts = _parts(problem, costs)
+    if processes == 1 or sys.platform != "linux":  # elsewhere forks of a program with threads are not sound
+        yield lambda: _complete(map(_alone, parts))
+        return
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("fork"))
+    try:
+        planned = pool.map(_alone, parts)
+        yield lambda: _complete(planned)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def upper_bound_tokens_per_second(alone: tuple[KindAlone, ...] | None) -> float | None:
+def upper_bound_tokens_per_second(alone: Alone) -> float | None:
     """The sum of the kinds' throughputs."""
     return sum(kind.tokens_per_second for kind in alone) if alone else None
 
 
-def _alone(problem: Problem, index: int, samples: int) -> KindAlone | None:
+class _Part(NamedTuple):
+    """One kind of the whole problem, and the problem on it alone; no problem where its part of the batch is no sample."""
+
+    kind: Kind
+    problem: Problem | None
+
+
+def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
+    weights = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
+    found = []
+    for index, (kind, weight) in enumerate(zip(problem.kinds, weights, strict=True)):
+        samples = round(problem.batch.global_batch * weight / sum(weights))
+        alone = problem.part(index)
+        own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples)) if samples else None
+        found.append(_Part(kind, own))
+    return found
+
+
+def _complete(planned: Iterable[KindAlone | None]) -> Alone:
+    """All kinds, or None where one has no part."""
+    found = []
+    for kind in planned:
+        if kind is None:
+            return None
+        found.append(kind)
+    return tuple(found)
+
+
+def _alone(part: _Part) -> KindAlone | None:
     """The kind's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
-    kind = problem.kinds[index]
-    part = problem.part(index)
-    part = part.on(part.cluster, Batch(samples, problem.batch.seq_len, problem.batch.precision))
+    kind, problem = part
+    if problem is None:
+        return None
     for lifted in (False, True):
-        judge = Judge(part, UnitCosts(part), ignore_memory=lifted)
-        best = search(part, judge, effort_for(part))
+        judge = Judge(problem, UnitCosts(problem), ignore_memory=lifted)
+        best = search(problem, judge, effort_for(problem))
         if best is not None:
             return KindAlone(
                 accelerator=kind.accelerator.name,
                 island=kind.island,
                 count=kind.size,
-                global_batch=samples,
+                global_batch=problem.batch.global_batch,
                 tokens_per_second=best.prediction.tokens_per_second,
                 memory_lifted=lifted,
-                cluster=part.cluster,
+                cluster=problem.cluster,
                 plan=best.plan,
             )
     return None

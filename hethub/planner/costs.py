@@ -5,6 +5,8 @@ The judge of every plan is the predictor. These figures are its figures for one 
 
 from typing import NamedTuple
 
+import numpy as np
+
 from hethub.planner.problem import Kind, Problem
 from hethub.predictor.constants import packaged
 from hethub.predictor.layer_cost import LayerCost, PassSeconds
@@ -102,8 +104,8 @@ class UnitCosts:
         return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)
 
 
-def rank_parameters(model: ModelSpec, tp: int, layers: int, first: bool, last: bool) -> float:
-    """Parameters that a stage sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
+def rank_parameters(model: ModelSpec, tp: int, layers: np.ndarray, first: bool, last: bool) -> np.ndarray:
+    """Parameters, by layers, that a stage sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
     A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
     matrices = (3 if model.is_gated else 2) * model.ffn
     cut = 2 * model.heads * model.head_size + matrices

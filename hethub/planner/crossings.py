@@ -13,10 +13,18 @@ class Crossings:
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
         self._known: dict[object, float] = {}
+        self._ways: dict[object, list[float]] = {}
         self._machine_sizes = [len(kind.machines[0]) for kind in problem.kinds]
 
     def of(self, draft: Draft) -> list[float]:
         """Seconds of one tile over each boundary, from the slowest pair of sorts."""
+        key = tuple([stage.seats for stage in draft.stages])
+        found = self._ways.get(key)
+        if found is None:
+            found = self._ways[key] = self._boundaries(draft)
+        return found
+
+    def _boundaries(self, draft: Draft) -> list[float]:
         used, sizes = [0] * len(self._machine_sizes), self._machine_sizes
         found = []
         for above, below in pairwise(draft.stages):

@@ -1,89 +1,68 @@
 """Tiles in flight by estimate: how long a tile takes to turn somewhere below and come back, and how many hide that.
 
-Where stages have tiles of unlike sizes, the largest on the way counts: a stage with smaller ones runs several for it.
+For many drafts of equally many stages at once. Where stages have tiles of unlike sizes, the largest on the way counts:
+a stage with smaller ones runs several for it. `tile` are seconds of one tile both ways, `wave` samples of one tile on
+every replica, `held` tiles in flight, all [draft, stage]; `trips` come from `round_trips`.
 """
 
-from collections.abc import Sequence
-from math import ceil
-from typing import Protocol
+import numpy as np
 
 
-class Passed(Protocol):
-    """What a stage's estimate tells of its tiles."""
-
-    @property
-    def tile(self) -> float:
-        """Seconds of one tile both ways."""
-
-    @property
-    def wave(self) -> int:
-        """Samples of one tile on every replica."""
-
-
-def round_trips(stages: Sequence[Passed], crossing: Sequence[float]) -> list[list[float]]:
-    """Per stage s, for every stage from s on the seconds until what s sends down comes back from there, both passes of all
-    included."""
-    tiles, waves = [stage.tile for stage in stages], [stage.wave for stage in stages]
-    if len(set(waves)) > 1:
-        return [_unlike_trips(tiles[s:], waves[s:], crossing[s:]) for s in range(len(stages))]
-    ends, starts, passed = [], [], 0.0
-    for tile, across in zip(tiles, [*crossing, 0.0], strict=True):
-        starts.append(passed)
-        passed += tile
-        ends.append(passed)
-        passed += 2 * across
-    return [[end - start for end in ends[s:]] for s, start in enumerate(starts)]
+def round_trips(tile: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.ndarray:
+    """[draft, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of all on
+    the way included; `crossing` [draft, boundary]."""
+    starts = np.zeros_like(tile)
+    np.cumsum(tile[:, :-1] + 2 * crossing, axis=1, out=starts[:, 1:])
+    trips: np.ndarray = (starts + tile)[:, None, :] - starts[:, :, None]
+    unlike = (wave != wave[:, :1]).any(axis=1)
+    if unlike.any():
+        trips[unlike] += _repeated(tile[unlike], wave[unlike])
+    return trips
 
 
-def _unlike_trips(tiles: list[float], waves: list[int], crossing: Sequence[float]) -> list[float]:
-    """The round trips from the first of some stages where tiles are unlike."""
-    found, passed, most, beside = [], 0.0, waves[0], 0.0
-    for t, (tile, wave, across) in enumerate(zip(tiles, waves, [*crossing, 0.0], strict=True)):
-        passed += tile
-        if wave < most:
-            beside = max(beside, (most / wave - 1) * tile)
-        elif wave > most:
-            most = wave
-            beside = max([(most / w - 1) * own for own, w in zip(tiles[:t], waves[:t], strict=True)])
-        found.append(passed + beside)
-        passed += 2 * across
-    return found
+def _repeated(tile: np.ndarray, wave: np.ndarray) -> np.ndarray:
+    """[draft, s, t]: seconds that the stages from s to t take on further tiles for one of the largest among them."""
+    count = tile.shape[1]
+    most = np.maximum.accumulate(np.triu(np.broadcast_to(wave[:, None, :], (*wave.shape, count))), axis=2)
+    beside = np.zeros(most.shape)
+    for i in range(count):
+        around = beside[:, : i + 1, i:]
+        further = (most[:, : i + 1, i:] / wave[:, i, None, None] - 1) * tile[:, i, None, None]
+        np.maximum(around, further, out=around)
+    return beside
 
 
-def default_flights(stages: Sequence[Passed]) -> list[int]:
+def default_flights(wave: np.ndarray) -> np.ndarray:
     """About how many tiles each stage holds by default: what the one below does and one more of its tiles."""
-    held = [1]
-    for above, below in zip(stages[-2::-1], stages[:0:-1], strict=True):
-        held.append(max(1, ceil((held[-1] + 1) * below.wave / above.wave)))
-    return held[::-1]
+    held = np.ones_like(wave)
+    for s in range(wave.shape[1] - 2, -1, -1):
+        held[:, s] = np.maximum(1, np.ceil((held[:, s + 1] + 1) * wave[:, s + 1] / wave[:, s]))
+    return held
 
 
-def slowest_circuit(
-    stages: Sequence[Passed], trips: Sequence[Sequence[float]], held: Sequence[int], samples: int
-) -> float:
-    """Seconds of `samples` at the rate of the slowest circuit, and of one tile through all stages: a tile's backward in
-    stage s lets the next forward go down to stage t, where it comes before the backward that answers it as many tiles
-    later as both hold."""
-    behind = [stage.wave * (hold - 1) for stage, hold in zip(stages, held, strict=True)]
-    slowest, wave = 0.0, 0
-    for s, stage in enumerate(stages[:-1]):
-        flight = behind[s] + stage.wave
-        rate = max([way / max(flight - b, 1) for way, b in zip(trips[s][1:], behind[s + 1 :], strict=True)])
-        if rate > slowest:
-            slowest, wave = rate, stage.wave
-    return slowest * max(samples - wave, 0.0) + trips[0][-1]
+def slowest_circuit(trips: np.ndarray, wave: np.ndarray, held: np.ndarray, samples: int) -> np.ndarray:
+    """[draft]: seconds of `samples` at the rate of the slowest circuit, and of one tile through all stages: a tile's
+    backward in stage s lets the next forward go down to stage t, where it comes before the backward that answers it as many
+    tiles later as both hold."""
+    behind = wave * (held - 1)
+    apart = np.maximum((behind + wave)[:, :-1, None] - behind[:, None, 1:], 1)
+    rates = np.triu(trips[:, :-1, 1:] / apart).max(axis=2)
+    slowest = rates.argmax(axis=1)[:, None]
+    left = np.maximum(samples - np.take_along_axis(wave, slowest, 1), 0.0)
+    seconds: np.ndarray = (np.take_along_axis(rates, slowest, 1) * left)[:, 0] + trips[:, 0, -1]
+    return seconds
 
 
 def enough_flights(
-    stages: Sequence[Passed], trips: Sequence[Sequence[float]], pace: float, room: Sequence[int], tiles: Sequence[int]
-) -> list[int]:
-    """As many tiles per stage as its circuits need for `pace` samples per second, as far as there is room and there are
-    tiles; never fewer samples than the stage below holds."""
-    last = len(stages) - 1
-    spare = 0 if len({stage.wave for stage in stages}) == 1 else 1
-    held = [1] * (last + 1)
-    for s in range(last - 1, -1, -1):
-        need = max([pace * trips[s][t - s] + stages[t].wave * (held[t] - 1) for t in range(s + 1, last + 1)])
-        wanted = ceil(need / stages[s].wave - 1e-6) + spare
-        held[s] = max(min(wanted, room[s], tiles[s]), ceil(held[s + 1] * stages[s + 1].wave / stages[s].wave))
+    trips: np.ndarray, wave: np.ndarray, pace: np.ndarray, room: np.ndarray, tiles: np.ndarray
+) -> np.ndarray:
+    """As many tiles per stage as its circuits need for `pace` [draft] samples per second, as far as there is room and there
+    are tiles (both [draft, stage]); never fewer samples than the stage below holds."""
+    spare = (wave != wave[:, :1]).any(axis=1)
+    most, held = np.minimum(room, tiles), np.ones_like(wave)
+    for s in range(wave.shape[1] - 2, -1, -1):
+        need = (pace[:, None] * trips[:, s, s + 1 :] + wave[:, s + 1 :] * (held[:, s + 1 :] - 1)).max(axis=1)
+        wanted = np.ceil(need / wave[:, s] - 1e-6) + spare
+        below = np.ceil(held[:, s + 1] * wave[:, s + 1] / wave[:, s])
+        held[:, s] = np.maximum(np.minimum(wanted, most[:, s]), below)
     return held

@@ -1,6 +1,6 @@
 """Small changes of a draft: the neighbours that local search looks at."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,27 +13,38 @@ MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
 
 
-def neighbours(draft: Draft, surrogate: Surrogate) -> Iterator[Draft]:
-    """Every draft one change away; with many stages, those that change the slowest or all.
+def neighbours(draft: Draft, surrogate: Surrogate) -> list[Draft]:
+    """Every draft one change away, all weighed."""
+    every = dict.fromkeys(near for some in neighbourhoods(draft, surrogate) for near in some)
+    return [near for near in every if near != draft]
 
-    Where another mode or degree needs more memory than there is, tiles are cut until it fits.
-    """
+
+def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[list[Draft]]:
+    """The drafts one change away, sort of change by sort of change, weighed."""
+    for near in _changes(draft, surrogate):
+        found = list(near)
+        surrogate.weigh(found)
+        yield found
+
+
+def _changes(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draft]]:
+    """With many stages, the changes of the slowest or of all. Where another mode or degree needs more memory than there is,
+    tiles are cut until it fits."""
     count, problem, slowest = len(draft.stages), surrogate.problem, surrogate.slowest(draft)
     if count <= MOST_PAIRED:
-        pairs = list(combinations(range(count), 2))
+        pairs, resizable = list(combinations(range(count), 2)), range(count)
     else:
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
-    yield from _layers(draft, pairs)
-    for near in _micro_batches(draft, problem):
-        yield _with_room(near, problem)
+        resizable = range(slowest, slowest + 1)
+    yield _layers(draft, pairs)
+    yield (_with_room(near, problem) for near in _micro_batches(draft, problem))
     if problem.capabilities.any_micro_batch and not problem.constraints.micro_batch:
-        for near in _even_tiles(draft, surrogate, range(count) if count <= MOST_PAIRED else [slowest]):
-            yield _with_room(near, problem)
-    yield from _made_to_fit(_modes(draft, problem), surrogate)
-    yield from _seats(draft, problem, pairs)
-    yield from _made_to_fit(_degrees(draft, problem), surrogate)
+        yield (_with_room(near, problem) for near in _even_tiles(draft, surrogate, resizable))
+    yield _made_to_fit(_modes(draft, problem), surrogate)
+    yield _seats(draft, problem, pairs)
+    yield _made_to_fit(_degrees(draft, problem), surrogate)
     if problem.size <= MOST_NUDGED:
-        yield from _nudges(draft)
+        yield _nudges(draft)
 
 
 def _layers(draft: Draft, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
@@ -89,12 +100,12 @@ def _with_room(draft: Draft, problem: Problem) -> Draft:
     return draft if len(waves) == 1 else replace(draft, roomy=True)
 
 
-def _made_to_fit(near: Iterator[Draft], surrogate: Surrogate) -> Iterator[Draft]:
+def _made_to_fit(near: Iterable[Draft], surrogate: Surrogate) -> list[Draft]:
     """The drafts, and of those that need too much memory what is left of them with smaller tiles."""
-    for draft in near:
-        yield draft
-        if not surrogate.likely_fits(draft) and (smaller := fitted(draft, surrogate)) is not None:
-            yield smaller
+    found = list(near)
+    surrogate.weigh(found)
+    smaller = [fitted(draft, surrogate) for draft in found if not surrogate.likely_fits(draft)]
+    return found + [draft for draft in smaller if draft is not None]
 
 
 def _stepped(draft: Draft, where: list[tuple[int, int | None]], problem: Problem, step: int) -> Draft:

@@ -1,9 +1,11 @@
 """From a question to an answer: strategy, search, bounds, runners-up, or the reason why no plan fits."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from hethub.planner.bounds import kinds_alone, upper_bound_tokens_per_second
+from hethub.planner.bounds import Alone, kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
 from hethub.planner.families import FAMILIES
@@ -41,6 +43,7 @@ def plan(
     explain: bool = False,
     robust: bool = False,
     profile: ProfileSpec | None = None,
+    processes: int = 1,
 ) -> PlanResult:
     """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed.
 
@@ -48,18 +51,19 @@ def plan(
     binds. `robust` answers with the plan whose worst case over links -20 % and compute -10 % is best. What `profile`
     measured counts instead of estimates. Raises BadInput
     where the question contradicts itself or no plan fits; the message says by how many bytes on which accelerators, and
-    what would help.
+    what would help. With several `processes` the kinds are planned beside the whole, the plans being the same.
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
     judge = Judge(problem, UnitCosts(problem))
-    best = find(problem, judge, strategy)
-    rows = _families(problem, judge, strategy) if explain else {}
-    if strategy == "auto":
-        best = judge.best  # a family's plan, where explaining found a faster one
-    chosen = most_robust(problem, judge) if robust else None
-    best = _confirmed(problem, judge, chosen.verdict if chosen else best, strategy)
-    alone = _alone(problem, judge) if with_bounds else None
+    with _alone(problem, judge, with_bounds, processes) as kinds_alone:
+        best = find(problem, judge, strategy)
+        rows = _families(problem, judge, strategy) if explain else {}
+        if strategy == "auto":
+            best = judge.best  # a family's plan, where explaining found a faster one
+        chosen = most_robust(problem, judge) if robust else None
+        best = _confirmed(problem, judge, chosen.verdict if chosen else best, strategy)
+        alone = kinds_alone()
     prediction = _bounded(best.prediction, alone)
     tokens = problem.batch.global_batch * problem.batch.seq_len
     return PlanResult(
@@ -81,11 +85,13 @@ def plan(
     )
 
 
-def _alone(problem: Problem, judge: Judge) -> tuple[KindAlone, ...] | None:
-    """Every kind's best plan by itself; None where time is up, since a search cut short would understate the bound."""
-    if judge.out_of_time:
-        return None
-    return kinds_alone(problem.with_constraints(problem.constraints.replace(time_limit_seconds=None)), judge.costs)
+@contextmanager
+def _alone(problem: Problem, judge: Judge, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
+    """What gives every kind's best plan by itself, if it is wanted; None where time is up, since a search cut short would
+    understate the bound. Under a time limit nothing runs beside the search."""
+    unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
+    with kinds_alone(unlimited, judge.costs, 1 if judge.limit_seconds or not wanted else processes) as found:
+        yield lambda: found() if wanted and not judge.out_of_time else None
 
 
 def _bounded(prediction: Prediction, alone: tuple[KindAlone, ...] | None) -> Prediction:

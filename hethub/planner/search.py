@@ -8,11 +8,12 @@ from hethub.planner.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.draft import Draft, to_draft
 from hethub.planner.families import FAMILIES, Family
 from hethub.planner.judge import Judge, Verdict
-from hethub.planner.moves import neighbours
+from hethub.planner.moves import neighbourhoods, neighbours
 from hethub.planner.partition import Partitioner, Setting
 from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
 from hethub.planner.small import MOST_UNITS, small_drafts
+from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table, tabulate
 from hethub.planner.tile_sizes import fitted
 from hethub.planner.tiny import is_tiny, search_tiny
@@ -21,6 +22,7 @@ FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
+TOGETHER = 32  # drafts weighed at once
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
@@ -37,6 +39,7 @@ class Effort:
     tried_per_step: int
     tiles: int  # replayed one by one by the judge; plans whose stages are alike need none
     arrangements: int = 0  # whose best plans are climbed from as well
+    uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not judged
     whole: bool = False  # the space is searched to its end (tiny.py)
     optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
 
@@ -51,7 +54,7 @@ def effort_for(problem: Problem) -> Effort:
     if problem.size <= 4:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
-            tried_per_step=32, tiles=200_000, optimism=0.75,
+            tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75,
         )  # fmt: skip
     if problem.size <= 16:
         return Effort(
@@ -102,13 +105,17 @@ def _families_drafts(problem: Problem, judge: Judge, best: Best) -> dict[str, li
 
 def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     """Judges the plan of a family with the shortest estimate, from which the search starts."""
-    least = sorted((draft for drafts in families.values() for draft in drafts), key=judge.surrogate.least)
+    surrogate = judge.surrogate
+    every = sorted(dict.fromkeys(draft for drafts in families.values() for draft in drafts), key=surrogate.least)
     start, shortest = None, float("inf")
-    for draft in least:
-        if judge.surrogate.least(draft) >= shortest or judge.out_of_time:
+    for first in range(0, len(every), TOGETHER):
+        some = every[first : first + TOGETHER]
+        if surrogate.least(some[0]) >= shortest or judge.out_of_time:
             break
-        if judge.surrogate.is_faster(draft, shortest):
-            start, shortest = draft, judge.surrogate.seconds(draft)
+        surrogate.weigh(some)
+        own = min(filter(surrogate.likely_fits, some), key=surrogate.seconds, default=None)
+        if own is not None and surrogate.seconds(own) < shortest:
+            start, shortest = own, surrogate.seconds(own)
     if start is not None:
         judge(start)
     judge.mark_start()
@@ -201,29 +208,27 @@ def promising(
 ) -> list[Draft]:
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
     entries = [*cuts, *reordered(problem, table, cuts, memory_counts=memory_counts)]
-    estimates = {
-        draft: judge.surrogate.seconds(draft)
-        for entry in entries
-        for draft in slacks(problem, judge, entry.draft(problem))
-    }
+    drafts = slacks(problem, judge, [entry.draft(problem) for entry in entries])
+    estimates = {draft: judge.surrogate.seconds(draft) for draft in drafts}
     best = min(estimates.values(), default=float("inf"))
     if not effort.whole:
         estimates.update(small_drafts(problem, table, judge.surrogate, best, memory_counts))
     if problem.constraints.dp is None and not judge.out_of_time:
-        for draft in free_drafts(problem, judge, effort, table, best, memory_counts):
-            estimates.update((d, judge.surrogate.seconds(d)) for d in slacks(problem, judge, draft))
+        drafts = slacks(problem, judge, free_drafts(problem, judge, effort, table, best, memory_counts))
+        estimates.update((draft, judge.surrogate.seconds(draft)) for draft in drafts)
     ranked = sorted(estimates, key=lambda draft: estimates[draft])
     shapes = {draft.shape: draft for draft in reversed(ranked)}  # the best of every arrangement of units
     unlike = sorted(shapes.values(), key=lambda draft: estimates[draft])
     return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
 
 
-def slacks(problem: Problem, judge: Judge, draft: Draft) -> list[Draft]:
-    """The draft, and with as many tiles in flight as its links need where that shortens the estimate."""
-    if len(draft.stages) == 1 or problem.schedule != "1f1b" or not problem.capabilities.chooses_in_flight:
-        return [draft]
-    roomy = replace(draft, roomy=True)
-    return [draft, roomy] if judge.surrogate.seconds(roomy) < judge.surrogate.seconds(draft) else [draft]
+def slacks(problem: Problem, judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
+    """The drafts, and with as many tiles in flight as their links need where that shortens the estimate."""
+    surrogate = judge.surrogate
+    choose = problem.schedule == "1f1b" and problem.capabilities.chooses_in_flight
+    roomy = {draft: replace(draft, roomy=True) for draft in drafts if choose and len(draft.stages) > 1}
+    surrogate.weigh([*drafts, *roomy.values()])
+    return [*drafts, *(own for draft, own in roomy.items() if surrogate.seconds(own) < surrogate.seconds(draft))]
 
 
 def free_drafts(
@@ -254,8 +259,8 @@ def _depths(problem: Problem, setting: Setting) -> list[int]:
     return [depth for depth in range(1, deepest + 1) if problem.constraints.pp in (None, depth)]
 
 
-WORTHWHILE = 2e-3  # a gain for which the first better neighbour is taken, before the best one is looked for
-MOST_CHANGES, MOST_SMALL_CHANGES = 60, 3
+WORTHWHILE = 2e-3  # a gain for which no other sort of change is looked at
+MOST_CHANGES = 60
 
 
 def descend(problem: Problem, judge: Judge, draft: Draft, passed: set[Draft]) -> Draft:
@@ -263,22 +268,27 @@ def descend(problem: Problem, judge: Judge, draft: Draft, passed: set[Draft]) ->
     among those `passed`, to which its own are added."""
     surrogate = judge.surrogate
     for _ in range(MOST_CHANGES):
-        if draft in passed:
-            return draft
+        if draft in passed or judge.out_of_time:
+            break
         passed.add(draft)
-        enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
-        near = neighbours(draft, surrogate)
-        better = next((d for d in near if surrogate.is_faster(d, enough)), None)
-        if better is None or judge.out_of_time:
+        better = _downhill(surrogate, draft)
+        if better is None:
             break
         draft = better
-    for _ in range(MOST_SMALL_CHANGES):
-        now, near = surrogate.seconds(draft), neighbours(draft, surrogate)
-        faster = [d for d in near if surrogate.is_faster(d, now * (1 - 1e-6))]
-        if not faster or judge.out_of_time:
-            break
-        draft = min(faster, key=surrogate.seconds)
     return draft
+
+
+def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
+    """The best neighbour of the first sort among which one is worth while, or the best of all; None where none is better."""
+    least, best = surrogate.seconds(draft) * (1 - 1e-6), None
+    enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
+    for near in neighbourhoods(draft, surrogate):
+        own = min(filter(surrogate.likely_fits, near), key=surrogate.seconds, default=None)
+        if own is not None and surrogate.seconds(own) < least:
+            least, best = surrogate.seconds(own), own
+        if least < enough:
+            break
+    return best
 
 
 def judge_or_fit(judge: Judge, draft: Draft) -> None:
@@ -300,10 +310,11 @@ def climb(verdict: Verdict, problem: Problem, judge: Judge, effort: Effort) -> V
 
 
 def _step(best: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:
-    ranked = list(dict.fromkeys(neighbours(best.draft, judge.surrogate)))
+    surrogate, ranked = judge.surrogate, neighbours(best.draft, judge.surrogate)
     if best.prediction.fits:
-        fitting = [draft for draft in ranked if judge.surrogate.likely_fits(draft)]
-        ranked = heapq.nsmallest(effort.tried_per_step, fitting, key=judge.surrogate.seconds)
+        most = surrogate.seconds(best.draft) * effort.uphill
+        near = [draft for draft in ranked if surrogate.seconds(draft) < most and surrogate.likely_fits(draft)]
+        ranked = heapq.nsmallest(effort.tried_per_step, near, key=surrogate.seconds)
     for draft in ranked:
         if judge.out_of_time:
             break

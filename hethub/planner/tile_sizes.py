@@ -52,11 +52,11 @@ def fitted(draft: Draft, surrogate: Surrogate) -> Draft | None:
         place, seats = position(index == 0, index == last), []
         for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
             low, high = 0, own.micro_batch + 1  # the largest that fits lies in [low, high)
-            if surrogate.room(stage, own, place, draft.schedule) >= held:
+            if surrogate.most_tiles(stage, own, place, draft.schedule) >= held:
                 low = own.micro_batch
             while high - low > 1:
                 middle = (low + high) // 2
-                fits = surrogate.room(stage, own._replace(micro_batch=middle), place, draft.schedule) >= held
+                fits = surrogate.most_tiles(stage, own._replace(micro_batch=middle), place, draft.schedule) >= held
                 low, high = (middle, high) if fits else (low, middle)
             if not low:
                 return None

@@ -1,7 +1,9 @@
 """Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from hethub.predictor.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
 from hethub.predictor.operators import Shape, Work, attention_share, embedding_work, head_work, layer_work, weight_work
@@ -9,6 +11,8 @@ from hethub.predictor.software import HETHUB, MathPrecision, Software, element_b
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
+
+Number = TypeVar("Number", float, np.ndarray)
 
 
 class PassSeconds(NamedTuple):
@@ -141,8 +145,8 @@ class LayerCost:
         """Final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
         return self.device.both(head_work(self.model, samples * self.seq_len, share, self.precision))
 
-    def optimizer(self, parameters: float) -> float:
-        """Seconds to zero and norm the gradients of `parameters` and step them with AdamW.
+    def optimizer(self, parameters: Number) -> Number:
+        """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW.
 
         Bytes per parameter read and written: gradient 3 times (zeroed, norm, step), master and two moments read and
         written, the weight written in its precision.

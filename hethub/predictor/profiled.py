@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from hethub.predictor.layer_cost import LayerCost, PassSeconds
+from hethub.predictor.layer_cost import LayerCost, Number, PassSeconds
 from hethub.predictor.operators import embedding_work, head_work
 from hethub.predictor.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
 
@@ -61,7 +61,7 @@ class ProfiledLayerCost(LayerCost):
     def head(self, samples: float, share: float = 1.0) -> PassSeconds:
         return self._corrected("head", samples, self.seq_len, share)
 
-    def optimizer(self, parameters: float) -> float:
+    def optimizer(self, parameters: Number) -> Number:
         if self._optimizer_seconds is None:
             return super().optimizer(parameters)
         return parameters * self._optimizer_seconds

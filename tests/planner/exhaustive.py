@@ -88,11 +88,11 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
 class GridSurrogate(Surrogate):
     """Estimates that lead a search nowhere but into the grid."""
 
-    def _estimate(self, draft: Draft) -> float:
+    def is_possible(self, draft: Draft) -> bool:
         seats = [own for stage in draft.stages for own in stage.seats]
         usual = not draft.roomy and draft.schedule is None and all(s.state_shares == () for s in draft.stages)
         inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in seats)
-        return super()._estimate(draft) if inside else float("inf")
+        return inside and super().is_possible(draft)
 
 
 class GridJudge(Judge):

@@ -1,7 +1,6 @@
 """Tiles in flight by estimate: round trips over stages with tiles of like and unlike sizes, and what hides them."""
 
-from typing import NamedTuple
-
+import numpy as np
 import pytest
 
 from hethub.planner.costs import UnitCosts
@@ -12,35 +11,52 @@ from hethub.planner.problem import Batch, pose
 from tests.planner.test_plan import TINY, cluster
 
 
-class Stage(NamedTuple):
-    tile: float
-    wave: int
+def trips_of(tiles: list[float], waves: list[int], crossing: list[float]) -> np.ndarray:
+    """[s, t] of one draft."""
+    return round_trips(np.array([tiles]), np.array([waves], dtype=float), np.array([crossing]))[0]
+
+
+def flights_of(waves: list[int]) -> list[float]:
+    return default_flights(np.array([waves], dtype=float))[0].tolist()
 
 
 def test_like_tiles_pass_all_stages_and_come_back():
-    trips = round_trips([Stage(3.0, 4), Stage(2.0, 4), Stage(1.0, 4)], [0.5, 0.25])
-    assert trips == [[3.0, 6.0, 7.5], [2.0, 3.5], [1.0]]
+    trips = trips_of([3.0, 2.0, 1.0], [4, 4, 4], [0.5, 0.25])
+    assert trips[0].tolist() == [3.0, 6.0, 7.5]
+    assert trips[1, 1:].tolist() == [2.0, 3.5]
+    assert trips[2, 2] == 1.0
 
 
 def test_smaller_tiles_below_or_above_are_run_as_often_as_the_largest_needs():
-    assert round_trips([Stage(4.0, 4), Stage(1.0, 1)], [0.0])[0] == [4.0, 4.0 + 4 * 1.0]
-    assert round_trips([Stage(1.0, 1), Stage(4.0, 4)], [0.0])[0] == [1.0, 4.0 + 4 * 1.0]
+    assert trips_of([4.0, 1.0], [4, 1], [0.0])[0].tolist() == [4.0, 4.0 + 4 * 1.0]
+    assert trips_of([1.0, 4.0], [1, 4], [0.0])[0].tolist() == [1.0, 4.0 + 4 * 1.0]
+    assert trips_of([2.0, 1.0, 4.0], [2, 1, 4], [0.0, 0.0])[0].tolist() == [2.0, 3.0 + 1.0, 7.0 + 3 * 1.0]
+
+
+def test_drafts_estimated_together_are_estimated_as_alone():
+    waves = [[4, 4, 4], [4, 1, 2], [1, 3, 2]]
+    tiles, crossing = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
+    together = round_trips(tiles, np.array(waves, dtype=float), crossing)
+    for index, wave in enumerate(waves):
+        alone = trips_of(tiles[index].tolist(), wave, crossing[index].tolist())
+        assert np.allclose(np.triu(together[index]), np.triu(alone), rtol=1e-12)
 
 
 def test_default_flights_are_the_depth_where_tiles_are_alike():
-    assert default_flights([Stage(1.0, 2)] * 4) == [4, 3, 2, 1]
-    assert default_flights([Stage(1.0, 4), Stage(1.0, 1)]) == [1, 1]
-    assert default_flights([Stage(1.0, 1), Stage(1.0, 4)]) == [8, 1]
+    assert flights_of([2, 2, 2, 2]) == [4, 3, 2, 1]
+    assert flights_of([4, 1]) == [1, 1]
+    assert flights_of([1, 4]) == [8, 1]
 
 
 @pytest.mark.parametrize("waves", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (3, 5, 2)])
 def test_enough_flights_let_no_circuit_be_slower_than_the_pace(waves):
-    stages = [Stage(float(wave), wave) for wave in waves]
-    trips = round_trips(stages, [0.1, 0.2])
-    held = enough_flights(stages, trips, 1.0, [1 << 20] * 3, [1 << 20] * 3)
-    assert slowest_circuit(stages, trips, held, 1000) <= 1000 + trips[0][-1]
-    fewer = [max(1, hold // 2) for hold in held]
-    assert slowest_circuit(stages, trips, fewer, 1000) > slowest_circuit(stages, trips, held, 1000)
+    wave = np.array([waves], dtype=float)
+    trips = round_trips(wave, wave, np.array([[0.1, 0.2]]))
+    many = np.full(wave.shape, float(1 << 20))
+    held = enough_flights(trips, wave, np.ones(1), many, many)
+    assert slowest_circuit(trips, wave, held, 1000) <= 1000 + trips[0, 0, -1]
+    fewer = np.maximum(1, held // 2)
+    assert slowest_circuit(trips, wave, fewer, 1000) > slowest_circuit(trips, wave, held, 1000)
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1), (1, 4), (5, 5)])
