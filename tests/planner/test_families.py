@@ -88,3 +88,21 @@ def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_f
             assert predict(checked(asked, plan)).fits
     assert not any(stage.offload for plan in found[0] for stage in plan.stages)
     assert any(stage.offload for plan in found[1] for stage in plan.stages)
+
+
+def test_zorse_parts_regions_before_it_parts_machines() -> None:
+    rates = {"a": 0.05, "b": 0.1, "c": 0.05, "d": 0.1}
+    nodes = [
+        {"name": name, "accelerator": cpu(f"cpu-{name}", rate, 1.0), "count": 2, "accelerators": 2, "gbps_per_nic": 20}
+        for name, rate in rates.items()
+    ]
+    of_node = {"a": "east", "b": "east", "c": "west", "d": "west"}
+    regions = {"names": ["east", "west"], "of_node": of_node, "gbps": [[100, 10], [10, 100]]}
+    on = ClusterSpec.model_validate({"name": "far", "emulated": True, "nodes": nodes, "links": {"regions": regions}})
+    asked = pose(MODEL, on, Batch(50, 128, "fp32"))
+    drafts = list(FAMILIES["zorse"].drafts(asked, UnitCosts(asked)))
+    pairs = [draft for draft in drafts if len(draft.stages) == 2]
+    assert pairs
+    for draft in pairs:
+        assert sorted(sorted(own.kind for own in stage.seats) for stage in draft.stages) == [[0, 1], [2, 3]]
+    assert max(len(draft.stages) for draft in drafts) == 8

@@ -1,91 +1,164 @@
 """Zorse's ministages: every group of accelerators holds several chunks of layers, and all tiles pass one before the next.
 
-With ZeRO-2 inside a group and, where memory asks for it, parameters or optimizer state in host memory: what is resident
-is then a chunk or two, not the stage.
+With ZeRO-2 inside a group and, where memory asks for it, what layers keep, parameters or optimizer state in host memory:
+what is resident is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 from hethub.planner import samples as division
 from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, seat_units
-from hethub.planner.families.whole import WholeStage, Worker, draft_of, levels, memory_of, offers
+from hethub.planner.draft import Draft, DraftStage, Seats, seat_units
+from hethub.planner.families.whole import WholeStage, Worker, draft_of, fits, levels, offers
 from hethub.planner.footprint import MIDDLE
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
-from hethub.spec.plan import Offload
+from hethub.predictor.links import host_gbytes_per_second
+from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 
-CHUNKS = (2, 4, 8)
-MOST_DRAFTS = 3  # made into plans: the bound that ranks them knows no gathers
+MOST_DRAFTS = 3  # that fit
+MOST_TRIED = 9  # in the order of rough estimates, for memory
+MOST_CHUNKS = 16  # of a stage: beyond, what is resident hardly falls
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
-OFFLOADS: tuple[tuple[Offload, ...], ...] = ((), ("parameters",), ("parameters", "optimizer"))
+OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
+    "none": ((), ("parameters",), ("parameters", "optimizer")),
+    "selective": ((), ("parameters",), ("parameters", "optimizer")),
+    # Layers' inputs alone are few enough for the way to the host.
+    "full": ((), ("activations",), ("activations", "parameters"), ("activations", "parameters", "optimizer")),
+}
 
 
 def drafts(
     problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
-    """The family's plain drafts that take least at least, of those that fit with their stages in chunks, their state
-    sharded, and offloaded as far as memory asks for it; none that must take as long as the limit."""
+    """The family's plain drafts with their stages in chunks, those first that by a rough estimate take least; of those that
+    fit, offloaded as far as memory asks for it; none that must take as long as the limit."""
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
-    near = [draft for draft in plain if _most_chunks(draft) and surrogate.least(draft) < limit_seconds]
-    least = {draft: surrogate.least_in_passes(draft) for draft in near}
-    ranked = sorted((draft for draft in least if least[draft] < limit_seconds), key=lambda draft: least[draft])
-    made = (_in_chunks(problem, surrogate, draft, zero) for draft in ranked)
-    yield from islice((draft for draft in made if draft is not None), MOST_DRAFTS)
+    able = [draft for draft in plain if _most_chunks(draft) > 1 and surrogate.least(draft) < limit_seconds]
+    near = [draft for draft in able if surrogate.least_in_passes(draft) < limit_seconds]
+    paces = _Paces(surrogate)
+    options = [(paces.seconds(draft, n), draft, n) for draft in near for n in range(2, _most_chunks(draft) + 1)]
+    ranked = sorted(options, key=lambda option: option[0])
+    found: list[tuple[float, Draft]] = []
+    for seconds, draft, chunks in islice((own for own in ranked if _may_fit(surrogate, *own[1:])), MOST_TRIED):
+        if len(found) >= MOST_DRAFTS and found[MOST_DRAFTS - 1][0] <= seconds:
+            break
+        made = _in_chunks(problem, surrogate.costs, draft, chunks, zero)
+        if made is not None:
+            found.append((seconds + paces.offloading_seconds(draft, made), made))
+            found.sort(key=lambda entry: entry[0])
+    yield from (draft for _, draft in found[:MOST_DRAFTS])
 
 
 def _most_chunks(draft: Draft) -> int:
-    """Into how many chunks the shortest stage can be cut; 0 where into none."""
-    return max((chunks for chunks in CHUNKS if chunks <= min(stage.layers for stage in draft.stages)), default=0)
+    """Into how many chunks the stages are cut at most."""
+    return min(MOST_CHUNKS, *(stage.layers for stage in draft.stages))
 
 
-def _in_chunks(problem: Problem, surrogate: Surrogate, draft: Draft, zero: int) -> Draft | None:
-    """The draft in the fewest chunks with which it fits; None where it does in none."""
-    most = _most_chunks(draft)
-    able = [chunks for chunks in CHUNKS if chunks <= most and _may_fit(surrogate, draft, chunks)]
-    workers = _workers(draft, problem, surrogate.costs) if able else None
-    if workers is None:
-        return None
-    tried = (_thriftily(problem, draft, workers, chunks, zero) for chunks in able)
-    return next((chosen for chosen in tried if chosen is not None), None)
+class _Pace(NamedTuple):
+    """Seconds of a stage's layer: of all tiles on the busiest replica, of one tile, and of its collectives."""
+
+    compute: float
+    tile: float
+    collective: float
+
+
+class _Paces:
+    """Rough estimates of drafts in chunks, by what their stages' layers take."""
+
+    def __init__(self, surrogate: Surrogate) -> None:
+        self._surrogate, self._costs = surrogate, surrogate.costs
+        self._collectives: dict[tuple[Seats, ...], float] = {}
+
+    def seconds(self, draft: Draft, chunks: int) -> float:
+        """Chunk after chunk at the pace of the slowest stage, whose sums come behind its tiles, and a tile through all."""
+        found = [self._pace(draft, index) for index in range(len(draft.stages))]
+        sizes = [[part.size for part in split(stage.layers, chunks)] for stage in draft.stages]
+        each = list(zip(*sizes, strict=True))
+        paced = sum(max(n * (p.compute + p.collective) for n, p in zip(own, found, strict=True)) for own in each)
+        return paced + sum(n * p.tile for n, p in zip(each[0], found, strict=True))
+
+    def offloading_seconds(self, plain: Draft, made: Draft) -> float:
+        """Beside that, parameters fetched for both passes and new ones brought to every rank's host."""
+        assert made.plan is not None
+        if "parameters" not in made.plan.stages[0].offload:
+            return 0.0
+        num_bytes = 4 * self._costs.width * self._surrogate.problem.model.layer_parameters
+        kinds, fit = self._surrogate.problem.kinds, self._costs.network.fit
+        rates = [
+            min(host_gbytes_per_second(kinds[own.kind].accelerator, fit) for own in stage.seats)
+            for stage in plain.stages
+        ]
+        return max(stage.layers * num_bytes * 1e-9 / rate for stage, rate in zip(plain.stages, rates, strict=True))
+
+    def _pace(self, draft: Draft, index: int) -> _Pace:
+        stage, compute, tile = draft.stages[index], 0.0, 0.0
+        for own, samples in zip(stage.seats, self._surrogate.samples(draft, index), strict=True):
+            layer = self._costs.rate(own.kind, own.tp, own.micro_batch, stage.recompute).layer.total
+            compute, tile = max(compute, samples / own.micro_batch * layer), max(tile, layer)
+        return _Pace(compute, tile, self._collective(stage.seats))
+
+    def _collective(self, seats: tuple[Seats, ...]) -> float:
+        """To sum a layer's gradients and gather its new weights, on the kinds' first ranks."""
+        if seats not in self._collectives:
+            problem, network = self._surrogate.problem, self._costs.network
+            group = network.group([rank for own in seats for rank in problem.kinds[own.kind].ranks[: own.number]])
+            num_bytes = problem.model.layer_parameters * sum(_widths(self._costs))
+            self._collectives[seats] = network.reduce_scatter(group, num_bytes)
+        return self._collectives[seats]
 
 
 def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
-    """Whether every rank has room, whatever is offloaded, for what layers keep of all samples, with weights and gradients
-    of the topmost chunk at hand when its first tile has gone down through it."""
+    """Whether every rank has room, whatever is offloaded, for weights and gradients of the largest chunk and the gradients
+    of a layer above; and, where what layers keep stays, for that beside the topmost chunk when a first tile is through."""
     problem = surrogate.problem
-    state = problem.model.layer_parameters * (surrogate.costs.width + max(4, surrogate.costs.width))
+    weights, gradients = (width * problem.model.layer_parameters for width in _widths(surrogate.costs))
     for index, stage in enumerate(draft.stages):
-        top = stage.layers // chunks
+        top, most = stage.layers // chunks, -(-stage.layers // chunks)
+        keeps = not any("activations" in offload for offload in _offloads(problem, stage.recompute))
         for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
             at = problem.coefficients(own.kind, 1, own.micro_batch, stage.recompute)
             tiles = max(samples - DIVISION_ERR, 1) / own.micro_batch
-            kept = at.layer_tile[MIDDLE] * (stage.layers * tiles - top)
-            if at.once[MIDDLE] + kept + top * state > problem.capacity(own.kind):
+            kept = keeps * at.layer_tile[MIDDLE] * (stage.layers * tiles - top)
+            room = problem.capacity(own.kind) - at.once[MIDDLE]
+            if max(kept + top * (weights + gradients), most * (weights + gradients) + gradients) > room:
                 return False
     return True
 
 
-def _thriftily(
-    problem: Problem, draft: Draft, workers: Sequence[Sequence[Worker]], chunks: int, zero: int
-) -> Draft | None:
+def _widths(costs: UnitCosts) -> tuple[int, int]:
+    """Bytes of a weight and of a gradient."""
+    return costs.width, max(4, costs.width)
+
+
+def _in_chunks(problem: Problem, costs: UnitCosts, draft: Draft, chunks: int, zero: int) -> Draft | None:
     """The draft in chunks with the least offloading that fits; None where none does."""
+    workers = _workers(draft, problem, costs)
+    if workers is None:
+        return None
     layers = _chunks([stage.layers for stage in draft.stages], chunks)
-    for offload in OFFLOADS:
+    for offload in _offloads(problem, draft.stages[0].recompute):
         stages = [
             WholeStage(own, loads, zero, stage.recompute, offload)
             for stage, own, loads in zip(draft.stages, layers, workers, strict=True)
         ]
-        if set(offload) <= set(problem.capabilities.offload):
-            whole = draft_of(problem, f"zorse {draft.shape} in {chunks} {offload}", "ministages", stages)
-            assert whole.plan is not None
-            if all(entry.fits(problem.constraints.reserve) for entry in memory_of(problem, whole.plan)):
-                return whole
+        name = f"zorse {draft.shape} {draft.stages[0].seats} in {chunks} {offload}"
+        whole = draft_of(problem, name, "ministages", stages)
+        assert whole.plan is not None
+        if fits(problem, whole.plan):
+            return whole
     return None
+
+
+def _offloads(problem: Problem, recompute: Recompute) -> list[tuple[Offload, ...]]:
+    """What may be offloaded, the least first."""
+    able = set(problem.capabilities.offload)
+    return [offload for offload in OFFLOADS[recompute] if set(offload) <= able]
 
 
 def _workers(draft: Draft, problem: Problem, costs: UnitCosts) -> list[list[Worker]] | None:

@@ -8,7 +8,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.footprint import probe_for
 from hethub.planner.problem import Problem
-from hethub.predictor.memory import RankMemory, memory
+from hethub.predictor.memory import RankMemory, hosts_fit, memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout import Layout
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
@@ -107,6 +107,13 @@ def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequen
 def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
     """What the plan's ranks hold."""
     return memory(Layout(plan, problem.model, problem.cluster))
+
+
+def fits(problem: Problem, plan: PlanSpec) -> bool:
+    """Whether the plan's ranks fit, and what they offload into their hosts' memory."""
+    layout = Layout(plan, problem.model, problem.cluster)
+    used = memory(layout)
+    return all(entry.fits(problem.constraints.reserve) for entry in used) and hosts_fit(layout, used)
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:

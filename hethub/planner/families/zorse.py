@@ -71,14 +71,23 @@ def _nodes(problem: Problem) -> list[list[Unit]]:
 
 
 def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> np.ndarray:
-    """Bytes per second between nodes of the graph, as one message sees them."""
+    """Bytes per second between nodes of the graph, as all pairs reach them together: what a cut weighs is then what its
+    wires carry, so that groups are parted where the network is slow. By pairs one at a time, every cut would part a node
+    from all others, and never a region from a region."""
     weights = np.zeros((len(nodes), len(nodes)))
+    firsts = [node[0].ranks[0] for node in nodes]
+    places = [problem.cluster.places[rank] for rank in firsts]
+    regions = problem.cluster.links.regions
+    here = [regions.of_node[place.node.name] if regions else "" for place in places]
     known: dict[tuple[int, int], float] = {}
     for a in range(len(nodes)):
         for b in range(a):
             key = (nodes[a][0].kind, nodes[b][0].kind)
             if key not in known:
-                known[key] = 1.0 / costs.network.link(nodes[a][0].ranks[0], nodes[b][0].ranks[0]).seconds_per_byte
+                known[key] = 1.0 / costs.network.link(firsts[a], firsts[b], sharing=len(nodes) - 1).seconds_per_byte
+                if regions and here[a] != here[b]:
+                    wire = regions.gbps[regions.names.index(here[a])][regions.names.index(here[b])] / 8 * 1e9
+                    known[key] = min(known[key], wire / (here.count(here[a]) * here.count(here[b])))
             weights[a, b] = weights[b, a] = known[key]
     return weights
 
