@@ -28,21 +28,21 @@ def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[list[Draft]]:
 
 
 def _changes(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draft]]:
-    """With many stages, the changes of the slowest or of all. Where another mode or degree needs more memory than there is,
-    tiles are cut until it fits."""
+    """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
+    memory than there is, tiles are cut until it fits."""
     count, problem, slowest = len(draft.stages), surrogate.problem, surrogate.slowest(draft)
     if count <= MOST_PAIRED:
-        pairs, resizable = list(combinations(range(count), 2)), range(count)
+        pairs, some = list(combinations(range(count), 2)), list(range(count))
     else:
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
-        resizable = range(slowest, slowest + 1)
+        some = sorted({0, slowest, count - 1})
     yield _layers(draft, pairs)
-    yield (_with_room(near, problem) for near in _micro_batches(draft, problem))
+    yield (_with_room(near, problem) for near in _micro_batches(draft, problem, some))
     if problem.capabilities.any_micro_batch and not problem.constraints.micro_batch:
-        yield (_with_room(near, problem) for near in _even_tiles(draft, surrogate, resizable))
-    yield _made_to_fit(_modes(draft, problem), surrogate)
+        yield (_with_room(near, problem) for near in _even_tiles(draft, surrogate, some))
+    yield _made_to_fit(_modes(draft, problem, some), surrogate)
     yield _seats(draft, problem, pairs)
-    yield _made_to_fit(_degrees(draft, problem), surrogate)
+    yield _made_to_fit(_degrees(draft, problem, some), surrogate)
     if problem.size <= MOST_NUDGED:
         yield _nudges(draft)
 
@@ -61,17 +61,17 @@ def _shifted(draft: Draft, giver: int, taker: int, layers: int) -> Draft:
     return draft.with_stage(giver, fewer).with_stage(taker, more)
 
 
-def _micro_batches(draft: Draft, problem: Problem) -> Iterator[Draft]:
+def _micro_batches(draft: Draft, problem: Problem, stages: Sequence[int]) -> Iterator[Draft]:
     """The next smaller or larger micro-batch for all, for one stage, or for one kind in a stage."""
     everywhere: list[tuple[int, int | None]] = [(index, None) for index in range(len(draft.stages))]
     kinds = sorted({own.kind for stage in draft.stages for own in stage.seats})
     for step in (-1, 1):
         yield _stepped(draft, everywhere, problem, step)
         if len(draft.stages) > 1:
-            for index in range(len(draft.stages)):
+            for index in stages:
                 yield _stepped(draft, [(index, None)], problem, step)
-        for index, stage in enumerate(draft.stages):
-            own = sorted({own.kind for own in stage.seats})
+        for index in stages:
+            own = sorted({own.kind for own in draft.stages[index].seats})
             for kind in own if len(own) > 1 else ():
                 yield _stepped(draft, [(index, kind)], problem, step)
         for kind in kinds if len(kinds) > 1 else ():
@@ -126,16 +126,16 @@ def _next(own: Seats, problem: Problem, step: int) -> int:
     return problem.at_most(own.kind, sizes[min(max(position, 0), len(sizes) - 1)])
 
 
-def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
+def _modes(draft: Draft, problem: Problem, stages: Sequence[int]) -> Iterator[Draft]:
     """Another recompute or ZeRO level in one stage or in all, more tiles in flight, samples by stage or by chain."""
     everywhere = range(len(draft.stages))
     for recompute in problem.recomputes:
-        for chosen in _ones_and_all(everywhere):
+        for chosen in _ones_and_all(stages, everywhere):
             if any(draft.stages[index].recompute != recompute for index in chosen):
                 yield _each(draft, chosen, recompute=recompute)
+    wide = [index for index in everywhere if draft.stages[index].replicas > 1]
     for zero in problem.zeros:
-        wide = [index for index in everywhere if draft.stages[index].replicas > 1]
-        for chosen in _ones_and_all(wide):
+        for chosen in _ones_and_all([index for index in stages if index in wide], wide):
             if any(draft.stages[index].zero != zero for index in chosen):
                 yield _each(draft, chosen, zero=zero)
     if len(draft.stages) > 1 and problem.capabilities.chooses_in_flight:
@@ -146,8 +146,8 @@ def _modes(draft: Draft, problem: Problem) -> Iterator[Draft]:
     yield replace(draft, alike=not draft.alike)
 
 
-def _ones_and_all(indices: Sequence[int]) -> list[Sequence[int]]:
-    return [[index] for index in indices] + ([indices] if len(indices) > 1 else [])
+def _ones_and_all(some: Sequence[int], every: Sequence[int]) -> list[Sequence[int]]:
+    return [[index] for index in some] + ([every] if len(every) > 1 else [])
 
 
 def _each(draft: Draft, indices: Sequence[int], **changes: object) -> Draft:
@@ -176,12 +176,13 @@ def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iter
                         yield _exchanged(draft, (a, one, ones), (b, two, twos))
 
 
-def _degrees(draft: Draft, problem: Problem) -> Iterator[Draft]:
+def _degrees(draft: Draft, problem: Problem, stages: Sequence[int]) -> Iterator[Draft]:
     """Twice or half the TP degree for one kind in a stage, its micro-batch going with it or staying."""
     given = problem.constraints
     if given.tp is not None or given.dp is not None:
         return
-    for index, stage in enumerate(draft.stages):
+    for index in stages:
+        stage = draft.stages[index]
         for own in stage.seats:
             for tp, count in ((2 * own.tp, own.number // 2), (own.tp // 2, 2 * own.number)):
                 if tp in problem.degrees_of(own.kind) and count * tp == own.number * own.tp:

@@ -22,7 +22,7 @@ FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
-TOGETHER = 32  # drafts weighed at once
+TOGETHER, MOST_STARTS = 32, 128  # drafts weighed at once, and in all before one is judged
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
@@ -52,9 +52,10 @@ def effort_for(problem: Problem) -> Effort:
             tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75, whole=is_tiny(problem),
         )  # fmt: skip
     if problem.size <= 16:
+        few = len(problem.kinds) == 1
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=24, descents=8, climbs=4, steps=16, tried_per_step=8,
-            tiles=200_000, optimism=0.9,
+            cuts=96, free_cells=2_000_000, finalists=12 if few else 24, descents=4 if few else 8, climbs=2 if few else 4,
+            steps=16, tried_per_step=8, tiles=200_000, uphill=1.02, optimism=0.9,
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
@@ -103,7 +104,7 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     surrogate = judge.surrogate
     every = sorted(dict.fromkeys(draft for drafts in families.values() for draft in drafts), key=surrogate.least)
     start, shortest = None, float("inf")
-    for first in range(0, len(every), TOGETHER):
+    for first in range(0, min(len(every), MOST_STARTS), TOGETHER):
         some = every[first : first + TOGETHER]
         if surrogate.least(some[0]) >= shortest or judge.out_of_time:
             break
@@ -160,6 +161,7 @@ def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
     """The drafts with the smallest estimates that are likely to fit; where no plan is known that does, the smallest of all
     if none of these is likely to."""
     unlike = list(dict.fromkeys(drafts))
+    judge.surrogate.weigh(unlike)
     fitting = [draft for draft in unlike if judge.surrogate.likely_fits(draft)]
     wanted = fitting if fitting or judge.best else unlike
     return heapq.nsmallest(FAMILY_FINALISTS, wanted, key=judge.surrogate.seconds)

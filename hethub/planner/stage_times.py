@@ -86,6 +86,7 @@ class StageTimes:
         self._per_sample: dict[object, np.ndarray] = {}
         self._bytes: dict[object, tuple[float, ...]] = {}
         self._held: dict[object, np.ndarray] = {}
+        self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
 
     def estimates(self, stage: DraftStage, place: int, even: bool, schedule: ScheduleName) -> StageEstimate:
@@ -130,12 +131,22 @@ class StageTimes:
         free = slack * self.problem.capacity(own.kind) - kept
         return Room(free, tile + layer_tile * layers, put_off * layers)
 
-    def most_tiles(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> int:
-        """The most tiles that one of the seats' ranks has memory for; named state shares are left to the judge."""
+    def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, held: int) -> int:
+        """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles; named
+        state shares are left to the judge. 0 where one sample is too much."""
         if stage.state_shares:
-            return _UNLIMITED
-        found = self.room(stage, own, place, schedule)
-        return int(found.free / max(found.tile, 1.0))
+            return own.micro_batch
+        key = (stage.layers, stage.recompute, stage.zero, stage.replicas, own[:3], place, schedule, held)
+        found = self._largest.get(key)
+        if found is None:
+            low, high = 0, own.micro_batch + 1  # it lies in [low, high)
+            middle = own.micro_batch
+            while high - low > 1:
+                room = self.room(stage, own._replace(micro_batch=middle), place, schedule)
+                low, high = (middle, high) if room.free >= held * max(room.tile, 1.0) else (low, middle)
+                middle = (low + high) // 2
+            found = self._largest[key] = low
+        return found
 
     def collective(self, seats: Sequence[Seats]) -> tuple[float, float]:
         """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""

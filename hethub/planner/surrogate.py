@@ -81,9 +81,10 @@ class Surrogate:
         place = position(index == 0, index == len(draft.stages) - 1)
         return self.times.samples(draft.stages[index], place, draft.even)
 
-    def most_tiles(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None) -> int:
-        """The most tiles that one of the seats' ranks has memory for, by the closed form."""
-        return self.times.most_tiles(stage, own, place, schedule or self.problem.schedule)
+    def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None, held: int) -> int:
+        """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles, by the
+        closed form; 0 where one sample is too much."""
+        return self.times.largest(stage, own, place, schedule or self.problem.schedule, held)
 
     def weigh(self, drafts: Iterable[Draft]) -> None:
         """Estimates all drafts at once, so that asking for each costs nothing."""

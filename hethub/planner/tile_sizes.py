@@ -51,15 +51,9 @@ def fitted(draft: Draft, surrogate: Surrogate) -> Draft | None:
     for index, (stage, held) in enumerate(zip(draft.stages, holds, strict=True)):
         place, seats = position(index == 0, index == last), []
         for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
-            low, high = 0, own.micro_batch + 1  # the largest that fits lies in [low, high)
-            if surrogate.most_tiles(stage, own, place, draft.schedule) >= held:
-                low = own.micro_batch
-            while high - low > 1:
-                middle = (low + high) // 2
-                fits = surrogate.most_tiles(stage, own._replace(micro_batch=middle), place, draft.schedule) >= held
-                low, high = (middle, high) if fits else (low, middle)
-            if not low:
+            most = surrogate.largest(stage, own, place, draft.schedule, held)
+            if not most:
                 return None
-            seats.append(own if low == own.micro_batch else own._replace(micro_batch=even(samples, low)))
+            seats.append(own if most == own.micro_batch else own._replace(micro_batch=even(samples, most)))
         draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
     return draft

@@ -183,7 +183,7 @@ class StageCosts:
         )
         reduction = costs.state.reduction(stage)
         updates = np.array([costs.optimizer(stage, replica) for replica in replicas])
-        if zero:  # all wait for the weights of all owners
+        if reduction.gather_seconds or zero >= 2:  # all wait for the weights of all owners
             updates = np.full(len(updates), updates.max() + reduction.gather_seconds)
         return Mode(recompute, zero, seconds, reduction, updates)
 

@@ -5,7 +5,7 @@ what is resident is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from hethub.planner import samples as division
@@ -39,20 +39,24 @@ def drafts(
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
-    able = [draft for draft in plain if _most_chunks(draft) > 1 and surrogate.least(draft) < limit_seconds]
-    near = [draft for draft in able if surrogate.least_in_passes(draft) < limit_seconds]
+    near = (draft for draft in plain if _most_chunks(draft) > 1 and surrogate.least(draft) < limit_seconds)
+    able = ((draft, chunks) for draft in near for chunks in _able(surrogate, draft))
     paces = _Paces(surrogate)
-    options = [(paces.seconds(draft, n), draft, n) for draft in near for n in range(2, _most_chunks(draft) + 1)]
+    options = [
+        (paces.seconds(draft, chunks), draft, chunks)
+        for draft, chunks in able
+        if surrogate.least_in_passes(draft) < limit_seconds
+    ]
     ranked = sorted(options, key=lambda option: option[0])
-    found: list[tuple[float, Draft]] = []
-    for seconds, draft, chunks in islice((own for own in ranked if _may_fit(surrogate, *own[1:])), MOST_TRIED):
-        if len(found) >= MOST_DRAFTS and found[MOST_DRAFTS - 1][0] <= seconds:
-            break
+    found: dict[object, tuple[float, Draft]] = {}  # the best of every arrangement: estimates are no better than that
+    for seconds, draft, chunks in ranked[:MOST_TRIED]:
+        if found.get(draft.shape, (seconds + 1.0,))[0] <= seconds:
+            continue
         made = _in_chunks(problem, surrogate.costs, draft, chunks, zero)
         if made is not None:
-            found.append((seconds + paces.offloading_seconds(draft, made), made))
-            found.sort(key=lambda entry: entry[0])
-    yield from (draft for _, draft in found[:MOST_DRAFTS])
+            offered = (seconds + paces.offloading_seconds(draft, made), made)
+            found[draft.shape] = min(found.get(draft.shape, offered), offered, key=lambda entry: entry[0])
+    yield from (draft for _, draft in sorted(found.values(), key=lambda entry: entry[0])[:MOST_DRAFTS])
 
 
 def _most_chunks(draft: Draft) -> int:
@@ -111,6 +115,11 @@ class _Paces:
             num_bytes = problem.model.layer_parameters * sum(_widths(self._costs))
             self._collectives[seats] = network.reduce_scatter(group, num_bytes)
         return self._collectives[seats]
+
+
+def _able(surrogate: Surrogate, draft: Draft) -> Iterator[int]:
+    """Numbers of chunks with which the draft may fit, from the largest down: fewer are larger."""
+    return takewhile(lambda chunks: _may_fit(surrogate, draft, chunks), range(_most_chunks(draft), 1, -1))
 
 
 def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:

@@ -29,7 +29,7 @@ from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
-JUDGED = 2  # micro-step times per recompute and level that the predictor judges
+JUDGED = 3  # micro-step times that the predictor judges
 
 
 def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
@@ -47,11 +47,21 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
 def whole(
     problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
-    """The plans of the best micro-step times per recompute at ZeRO-2 and 3, where they can take less than the limit."""
-    if _is_allowed(problem) and problem.size > 1:
-        for recompute in problem.recomputes:
-            for zero in (level for level in levels(problem) if level >= 2):
-                yield from _shared_steps(problem, surrogate.costs, recompute, zero, limit_seconds)
+    """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the limit."""
+    if not _is_allowed(problem) or problem.size == 1:
+        return
+    found = [
+        (steps, recompute, zero)
+        for recompute in problem.recomputes
+        for zero in levels(problem)
+        if zero >= 2
+        for steps in _shared_steps(problem, surrogate.costs, recompute, zero, limit_seconds)
+    ]
+    for index, (steps, recompute, zero) in enumerate(nsmallest(JUDGED, found)):
+        workers = _workers(problem, steps)
+        if workers is not None:
+            stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
+            yield draft_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
 
 
 def _is_allowed(problem: Problem) -> bool:
@@ -84,24 +94,16 @@ class _Steps(NamedTuple):
 
 def _shared_steps(
     problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
-) -> Iterator[Draft]:
-    """The drafts of the best micro-step times."""
+) -> set[_Steps]:
+    """All micro-step times with the largest batches that end within them and fit."""
     kinds = range(len(problem.kinds))
     widest = [_widest(problem, kind) for kind in kinds]
     fast = [steps for steps in _every_step(problem, costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
-        return
-    needed = [min(steps.batches[kind] for steps in fast) for kind in kinds]
+        return set()
     fitting = _Fitting(problem, recompute, zero)
-    tops = [fitting.largest(kind, needed[kind]) for kind in kinds]
-    if not all(tops):
-        return
-    found = set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops]))
-    for index, steps in enumerate(nsmallest(JUDGED, found)):
-        workers = _workers(problem, steps)
-        if workers is not None:
-            stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
-            yield draft_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+    tops = [fitting.largest(kind, min(steps.batches[kind] for steps in fast)) for kind in kinds]
+    return set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
 
 
 def _every_step(
@@ -114,14 +116,22 @@ def _every_step(
         for k, top in enumerate(tops)
     ]
     beside = meeting_seconds(problem, costs, zero)
+
+    def shown(computing: float) -> float:
+        """Seconds of a micro-step: collectives go on beside compute, and slow it down."""
+        return max(computing, beside) + costs.network.fit["overlap_cost"] * min(computing, beside)
+
     found = []
     for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
         batches = [max((b for b, t in curve.items() if t <= seconds), default=0) for curve in curves]
         if 0 not in batches and (fixed is None or set(batches) == {fixed}):
-            count = -(-total // sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True)))
+            together = sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True))
+            count = -(-total // together)
             computing = max(curve[b] for curve, b in zip(curves, batches, strict=True))
-            least = max((count - 1) * computing, count * beside)
-            found.append(_Steps(count * (seconds + beside), count, tuple(batches), least))
+            left = (total - (count - 1) * together) / together  # of a batch, in the last step
+            ending = max(curve[max(1, round(left * b))] for curve, b in zip(curves, batches, strict=True))
+            step = (count - 1) * shown(computing) + shown(ending)
+            found.append(_Steps(step, count, tuple(batches), max((count - 1) * computing, count * beside)))
     return found
 
 
