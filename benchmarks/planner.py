@@ -35,8 +35,8 @@ from hethub.spec.model import ModelSpec  # noqa: E402
 
 # Cluster, model, global batch, sequence length, precision; on clusters of a paper its own sequence length and precision.
 CASES = [
-    ("zorse-a", "llama-7b", 512, 2048, "fp16"),
-    ("zorse-a", "llama-13b", 512, 2048, "fp16"),
+    ("zorse-a", "llama2-7b", 256, 4096, "fp16"),
+    ("zorse-a", "llama2-13b", 256, 4096, "fp16"),
     ("zorse-b", "llama-7b", 1024, 1024, "fp16"),
     ("zorse-b", "llama-13b", 1024, 1024, "fp16"),
     ("zorse-c", "llama-7b", 2048, 512, "fp16"),

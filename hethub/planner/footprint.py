@@ -80,6 +80,7 @@ class Footprints:
     precision: Precision
     _known: dict[tuple[bool, int, int, Recompute, Mode], Coefficients] = field(default_factory=dict)
     _shared: dict[tuple[bool, int, Mode], dict[int, np.ndarray]] = field(default_factory=dict)
+    _alone: dict[tuple[bool, int, int], float] = field(default_factory=dict)
 
     def coefficients(
         self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
@@ -104,10 +105,12 @@ class Footprints:
         return found
 
     def state(self, accelerator: AcceleratorSpec, layers: int, zero: int) -> float:
-        """Bytes of a stage alone, of one-rank replicas, before these share them."""
-        probe = _Probe(self, probe_for(accelerator), 1, 1, "none", Mode(zero))
-        one, two = (self._state(probe, family(accelerator) == "cpu")[x][ONLY] for x in (1, 2))
-        return float(one + (two - one) * (layers - 1))
+        """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
+        key = (family(accelerator) == "cpu", layers, zero)
+        if key not in self._alone:
+            probe = _Probe(self, probe_for(accelerator), 1, 1, "none", Mode(zero))
+            self._alone[key] = probe.state_alone(layers)
+        return self._alone[key]
 
     def _state(self, probe: "_Probe", on_cpu: bool) -> dict[int, np.ndarray]:
         """By layers, the state before replicas share it, whatever the tiles and recompute."""
@@ -167,6 +170,11 @@ class _Probe:
         if not self.mode.zero:
             return {x: np.zeros(4) for x in (1, 2)}
         return {x: (self._bytes(x, 1, FEW) - self._bytes(x, 1, MANY)) / (1 / FEW - 1 / MANY) for x in (1, 2)}
+
+    def state_alone(self, layers: int) -> float:
+        """The same of a stage alone with so many layers."""
+        few, many = (self._ranks(layers, (1,), replicas)[0] for replicas in (FEW, MANY))
+        return (few - many) / (1 / FEW - 1 / MANY) if self.mode.zero else 0.0
 
     def _bytes(self, layers: int, held: int, replicas: int) -> np.ndarray:
         """Bytes of a rank of the first, a middle and the last of three stages, and of a stage alone."""

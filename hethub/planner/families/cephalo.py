@@ -54,14 +54,27 @@ def whole(
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
-            for most in reversed(problem.micro_batches):
-                curves = _curves(problem, costs, recompute, most)
-                if _least_seconds(problem, curves) >= limit_seconds:
-                    break  # smaller ones only compute more slowly
-                stage = _stage(problem, curves, state, WholeStage((), (), zero, recompute, offload), schedule)
-                if stage is not None:
-                    yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
-                    break
+            wanted = WholeStage((), (), zero, recompute, offload)
+            most, stage, cut = _largest(problem, costs, state, wanted, schedule, limit_seconds)
+            if stage is not None:
+                yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
+                if not cut and not stage.state_shares:
+                    break  # more room would change nothing
+
+
+def _largest(
+    problem: Problem, costs: UnitCosts, state: float, wanted: WholeStage, schedule: ScheduleName, limit_seconds: float
+) -> tuple[int, WholeStage | None, bool]:
+    """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be fastest;
+    no stage where none fits or can take less than the limit."""
+    for most in reversed(problem.micro_batches):
+        curves = _curves(problem, costs, wanted.recompute, most)
+        if _least_seconds(problem, curves) >= limit_seconds:
+            break  # smaller ones only compute more slowly
+        stage, cut = _stage(problem, curves, state, wanted, schedule)
+        if stage is not None:
+            return most, stage, cut or most < problem.micro_batches[-1]
+    return 0, None, True
 
 
 def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float:
@@ -72,24 +85,25 @@ def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float
 
 def _stage(
     problem: Problem, curves: list[division.Worker], state: float, stage: WholeStage, schedule: ScheduleName
-) -> WholeStage | None:
-    """Samples for speed, fewer where memory asks for it, and state where there is room; None where there is too little."""
+) -> tuple[WholeStage | None, bool]:
+    """Samples for speed, fewer where memory asks for it, and state where there is room; None where there is too little.
+    And whether there are fewer samples somewhere."""
     limits: dict[int, int] = {}
     for _ in range(ATTEMPTS):
         workers = _workers(problem, curves, limits)
         if workers is None:
-            return None
+            break
         placed = stage._replace(chunks=((0, problem.model.layers),), workers=workers)
         rooms = _rooms(problem, schedule, placed, state)
         shares = _state_shares(rooms)
         if shares is not None:
             even = max(shares) - min(shares) < 1e-9
             named = {own.rank: share for own, share in zip(workers, shares, strict=True)}
-            return placed if even else placed._replace(state_shares=named)
+            return placed if even else placed._replace(state_shares=named), bool(limits)
         limits |= {own.rank: 3 * own.samples // 4 for own, room in zip(workers, rooms, strict=True) if room < 0.0}
         if min(rooms) >= 0.0 or 0 in limits.values():
-            return None
-    return None
+            break
+    return None, True
 
 
 def _curves(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:

@@ -20,7 +20,7 @@ from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 
 MOST_DRAFTS = 3  # that fit
-MOST_TRIED = 9  # in the order of rough estimates, for memory
+MOST_TRIED = 12  # in the order of rough estimates, for memory
 MOST_CHUNKS = 16  # of a stage: beyond, what is resident hardly falls
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
 OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
@@ -88,11 +88,11 @@ class _Paces:
         return paced + sum(n * p.tile for n, p in zip(each[0], found, strict=True))
 
     def offloading_seconds(self, plain: Draft, made: Draft) -> float:
-        """Beside that, parameters fetched for both passes and new ones brought to every rank's host."""
+        """Beside that, new parameters on their way over the accelerators to all hosts; compute hides the fetching."""
         assert made.plan is not None
         if "parameters" not in made.plan.stages[0].offload:
             return 0.0
-        num_bytes = 4 * self._costs.width * self._surrogate.problem.model.layer_parameters
+        num_bytes = 2 * self._costs.width * self._surrogate.problem.model.layer_parameters
         kinds, fit = self._surrogate.problem.kinds, self._costs.network.fit
         rates = [
             min(host_gbytes_per_second(kinds[own.kind].accelerator, fit) for own in stage.seats)
