@@ -1,5 +1,6 @@
 """Half-open ranges of integers: the one arithmetic behind samples, layers, heads, columns and training state."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -47,17 +48,20 @@ def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 
     Largest remainders get the units left over, ties the one listed first, so sizes differ from exact proportion by
     less than one unit. Raises ValueError if `unit` does not divide `total` or the shares have no positive sum.
     """
-    ratios = [share.as_integer_ratio() for share in shares]
-    common = lcm(*(denominator for _, denominator in ratios))
-    exact = [numerator * (common // denominator) for numerator, denominator in ratios]
-    whole = sum(exact)
-    if whole <= 0 or min(exact) < 0:
+    alike = Counter(shares)
+    ratios = {share: share.as_integer_ratio() for share in alike}
+    common = lcm(*(denominator for _, denominator in ratios.values()))
+    exact = {share: numerator * (common // denominator) for share, (numerator, denominator) in ratios.items()}
+    whole = sum(exact[share] * number for share, number in alike.items())
+    if whole <= 0 or min(exact.values()) < 0:
         raise ValueError(f"shares {list(shares)} must be non-negative with a positive sum")
     if total % unit:
         raise ValueError(f"{total} is not a multiple of the unit {unit}")
     units = total // unit
-    counts, remainders = map(list, zip(*[divmod(units * share, whole) for share in exact], strict=True))
-    by_remainder = sorted(range(len(exact)), key=lambda i: (-remainders[i], i))
+    parts = {share: divmod(units * own, whole) for share, own in exact.items()}
+    counts = [parts[share][0] for share in shares]
+    remainders = [parts[share][1] for share in shares]
+    by_remainder = sorted(range(len(counts)), key=lambda i: -remainders[i])
     for index in by_remainder[: units - sum(counts)]:
         counts[index] += 1
     return from_sizes([count * unit for count in counts])

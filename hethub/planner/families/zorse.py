@@ -24,35 +24,39 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
     weights = _bandwidths(problem, costs, nodes)
     groups = [list(range(len(nodes)))]
     known: dict[tuple[int, ...], Cut] = {}
-    speeds = _Speeds(costs)
+    counted: dict[tuple[int, ...], Sort] = {}
     while len(groups) <= min(len(nodes), problem.model.layers):
-        ordered = _by_memory(problem, nodes, groups)
-        if allowed(problem, len(groups), ordered[0].total()):
-            sorts = [tuple(own.items()) for own in ordered]
+        for group in groups:
+            if tuple(group) not in counted:
+                counted[tuple(group)] = _count(nodes, group)
+        sorts = _by_memory(problem, [counted[tuple(group)] for group in groups])
+        if allowed(problem, len(groups), sum(number for _, number in sorts[0])):
             for micro_batch in problem.micro_batches:
                 seats = {own: seats_of(problem, {(kind, 1): n for kind, n in own}, micro_batch) for own in set(sorts)}
-                held = [seats[own] for own in sorts]
                 for recompute in problem.recomputes:
-                    yield _draft(problem, speeds, held, recompute)
+                    yield _draft(problem, costs, [(own, seats[own]) for own in sorts], recompute)
         if len(groups) == len(nodes):
             return
         groups = _split_once(groups, weights, known)
 
 
-def _by_memory(problem: Problem, nodes: list[list[Unit]], groups: list[list[int]]) -> list[Counter[int]]:
-    """Groups, as the number of their accelerators by kind, from the most memory per accelerator to the least: the first
-    stages hold the most tiles."""
+Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (kind, how many)
 
-    def memory(group: Counter[int]) -> float:
-        return sum(problem.kinds[kind].memory_bytes * number for kind, number in group.items()) / group.total()
 
-    counted = []
-    for group in groups:
-        own: Counter[int] = Counter()
-        for node in sorted(group):
-            own[nodes[node][0].kind] += len(nodes[node])
-        counted.append(own)
-    return sorted(counted, key=memory, reverse=True)
+def _count(nodes: list[list[Unit]], group: list[int]) -> Sort:
+    own: Counter[int] = Counter()
+    for node in sorted(group):
+        own[nodes[node][0].kind] += len(nodes[node])
+    return tuple(own.items())
+
+
+def _by_memory(problem: Problem, groups: list[Sort]) -> list[Sort]:
+    """Groups from the most memory per accelerator to the least: the first stages hold the most tiles."""
+    memory = {
+        group: sum(problem.kinds[kind].memory_bytes * n for kind, n in group) / sum(n for _, n in group)
+        for group in set(groups)
+    }
+    return sorted(groups, key=memory.__getitem__, reverse=True)
 
 
 def _nodes(problem: Problem) -> list[list[Unit]]:
@@ -137,29 +141,22 @@ def _minimum_cut(weights: np.ndarray) -> Cut:
     return best
 
 
-class _Speeds:
-    """Samples per second of groups on a layer, each computed once."""
-
-    def __init__(self, costs: UnitCosts) -> None:
-        self._costs = costs
-        self._known: dict[tuple[tuple[Seats, ...], Recompute], float] = {}
-
-    def of(self, seats: tuple[Seats, ...], recompute: Recompute) -> float:
-        found = self._known.get((seats, recompute))
-        if found is None:
-            layer = [self._costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
-            found = sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True))
-            self._known[seats, recompute] = found
-        return found
-
-
-def _draft(problem: Problem, speeds: _Speeds, stages: list[tuple[Seats, ...]], recompute: Recompute) -> Draft:
+def _draft(
+    problem: Problem, costs: UnitCosts, stages: list[tuple[Sort, tuple[Seats, ...]]], recompute: Recompute
+) -> Draft:
     """Layers in proportion to the groups' speed, rounded, at least one each."""
-    own = [speeds.of(seats, recompute) for seats in stages]
-    whole = sum(own)
-    spare = problem.model.layers - len(stages)
-    shares = [max(speed / whole * problem.model.layers - 1.0, 0.0) for speed in own]
+    seats = dict(stages)
+    known = {sort: _speed(costs, own, recompute) for sort, own in seats.items()}
+    speeds = [known[sort] for sort, _ in stages]
+    whole, spare = sum(speeds), problem.model.layers - len(stages)
+    shares = [max(speed / whole * problem.model.layers - 1.0, 0.0) for speed in speeds]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
-    drafted = list(zip(extra, stages, strict=True))
-    made = {own: DraftStage(1 + own[0], own[1], recompute, problem.usual_zero) for own in set(drafted)}
+    drafted = [(more, sort) for more, (sort, _) in zip(extra, stages, strict=True)]
+    made = {own: DraftStage(1 + own[0], seats[own[1]], recompute, problem.usual_zero) for own in set(drafted)}
     return Draft(tuple([made[own] for own in drafted]), alike=False)
+
+
+def _speed(costs: UnitCosts, seats: tuple[Seats, ...], recompute: Recompute) -> float:
+    """Samples per second on a layer."""
+    layer = [costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
+    return sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True))
