@@ -5,6 +5,15 @@ import pytest
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
 from hethub.planner.families import FAMILIES
+from hethub.planner.families.whole import (
+    WholeStage,
+    Worker,
+    held_alone,
+    memory_of,
+    plan_of,
+    ranks_by_kind,
+    shared_bytes,
+)
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.surrogate import Surrogate
 from hethub.predictor import predict
@@ -12,7 +21,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec
+from hethub.spec.plan import PlanSpec, ScheduleName
 from hethub.spec.schedule import check_executable, execution_order
 
 MODEL = ModelSpec(name="small", layers=8, hidden=256, heads=8, kv_heads=8, ffn=704, vocab=1024, max_seq_len=256)
@@ -88,6 +97,20 @@ def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_f
             assert predict(checked(asked, plan)).fits
     assert not any(stage.offload for plan in found[0] for stage in plan.stages)
     assert any(stage.offload for plan in found[1] for stage in plan.stages)
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("layered", 3), ("1f1b", 3), ("1f1b", 2)])
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, zero: int, tied_head: bool) -> None:
+    base = problem()
+    model = MODEL.replace(tied_head=tied_head, name="maybe-tied")
+    asked = pose(model, base.cluster, base.batch._replace(global_batch=36))
+    workers = [Worker(kind, rank, 2 + kind, 6 + 6 * kind) for kind, rank in ranks_by_kind(asked)]
+    stage = WholeStage(((0, model.layers),), workers, zero, "full")
+    held = held_alone(asked, schedule, stage)
+    for own, entry in zip(workers, memory_of(asked, plan_of(asked, schedule, [stage])), strict=True):
+        part = shared_bytes(asked, zero) / asked.size
+        assert held[own.load].alone + part == pytest.approx(entry.bytes, abs=64)  # parts are whole bytes
 
 
 def test_zorse_parts_regions_before_it_parts_machines() -> None:
