@@ -46,10 +46,15 @@ class Effort:
 
 def effort_for(problem: Problem) -> Effort:
     """More for small clusters, whose plans are judged in a millisecond."""
+    if is_tiny(problem):  # what leads the search to a first good plan, and from the best ones on
+        return Effort(
+            cuts=96, free_cells=500_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=40, tried_per_step=16,
+            tiles=200_000, uphill=1.3, optimism=0.8, whole=True,
+        )  # fmt: skip
     if problem.size <= 4:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
-            tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75, whole=is_tiny(problem),
+            tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75,
         )  # fmt: skip
     if problem.size <= 16:
         few = len(problem.kinds) == 1
@@ -208,7 +213,8 @@ def promising(
     drafts = slacks(problem, judge, [entry.draft(problem) for entry in entries])
     estimates = {draft: judge.surrogate.seconds(draft) for draft in drafts}
     best = min(estimates.values(), default=float("inf"))
-    estimates.update(small_drafts(problem, table, judge.surrogate, best, memory_counts))
+    if not effort.whole:
+        estimates.update(small_drafts(problem, table, judge.surrogate, best, memory_counts))
     if problem.constraints.dp is None and not judge.out_of_time:
         drafts = slacks(problem, judge, free_drafts(problem, judge, effort, table, best, memory_counts))
         estimates.update((draft, judge.surrogate.seconds(draft)) for draft in drafts)

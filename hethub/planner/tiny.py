@@ -6,6 +6,7 @@ out where a bound of its step is no shorter than the best plan known. What is le
 costs, plans of one tiling at once, and judged in order of these times.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,21 +32,30 @@ from hethub.planner.tiny_stages import (
     count_options,
     levels,
     plan_of,
+    recomputes_under,
 )
+from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
-from hethub.spec.plan import PlanSpec
+from hethub.spec.plan import PlanSpec, ScheduleName
 
-MOST_POINTS = 1e7  # of a space that is searched to its end
+MOST_POINTS = 3e7  # of a space that is searched to its end
 AT_ONCE = 4096  # points timed before the best of them are judged
 MOST_TIMED = 16 * AT_ONCE
+MOST_JUDGED = 1000  # where memory holds few of them
+MOST_DEEPENED = 128  # points tried with more tiles in flight
 
 
 class Branch(NamedTuple):
-    """Stages with their layers, and what each may do."""
+    """Stages with their layers under a schedule, and what each may do."""
 
+    costs: StageCosts
     shape: Shape
     layers: tuple[int, ...]
     stages: tuple[StageOptions, ...]
+
+    def crossing(self, above: int) -> np.ndarray:
+        """Seconds over a boundary: [replica above, replica below, samples]."""
+        return self.costs.crossing(self.shape, self.layers, above)
 
 
 class Point(NamedTuple):
@@ -53,6 +63,7 @@ class Point(NamedTuple):
 
     branch: Branch
     options: tuple[int, ...]
+    held: tuple[tuple[int, ...], ...] | None = None  # tiles in flight by stage and replica; None: the default
 
     @property
     def modes(self) -> list[Mode]:
@@ -61,47 +72,100 @@ class Point(NamedTuple):
     @property
     def tiling(self) -> object:
         """What the order of its actions depends on."""
-        return tuple(
-            (len(units), option % len(stage.tilings), mode.zero >= 2)
-            for units, stage, option, mode in zip(
-                self.branch.shape, self.branch.stages, self.options, self.modes, strict=True
-            )
+        return (
+            self.branch.costs.schedule,
+            self.held,
+            *(
+                (len(units), option % len(stage.tilings), mode.zero >= 2)
+                for units, stage, option, mode in zip(
+                    self.branch.shape, self.branch.stages, self.options, self.modes, strict=True
+                )
+            ),
         )
 
-    def plan(self, problem: Problem) -> PlanSpec:
+    @property
+    def plan(self) -> PlanSpec:
+        costs = self.branch.costs
         choices: list[StageChoice] = []
-        for stage, option, mode in zip(self.branch.stages, self.options, self.modes, strict=True):
+        held = self.held or [None] * len(self.options)
+        for stage, option, mode, most in zip(self.branch.stages, self.options, self.modes, held, strict=True):
             way = option % len(stage.tilings)
-            choices.append((stage.tilings.samples[way], stage.tilings.sizes[way], mode.recompute, mode.zero))
-        return plan_of(problem, self.branch.shape, self.branch.layers, choices)
+            samples, sizes = stage.tilings.samples[way], stage.tilings.sizes[way]
+            choices.append(StageChoice(samples, sizes, mode.recompute, mode.zero, most))
+        return plan_of(costs.problem, costs.schedule, self.branch.shape, self.branch.layers, choices)
 
 
 def is_tiny(problem: Problem) -> bool:
     """Whether the space is small enough to be searched to its end."""
     shapes = list(_shapes(problem)) if problem.size <= MOST_UNITS else []
-    return bool(shapes) and sum(_count(problem, shape) for shape in shapes) <= MOST_POINTS
+    number = len(_schedules(problem)) * sum(_count(problem, shape) for shape in shapes)
+    return 0 < number <= MOST_POINTS
 
 
 def search_tiny(problem: Problem, judge: Judge) -> None:
     """Judges what may be better than the best plan known, most promising first."""
-    costs = StageCosts(judge)
-    bounds, points = _points_below(judge.best_seconds, costs, list(_shapes(problem)))
+    costs = [StageCosts(judge, schedule) for schedule in _schedules(problem)]
+    branches = [branch for own in costs for shape in _shapes(problem) for branch in _branches(own, shape)]
+    found = _promising(judge.best_seconds, branches)
     orders: dict[object, list[Node]] = {}
-    for first in range(0, len(points), AT_ONCE):
-        if bounds[first] >= judge.best_seconds or judge.out_of_time:
+    enough, near = judge.candidates + MOST_JUDGED, list[tuple[float, Point]]()
+    for first in range(0, len(found.bounds), AT_ONCE):
+        some = found.at(np.arange(first, min(first + AT_ONCE, len(found.bounds))))
+        some = some.at(np.nonzero(some.bounds < judge.best_seconds)[0])
+        if not len(some.bounds) or judge.out_of_time or judge.candidates > enough:
+            break
+        timed = _timed(problem, some.points(), orders)
+        _judge_timed(judge, timed, enough)
+        near = heapq.nsmallest(MOST_DEEPENED, [*near, *timed], key=_seconds_of)
+    if problem.capabilities.chooses_in_flight:
+        deeper = [point for _, own in near for point in _deeper(problem, own)]
+        _judge_timed(judge, _timed(problem, deeper, orders), enough + MOST_JUDGED)
+
+
+def _seconds_of(timed: tuple[float, Point]) -> float:
+    return timed[0]
+
+
+def _judge_timed(judge: Judge, timed: Sequence[tuple[float, Point]], enough: int) -> None:
+    """Judges points in order of their times until none can be better; at most until `enough` were judged in all."""
+    for seconds, point in sorted(timed, key=_seconds_of):
+        if seconds >= judge.best_seconds or judge.candidates > enough:
             return
-        chosen = slice(first, first + AT_ONCE)
-        near = [p for p, bound in zip(points[chosen], bounds[chosen], strict=True) if bound < judge.best_seconds]
-        for seconds, point in sorted(_timed(costs, near, orders), key=lambda entry: entry[0]):
-            if seconds >= judge.best_seconds:
-                break
-            judge.within_time(_draft(point, judge))
+        judge.within_time(_draft(point, judge))
+
+
+def _deeper(problem: Problem, point: Point) -> list[Point]:
+    """The point with more tiles in flight than by default in all stages but the last."""
+    plan = point.plan
+    if plan.schedule == "gpipe":
+        return []
+    usual = tuple(map(tuple, Layout(plan, problem.model, problem.cluster).in_flight))
+    found: dict[object, Point] = {}
+    for more in (1, 2, problem.batch.global_batch):
+        held = tuple(
+            tuple(min(own + more, -(-r.samples // r.micro_batch)) for own, r in zip(stage, spec.replicas, strict=True))
+            for stage, spec in zip(usual[:-1], plan.stages[:-1], strict=True)
+        )
+        found[held] = point._replace(held=(*held, usual[-1]))
+    return [own for own in found.values() if own.held != usual and _runs(problem, own)]
+
+
+def _runs(problem: Problem, point: Point) -> bool:
+    """Whether the tiles in flight are enough for those held further down."""
+    try:
+        return bool(Layout(point.plan, problem.model, problem.cluster).in_flight)
+    except BadInput:
+        return False
+
+
+def _schedules(problem: Problem) -> list[ScheduleName]:
+    able = ("1f1b", "gpipe", "zero_bubble")
+    wanted = [name for name in (problem.schedule, *problem.other_schedules) if name in able]
+    return [name for name in wanted if recomputes_under(name, problem)]
 
 
 def _shapes(problem: Problem) -> Iterator[Shape]:
     """All ordered partitions into stages of all ways to group the ranks; equal units are not told apart."""
-    if problem.schedule not in ("1f1b", "gpipe"):
-        return
     for grouping in _groupings(problem):
         sorts: dict[tuple[int, int], list[Unit]] = {}
         for unit in grouping:
@@ -162,18 +226,45 @@ def _count(problem: Problem, shape: Shape) -> float:
     return comb(problem.model.layers - 1, len(shape) - 1) * prod(count_options(problem, units) for units in shape)
 
 
-def _points_below(limit: float, costs: StageCosts, shapes: Sequence[Shape]) -> tuple[np.ndarray, list[Point]]:
+class Points(NamedTuple):
+    """Points as arrays: their bounds, the index of their branch, their options [point, stage] with zeros behind."""
+
+    branches: Sequence[Branch]
+    bounds: np.ndarray
+    owners: np.ndarray
+    options: np.ndarray
+
+    def at(self, rows: np.ndarray) -> "Points":
+        return self._replace(bounds=self.bounds[rows], owners=self.owners[rows], options=self.options[rows])
+
+    def points(self) -> list[Point]:
+        own = [self.branches[owner] for owner in self.owners]
+        chosen = zip(own, self.options.tolist(), strict=True)
+        return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
+
+
+def _promising(limit: float, branches: Sequence[Branch]) -> Points:
     """The points whose bound is below the limit, by their bounds; at most as many as may be timed."""
-    branches = [branch for shape in shapes for branch in _branches(costs, shape)]
-    found, owners, chosen = [], [], []
+    found = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, MOST_UNITS), dtype=np.int64))
+    new, count = [found], 0
     for index, branch in enumerate(branches):
-        bounds, rows = _below(limit, costs, branch)
-        found.append(bounds)
-        owners.append(np.full(len(bounds), index))
-        chosen += rows
-    bounds, owner = np.concatenate(found), np.concatenate(owners)
-    ranked = np.argsort(bounds, kind="stable")[:MOST_TIMED]
-    return bounds[ranked], [Point(branches[owner[i]], tuple(chosen[i])) for i in ranked]
+        bounds, options = _below(limit, branch)
+        if len(bounds):
+            padded = np.pad(options, ((0, 0), (0, MOST_UNITS - options.shape[1])))
+            new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
+            count += len(bounds)
+        if count > MOST_TIMED or index == len(branches) - 1:
+            found = _smallest(new)
+            new, count = [found], 0
+            if len(found.bounds) == MOST_TIMED:
+                limit = float(found.bounds[-1])
+    return found
+
+
+def _smallest(parts: Sequence[Points]) -> Points:
+    """The points with the smallest bounds, in order."""
+    together = Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
+    return together.at(np.argsort(together.bounds, kind="stable")[:MOST_TIMED])
 
 
 def _branches(costs: StageCosts, shape: Shape) -> Iterator[Branch]:
@@ -181,27 +272,28 @@ def _branches(costs: StageCosts, shape: Shape) -> Iterator[Branch]:
     layers = costs.problem.model.layers
     for cut in combinations(range(1, layers), len(shape) - 1):
         own = tuple(b - a for a, b in pairwise((0, *cut, layers)))
-        yield Branch(shape, own, tuple(costs.options(shape, own, stage) for stage in range(len(shape))))
+        yield Branch(costs, shape, own, tuple(costs.options(shape, own, stage) for stage in range(len(shape))))
 
 
-def _below(limit: float, costs: StageCosts, branch: Branch) -> tuple[np.ndarray, list[list[int]]]:
-    """The bounds below the limit of a branch, and the options that have them."""
+def _below(limit: float, branch: Branch) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds below the limit of a branch, and the options [point, stage] that have them."""
     alone = [stage.busy + stage.reduced for stage in branch.stages]
     rows = [np.nonzero(own < limit)[0] for own in alone]
     if not all(map(len, rows)):
-        return np.zeros(0), []
+        return np.zeros(0), np.zeros((0, len(alone)), dtype=np.int64)
     stages = [stage.at(own) for stage, own in zip(branch.stages, rows, strict=True)]
-    nearest = [float(costs.crossing(*branch[:2], above)[..., 1].min()) for above in range(len(stages) - 1)]
+    nearest = [float(branch.crossing(above)[..., 1].min()) for above in range(len(stages) - 1)]
     bounds = _bounds(stages, nearest)
     able = np.nonzero(bounds < limit)
-    return bounds[able], np.stack([own[at] for own, at in zip(rows, able, strict=True)], axis=1).tolist()
+    return bounds[able], np.stack([own[at] for own, at in zip(rows, able, strict=True)], axis=1)
 
 
 def _bounds(stages: Sequence[StageOptions], crossings: Sequence[float]) -> np.ndarray:
     """Seconds that no plan is shorter than: [option of the first stage, of the second, …].
 
     A stage begins when a tile has come down to it, works on all its tiles, and one goes back up from it; the stages that it
-    reaches reduce their gradients then. Who has a longer update than the others begins as much later (predictor/step.py).
+    reaches reduce their gradients then. Weights' gradients that are put off hold nobody above up. Who has a longer update
+    than the others begins as much later (predictor/step.py).
     """
     depth = len(stages)
 
@@ -215,36 +307,33 @@ def _bounds(stages: Sequence[StageOptions], crossings: Sequence[float]) -> np.nd
     end: np.ndarray | float = 0.0
     for s, stage in enumerate(stages):
         fill = np.maximum(fill, along(s, stage.update) - first)
-        back = fill + along(s, stage.busy)
-        end = np.maximum(end, back + along(s, stage.reduced))
+        back = fill + along(s, stage.passed)
+        end = np.maximum(end, fill + along(s, stage.busy) + along(s, stage.reduced))
         for above in range(s - 1, -1, -1):
             back = back + along(above, stages[above].backward) + crossings[above]
-            end = np.maximum(end, back + along(above, stages[above].reduced))
+            end = np.maximum(end, back + along(above, stages[above].weight) + along(above, stages[above].reduced))
         if s < depth - 1:
             fill = fill + along(s, stage.forward) + crossings[s]
     return np.asarray(end + first)
 
 
-def _timed(
-    costs: StageCosts, points: Sequence[Point], orders: dict[object, list[Node]]
-) -> Iterator[tuple[float, Point]]:
+def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[Node]]) -> list[tuple[float, Point]]:
     """The points with the seconds of their step, all of one tiling at once."""
     alike: dict[object, list[Point]] = {}
     for point in points:
         alike.setdefault(point.tiling, []).append(point)
-    problem = costs.problem
+    found: list[tuple[float, Point]] = []
     for tiling, own in alike.items():
         if tiling not in orders:
-            orders[tiling] = nodes_of(Layout(own[0].plan(problem), problem.model, problem.cluster))
-        yield from zip(_seconds(costs, own, orders[tiling]), own, strict=True)
+            orders[tiling] = nodes_of(Layout(own[0].plan, problem.model, problem.cluster))
+        found += zip(_seconds(own, orders[tiling]), own, strict=True)
+    return found
 
 
-def _seconds(costs: StageCosts, points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
+def _seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
     """The step of points that tile alike."""
     stages = list(zip(*(point.modes for point in points), strict=True))
-    crossings = [
-        np.stack([costs.crossing(*point.branch[:2], above) for point in points]) for above in range(len(stages) - 1)
-    ]
+    crossings = [np.stack([point.branch.crossing(above) for point in points]) for above in range(len(stages) - 1)]
     updates = [np.stack([mode.updates for mode in own]) for own in stages]
     first = np.minimum.reduce([own.min(axis=1) for own in updates])
     passed = [
@@ -264,12 +353,13 @@ def _seconds(costs: StageCosts, points: Sequence[Point], nodes: Sequence[Node]) 
 
 def _draft(point: Point, judge: Judge) -> Draft:
     """The point's draft, movable where drafts can express its plan: they list like units by their micro-batch."""
-    problem, plan = judge.problem, point.plan(judge.problem)
+    problem, plan = judge.problem, point.plan
     stages = [
         DraftStage(x, _seats(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)
         for units, x, mode, spec in zip(point.branch.shape, point.branch.layers, point.modes, plan.stages, strict=True)
     ]
-    draft = Draft(tuple(stages), alike=False)
+    schedule = None if plan.schedule == problem.schedule else plan.schedule
+    draft = Draft(tuple(stages), alike=False, schedule=schedule)
     if (usual := complete(draft, problem, judge.costs, None)) is not None:
         for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
             more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))

@@ -11,11 +11,11 @@ from hethub.spec.orders import NO_TILE
 from hethub.spec.schedule import lane_order
 from hethub.spec.tiling import overlaps
 
-PASSES = (Kind.FORWARD, Kind.BACKWARD)
+PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 class Work(NamedTuple):
-    """A replica's part of an action: its tile's pass (0 forward, 1 backward) and samples."""
+    """A replica's part of an action: its tile's pass, as an index of PASSES, and samples."""
 
     way: int
     replica: int
@@ -48,7 +48,7 @@ class Passed(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """When a stage's last backwards end, and when the last of them to start does: [plan]."""
+    """When a stage's last passes end, and when the last of them to start does: [plan]."""
 
     stop: np.ndarray
     start: np.ndarray

@@ -15,7 +15,7 @@ from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
 from hethub.predictor.state_costs import Reduction
 from hethub.spec.layout import Layout
-from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 
 Units = tuple[Unit, ...]  # the replicas of a stage
 Shape = tuple[Units, ...]
@@ -36,30 +36,46 @@ class Tilings(NamedTuple):
         return len(self.samples)
 
 
-def sizes_of(samples: int, micro_batches: Sequence[int]) -> list[int]:
-    """The unlike tile sizes of a replica with so many samples."""
-    return sorted({min(size, samples) for size in micro_batches})
+class Cuts(NamedTuple):
+    """Which tile sizes are looked at: these, and if `even` those that make a number of tiles as equal as can be."""
+
+    micro_batches: tuple[int, ...]
+    even: bool
+
+    def of(self, samples: int) -> list[int]:
+        """The unlike tile sizes of a replica with so many samples."""
+        found = {min(size, samples) for size in self.micro_batches}
+        if self.even:
+            found |= {-(-samples // number) for number in range(1, samples + 1)}
+        return sorted(found)
 
 
 @cache
-def tilings(total: int, replicas: int, micro_batches: tuple[int, ...]) -> Tilings:
-    """All samples in steps of one with all micro-batches."""
+def tilings(total: int, replicas: int, cuts: Cuts) -> Tilings:
+    """All samples in steps of one with all tile sizes."""
     found = [
         (samples, sizes)
-        for cut in combinations(range(1, total), replicas - 1)
-        for samples in [tuple(b - a for a, b in pairwise((0, *cut, total)))]
-        for sizes in product(*(sizes_of(count, micro_batches) for count in samples))
+        for edges in combinations(range(1, total), replicas - 1)
+        for samples in [tuple(b - a for a, b in pairwise((0, *edges, total)))]
+        for sizes in product(*map(cuts.of, samples))
     ]
     return Tilings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
 
 
-def count_tilings(total: int, replicas: int, micro_batches: tuple[int, ...]) -> float:
+def count_tilings(total: int, replicas: int, cuts: Cuts) -> float:
     """How many there are, without making them."""
-    each = np.array([0.0, *(len(sizes_of(count, micro_batches)) for count in range(1, total + 1))])
+    each = np.array([0.0, *(len(cuts.of(count)) for count in range(1, total + 1))])
     found = each
     for _ in range(replicas - 1):
         found = np.convolve(found, each)[: total + 1]
     return float(found[total])
+
+
+def cuts_of(problem: Problem) -> Cuts:
+    """The tile sizes of a problem."""
+    given = problem.constraints
+    free = problem.capabilities.any_micro_batch and not given.micro_batch and not given.max_micro_batch
+    return Cuts(problem.micro_batches, free)
 
 
 def levels(problem: Problem, units: Units) -> tuple[int, ...]:
@@ -72,9 +88,14 @@ def levels(problem: Problem, units: Units) -> tuple[int, ...]:
     return tuple(level for level in LEVELS if level in able and (level or len(islands) == 1))
 
 
+def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute]:
+    """Weights' gradients cannot be put off where what layers computed is thrown away."""
+    return [mode for mode in problem.recomputes if mode != "full" or schedule != "zero_bubble"]
+
+
 def count_options(problem: Problem, units: Units) -> float:
     """How many options a stage has."""
-    ways = count_tilings(problem.batch.global_batch, len(units), problem.micro_batches)
+    ways = count_tilings(problem.batch.global_batch, len(units), cuts_of(problem))
     return ways * len(problem.recomputes) * len(levels(problem, units))
 
 
@@ -83,7 +104,7 @@ class Mode(NamedTuple):
 
     recompute: Recompute
     zero: int
-    seconds: np.ndarray  # [pass, replica, samples] of one tile
+    seconds: np.ndarray  # [pass, replica, samples] of one tile; weights' gradients are a pass where they are put off
     reduction: Reduction
     updates: np.ndarray  # per replica, from the gradient norm to its next step
 
@@ -94,9 +115,11 @@ class StageOptions(NamedTuple):
     modes: tuple[Mode, ...]
     tilings: Tilings
     busy: np.ndarray  # the replica that works longest, on all its tiles
+    passed: np.ndarray  # the same without what is put off
     forward: np.ndarray  # its shortest tile
     backward: np.ndarray
-    reduced: np.ndarray  # from the last backward to the end of the reduction
+    weight: np.ndarray
+    reduced: np.ndarray  # from its last pass to the end of the reduction
     update: np.ndarray  # of the replica that has the shortest
 
     def mode(self, option: int) -> Mode:
@@ -115,27 +138,31 @@ def options_of(modes: Sequence[Mode], ways: Tilings, fits: Sequence[np.ndarray])
     bounds = []
     for mode, able in zip(modes, fits, strict=True):
         full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
-        busy = (whole * full + short).sum(axis=0).max(axis=1)
-        busy = np.where(able[replicas, ways.sizes].all(axis=1), busy, np.inf)
+        spent = whole * full + short
+        busy = np.where(able[replicas, ways.sizes].all(axis=1), spent.sum(axis=0).max(axis=1), np.inf)
         least = np.where(rest > 0, np.minimum(full, short), full).min(axis=2)
-        longest = np.maximum(full, short)[1].max(axis=1)
-        reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - longest)
-        bounds.append((busy, least[0], least[1], reduced, np.full(len(ways), mode.updates.min())))
+        last = 2 if mode.seconds[2].any() else 1
+        reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - full[last].max(axis=1))
+        update = np.full(len(ways), mode.updates.min())
+        bounds.append((busy, spent[:2].sum(axis=0).max(axis=1), *least, reduced, update))
     return StageOptions(tuple(modes), ways, *(np.concatenate(part) for part in zip(*bounds, strict=True)))
 
 
 class StageCosts:
-    """The options of all stages of a problem, and what lies between two of them, each asked once of the predictor."""
+    """The options of all stages of a problem under one schedule, and what lies between two of them, each asked once of the
+    predictor."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge, self.problem = judge, judge.problem
+    def __init__(self, judge: Judge, schedule: ScheduleName) -> None:
+        self.judge, self.problem, self.schedule = judge, judge.problem, schedule
+        self.cuts = cuts_of(judge.problem)
+        self.recomputes = recomputes_under(schedule, judge.problem)
         self._options: dict[object, StageOptions] = {}
         self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
 
     @property
     def most(self) -> int:
         """Samples of the largest tile."""
-        return min(max(self.problem.micro_batches), self.problem.batch.global_batch)
+        return max(self.cuts.of(self.problem.batch.global_batch))
 
     def options(self, shape: Shape, layers: Sequence[int], stage: int) -> StageOptions:
         """A stage's options. They depend on its replicas and the ends of the model that it holds; with a tied head also on
@@ -150,7 +177,7 @@ class StageCosts:
                 for level in levels(self.problem, shape[stage])
                 for mode in self._modes(shape, layers, stage, level)
             ]
-            ways = tilings(self.problem.batch.global_batch, len(shape[stage]), self.problem.micro_batches)
+            ways = tilings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
             fits = [self._fits(shape[stage], layers[stage], mode, footprint.position(*ends)) for mode in modes]
             found = self._options[key] = options_of(modes, ways, fits)
         return found
@@ -160,7 +187,7 @@ class StageCosts:
         most = [self.problem.at_most(unit.kind, self.most) for unit in units]
         found = np.arange(self.most + 1) <= np.array(most)[:, None]
         if not self.judge.ignore_memory:
-            kept = footprint.Mode(mode.zero, "1f1b")
+            kept = footprint.Mode(mode.zero, "1f1b" if self.schedule == "gpipe" else self.schedule)
             for replica, unit in enumerate(units):
                 limit = NEARLY * self.problem.capacity(unit.kind)
                 for size in range(1, self.most + 1):
@@ -170,7 +197,7 @@ class StageCosts:
         return found
 
     def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:
-        return [self._mode(shape, layers, stage, zero, recompute) for recompute in self.problem.recomputes]
+        return [self._mode(shape, layers, stage, zero, recompute) for recompute in self.recomputes]
 
     def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
         costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
@@ -179,6 +206,7 @@ class StageCosts:
             [
                 [[0.0, *(tile.forward.total for tile in own)] for own in tiles],
                 [[0.0, *(tile.backward.total for tile in own)] for own in tiles],
+                [[0.0, *(tile.weight.total for tile in own)] for own in tiles],
             ]
         )
         reduction = costs.state.reduction(stage)
@@ -192,7 +220,7 @@ class StageCosts:
         key = (shape[above], shape[above + 1])
         found = self._crossings.get(key)
         if found is None:
-            costs = self._costs(shape, layers, 1, self.problem.recomputes[0])
+            costs = self._costs(shape, layers, 1, self.recomputes[0])
             found = self._crossings[key] = np.array(
                 [
                     [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]
@@ -207,22 +235,36 @@ class StageCosts:
         for units in shape:
             able = levels(self.problem, units)
             samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
-            options.append((samples, (1,) * len(units), recompute, zero if zero in able else able[0]))
-        layout = Layout(plan_of(self.problem, shape, layers, options), self.problem.model, self.problem.cluster)
+            options.append(StageChoice(samples, (1,) * len(units), recompute, zero if zero in able else able[0]))
+        layout = Layout(
+            plan_of(self.problem, self.schedule, shape, layers, options), self.problem.model, self.problem.cluster
+        )
         return PlanCosts(layout, HETHUB, packaged(), self.problem.profile)
 
 
-StageChoice = tuple[Sequence[int], Sequence[int], Recompute, int]  # samples, tile sizes, recompute, ZeRO level
+class StageChoice(NamedTuple):
+    """What a plan says of a stage beside its layers and ranks; tiles held None for the default."""
+
+    samples: Sequence[int]
+    sizes: Sequence[int]
+    recompute: Recompute
+    zero: int
+    held: Sequence[int] | None = None
 
 
-def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], choices: Sequence[StageChoice]) -> PlanSpec:
+def plan_of(
+    problem: Problem, schedule: ScheduleName, shape: Shape, layers: Sequence[int], choices: Sequence[StageChoice]
+) -> PlanSpec:
     """The plan of one choice per stage."""
     start, stages = 0, []
-    for units, x, (samples, sizes, recompute, zero) in zip(shape, layers, choices, strict=True):
+    for units, x, own in zip(shape, layers, choices, strict=True):
+        held: Sequence[int | None] = own.held or [None] * len(units)
         replicas = tuple(
-            ReplicaSpec(ranks=unit.ranks, micro_batch=int(size), samples=int(count))
-            for unit, count, size in zip(units, samples, sizes, strict=True)
+            ReplicaSpec(ranks=unit.ranks, micro_batch=int(size), samples=int(count), in_flight=most)
+            for unit, count, size, most in zip(units, own.samples, own.sizes, held, strict=True)
         )
-        stages.append(StageSpec(layers=((start, start + x),), replicas=replicas, zero=zero, recompute=recompute))
+        stages.append(
+            StageSpec(layers=((start, start + x),), replicas=replicas, zero=own.zero, recompute=own.recompute)
+        )
         start += x
-    return problem.plan(problem.schedule, stages)
+    return problem.plan(schedule, stages)

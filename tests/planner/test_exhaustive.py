@@ -1,6 +1,8 @@
 """`auto` against the whole grid of small random clusters. benchmarks/planner.py runs more of them."""
 
 import random
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,9 +78,8 @@ def grid_problem(seed: int, size: int, global_batch: int = 6, model: ModelSpec =
     """A random cluster's question, its answers with the default number of tiles in flight as the grid has them."""
     given = ConstraintsSpec(max_micro_batch=4)
     batch = Batch(global_batch, 512, "bf16")
-    return pose(
-        model, random_cluster(seed, size), batch, given, RUNTIME.limited(chooses_in_flight=False, any_micro_batch=False)
-    )
+    able = replace(RUNTIME.limited(chooses_in_flight=False, any_micro_batch=False), schedules=("1f1b",))
+    return pose(model, random_cluster(seed, size), batch, given, able)
 
 
 def compare(seed: int, size: int, global_batch: int = 6, model: ModelSpec = MODEL) -> Comparison:
@@ -88,11 +89,20 @@ def compare(seed: int, size: int, global_batch: int = 6, model: ModelSpec = MODE
     return Comparison(auto, exhaustive(problem, start=auto))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_auto_is_within_a_hundredth_of_the_grids_optimum(seed: int) -> None:
-    found = compare(seed, 3)
+compared = cache(compare)
+FEW = range(20)  # clusters of three accelerators; benchmarks/planner.py compares 200
+
+
+@pytest.mark.parametrize(("seed", "size"), [(seed, 3) for seed in FEW] + [(seed, 4) for seed in range(4)])
+def test_auto_is_within_a_hundredth_of_the_grids_optimum(seed: int, size: int) -> None:
+    found = compared(seed, size)
     assert found.slower <= 1.01
     assert found.outcome.lower_bound == found.outcome.seconds  # nothing was left out unproved
+
+
+def test_auto_equals_the_grids_optimum_in_nearly_all_clusters() -> None:
+    equal = [compared(seed, 3).slower <= 1 + 1e-9 for seed in FEW]
+    assert sum(equal) >= 0.95 * len(equal)
 
 
 def test_without_a_start_the_grid_has_the_same_optimum() -> None:

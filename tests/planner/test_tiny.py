@@ -1,0 +1,95 @@
+"""Small spaces searched to their end: bounds, replayed times and the answer, beside the predictor and the whole grid."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from hethub.planner.capabilities import RUNTIME
+from hethub.planner.costs import UnitCosts
+from hethub.planner.judge import Judge
+from hethub.planner.problem import Batch, Problem, pose
+from hethub.planner.tiny import Branch, Point, _bounds, _seconds, _shapes, is_tiny, search_tiny
+from hethub.planner.tiny_replay import nodes_of
+from hethub.planner.tiny_stages import Cuts, StageCosts, count_tilings, tilings
+from hethub.predictor import predict
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout import bind
+from hethub.spec.plan import ScheduleName
+from tests.planner.exhaustive import GridJudge, exhaustive
+from tests.planner.test_exhaustive import MODEL, grid_problem, random_cluster
+
+
+def random_point(costs: StageCosts, draw: random.Random) -> Point:
+    problem = costs.problem
+    shape = draw.choice(list(_shapes(problem)))
+    cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
+    layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
+    stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
+    return Point(Branch(costs, shape, layers, stages), tuple(draw.randrange(len(stage.busy)) for stage in stages))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
+    seed: int, tied: bool, schedule: ScheduleName
+) -> None:
+    problem = _problem(ConstraintsSpec(), seed, tied)
+    costs = StageCosts(Judge(problem, UnitCosts(problem), ignore_memory=True), schedule)
+    draw, exact = random.Random(seed), 0
+    for _ in range(20):
+        point = random_point(costs, draw)
+        layout = bind(point.plan, problem.model, problem.cluster)
+        seconds = predict(layout).step_seconds
+        (timed,) = _seconds([point], nodes_of(layout))
+        own = [stage.at([option]) for stage, option in zip(point.branch.stages, point.options, strict=True)]
+        nearest = [point.branch.crossing(above)[..., 1].min() for above in range(len(own) - 1)]
+        assert _bounds(own, nearest).item() <= timed * (1 + 1e-9)
+        assert timed <= seconds * (1 + 1e-9)
+        exact += timed == pytest.approx(seconds, rel=1e-9)
+    assert exact == 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> None:
+    problem = grid_problem(seed, 3)
+    judge = GridJudge(problem, UnitCosts(problem))
+    search_tiny(problem, judge)
+    assert judge.best_seconds == exhaustive(problem, start=judge.best_seconds * (1 + 1e-9)).seconds
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_tilings_are_counted_as_they_are_made(replicas: int, even: bool) -> None:
+    made = tilings(7, replicas, Cuts((1, 2, 4), even))
+    assert len(made) == count_tilings(7, replicas, Cuts((1, 2, 4), even))
+    assert (made.samples.sum(axis=1) == 7).all()
+    assert (made.sizes <= made.samples).all()
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        ConstraintsSpec(tp=1),
+        ConstraintsSpec(pp=2),
+        ConstraintsSpec(dp=1),
+        ConstraintsSpec(zero=1, recompute="full"),
+        ConstraintsSpec(micro_batch=2),
+        ConstraintsSpec(forbid=(("nvidia", "amd"),)),
+    ],
+)
+def test_constraints_leave_a_part_of_the_space(constraints: ConstraintsSpec) -> None:
+    problem = _problem(constraints)
+    judge = Judge(problem, UnitCosts(problem))
+    search_tiny(problem, judge)
+    assert judge.fitting
+
+
+def test_a_real_job_is_not_tiny() -> None:
+    assert is_tiny(_problem(ConstraintsSpec()))
+    assert not is_tiny(pose(MODEL.replace(layers=32), random_cluster(1, 4), Batch(512, 512, "bf16")))
+
+
+def _problem(constraints: ConstraintsSpec, seed: int = 1, tied: bool = False) -> Problem:
+    return pose(MODEL.replace(tied_head=tied), random_cluster(seed, 4), Batch(6, 512, "bf16"), constraints, RUNTIME)
