@@ -64,8 +64,9 @@ def effort_for(problem: Problem) -> Effort:
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=8, tiles=100_000
-        )
+            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=8, tiles=100_000,
+            uphill=1.02 if len(problem.kinds) > 1 else 1.004,
+        )  # fmt: skip
     return Effort(
         cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
     )
@@ -261,7 +262,7 @@ def _depths(problem: Problem, setting: Setting) -> list[int]:
     return [depth for depth in range(1, deepest + 1) if problem.constraints.pp in (None, depth)]
 
 
-WORTHWHILE = 2e-3  # a gain for which no other sort of change is looked at
+WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
 MOST_CHANGES = 60
 
 

@@ -47,14 +47,20 @@ def small_drafts(
             width = [(0, 0), (0, 0), (0, table.counts.shape[1] - len(counts))]
             rows = np.full(len(same), row)
             cuts = cut_equally(problem, table, rows, np.pad(np.array(same), width), memory_counts=memory_counts)
-            for composition, layers, seconds in zip(same, cuts.layers, cuts.seconds, strict=True):
-                # These seconds know no communication, which tells small clusters' plans apart: `best` are estimates.
-                if seconds <= ESTIMATE_ERR * best and np.isfinite(seconds):
-                    make = partial(_draft, problem, combination, examples, composition)
-                    for draft, estimate in _downhill(tuple(int(x) for x in layers), make, surrogate):
-                        if estimate < best and surrogate.likely_fits(draft):
-                            best = estimate
-                        yield draft, estimate
+            # These seconds know no communication, which tells small clusters' plans apart: `best` are estimates.
+            near = [
+                index
+                for index, seconds in enumerate(cuts.seconds)
+                if np.isfinite(seconds) and seconds <= ESTIMATE_ERR * best
+            ]
+            starts = [tuple(cuts.layers[index].tolist()) for index in near]
+            makers = [partial(_draft, problem, combination, examples, same[index]) for index in near]
+            surrogate.weigh(make(cut) for make, layers in zip(makers, starts, strict=True) for cut in _near(layers))
+            for make, layers in zip(makers, starts, strict=True):
+                for draft, estimate in _downhill(layers, make, surrogate):
+                    if estimate < best and surrogate.likely_fits(draft):
+                        best = estimate
+                    yield draft, estimate
 
 
 def _downhill(
@@ -65,11 +71,11 @@ def _downhill(
     seen: dict[tuple[int, ...], float] = {}
     least = float("inf")
     while True:
-        for near in _near(layers):
-            if near not in seen:
-                draft = make(near)
-                seen[near] = surrogate.seconds(draft)
-                yield draft, seen[near]
+        new = {near: make(near) for near in _near(layers) if near not in seen}
+        surrogate.weigh(new.values())
+        for near, draft in new.items():
+            seen[near] = surrogate.seconds(draft)
+            yield draft, seen[near]
         layers = min(seen, key=seen.__getitem__)
         if seen[layers] >= least:
             return

@@ -1,9 +1,7 @@
 """Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hethub.predictor.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
 from hethub.predictor.operators import Shape, Work, attention_share, embedding_work, head_work, layer_work, weight_work
@@ -12,7 +10,10 @@ from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 
-Number = TypeVar("Number", float, np.ndarray)
+if TYPE_CHECKING:
+    import numpy as np
+
+Number = TypeVar("Number", float, "np.ndarray")
 
 
 class PassSeconds(NamedTuple):

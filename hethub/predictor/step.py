@@ -41,9 +41,10 @@ class StepTimes:
 
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
     """The step from its first forward to the next one's. `full` replays every action, as a timeline needs."""
-    even = all(replica.samples % replica.micro_batch == 0 for replica in layout.stages[0].replicas)
-    if full or not even or not costs.tiles_alike:
+    if full or not costs.tiles_alike:
         return _replayed_times(layout, costs, full)
+    if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
+        return _lean_replay(layout, costs, None)  # the last tile is short, which no extrapolation knows
     if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
         return _chain_times(layout, costs)
     return _lean_times(layout, costs)

@@ -102,20 +102,23 @@ ALIKE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("missing", [0, 1], ids=["whole", "short"])
 @pytest.mark.parametrize(("name", "pp", "chunks", "zero", "tiles"), ALIKE, ids=lambda value: str(value))
 def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
-    name: str, pp: int, chunks: int, zero: int, tiles: int
+    name: str, pp: int, chunks: int, zero: int, tiles: int, missing: int
 ) -> None:
+    """Extrapolated where all tiles are whole; where the last one is short, one replica's are all replayed."""
     on, size = cluster(("A100-SXM4-80GB", 1, pp), ("V100-SXM2-16GB", 1, pp)), TINY.layers // (pp * chunks)
+    samples = 2 * tiles - missing
     stages = [
         {
             "layers": [[(c * pp + s) * size, (c * pp + s + 1) * size] for c in range(chunks)],
-            "replicas": [{"ranks": [2 * s + r], "micro_batch": 2, "samples": 2 * tiles} for r in range(2)],
+            "replicas": [{"ranks": [2 * s + r], "micro_batch": 2, "samples": samples} for r in range(2)],
             "zero": zero,
         }
         for s in range(pp)
     ]
-    plan = {"model": "tiny", "cluster": "test", "global_batch": 4 * tiles, "seq_len": 128, "precision": "fp16"}
+    plan = {"model": "tiny", "cluster": "test", "global_batch": 2 * samples, "seq_len": 128, "precision": "fp16"}
     layout = bind(PlanSpec.model_validate({**plan, "schedule": name, "stages": stages}), TINY, on)
     short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
     assert short.seconds == pytest.approx(full.seconds, rel=1e-6)
