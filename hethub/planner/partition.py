@@ -7,6 +7,7 @@ smallest feasible T over a falling series is the bottleneck; for every number of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,9 +82,7 @@ class Partitioner:
     def _under(self, deadline: float, deepest: int) -> dict[int, Partition]:
         """Per feasible number of stages, a partition in which no unit is busy longer than `deadline`."""
         num_layers, count = self.num_layers, len(self.line)
-        reach = {
-            key: self._reach(deadline, *key) for key in ((False, False), (True, False), (False, True), (True, True))
-        }
+        reach = {key: self._reach(deadline, *key) for key in _ENDS}
         rows = np.arange(num_layers + 1)[:, None]  # m: layers held after this stage
         columns = np.arange(1, num_layers + 1)[None, :]  # x: layers of this stage
         before = rows - columns
@@ -107,36 +106,31 @@ class Partitioner:
                 break
         return feasible
 
-    def _reach(self, deadline: float, last: bool, first: bool) -> np.ndarray:
-        """[x, u]: samples that the first u units of the walked line can process in time, with x layers each."""
-        layers = np.arange(self.num_layers + 1)[None, :]
-        seconds = (
-            layers * self.layer[:, None]
-            + (self.head[:, None] if last else 0)
-            + (self.embedding[:, None] if first else 0)
-        )
+    def _reach(self, deadline: float, last: bool, first: bool) -> "_Reach":
+        """How far units reach, in a stage that holds these ends of the model."""
+        seconds = np.arange(self.num_layers + 1)[None, :] * self.layer[:, None]
+        if last:
+            seconds = seconds + self.head[:, None]
+        if first:
+            seconds = seconds + self.embedding[:, None]
         with np.errstate(divide="ignore"):
-            samples = np.floor(deadline / seconds + 1e-9)
-        samples = np.minimum(samples, self.samples)
+            samples = np.minimum(np.floor(deadline / seconds + 1e-9), self.samples)
         reach = np.zeros((self.num_layers + 1, len(self.line) + 1), dtype=np.int64)
         np.cumsum(samples[self.class_of].T, axis=1, out=reach[:, 1:])
-        return reach
+        wide = int(reach[:, -1].max()) + self.samples + 1
+        apart = wide * np.arange(self.num_layers + 1)
+        return _Reach(reach, (reach + apart[:, None]).ravel(), apart + self.samples)
 
-    def _advance(self, start: np.ndarray, layers: np.ndarray, reach: np.ndarray, depth: int, first: bool) -> np.ndarray:
+    def _advance(self, start: np.ndarray, layers: np.ndarray, reach: "_Reach", depth: int, first: bool) -> np.ndarray:
         """Units used after a stage of `layers` that begins at `start`: enough for the samples and for its memory."""
         count = len(self.line)
-        layers = np.broadcast_to(layers, start.shape)
-        wide = np.int64(reach.max() + self.samples + 1)
-        flat = (reach + np.arange(reach.shape[0])[:, None] * wide).ravel()
-        wanted = reach[layers, start] + self.samples + layers * wide
-        end = np.searchsorted(flat, wanted, side="left") - layers * (count + 1)
-        end = np.where(end <= count, end, _NEVER)
+        wanted = reach.samples[layers, start] + reach.wanted[layers]
+        end = np.searchsorted(reach.flat, wanted, side="left") - layers * (count + 1)
         if not self.memory_counts:
-            return end
+            return np.where(end <= count, end, _NEVER)
         least = self._least_replicas(depth, first)
         for edge in (start, np.minimum(end, count) - 1):
-            needed = start + least[self.class_of[np.clip(edge, 0, count - 1)], layers]
-            end = np.maximum(end, needed)
+            end = np.maximum(end, start + least[self.class_of[np.minimum(edge, count - 1)], layers])
         return np.where(end <= count, end, _NEVER)
 
     def _least_replicas(self, depth: int, first: bool) -> np.ndarray:
@@ -154,9 +148,7 @@ class Partitioner:
             )
         return found
 
-    def _trace(
-        self, choices: list[np.ndarray], reach: dict[tuple[bool, bool], np.ndarray], deadline: float
-    ) -> Partition:
+    def _trace(self, choices: list[np.ndarray], reach: dict[tuple[bool, bool], "_Reach"], deadline: float) -> Partition:
         """The partition that led to all layers; units left over join the first stage."""
         depth, layers = len(choices), self.num_layers
         held = []
@@ -174,6 +166,16 @@ class Partitioner:
         return Partition(tuple(zip(held, reversed(sizes), strict=True)), deadline)
 
 
+class _Reach(NamedTuple):
+    """[x, u]: samples that the first u units of the walked line process under a deadline, with x layers each; the same row
+    behind row so far apart that one ascending array holds all, and [x] what is added to look for a stage's end in it."""
+
+    samples: np.ndarray
+    flat: np.ndarray
+    wanted: np.ndarray
+
+
+_ENDS = ((False, False), (True, False), (False, True), (True, True))  # whether a stage is the last, and the first
 _NEVER = 1 << 40
 _GIVE_UP = 1.2
 # Multiples of the bound, finer where partitions are good.

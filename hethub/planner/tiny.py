@@ -38,7 +38,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
 from hethub.spec.plan import PlanSpec, ScheduleName
 
-MOST_POINTS = 3e7  # of a space that is searched to its end
+MOST_SAMPLES, MOST_BRANCHES, MOST_POINTS = 64, 4000, 3e7  # of a space that is searched to its end
 AT_ONCE = 4096  # points timed before the best of them are judged
 MOST_TIMED = 16 * AT_ONCE
 MOST_JUDGED = 1000  # where memory holds few of them
@@ -97,9 +97,15 @@ class Point(NamedTuple):
 
 def is_tiny(problem: Problem) -> bool:
     """Whether the space is small enough to be searched to its end."""
-    shapes = list(_shapes(problem)) if problem.size <= MOST_UNITS else []
-    number = len(_schedules(problem)) * sum(_count(problem, shape) for shape in shapes)
-    return 0 < number <= MOST_POINTS
+    if problem.size > MOST_UNITS or problem.batch.global_batch > MOST_SAMPLES:
+        return False
+    shapes, schedules = list(_shapes(problem)), len(_schedules(problem))
+    branches = [comb(problem.model.layers - 1, len(shape) - 1) for shape in shapes]
+    points = [
+        number * prod(count_options(problem, units) for units in shape)
+        for number, shape in zip(branches, shapes, strict=True)
+    ]
+    return 0 < schedules * sum(points) <= MOST_POINTS and schedules * sum(branches) <= MOST_BRANCHES
 
 
 def search_tiny(problem: Problem, judge: Judge) -> None:
@@ -219,11 +225,6 @@ def _seated(sorts: Sequence[Sequence[Unit]], composition: Sequence[Sequence[int]
         used = [at + count for at, count in zip(used, counts, strict=True)]
         shape.append(tuple(sorted(own, key=lambda unit: unit.ranks)))
     return tuple(shape)
-
-
-def _count(problem: Problem, shape: Shape) -> float:
-    """How many plans a shape has."""
-    return comb(problem.model.layers - 1, len(shape) - 1) * prod(count_options(problem, units) for units in shape)
 
 
 class Points(NamedTuple):

@@ -21,6 +21,7 @@ from hethub.spec.ranges import split
 
 MOST_DRAFTS = 3  # that fit
 MOST_TRIED = 12  # in the order of rough estimates, for memory
+FAR = 1.3  # times the limit: no plan with an estimate above was ever found below it
 MOST_CHUNKS = 16  # of a stage: beyond, what is resident hardly falls
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
 OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
@@ -35,7 +36,7 @@ def drafts(
     problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
     """The family's plain drafts with their stages in chunks, those first that by a rough estimate take least; of those that
-    fit, offloaded as far as memory asks for it; none that must take as long as the limit."""
+    fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far beyond it."""
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
@@ -47,7 +48,8 @@ def drafts(
         for draft, chunks in able
         if surrogate.least_in_passes(draft) < limit_seconds
     ]
-    ranked = sorted(options, key=lambda option: option[0])
+    near_enough = (option for option in options if option[0] < FAR * limit_seconds)
+    ranked = sorted(near_enough, key=lambda option: option[0])
     found: dict[object, tuple[float, Draft]] = {}  # the best of every arrangement: estimates are no better than that
     for seconds, draft, chunks in ranked[:MOST_TRIED]:
         if found.get(draft.shape, (seconds + 1.0,))[0] <= seconds:

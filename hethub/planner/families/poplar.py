@@ -5,8 +5,10 @@ in proportion to speed. ZeRO-2 and 3 meet at every micro-step, so all accelerato
 largest batch that it ends within the step's time; that time is searched. State is cut evenly.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import nsmallest
+from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
@@ -106,6 +108,23 @@ def _shared_steps(
     return set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
 
 
+class _Ends(NamedTuple):
+    """When tiles of all sizes end, ascending, and the largest that has ended by then."""
+
+    seconds: list[float]
+    largest: list[int]
+
+    @staticmethod
+    def of(curve: Mapping[int, float]) -> "_Ends":
+        ordered = sorted((seconds, size) for size, seconds in curve.items())
+        return _Ends([seconds for seconds, _ in ordered], list(accumulate((size for _, size in ordered), max)))
+
+    def within(self, seconds: float) -> int:
+        """The largest tile that ends within `seconds`; 0 where none does."""
+        ended = bisect_right(self.seconds, seconds)
+        return self.largest[ended - 1] if ended else 0
+
+
 def _every_step(
     problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
 ) -> list[_Steps]:
@@ -115,6 +134,7 @@ def _every_step(
         {b: costs.rate(k, 1, b, recompute).tile(problem.model.layers, True, True).total for b in range(1, top + 1)}
         for k, top in enumerate(tops)
     ]
+    ends = [_Ends.of(curve) for curve in curves]
     beside = meeting_seconds(problem, costs, zero)
 
     def shown(computing: float) -> float:
@@ -123,7 +143,7 @@ def _every_step(
 
     found = []
     for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
-        batches = [max((b for b, t in curve.items() if t <= seconds), default=0) for curve in curves]
+        batches = [ended.within(seconds) for ended in ends]
         if 0 not in batches and (fixed is None or set(batches) == {fixed}):
             together = sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True))
             count = -(-total // together)
@@ -162,9 +182,11 @@ class _Fitting:
 
     def largest(self, kind: int, needed: int) -> int | None:
         """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` do."""
-        if not self._fits(kind, needed):
+        low, high = needed, _widest(self._problem, kind)
+        if self._fits(kind, high):
+            return high
+        if not self._fits(kind, low):
             return None
-        low, high = needed, _widest(self._problem, kind) + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(kind, middle) else (low, middle)
