@@ -9,8 +9,10 @@ from hethub.planner.capabilities import RUNTIME
 from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.tiny import Branch, Point, _bounds, _seconds, _shapes, is_tiny, search_tiny
+from hethub.planner.tiny import is_tiny, search_tiny, step_seconds
+from hethub.planner.tiny_points import Branch, Point, bounds_of
 from hethub.planner.tiny_replay import nodes_of
+from hethub.planner.tiny_shapes import shapes_of
 from hethub.planner.tiny_stages import Cuts, StageCosts, count_tilings, tilings
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
@@ -22,7 +24,7 @@ from tests.planner.test_exhaustive import MODEL, grid_problem, random_cluster
 
 def random_point(costs: StageCosts, draw: random.Random) -> Point:
     problem = costs.problem
-    shape = draw.choice(list(_shapes(problem)))
+    shape = draw.choice(list(shapes_of(problem)))
     cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
     layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
     stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
@@ -42,10 +44,10 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         point = random_point(costs, draw)
         layout = bind(point.plan, problem.model, problem.cluster)
         seconds = predict(layout).step_seconds
-        (timed,) = _seconds([point], nodes_of(layout))
+        (timed,) = step_seconds([point], nodes_of(layout))
         own = [stage.at([option]) for stage, option in zip(point.branch.stages, point.options, strict=True)]
         nearest = [point.branch.crossing(above)[..., 1].min() for above in range(len(own) - 1)]
-        assert _bounds(own, nearest).item() <= timed * (1 + 1e-9)
+        assert bounds_of(own, nearest).item() <= timed * (1 + 1e-9)
         assert timed <= seconds * (1 + 1e-9)
         exact += timed == pytest.approx(seconds, rel=1e-9)
     assert exact == 20
