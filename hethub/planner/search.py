@@ -56,16 +56,16 @@ def effort_for(problem: Problem) -> Effort:
             cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
             tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75,
         )  # fmt: skip
+    alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
     if problem.size <= 16:
-        few = len(problem.kinds) == 1
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=12 if few else 24, descents=4 if few else 8, climbs=2 if few else 4,
-            steps=16, tried_per_step=8, tiles=200_000, uphill=1.02, optimism=0.9,
+            cuts=96, free_cells=2_000_000, finalists=12 if alike else 24, descents=4 if alike else 8,
+            climbs=2 if alike else 4, steps=16, tried_per_step=4 if alike else 8, tiles=200_000, uphill=1.02, optimism=0.9,
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=8, tiles=100_000,
-            uphill=1.02 if len(problem.kinds) > 1 else 1.004,
+            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 8,
+            tiles=100_000, uphill=1.004 if alike else 1.02,
         )  # fmt: skip
     return Effort(
         cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
