@@ -10,6 +10,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
+from hethub.planner.table import Table, tabulate
 from hethub.predictor import Prediction, predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -112,6 +113,11 @@ class Judge:
         self.start: Verdict | None = None  # the best before the search
         self.closest: Verdict | None = None  # the least over memory, where none fits
 
+    @cached_property
+    def table(self) -> Table:
+        """All combinations of degrees, micro-batches and recompute, as arrays."""
+        return tabulate(self.problem, self.costs)
+
     @property
     def candidates(self) -> int:
         """How many drafts were judged."""
@@ -128,6 +134,10 @@ class Judge:
             if verdict is not None:
                 self._note(verdict)
         return self._known[draft]
+
+    def verdict(self, draft: Draft) -> Verdict | None:
+        """What was judged of a draft; None where it was not, or is no valid plan."""
+        return self._known.get(draft)
 
     def within_time(self, draft: Draft) -> None:
         """Judges the draft unless time is up."""

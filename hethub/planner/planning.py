@@ -17,7 +17,6 @@ from hethub.planner.remedies import nothing_fits
 from hethub.planner.result import FamilyRow, KindAlone, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
 from hethub.planner.search import effort_for, search, search_family, search_whole
-from hethub.planner.table import tabulate
 from hethub.planner.unsearched import not_searched
 from hethub.predictor import Prediction
 from hethub.predictor.profile import ProfileSpec
@@ -90,7 +89,10 @@ def _alone(problem: Problem, judge: Judge, wanted: bool, processes: int) -> Iter
     """What gives every kind's best plan by itself, if it is wanted; None where time is up, since a search cut short would
     understate the bound. Under a time limit nothing runs beside the search."""
     unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
-    with kinds_alone(unlimited, judge.costs, 1 if judge.limit_seconds or not wanted else processes) as found:
+    beside = wanted and processes > 1 and judge.limit_seconds is None
+    if beside:
+        judge.table  # noqa: B018 - probes the predictor's memory, and processes forked behind it share what was found
+    with kinds_alone(unlimited, judge.costs, processes if beside else 1) as found:
         yield lambda: found() if wanted and not judge.out_of_time else None
 
 
@@ -160,7 +162,7 @@ def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
 
 def _first_fitting(problem: Problem, judge: Judge) -> Verdict | None:
     """Where time was over before any plan was known: the first of the best cuts that fits."""
-    for entry in best_cuts(problem, tabulate(problem, judge.costs), FEW).cuts:
+    for entry in best_cuts(problem, judge.table, FEW).cuts:
         judge(entry.draft(problem))
         if judge.fitting:
             return judge.best

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hethub.planner.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.draft import Draft, to_draft
@@ -14,15 +15,16 @@ from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
 from hethub.planner.small import MOST_UNITS, small_drafts
 from hethub.planner.surrogate import Surrogate
-from hethub.planner.table import Table, tabulate
+from hethub.planner.table import Table
 from hethub.planner.tile_sizes import fitted
 from hethub.planner.tiny import is_tiny, search_tiny
 
 FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
+FAR = 1.15  # times the best plan: a family's draft that is estimated to take longer is not judged
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
-TOGETHER, MOST_STARTS = 32, 128  # drafts weighed at once, and in all before one is judged
+TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all before one is judged
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
@@ -68,14 +70,21 @@ def effort_for(problem: Problem) -> Effort:
             tiles=100_000, uphill=1.004 if alike else 1.02,
         )  # fmt: skip
     return Effort(
-        cuts=64, free_cells=500_000, finalists=8, descents=3, climbs=1, steps=2, tried_per_step=4, tiles=6_000
+        cuts=64,
+        free_cells=500_000,
+        finalists=8,
+        descents=2 if alike else 3,
+        climbs=1,
+        steps=2,
+        tried_per_step=4,
+        tiles=6_000,
     )
 
 
 def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
-    """The best plan found, or None where none fits. Every family's leaders are judged, but for those that are proved to be
-    slower, so the answer is never worse than a family's."""
-    table, counts = tabulate(problem, judge.costs), not judge.ignore_memory
+    """The best plan found, or None where none fits. Every family's leaders are judged, but for those that are proved or by
+    far estimated to be slower, so the answer is not worse than a family's."""
+    table, counts = judge.table, not judge.ignore_memory
     best = best_cuts(problem, table, effort.cuts, memory_counts=counts)
     families = _families_drafts(problem, judge, best)
     judge.tiles_left = effort.tiles
@@ -92,7 +101,7 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
     _climb_leaders(problem, judge, effort)
     for drafts in families.values():
         judge.tiles_left = FAMILY_TILES
-        _judge_all(judge, leading(judge, [draft for draft in drafts if judge.may_win(draft)]))
+        _judge_all(judge, filter(partial(_is_near, judge), leading(judge, list(filter(judge.may_win, drafts)))))
     judge.tiles_left = WHOLE_TILES
     for name, drafts in families.items():
         _judge_whole(problem, judge, name, drafts)
@@ -152,10 +161,22 @@ def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
         climb(leader, problem, judge, effort)
 
 
+def _is_near(judge: Judge, draft: Draft) -> bool:
+    """Whether a draft that can be estimated may be better than the best, estimates being off by far less than this."""
+    return judge.surrogate.seconds(draft) < FAR * judge.best_seconds
+
+
 def _judge_whole(problem: Problem, judge: Judge, name: str, drafts: Sequence[Draft]) -> None:
-    """Judges a family's plans that the search cannot move about, where they may be better than the best so far."""
-    if not judge.out_of_time:
-        _judge_all(judge, filter(judge.may_win, _whole(problem, judge, FAMILIES[name], drafts, judge.best_seconds)))
+    """Judges a family's plans that the search cannot move about, where they may be better than the best so far; of those
+    that its system ranks, none behind one that is far from it."""
+    if judge.out_of_time:
+        return
+    family = FAMILIES[name]
+    for draft in filter(judge.may_win, _whole(problem, judge, family, drafts, judge.best_seconds)):
+        judge.within_time(draft)
+        verdict = judge.verdict(draft)
+        if family.ranked and verdict is not None and verdict.seconds > FAR * judge.best_seconds:
+            break
 
 
 def _judge_all(judge: Judge, drafts: Iterable[Draft]) -> None:
@@ -174,9 +195,11 @@ def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def _whole(problem: Problem, judge: Judge, family: Family, plain: Sequence[Draft], limit_seconds: float) -> list[Draft]:
-    """Of a family's drafts that carry their plan and may take less than the limit, those whose busiest replica computes
-    least."""
+    """Of a family's drafts that carry their plan and may take less than the limit, the first of those that its system ranks,
+    else those whose busiest replica computes least."""
     made = dict.fromkeys(family.whole(problem, judge.surrogate, plain, limit_seconds))
+    if family.ranked:
+        return list(made)[:WHOLE_FINALISTS]
     return heapq.nsmallest(WHOLE_FINALISTS, made, key=judge.surrogate.least)
 
 

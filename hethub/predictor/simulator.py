@@ -62,30 +62,34 @@ def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
     while pending:
         for s in pending:
             limit, now = min(chain.in_flight[s], num_tiles), clock[s]
-            above = forwards[s - 1] if s else None
-            below = backwards[s + 1] if s < last else None
-            f, b = len(forwards[s]), len(backwards[s])
+            above, down = (forwards[s - 1], chain.down[s - 1]) if s else (None, 0.0)
+            below, up = (backwards[s + 1], chain.up[s]) if s < last else (None, 0.0)
+            forward, backward = chain.forward[s], chain.backward[s]
+            own_forwards, own_backwards = forwards[s], backwards[s]
+            f, b = len(own_forwards), len(own_backwards)
             while b < num_tiles:
                 if goes_ahead := f < num_tiles and f - b < limit:
-                    inputs, index = above, f
+                    inputs, index, under_way = above, f, down
                 else:
-                    inputs, index = below, b
+                    inputs, index, under_way = below, b, up
                 if inputs is not None:
                     if index == len(inputs):
                         break
-                    under_way = chain.down[s - 1] if goes_ahead else chain.up[s]
-                    ready = inputs[index] + under_way
-                    if ready > now:
-                        waits[s] += min(under_way, ready - now)
-                        bubbles[s] += max(0.0, ready - now - under_way)
-                        now = ready
+                    idle = inputs[index] + under_way - now
+                    if idle > under_way:
+                        waits[s] += under_way
+                        bubbles[s] += idle - under_way
+                    elif idle > 0.0:
+                        waits[s] += idle
+                    if idle > 0.0:
+                        now = inputs[index] + under_way
                 if goes_ahead:
-                    now += chain.forward[s]
-                    forwards[s].append(now)
+                    now += forward
+                    own_forwards.append(now)
                     f += 1
                 else:
-                    now += chain.backward[s]
-                    backwards[s].append(now)
+                    now += backward
+                    own_backwards.append(now)
                     b += 1
             clock[s] = now
         pending = [s for s in pending if len(backwards[s]) < num_tiles]

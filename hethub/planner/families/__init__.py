@@ -24,16 +24,17 @@ def _none(problem: Problem, *rest: object) -> Iterator[Draft]:
 
 class Family(NamedTuple):
     """A system's plans: drafts that the search may move about, and plans with its own schedule, rounds or offloading,
-    which may be made from those."""
+    which may be made from those. `ranked`: the latter come in the order of the system's own estimate."""
 
     drafts: Drafts = _none
     whole: Whole = _none
+    ranked: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "uniform": Family(uniform.drafts),
     "hethub": Family(hethub.drafts),
-    "poplar": Family(poplar.drafts, poplar.whole),
+    "poplar": Family(poplar.drafts, poplar.whole, ranked=True),
     "cephalo": Family(whole=cephalo.whole),
-    "zorse": Family(zorse.drafts, ministages.drafts),
+    "zorse": Family(zorse.drafts, ministages.drafts, ranked=True),
 }
