@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from hethub.planner.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.draft import Draft, to_draft
@@ -62,7 +63,7 @@ def effort_for(problem: Problem) -> Effort:
     if problem.size <= 16:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=12 if alike else 24, descents=4 if alike else 8,
-            climbs=2 if alike else 4, steps=16, tried_per_step=4 if alike else 8, tiles=200_000, uphill=1.02, optimism=0.9,
+            climbs=2 if alike else 4, steps=16, tried_per_step=8, tiles=200_000, uphill=1.02, optimism=0.9,
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
@@ -249,12 +250,18 @@ def promising(
 
 
 def slacks(problem: Problem, judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts, and with as many tiles in flight as their links need where that shortens the estimate."""
+    """The drafts, and with as many tiles in flight as their links need, or under other schedules, where that shortens the
+    estimate and likely fits."""
     surrogate = judge.surrogate
-    choose = problem.schedule == "1f1b" and problem.capabilities.chooses_in_flight
-    roomy = {draft: replace(draft, roomy=True) for draft in drafts if choose and len(draft.stages) > 1}
-    surrogate.weigh([*drafts, *roomy.values()])
-    return [*drafts, *(own for draft, own in roomy.items() if surrogate.seconds(own) < surrogate.seconds(draft))]
+    modes: list[dict[str, Any]] = [{"schedule": schedule} for schedule in problem.other_schedules]
+    if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
+        modes += [{"roomy": True}, *({"roomy": True, **mode} for mode in modes)]
+    others = {draft: [replace(draft, **mode) for mode in modes] for draft in drafts if len(draft.stages) > 1}
+    surrogate.weigh([*drafts, *(other for own in others.values() for other in own)])
+    better = (
+        other for draft, own in others.items() for other in own if surrogate.is_faster(other, surrogate.seconds(draft))
+    )
+    return [*drafts, *better]
 
 
 def free_drafts(
