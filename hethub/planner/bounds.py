@@ -1,15 +1,13 @@
 """HETHUB's upper bound: the sum over kinds of the throughput that each reaches alone in its best plan."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Kind, Problem, pose
+from hethub.planner.processes import forked
 from hethub.planner.result import KindAlone
 from hethub.planner.search import effort_for, search
 from hethub.predictor.profile import ProfileSpec
@@ -40,15 +38,9 @@ def kinds_alone(problem: Problem, costs: UnitCosts, processes: int = 1) -> Itera
     """What gives every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no
     sample. With several processes the kinds are planned beside what the caller does before it asks."""
     parts = _parts(problem, costs)
-    if processes == 1 or sys.platform != "linux":  # elsewhere forks of a program with threads are not sound
-        yield lambda: _complete(map(_alone, parts))
-        return
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("fork"))
-    try:
-        planned = pool.map(_alone, parts)
+    with forked(processes) as run:
+        planned = run(_alone, parts)
         yield lambda: _complete(planned)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def upper_bound_tokens_per_second(alone: Alone) -> float | None:

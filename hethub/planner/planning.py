@@ -50,7 +50,8 @@ def plan(
     binds. `robust` answers with the plan whose worst case over links -20 % and compute -10 % is best. What `profile`
     measured counts instead of estimates. Raises BadInput
     where the question contradicts itself or no plan fits; the message says by how many bytes on which accelerators, and
-    what would help. With several `processes` the kinds are planned beside the whole, the plans being the same.
+    what would help. With several `processes` the kinds are planned beside the whole, and what binds is found for all
+    constraints at once; the plans are the same.
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
@@ -69,7 +70,7 @@ def plan(
         plan=best.plan,
         prediction=prediction,
         strategy=strategy,
-        runners_up=_runners_up(judge, best, top),
+        runners_up=_runners_up(problem, judge, best, top),
         not_searched=not_searched(problem),
         kinds_alone=alone or (),
         families=tuple(_row(name, verdict, best) for name, verdict in rows.items()),
@@ -78,7 +79,7 @@ def plan(
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
         estimate_error_percent=judge.estimate_error_percent,
         worst_step_seconds=chosen.worst_step_seconds if chosen else None,
-        reasons=tuple(reasons(problem, judge, best)) if explain else (),
+        reasons=tuple(reasons(problem, judge, best, processes)) if explain else (),
         candidates=judge.candidates,
         search_seconds=time.perf_counter() - started,
     )
@@ -169,13 +170,13 @@ def _first_fitting(problem: Problem, judge: Judge) -> Verdict | None:
     return None
 
 
-def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
-    """The next best plans that differ from each other in more than ZeRO levels and tiles in flight."""
+def _runners_up(problem: Problem, judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
+    """The next best plans that differ from each other in more than ZeRO levels, samples and tiles in flight."""
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     chosen: list[Verdict] = []
-    seen = {_shape(best)}
+    seen = {_shape(problem, best)}
     for verdict in ranked:
-        shape = _shape(verdict)
+        shape = _shape(problem, verdict)
         if len(chosen) < top and shape not in seen:
             seen.add(shape)
             chosen.append(verdict)
@@ -191,5 +192,14 @@ def _runners_up(judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
     )
 
 
-def _shape(verdict: Verdict) -> object:
-    return tuple((stage.layers, stage.seats, stage.recompute) for stage in verdict.draft.stages)
+def _shape(problem: Problem, verdict: Verdict) -> object:
+    """What people call the same plan, whatever micro-batches its draft asked for beyond a replica's samples."""
+    places = problem.cluster.places
+    return tuple(
+        (
+            stage.layers,
+            tuple(sorted((places[r.ranks[0]].node.name, r.tp, r.micro_batch) for r in stage.replicas)),
+            stage.recompute,
+        )
+        for stage in verdict.plan.stages
+    )

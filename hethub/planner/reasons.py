@@ -1,12 +1,14 @@
 """Why the best plan is not faster: what binds, found by planning again with each figure 10 % better, the batch doubled."""
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.problem import Batch, Problem
+from hethub.planner.processes import forked
 from hethub.planner.scaled import Scale, scaled
 from hethub.planner.search import climb, descend, effort_for
 
@@ -26,11 +28,14 @@ class Reason(NamedTuple):
         return f"{self.constraint}{better} makes the best plan {self.faster_percent:.1f} % faster"
 
 
-def reasons(problem: Problem, judge: Judge, best: Verdict) -> list[Reason]:
+def reasons(problem: Problem, judge: Judge, best: Verdict, processes: int = 1) -> list[Reason]:
     """Every constraint with its effect, the strongest first."""
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     drafts = [best.draft, *(verdict.draft for verdict in ranked[:KNOWN])]
-    found = [Reason(name, _gain(relaxed, drafts, best)) for name, relaxed in _relaxations(problem).items()]
+    relaxed = _relaxations(problem)
+    with forked(processes) as run:
+        gains = run(partial(_gain, drafts, best), relaxed.values())
+        found = [Reason(name, gain) for name, gain in zip(relaxed, gains, strict=True)]
     return sorted(found, key=lambda reason: -reason.faster_percent)
 
 
@@ -51,7 +56,7 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
     return {**relaxed, TWICE: problem.on(cluster, larger)}
 
 
-def _gain(relaxed: Problem, drafts: list[Draft], best: Verdict) -> float:
+def _gain(drafts: list[Draft], best: Verdict, relaxed: Problem) -> float:
     """Percent more tokens per second in the best plan of the relaxed problem: the best plans known, judged again, and
     what small changes then make of them; 0 where none of these fits there."""
     judge = Judge(relaxed, UnitCosts(relaxed))
