@@ -195,7 +195,7 @@ def _runners_up(problem: Problem, judge: Judge, best: Verdict, top: int) -> tupl
 def _shape(problem: Problem, verdict: Verdict) -> object:
     """What people call the same plan, whatever micro-batches its draft asked for beyond a replica's samples."""
     places = problem.cluster.places
-    return tuple(
+    stages = (
         (
             stage.layers,
             tuple(sorted((places[r.ranks[0]].node.name, r.tp, r.micro_batch) for r in stage.replicas)),
@@ -203,3 +203,4 @@ def _shape(problem: Problem, verdict: Verdict) -> object:
         )
         for stage in verdict.plan.stages
     )
+    return verdict.plan.schedule, tuple(stages)
