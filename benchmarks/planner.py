@@ -3,7 +3,7 @@
 python benchmarks/planner.py [hethub] [joint] [families] [times] [growth] [exhaustive | bounded --clusters N --first SEED]
 
 hethub      hethub-768 with Llama-140B: % of the upper bound at 2,048 and 512 sequences, and over AMD:NVIDIA layer-rate ratios
-joint       joint-16 with Llama 3 8B: % of the upper bound (configs/jobs/joint-16.yaml: batch 256)
+joint       joint-16 with Llama 3 8B: % of the upper bound (configs/jobs/joint-16.yaml: batch 512)
 families    mixed clusters x models: auto against every family, how much the search beat its start, the gap closed
 times       search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain
 growth      search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg
