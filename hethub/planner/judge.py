@@ -112,6 +112,7 @@ class Judge:
         self.fitting: dict[Draft, Verdict] = {}
         self.start: Verdict | None = None  # the best before the search
         self.closest: Verdict | None = None  # the least over memory, where none fits
+        self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
 
     @cached_property
     def table(self) -> Table:

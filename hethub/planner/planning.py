@@ -77,6 +77,7 @@ def plan(
         start_step_seconds=judge.start.seconds if judge.start else None,
         out_of_time=judge.out_of_time,
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
+        space_bound_seconds=judge.space_bound_seconds,
         estimate_error_percent=judge.estimate_error_percent,
         worst_step_seconds=chosen.worst_step_seconds if chosen else None,
         reasons=tuple(reasons(problem, judge, best, processes)) if explain else (),

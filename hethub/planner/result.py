@@ -87,6 +87,7 @@ class PlanResult:
     start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
+    space_bound_seconds: float | None  # where a small space was searched to its end (tiny.py): no plan of it is faster
     estimate_error_percent: float  # the worst disagreement of the search's estimate and the predictor on judged plans
     worst_step_seconds: float | None  # where a robust plan was asked for
     reasons: tuple[Reason, ...]  # where explained
@@ -101,6 +102,7 @@ class PlanResult:
             "out_of_time": self.out_of_time,
             "candidates": self.candidates,
             "lower_bound_seconds": self.lower_bound_seconds,
+            "space_bound_seconds": self.space_bound_seconds,
             "runners_up": [runner.to_dict() for runner in self.runners_up],
             "families": [row.to_dict() for row in self.families],
             "start_step_seconds": self.start_step_seconds,

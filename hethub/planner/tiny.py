@@ -34,7 +34,8 @@ MOST_DEEPENED = 128  # points tried with more tiles in flight
 
 
 def search_tiny(problem: Problem, judge: Judge) -> None:
-    """Judges what may be better than the best plan known, most promising first."""
+    """Judges what may be better than the best plan known, most promising first. Where the space was searched to its end, the
+    judge knows then that no plan of it is faster."""
     costs = [StageCosts(judge, schedule) for schedule in schedules_of(problem)]
     branches = [branch for own in costs for shape in shapes_of(problem) for branch in branches_of(own, shape)]
     found = promising_points(judge.best_seconds, branches, MOST_TIMED)
@@ -48,6 +49,9 @@ def search_tiny(problem: Problem, judge: Judge) -> None:
         timed = _timed(problem, some.points(), orders)
         _judge_timed(judge, timed, enough)
         near = heapq.nsmallest(MOST_DEEPENED, [*near, *timed], key=_seconds_of)
+    listed = len(found.bounds) < MOST_TIMED or float(found.bounds[-1]) >= judge.best_seconds
+    if listed and judge.candidates <= enough and not judge.out_of_time and judge.fitting:
+        judge.space_bound_seconds = judge.best_seconds
     if problem.capabilities.chooses_in_flight:
         deeper = [point for _, own in near for point in _deeper(problem, own)]
         _judge_timed(judge, _timed(problem, deeper, orders), enough + MOST_JUDGED)

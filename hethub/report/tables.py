@@ -33,6 +33,11 @@ def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, wri
     print_prediction(result.strategy, result.plan, result.prediction, console)
     print_kinds_alone(result.kinds_alone, console)
     print_explanation(result, console)
+    if result.space_bound_seconds is not None:
+        console.print(
+            f"searched to the end: but for what is not searched and for more tiles in flight, no plan takes less than "
+            f"{result.space_bound_seconds:.4g} s"
+        )
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")
     _print_written(written, console)
 

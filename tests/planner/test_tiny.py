@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from hethub.planner import plan
 from hethub.planner.capabilities import RUNTIME
 from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
@@ -59,6 +60,24 @@ def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> Non
     judge = GridJudge(problem, UnitCosts(problem))
     search_tiny(problem, judge)
     assert judge.best_seconds == exhaustive(problem, start=judge.best_seconds * (1 + 1e-9)).seconds
+    assert judge.space_bound_seconds == judge.best_seconds
+
+
+def test_a_space_that_was_not_searched_to_its_end_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(ConstraintsSpec())
+    judge = Judge(problem, UnitCosts(problem))
+    monkeypatch.setattr("hethub.planner.tiny.MOST_JUDGED", 1)
+    search_tiny(problem, judge)
+    assert judge.fitting
+    assert judge.space_bound_seconds is None
+
+
+def test_an_answer_says_what_no_plan_of_a_small_space_is_below() -> None:
+    found = plan(MODEL, random_cluster(0, 3), Batch(6, 512, "bf16"), with_bounds=False)
+    assert found.space_bound_seconds is not None
+    assert found.lower_bound_seconds <= found.prediction.step_seconds <= found.space_bound_seconds
+    assert found.to_dict()["space_bound_seconds"] == found.space_bound_seconds
+    assert plan(MODEL, random_cluster(0, 3), Batch(96, 512, "bf16"), with_bounds=False).space_bound_seconds is None
 
 
 @pytest.mark.parametrize("even", [False, True])
