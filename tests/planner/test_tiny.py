@@ -66,7 +66,7 @@ def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> Non
 def test_a_space_that_was_not_searched_to_its_end_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _problem(ConstraintsSpec())
     judge = Judge(problem, UnitCosts(problem))
-    monkeypatch.setattr("hethub.planner.tiny.MOST_JUDGED", 1)
+    monkeypatch.setattr("hethub.planner.tiny.MOST_TIMED", 1)
     search_tiny(problem, judge)
     assert judge.fitting
     assert judge.space_bound_seconds is None
