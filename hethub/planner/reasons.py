@@ -67,7 +67,7 @@ def _gain(drafts: list[Draft], best: Verdict, relaxed: Problem) -> float:
     leader = judge.best
     if leader is None:  # tiles in flight are chosen anew, and may then be more than memory holds
         return 0.0
-    judge(descend(relaxed, judge, leader.draft, set()))
-    climb(leader, relaxed, judge, effort)
+    judge(descend(judge, leader.draft, set()))
+    climb(leader, judge, effort)
     found = min(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     return 100.0 * (found.prediction.tokens_per_second / best.prediction.tokens_per_second - 1.0)

@@ -25,7 +25,7 @@ FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family
 FAR = 1.15  # times the best plan: a family's draft that is estimated to take longer is not judged
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
-TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all before one is judged
+TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all once one is known that fits
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
@@ -92,14 +92,14 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
     _judge_start(judge, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
-    _judge_leaders(judge, [*_descended(problem, judge, effort, found), *found], effort)
+    _judge_leaders(judge, [*_descended(judge, effort, found), *found], effort)
     if not judge.fitting:
         few = thriftiest(problem, table)
         cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
         _judge_all(judge, promising(problem, judge, effort, few, cuts, memory_counts=False))
     if effort.whole:
         search_tiny(problem, judge)
-    _climb_leaders(problem, judge, effort)
+    _climb_leaders(judge, effort)
     for drafts in families.values():
         judge.tiles_left = FAMILY_TILES
         _judge_all(judge, filter(partial(_is_near, judge), leading(judge, list(filter(judge.may_win, drafts)))))
@@ -120,9 +120,10 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     surrogate = judge.surrogate
     every = sorted(dict.fromkeys(draft for drafts in families.values() for draft in drafts), key=surrogate.least)
     start, shortest = None, float("inf")
-    for first in range(0, min(len(every), MOST_STARTS), TOGETHER):
+    for first in range(0, len(every), TOGETHER):
         some = every[first : first + TOGETHER]
-        if surrogate.least(some[0]) >= shortest or judge.out_of_time:
+        known_enough = start is not None and first >= MOST_STARTS
+        if known_enough or surrogate.least(some[0]) >= shortest or judge.out_of_time:
             break
         surrogate.weigh(some)
         own = min(filter(surrogate.likely_fits, some), key=surrogate.seconds, default=None)
@@ -133,12 +134,12 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     judge.mark_start()
 
 
-def _descended(problem: Problem, judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
+def _descended(judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
     """Where descents from the best and the unlike ones among the drafts found end."""
     unlike = {draft.shape: draft for draft in reversed(found)}
     starting = list(dict.fromkeys([*found[: (effort.descents + 1) // 2], *reversed(unlike.values())]))
     passed: set[Draft] = set()  # where one descent has been, another need not go on
-    return [descend(problem, judge, draft, passed) for draft in starting[: effort.descents]]
+    return [descend(judge, draft, passed) for draft in starting[: effort.descents]]
 
 
 def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> None:
@@ -149,7 +150,7 @@ def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> Non
             judge_or_fit(judge, draft)
 
 
-def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
+def _climb_leaders(judge: Judge, effort: Effort) -> None:
     """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over memory."""
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
     ranked: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)
@@ -159,7 +160,7 @@ def _climb_leaders(problem: Problem, judge: Judge, effort: Effort) -> None:
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
     for leader in leaders:
-        climb(leader, problem, judge, effort)
+        climb(leader, judge, effort)
 
 
 def _is_near(judge: Judge, draft: Draft) -> bool:
@@ -296,7 +297,7 @@ WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
 MOST_CHANGES = 60
 
 
-def descend(problem: Problem, judge: Judge, draft: Draft, passed: set[Draft]) -> Draft:
+def descend(judge: Judge, draft: Draft, passed: set[Draft]) -> Draft:
     """Where the estimate has no better neighbour: many small changes, none of them judged. Ends early on a draft that is
     among those `passed`, to which its own are added."""
     surrogate = judge.surrogate
@@ -331,18 +332,18 @@ def judge_or_fit(judge: Judge, draft: Draft) -> None:
         judge(smaller)
 
 
-def climb(verdict: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:
+def climb(verdict: Verdict, judge: Judge, effort: Effort) -> Verdict:
     """The best neighbour of the best neighbour …; of each step's neighbours the judge sees those estimated best."""
     best = verdict
     for _ in range(effort.steps):
-        better = _step(best, problem, judge, effort)
+        better = _step(best, judge, effort)
         if better is best:
             return best
         best = better
     return best
 
 
-def _step(best: Verdict, problem: Problem, judge: Judge, effort: Effort) -> Verdict:
+def _step(best: Verdict, judge: Judge, effort: Effort) -> Verdict:
     surrogate, ranked = judge.surrogate, neighbours(best.draft, judge.surrogate)
     if best.prediction.fits:
         most = surrogate.seconds(best.draft) * effort.uphill

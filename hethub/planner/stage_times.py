@@ -62,7 +62,7 @@ def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> 
     low = total / (numbers / per_sample).sum(axis=1)
     slowest = per_sample.max(axis=1)
     high = low + slowest  # time for one more sample on everyone
-    for _ in range(14):
+    for _ in range(20):
         middle = (low + high) / 2
         done = (numbers * np.maximum(1, within(middle, per_sample))).sum(axis=1) >= total
         high, low = np.where(done, middle, high), np.where(done, low, middle)

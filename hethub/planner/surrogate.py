@@ -106,50 +106,41 @@ class Surrogate:
 
     def _weigh(self, drafts: Sequence[Draft]) -> list[Weighed]:
         """Drafts of equally many stages."""
-        filled = np.array([self._schedule(draft) == "zero_bubble" for draft in drafts])
+        schedules = [self._schedule(draft) for draft in drafts]
         crossing = np.array([self.crossings.of(draft) for draft in drafts]).reshape(len(drafts), -1)
-        stages = self._stages(drafts, [self._schedule(draft) for draft in drafts])
-        trips = round_trips(stages.tile, stages.wave, crossing)
-        held, fits = self._held(drafts, stages, trips, crossing, filled)
-        tied = np.array([self._tied(draft) for draft in drafts])
-        seconds = self._seconds(stages, trips, crossing, held, filled, tied)
+        stages = self._stages(drafts, schedules)
+        filled = np.array([schedule == "zero_bubble" for schedule in schedules])
+        own = _Together(drafts, stages, crossing, round_trips(stages.tile, stages.wave, crossing), filled)
+        held, fits = self._held(own)
+        seconds = self._seconds(own, held)
         seconds[[not self.is_possible(draft) for draft in drafts]] = np.inf
-        whole = zip(
-            seconds.tolist(), held.astype(int).tolist(), fits.tolist(), stages.busy.argmax(axis=1).tolist(), strict=True
-        )
-        return [Weighed(step, tuple(hold), fit, slow) for step, hold, fit, slow in whole]
+        holds, slowest = held.astype(int).tolist(), stages.busy.argmax(axis=1).tolist()
+        whole = zip(seconds.tolist(), map(tuple, holds), fits.tolist(), slowest, strict=True)
+        return [Weighed(*figures) for figures in whole]
 
-    def _seconds(
-        self,
-        stages: StageEstimate,
-        trips: np.ndarray,
-        crossing: np.ndarray,
-        held: np.ndarray,
-        filled: np.ndarray,
-        tied: np.ndarray,
-    ) -> np.ndarray:
-        count = crossing.shape[1] + 1
+    def _seconds(self, own: "_Together", held: np.ndarray) -> np.ndarray:
+        """[draft]: the step, with so many tiles in flight."""
+        stages, crossing, trips = own.stages, own.crossing, own.trips
+        several = crossing.shape[1] > 0
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
         away = trips[:, :, -1] - stages.tile  # until a tile is back from all later stages
         slack = np.maximum(0.0, away - (held - 1) * stages.forward)
-        # Under zero_bubble, weights' gradients fill the drain.
         gap = slack + np.maximum(0.0, away - (held - 1) * stages.backward)
         drain = np.zeros_like(away)
         np.cumsum(stages.backward[:, :-1] + crossing, axis=1, out=drain[:, 1:])
         fill = stages.finish - first[:, None]
-        for s in range(1, count):
-            here = fill[:, s - 1] + stages.forward[:, s - 1] + crossing[:, s - 1]
-            np.maximum(fill[:, s], here, out=fill[:, s])
-        after = np.where(filled[:, None], slack, gap + drain)
-        end = (fill + stages.busy + after).max(axis=1)
-        if count > 1:
+        for s in range(1, fill.shape[1]):
+            below = fill[:, s - 1] + stages.forward[:, s - 1] + crossing[:, s - 1]
+            np.maximum(fill[:, s], below, out=fill[:, s])
+        # Under zero_bubble, weights' gradients fill the drain.
+        end = (fill + stages.busy + np.where(own.filled[:, None], slack, gap + drain)).max(axis=1)
+        if several:
             around = slowest_circuit(trips, stages.wave, held, self.problem.batch.global_batch)
             end = np.maximum(end, stages.finish[:, 0] - first + around)
         reduce = np.maximum(stages.tail, stages.reduce - stages.backward)
-        reduce[:, 0] += tied
-        if count > 1:
-            reduce[:, -1] += tied
+        if several and self.problem.model.tied_head:
+            reduce[:, [0, -1]] += np.array([self._tied(draft) for draft in own.drafts])[:, None]
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
         step: np.ndarray = end + shown + first
         return step
@@ -183,58 +174,45 @@ class Surrogate:
     def _wait_for_chains(self, drafts: Sequence[Draft], stages: StageEstimate) -> None:
         """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest stage,
         and all others of it wait."""
-        found = [(index, chains(draft)) for index, draft in enumerate(drafts) if _is_chained(draft)]
-        alike = [(index, own) for index, own in found if all(_has_one_size(sorts) for _, sorts in own)]
-        for _, same in groupby(sorted(alike, key=_width), key=_width):
-            of = list(same)
-            self._pace([drafts[index] for index, _ in of], [own for _, own in of], [index for index, _ in of], stages)
+        found = [_Chained(row, draft, chains(draft)) for row, draft in enumerate(drafts) if _is_chained(draft)]
+        alike = sorted((own for own in found if own.has_one_size), key=_width)
+        for _, own in groupby(alike, key=_width):
+            self._pace(list(own), stages)
 
-    def _pace(
-        self,
-        drafts: Sequence[Draft],
-        found: Sequence[Sequence[tuple[int, list[Seats]]]],
-        index: Sequence[int],
-        stages: StageEstimate,
-    ) -> None:
+    def _pace(self, own: Sequence["_Chained"], stages: StageEstimate) -> None:
         """Writes into `stages` how long drafts of equally many chains take."""
         total = self.problem.batch.global_batch
-        per_sample = np.array(
-            [
-                [
-                    [
-                        self.times.per_sample(stage, one, place)[stage.layers]
-                        for (stage, place), one in zip(on, sorts, strict=True)
-                    ]
-                    for _, sorts in own
-                ]
-                for on, own in ((placed(draft), own) for draft, own in zip(drafts, found, strict=True))
-            ]
-        )  # [draft, chain, stage]
-        numbers = np.array([[count for count, _ in own] for own in found])
-        sizes = np.array([[sorts[0].micro_batch for _, sorts in own] for own in found])
+        per_sample = np.array([self._along(one) for one in own])  # [draft, chain, stage]
+        numbers = np.array([[count for count, _ in one.chains] for one in own])
+        sizes = np.array([[sorts[0].micro_batch for _, sorts in one.chains] for one in own])
         slowest = per_sample.max(axis=2)
         taken = np.clip(within(earliest_finish(total, slowest, numbers), slowest), 1, total)
-        busy = (taken[:, :, None] * per_sample).max(axis=1)
+        busy, index = (taken[:, :, None] * per_sample).max(axis=1), [one.row for one in own]
         stages.busy[index] = np.maximum(stages.busy[index], busy)
         stages.tiles[index] = (taken / sizes).max(axis=1)[:, None]
 
-    def _held(
-        self,
-        drafts: Sequence[Draft],
-        stages: StageEstimate,
-        trips: np.ndarray,
-        crossing: np.ndarray,
-        filled: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _along(self, own: "_Chained") -> list[list[float]]:
+        """[chain, stage]: seconds per sample."""
+        on = placed(own.draft)
+        return [
+            [
+                self.times.per_sample(stage, sort, place)[stage.layers]
+                for (stage, place), sort in zip(on, sorts, strict=True)
+            ]
+            for _, sorts in own.chains
+        ]
+
+    def _held(self, own: "_Together") -> tuple[np.ndarray, np.ndarray]:
         """Tiles in flight [draft, stage], and whether they fit [draft]."""
+        drafts, stages, filled = own.drafts, own.stages, own.filled
         held = default_flights(stages.wave)
         roomy = np.array([draft.roomy for draft in drafts]) & (held.shape[1] > 1)
         if roomy.any():
-            plain, around = stages, trips
+            plain, around = stages, own.trips
             if filled.any():
                 # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
                 plain = self._stages(drafts, [self.problem.schedule] * len(drafts))
-                around = round_trips(plain.tile, plain.wave, crossing)
+                around = round_trips(plain.tile, plain.wave, own.crossing)
             pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
             enough = enough_flights(around, plain.wave, pace, stages.most, np.ceil(plain.tiles))
             held[roomy] = enough[roomy]
@@ -261,12 +239,34 @@ class Surrogate:
 
     def _tied(self, draft: Draft) -> float:
         """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
-        if not self.problem.model.tied_head or len(draft.stages) == 1:
-            return 0.0
         seats = merged([*draft.stages[0].seats, *draft.stages[-1].seats])
         latency, per_byte = self.times.collective(seats)
         each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in seats)
         return 2 * latency + per_byte * each * (max(4, self.costs.width) + self.costs.width)
+
+
+class _Together(NamedTuple):
+    """Drafts of equally many stages: their stages, seconds of one tile over each boundary [draft, boundary] and around
+    [draft, s, t], and whose weights' gradients fill the drain [draft]."""
+
+    drafts: Sequence[Draft]
+    stages: StageEstimate
+    crossing: np.ndarray
+    trips: np.ndarray
+    filled: np.ndarray
+
+
+class _Chained(NamedTuple):
+    """A draft, where it stands among others, and its chains: how many are alike, and their sort on each stage."""
+
+    row: int
+    draft: Draft
+    chains: list[tuple[int, list[Seats]]]
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether every chain has one micro-batch all the way."""
+        return all(own.micro_batch == sorts[0].micro_batch for _, sorts in self.chains for own in sorts)
 
 
 def placed(draft: Draft) -> list[tuple[DraftStage, int]]:
@@ -279,14 +279,8 @@ def _depth(draft: Draft) -> int:
     return len(draft.stages)
 
 
-def _width(entry: tuple[int, list[tuple[int, list[Seats]]]]) -> int:
-    """How many chains there are."""
-    return len(entry[1])
-
-
-def _has_one_size(sorts: Sequence[Seats]) -> bool:
-    """Whether all of a chain have one micro-batch."""
-    return all(own.micro_batch == sorts[0].micro_batch for own in sorts)
+def _width(own: _Chained) -> int:
+    return len(own.chains)
 
 
 def _is_chained(draft: Draft) -> bool:
