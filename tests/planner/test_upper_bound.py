@@ -49,3 +49,13 @@ def test_no_system_is_faster_on_a_kind_alone_than_the_bound_counts(name: str) ->
             except BadInput:
                 continue  # it has no plan that fits this kind
             assert found.prediction.tokens_per_second <= kind.tokens_per_second * (1 + 1e-9), family
+
+
+def test_several_processes_give_the_same_answer() -> None:
+    on = cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD", 1, 2))
+    one, two = (plan(TINY, on, (16, 128, "bf16"), explain=True, processes=n).to_dict() for n in (1, 2))
+    assert one.pop("search_seconds") > 0
+    assert two.pop("search_seconds") > 0
+    assert one == two
+    assert len(one["kinds_alone"]) == 2
+    assert one["reasons"]
