@@ -14,6 +14,7 @@ from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table
 
 MOST_UNITS = 5
+MOST_WEIGHED = 8_000  # drafts
 
 Composition = tuple[tuple[int, ...], ...]  # per stage, how many units of each sort
 
@@ -35,9 +36,10 @@ def small_drafts(
     problem: Problem, table: Table, surrogate: Surrogate, best: float, memory_counts: bool
 ) -> Iterator[tuple[Draft, float]]:
     """The best cut of every ordered partition with its estimate, for combinations of few units whose bound is below `best`
-    and the estimates so far."""
+    and the estimates so far, the smallest bounds first, until very many were weighed."""
+    weighed = 0
     for row in np.nonzero((table.counts.sum(axis=1) <= MOST_UNITS) & (table.bound < best))[0]:
-        if table.bound[row] >= best:
+        if table.bound[row] >= best or weighed > MOST_WEIGHED:
             return
         combination, examples = table.combinations[row], table.examples[row]
         counts = tuple(int(count) for count in table.counts[row, : len(examples)])
@@ -58,6 +60,7 @@ def small_drafts(
             surrogate.weigh(make(cut) for make, layers in zip(makers, starts, strict=True) for cut in _near(layers))
             for make, layers in zip(makers, starts, strict=True):
                 for draft, estimate in _downhill(layers, make, surrogate):
+                    weighed += 1
                     if estimate < best and surrogate.likely_fits(draft):
                         best = estimate
                     yield draft, estimate
