@@ -10,6 +10,7 @@ import numpy as np
 
 from hethub.planner.footprint import FIRST, LAST, MIDDLE, ONLY, Coefficients
 from hethub.planner.problem import Problem
+from hethub.planner.samples import earliest_finish
 from hethub.planner.table import Table
 
 
@@ -72,7 +73,7 @@ def _linear(
     mixed = ~alone
     if mixed.any():
         of = np.nonzero(mixed)[0]
-        per_layer[mixed] = _earliest(samples, table.layer[rows[of]], composition[mixed])
+        per_layer[mixed] = earliest_finish(samples, table.layer[rows[of]], composition[mixed])
     extra = np.zeros(per_layer.shape)
     for stage, figures in ((0, table.embedding), (-1, table.head)):
         own = composition[:, stage, :]
@@ -80,19 +81,6 @@ def _linear(
         extra[:, stage] += per_layer[:, stage] * part
     latency = np.where(present, table.tile[rows][:, None, :], 0.0).max(axis=2)
     return per_layer, extra, latency
-
-
-def _earliest(samples: int, layer: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """When unlike replicas end a layer of whole samples divided best; `layer` and `counts` are [stage, sort]."""
-    present = counts > 0
-    low = samples / np.where(present, counts / layer, 0.0).sum(axis=1)
-    slowest = np.where(present, layer, 0.0).max(axis=1)
-    high = low + slowest  # time for one more sample on everyone
-    for _ in range(20):
-        middle = (low + high) / 2
-        done = (counts * np.maximum(1, np.floor(middle[:, None] / layer + 1e-9))).sum(axis=1) >= samples
-        high, low = np.where(done, middle, high), np.where(done, low, middle)
-    return np.maximum(high, slowest)
 
 
 def _most_layers(problem: Problem, table: Table, rows: np.ndarray, composition: np.ndarray) -> np.ndarray:

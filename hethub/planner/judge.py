@@ -136,14 +136,9 @@ class Judge:
                 self._note(verdict)
         return self._known[draft]
 
-    def verdict(self, draft: Draft) -> Verdict | None:
-        """What was judged of a draft; None where it was not, or is no valid plan."""
-        return self._known.get(draft)
-
-    def within_time(self, draft: Draft) -> None:
-        """Judges the draft unless time is up."""
-        if not self.out_of_time:
-            self(draft)
+    def within_time(self, draft: Draft) -> Verdict | None:
+        """The verdict on a draft unless time is up, or None."""
+        return None if self.out_of_time else self(draft)
 
     def may_win(self, draft: Draft) -> bool:
         """Whether the draft's busiest replica computes less than the best plan takes: else it is proved to be slower."""

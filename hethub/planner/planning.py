@@ -14,7 +14,7 @@ from hethub.planner.offloaded import search_offloaded
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
-from hethub.planner.result import FamilyRow, KindAlone, PlanResult, RunnerUp
+from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
 from hethub.planner.search import effort_for, search, search_family, search_whole
 from hethub.planner.unsearched import not_searched
@@ -98,7 +98,7 @@ def _alone(problem: Problem, judge: Judge, wanted: bool, processes: int) -> Iter
         yield lambda: found() if wanted and not judge.out_of_time else None
 
 
-def _bounded(prediction: Prediction, alone: tuple[KindAlone, ...] | None) -> Prediction:
+def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
     """The prediction beside the upper bound that the kinds alone make."""
     bound = upper_bound_tokens_per_second(alone)
     percent = 100.0 * prediction.tokens_per_second / bound if bound else None

@@ -1,9 +1,11 @@
-"""Samples for replicas of unlike speed: the exact integer division of a batch with the earliest finish."""
+"""Samples for replicas of unlike speed: the exact integer division of a batch with the earliest finish, and its end."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Worker(NamedTuple):
@@ -24,25 +26,36 @@ class Worker(NamedTuple):
         return whole * self.micro_batch + min(rest, self.micro_batch - 1)
 
 
-def earliest_finish(total: int, counts: Sequence[tuple[Worker, int]]) -> float:
-    """When the last of several sorts of workers, `count` of each, ends `total` samples divided best, each having one."""
-    if len(counts) == 1:
-        worker, count = counts[0]
-        return worker.seconds(-(-total // count))
-
-    def done(seconds: float) -> int:
-        return sum(count * max(1, worker.within(seconds)) for worker, count in counts)
-
-    low, high = 0.0, total / sum(count * worker.micro_batch / worker.tile_seconds[-1] for worker, count in counts)
-    while done(high) < total:
-        high *= 1.1
-    for _ in range(34):
+def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """[case]: when the last replica ends, `total` whole samples divided best, each replica having one at least; `numbers`
+    [sort] or [case, sort] of like replicas, 0 where a case has none, need `per_sample` [case, sort] seconds: parts of a tile
+    are taken as proportional. At most a millionth of the slowest's one sample too late."""
+    if numbers.shape[-1] == 1:
+        alone: np.ndarray = per_sample[:, 0] * np.ceil(total / numbers[..., 0])
+        return alone
+    low = total / (numbers / per_sample).sum(axis=1)
+    slowest = np.where(numbers > 0, per_sample, 0.0).max(axis=1)
+    high = low + slowest  # time for one more sample on everyone
+    for _ in range(20):
         middle = (low + high) / 2
-        if done(middle) >= total:
-            high = middle
-        else:
-            low = middle
-    return max(high, *(worker.seconds(1) for worker, _ in counts))
+        done = (numbers * np.maximum(1, within(middle, per_sample))).sum(axis=1) >= total
+        high, low = np.where(done, middle, high), np.where(done, low, middle)
+    return np.maximum(high, slowest)
+
+
+def within(seconds: np.ndarray, per_sample: np.ndarray) -> np.ndarray:
+    """[case, sort]: the samples that a replica ends in time."""
+    ended: np.ndarray = np.floor(seconds[:, None] / per_sample + 1e-9)
+    return ended
+
+
+def largest_able(is_able: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that is able, 0 where none is, by bisection: below an able one all are."""
+    low, high, middle = 0, most + 1, most  # it lies in [low, high)
+    while high - low > 1:
+        low, high = (middle, high) if is_able(middle) else (low, middle)
+        middle = (low + high) // 2
+    return low
 
 
 def divide(total: int, workers: Sequence[Worker]) -> list[int]:

@@ -18,7 +18,8 @@ from hethub.planner.small import MOST_UNITS, small_drafts
 from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table
 from hethub.planner.tile_sizes import fitted
-from hethub.planner.tiny import is_tiny, search_tiny
+from hethub.planner.tiny import search_tiny
+from hethub.planner.tiny_shapes import is_tiny
 
 FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
@@ -175,8 +176,7 @@ def _judge_whole(problem: Problem, judge: Judge, name: str, drafts: Sequence[Dra
         return
     family = FAMILIES[name]
     for draft in filter(judge.may_win, _whole(problem, judge, family, drafts, judge.best_seconds)):
-        judge.within_time(draft)
-        verdict = judge.verdict(draft)
+        verdict = judge.within_time(draft)
         if family.ranked and verdict is not None and verdict.seconds > FAR * judge.best_seconds:
             break
 
@@ -327,7 +327,7 @@ def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
 
 def judge_or_fit(judge: Judge, draft: Draft) -> None:
     """Judges a draft, and where it turns out not to fit, what is left of it with smaller tiles."""
-    verdict = None if judge.out_of_time else judge(draft)
+    verdict = judge.within_time(draft)
     if verdict is not None and not verdict.prediction.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
         judge(smaller)
 

@@ -56,7 +56,7 @@ def small_drafts(
                 if np.isfinite(seconds) and seconds <= ESTIMATE_ERR * best
             ]
             starts = [tuple(cuts.layers[index].tolist()) for index in near]
-            makers = [partial(_draft, problem, combination, examples, same[index]) for index in near]
+            makers = [cache(partial(_draft, problem, combination, examples, same[index])) for index in near]
             surrogate.weigh(make(cut) for make, layers in zip(makers, starts, strict=True) for cut in _near(layers))
             for make, layers in zip(makers, starts, strict=True):
                 for draft, estimate in _downhill(layers, make, surrogate):

@@ -1,7 +1,7 @@
 """A stage of a draft by itself in closed form: seconds, samples and memory, for every number of layers at once."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import DraftStage, Seats
 from hethub.planner.footprint import FIRST, LAST, ONLY, Mode
 from hethub.planner.problem import Problem
+from hethub.planner.samples import earliest_finish, largest_able, within
 from hethub.predictor.links import Group
 from hethub.predictor.state_costs import BUCKET_BYTES
 from hethub.spec.plan import ScheduleName
@@ -48,31 +49,9 @@ class Passes(NamedTuple):
 class Room(NamedTuple):
     """Bytes of a rank that tiles may fill, and what a tile held fills, and one whose weights' gradients are put off."""
 
-    free: float
-    tile: float
-    put_off: float
-
-
-def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """[case]: when the last replica ends, `total` samples divided best, each replica having one at least; `numbers` [sort]
-    or [case, sort] of like replicas need `per_sample` [case, sort] seconds: parts of a tile are taken as proportional."""
-    if numbers.shape[-1] == 1:
-        alone: np.ndarray = per_sample[:, 0] * np.ceil(total / numbers[..., 0])
-        return alone
-    low = total / (numbers / per_sample).sum(axis=1)
-    slowest = per_sample.max(axis=1)
-    high = low + slowest  # time for one more sample on everyone
-    for _ in range(20):
-        middle = (low + high) / 2
-        done = (numbers * np.maximum(1, within(middle, per_sample))).sum(axis=1) >= total
-        high, low = np.where(done, middle, high), np.where(done, low, middle)
-    return np.maximum(high, slowest)
-
-
-def within(seconds: np.ndarray, per_sample: np.ndarray) -> np.ndarray:
-    """[case, sort]: the samples that a replica ends in time."""
-    ended: np.ndarray = np.floor(seconds[:, None] / per_sample + 1e-9)
-    return ended
+    free: Any
+    tile: Any
+    put_off: Any
 
 
 class StageTimes:
@@ -123,10 +102,16 @@ class StageTimes:
 
     def room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float = 1.0) -> Room:
         """What one of the seats' ranks has for tiles, by the closed form."""
+        return self._room(stage, own, place, schedule, slack, stage.layers)
+
+    def _room(
+        self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float, layers: Any
+    ) -> Room:
+        """The same for other numbers of layers, or an array of them."""
         once, layer, tile, layer_tile, state_once, state_layer, put_off = self._coefficients(
             stage, own, place, schedule
         )
-        shards, layers = stage.replicas if stage.zero else 1, stage.layers
+        shards = stage.replicas if stage.zero else 1
         kept = once + layer * layers + (state_once + state_layer * layers) / shards
         free = slack * self.problem.capacity(own.kind) - kept
         return Room(free, tile + layer_tile * layers, put_off * layers)
@@ -139,13 +124,12 @@ class StageTimes:
         key = (stage.layers, stage.recompute, stage.zero, stage.replicas, own[:3], place, schedule, held)
         found = self._largest.get(key)
         if found is None:
-            low, high = 0, own.micro_batch + 1  # it lies in [low, high)
-            middle = own.micro_batch
-            while high - low > 1:
-                room = self.room(stage, own._replace(micro_batch=middle), place, schedule)
-                low, high = (middle, high) if room.free >= held * max(room.tile, 1.0) else (low, middle)
-                middle = (low + high) // 2
-            found = self._largest[key] = low
+
+            def is_able(size: int) -> bool:
+                room = self.room(stage, own._replace(micro_batch=size), place, schedule)
+                return room.free >= held * max(room.tile, 1.0)
+
+            found = self._largest[key] = largest_able(is_able, own.micro_batch)
         return found
 
     def collective(self, seats: Sequence[Seats]) -> tuple[float, float]:
@@ -234,11 +218,8 @@ class StageTimes:
         """By layers, the most tiles that every rank has memory for, or nearly so."""
         most = np.full(len(self._layers), float(_UNLIMITED))
         for own in () if stage.state_shares else stage.seats:
-            once, layer, tile, layer_tile, state_once, state_layer, _ = self._coefficients(stage, own, place, schedule)
-            shards = stage.replicas if stage.zero else 1
-            kept = once + layer * self._layers + (state_once + state_layer * self._layers) / shards
-            free = NEARLY * self.problem.capacity(own.kind) - kept
-            most = np.minimum(most, np.trunc(free / np.maximum(tile + layer_tile * self._layers, 1.0)))
+            room = self._room(stage, own, place, schedule, NEARLY, self._layers)
+            most = np.minimum(most, np.trunc(room.free / np.maximum(room.tile, 1.0)))
         return most
 
     def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> tuple[float, ...]:

@@ -17,7 +17,8 @@ from hethub.planner.draft import Draft, DraftStage, Seats, chains, merged
 from hethub.planner.flights import default_flights, enough_flights, round_trips, slowest_circuit
 from hethub.planner.footprint import position
 from hethub.planner.problem import Problem
-from hethub.planner.stage_times import NEARLY, StageEstimate, StageTimes, earliest_finish, within
+from hethub.planner.samples import earliest_finish, within
+from hethub.planner.stage_times import NEARLY, StageEstimate, StageTimes
 from hethub.spec.plan import ScheduleName
 
 
@@ -67,14 +68,9 @@ class Surrogate:
 
     def least_in_passes(self, draft: Draft) -> float:
         """The same where every replica gathers new weights and steps between its tiles, as under ministages."""
-        return max(
-            self.times.busy(stage, place, draft.even) + float(self._figures_of(stage, place, draft.even).finish)
-            for stage, place in placed(draft)
-        )
-
-    def _figures_of(self, stage: DraftStage, place: int, even: bool) -> StageEstimate:
-        row = self._row(stage, place, even, "1f1b")
-        return StageEstimate(*self._figures[row])
+        rows = [self._row(stage, place, draft.even, "1f1b") for stage, place in placed(draft)]
+        busy = [self.times.busy(stage, place, draft.even) for stage, place in placed(draft)]
+        return float((np.array(busy) + StageEstimate(*self._figures[rows].T).finish).max())
 
     def samples(self, draft: Draft, index: int) -> list[int]:
         """About how many samples each of a stage's replicas takes, by seats."""

@@ -20,12 +20,10 @@ from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem
 from hethub.planner.tiny_points import Point, branches_of, promising_points
 from hethub.planner.tiny_replay import Node, Passed, ends_of, nodes_of
-from hethub.planner.tiny_shapes import is_tiny, schedules_of, shapes_of
+from hethub.planner.tiny_shapes import schedules_of, shapes_of
 from hethub.planner.tiny_stages import StageCosts, Units
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
-
-__all__ = ["is_tiny", "search_tiny"]
 
 AT_ONCE = 4096  # points timed before the best of them are judged
 MOST_TIMED = 16 * AT_ONCE

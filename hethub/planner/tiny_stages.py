@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner import footprint
+from hethub.planner.draft import DraftStage, Seats, merged
+from hethub.planner.footprint import position
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem, Unit
+from hethub.planner.stage_times import NEARLY
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
@@ -21,9 +23,6 @@ Units = tuple[Unit, ...]  # the replicas of a stage
 Shape = tuple[Units, ...]
 
 LEVELS = (0, 1, 3)  # of ZeRO: replicas of a round run ahead of each other under 2, which the replay does not know
-
-
-NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
 
 
 class Tilings(NamedTuple):
@@ -178,7 +177,7 @@ class StageCosts:
                 for mode in self._modes(shape, layers, stage, level)
             ]
             ways = tilings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
-            fits = [self._fits(shape[stage], layers[stage], mode, footprint.position(*ends)) for mode in modes]
+            fits = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
             found = self._options[key] = options_of(modes, ways, fits)
         return found
 
@@ -187,13 +186,13 @@ class StageCosts:
         most = [self.problem.at_most(unit.kind, self.most) for unit in units]
         found = np.arange(self.most + 1) <= np.array(most)[:, None]
         if not self.judge.ignore_memory:
-            kept = footprint.Mode(mode.zero, "1f1b" if self.schedule == "gpipe" else self.schedule)
-            for replica, unit in enumerate(units):
-                limit = NEARLY * self.problem.capacity(unit.kind)
+            seats = [Seats(unit.kind, unit.tp, 1, 1) for unit in units]
+            stage = DraftStage(layers, merged(seats), mode.recompute, mode.zero)
+            for replica, own in enumerate(seats):
                 for size in range(1, self.most + 1):
-                    at = self.problem.coefficients(unit.kind, unit.tp, size, mode.recompute, kept)
-                    state = at.state(layers, place) / (len(units) if mode.zero else 1)
-                    found[replica, size] &= at.fixed(layers, 1, place) + state <= limit
+                    held = own._replace(micro_batch=size)
+                    room = self.judge.surrogate.times.room(stage, held, place, self.schedule, NEARLY)
+                    found[replica, size] &= room.tile <= room.free
         return found
 
     def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:

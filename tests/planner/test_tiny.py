@@ -10,10 +10,10 @@ from hethub.planner.capabilities import RUNTIME
 from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.tiny import is_tiny, search_tiny, step_seconds
+from hethub.planner.tiny import search_tiny, step_seconds
 from hethub.planner.tiny_points import Branch, Point, bounds_of
 from hethub.planner.tiny_replay import nodes_of
-from hethub.planner.tiny_shapes import shapes_of
+from hethub.planner.tiny_shapes import is_tiny, shapes_of
 from hethub.planner.tiny_stages import Cuts, StageCosts, count_tilings, tilings
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec

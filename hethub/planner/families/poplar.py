@@ -7,6 +7,7 @@ largest batch that it ends within the step's time; that time is searched. State 
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from hethub.planner.families.whole import (
 )
 from hethub.planner.footprint import ONLY, probe_for
 from hethub.planner.problem import Problem
+from hethub.planner.samples import largest_able
 from hethub.planner.surrogate import Surrogate
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.plan import Recompute
@@ -182,15 +184,8 @@ class _Fitting:
 
     def largest(self, kind: int, needed: int) -> int | None:
         """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` do."""
-        low, high = needed, _widest(self._problem, kind)
-        if self._fits(kind, high):
-            return high
-        if not self._fits(kind, low):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(kind, middle) else (low, middle)
-        return low
+        found = largest_able(partial(self._fits, kind), _widest(self._problem, kind))
+        return found if found >= needed else None
 
     def _fits(self, kind: int, batch: int) -> bool:
         key = (probe_for(self._problem.kinds[kind].accelerator), batch)
