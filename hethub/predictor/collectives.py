@@ -120,28 +120,31 @@ class Collectives:
         """Weights brought once per part and pass while the pass before runs; where gradients are `sharded`, one reduction per
         part while the next pass runs.
 
-        Two slots of memory: the pass after the next waits for a reduction.
+        Two slots of memory: the pass after the next waits for a reduction. Ranks that communicate with the cores that
+        compute do one after the other.
         """
         stream = self.programme.add_actor()
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
+        slots = 1 if self.costs.state.takes_turns(stage.index) else 2
         reduced: list[int] = []
         for index, (kind, part) in enumerate(passes):
             portion = self.costs.state.portions[stage.index][part]
             gather = sum(self.costs.state.gather_seconds(stage.index, portion))
             if gather:
-                started = stage.last[passes[index - 2]] if index > 1 else []
+                started = stage.last[passes[index - slots]] if index >= slots else []
                 self._wait(stage.first[kind, part], self._beside(stream, gather, started, ahead=0.0))
             if sharded and index and passes[index - 1][0] is Kind.BACKWARD:
-                self._wait(stage.first[kind, part], *reduced[-1:])
                 reduced.append(self._reduce_pass(stage, stream, passes[index - 1][1]))
+                if len(reduced) >= slots:
+                    self._wait(stage.first[kind, part], reduced[-slots])
         if sharded:
             self._reduce_pass(stage, stream, passes[-1][1])
 
     def _reduce_pass(self, stage: Stage, stream: int, part: int) -> int:
-        """Adds the reduction of a part, layer by layer while the last tile passes it."""
+        """Adds the reduction of a part, layer by layer while the last tile passes it, where ranks can do both."""
         layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][part])
-        last = stage.completing(part)
-        node = self._beside(stream, sum(layers), last, ahead=1.0 - 1.0 / len(layers))
+        last, by_turns = stage.completing(part), self.costs.state.takes_turns(stage.index)
+        node = self._beside(stream, sum(layers), last, ahead=0.0 if by_turns else 1.0 - 1.0 / len(layers))
         self._wait(stage.reduces(part), node, self._meet(last, layers[0]))
         return node
 

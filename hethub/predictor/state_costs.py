@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
+from hethub.predictor.constants import family
 from hethub.predictor.links import Group, Network, host_gbytes_per_second
 from hethub.predictor.overlap import beside_backward, beside_forward, exposed
 from hethub.predictor.software import Software, element_bytes
@@ -211,16 +212,20 @@ class StateCosts:
         if not self.software.gathers_ahead:
             gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
             return (
-                self._shown(gather, _exposed(gather, forward, layers)),
-                self._shown(gather + reduce, _exposed(gather + reduce, backward, layers)),
+                self._shown(stage, gather, _exposed(gather, forward, layers)),
+                self._shown(stage, gather + reduce, _exposed(gather + reduce, backward, layers)),
             )
         ahead, behind = beside_forward(gathers), beside_backward(gathers[::-1], reductions)
-        return self._shown(sum(ahead), exposed(forward, ahead)), self._shown(sum(behind), exposed(backward, behind))
+        return (
+            self._shown(stage, sum(ahead), exposed(forward, ahead)),
+            self._shown(stage, sum(behind), exposed(backward, behind)),
+        )
 
-    def _shown(self, seconds: float, exposed_seconds: float) -> float:
+    def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
         """What communication adds to a pass: all that compute does not hide, and a part of what it does, for collectives
         take processors and memory bandwidth from the compute beside them."""
-        return exposed_seconds + self.network.fit["overlap_cost"] * (seconds - exposed_seconds)
+        part = 1.0 if self.takes_turns(stage) else self.network.fit["overlap_cost"]
+        return exposed_seconds + part * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:
         """Whether every tile of a stage goes with collectives of its own."""
@@ -232,6 +237,13 @@ class StateCosts:
         stage_spec = self.layout.stages[stage]
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
         return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
+
+    def takes_turns(self, stage: int) -> bool:
+        """Whether a stage's ranks communicate with the cores they compute with: CPUs, which copy and sum themselves,
+        unless their time is emulated."""
+        places = self.layout.cluster.places
+        own = (family(places[rank].accelerator) == "cpu" for rank in self.layout.stages[stage].ranks)
+        return not self.layout.cluster.emulated and all(own)
 
     def level(self, stage: int) -> int:
         """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""

@@ -9,7 +9,8 @@ from hethub.predictor.prediction import predict
 from hethub.predictor.software import HETHUB, Software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
-from tests.predictor.plans import LLAMA_8B, cluster, uniform
+from hethub.spec.layout import bind
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,23 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
     portion = costs.state.whole(0)
     forward, _ = costs.state.round_seconds(0, (1e9, 1e9), portion)
     assert forward == pytest.approx(packaged().links["overlap_cost"] * sum(costs.state.gather_seconds(0, portion)))
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_cpus_that_are_not_emulated_compute_and_communicate_by_turns(emulated: bool) -> None:
+    """A gather before every pass through a layer, a sum behind its backward, and nothing of either beside compute."""
+    on = cluster(("CPU-core", 1, 2)).replace(emulated=emulated)
+    on = on.replace(links=on.links.replace(in_node=on.links.in_node.replace(gbytes_per_second=0.05)))
+    layout = uniform(TINY, on, tp=1, pp=1, micro_batch=4, batch=32, seq=64, precision="fp32", zero=3, recompute="full")
+    layout = bind(layout.plan.replace(schedule="layered"), TINY, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    state, portions = costs.state, costs.state.portions[0]
+    tiles = [costs.tile(0, 0, 4, portion) for portion in portions]
+    compute = 4 * sum(tile.forward.total + tile.backward.total for tile in tiles) + costs.optimizer(0, 0, None)
+    gathers = 2 * sum(sum(state.gather_seconds(0, portion)) for portion in portions)
+    sums = sum(sum(state.reduce_seconds(0, portion)) for portion in portions)
+    step = predict(layout).step_seconds
+    assert step < 0.999 * (compute + gathers + sums) if emulated else step == pytest.approx(compute + gathers + sums)
 
 
 def test_absurd_rates_are_bad_input_not_infinite_seconds() -> None:
