@@ -50,7 +50,7 @@ class Coefficients(NamedTuple):
     state_layer: np.ndarray
     layer_put_off: np.ndarray
 
-    def fixed(self, layers: "int | np.ndarray", held: int, place: int) -> "float | np.ndarray":
+    def fixed(self, layers: "int | np.ndarray", held: "int | np.ndarray", place: int) -> "float | np.ndarray":
         """Bytes whatever the replicas."""
         return (
             self.once[place] + self.layer[place] * layers + held * (self.tile[place] + self.layer_tile[place] * layers)
@@ -60,8 +60,11 @@ class Coefficients(NamedTuple):
         """Bytes of state, before replicas share it."""
         return self.state_once[place] + self.state_layer[place] * layers
 
-    def least_replicas(self, layers: int, held: int, place: int, capacity: float, sharded: bool) -> np.ndarray:
-        """For 0, 1, … `layers` layers, the fewest replicas with which a rank fits; a huge number where none do."""
+    def least_replicas(
+        self, layers: int, held: "int | np.ndarray", place: int, capacity: float, sharded: bool
+    ) -> np.ndarray:
+        """For 0, 1, … `layers` layers, the fewest replicas with which a rank fits; a huge number where none do. Tiles held
+        may be [case, 1]."""
         each = np.arange(layers + 1)
         room, state = capacity - self.fixed(each, held, place), self.state(each, place)
         if not sharded:

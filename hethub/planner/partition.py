@@ -2,11 +2,12 @@
 
 The line says in which order units may form stages. For a deadline T (seconds that any replica may be busy in a step)
 the fewest units are found that hold the last l layers in d stages, for every l and d: using fewer is never worse. The
-smallest feasible T over a falling series is the bottleneck; for every number of stages its own is kept.
+smallest feasible T of a rising series is the bottleneck; for every number of stages its own is kept.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -35,150 +36,152 @@ class Partition:
 
 
 class Partitioner:
-    """The dynamic programme for one setting. The line is walked from its end: a stage's tiles in flight depend on how
-    many stages come after it."""
+    """The dynamic programme for one setting, under all deadlines at once. The line is walked from its end: a stage's tiles
+    in flight depend on how many stages come after it."""
 
     def __init__(self, problem: Problem, costs: UnitCosts, setting: Setting, *, memory_counts: bool = True) -> None:
         self.problem, self.setting, self.memory_counts = problem, setting, memory_counts
         self.num_layers, self.samples = problem.model.layers, problem.batch.global_batch
-        self.line = setting.line[::-1]
-        classes = sorted({(unit.kind, unit.tp) for unit in self.line})
-        self.class_of = np.array([classes.index((unit.kind, unit.tp)) for unit in self.line])
-        self.examples = [next(u for u in self.line if (u.kind, u.tp) == key) for key in classes]
-        self.rates = [costs.rate(u.kind, u.tp, self._micro_batch(u), setting.recompute) for u in self.examples]
-        per_sample = [1.0 / self._micro_batch(u) for u in self.examples]
-        self.layer = np.array([rate.layer.total * s for rate, s in zip(self.rates, per_sample, strict=True)])
-        self.embedding = np.array([rate.embedding.total * s for rate, s in zip(self.rates, per_sample, strict=True)])
-        self.head = np.array([rate.head.total * s for rate, s in zip(self.rates, per_sample, strict=True)])
-        self._replicas: dict[tuple[int, bool], np.ndarray] = {}
+        walked = [(unit.kind, unit.tp) for unit in reversed(setting.line)]
+        self.num_units, self.sorts = len(walked), sorted(set(walked))
+        runs = [(self.sorts.index(sort), len(list(alike))) for sort, alike in groupby(walked)]
+        self.run_sort, self.run_units = np.array(runs).T
+        self.run_of = np.repeat(np.arange(len(runs)), self.run_units)
+        self.sort_of = self.run_sort[self.run_of]
+        rates = [costs.rate(*sort, self._micro_batch(sort), setting.recompute) for sort in self.sorts]
+        per_sample = np.array([1.0 / self._micro_batch(sort) for sort in self.sorts])
+        self.layer, self.embedding, self.head = (
+            np.array([[part.total for part in rate] for rate in rates]).T * per_sample
+        )
+        # A way: so many last layers held, and how many of these the first of their stages takes, which is the model's first
+        # where all are held. Arrays by stage are of 1, 2, … layers, once as any stage and once as the model's first.
+        self.held, self.taken = (index + 1 for index in np.tril_indices(self.num_layers))
+        self.stage = self.taken - 1 + np.where(self.held == self.num_layers, self.num_layers, 0)
 
-    def _micro_batch(self, unit: Unit) -> int:
-        return self.setting.micro_batches[unit.kind]
+    def _micro_batch(self, sort: tuple[int, int]) -> int:
+        return self.setting.micro_batches[sort[0]]
 
     @property
     def bound_seconds(self) -> float:
         """No partition of this setting has a smaller bottleneck: all layers at all units' rates."""
-        return float(self.samples * self.num_layers / (1.0 / self.layer)[self.class_of].sum())
+        return float(self.samples * self.num_layers / (1.0 / self.layer)[self.sort_of].sum())
 
     def partitions(self, depths: Sequence[int], below: float) -> list[Partition]:
         """The best found partition for each number of stages in `depths`, fewest first; none whose busiest unit would
         need `below` seconds or more."""
-        wanted = [depth for depth in depths if depth <= min(self.num_layers, len(self.line))]
+        wanted = [depth for depth in depths if depth <= min(self.num_layers, self.num_units)]
+        deadlines = [deadline for step in DEADLINES if (deadline := self.bound_seconds * step) < below]
+        if not wanted or not deadlines:
+            return []
+        used, taken = self._programme(np.array(deadlines), max(wanted))
         found: dict[int, Partition] = {}
-        for step in _DEADLINES:
-            deadline = self.bound_seconds * step
-            missing = [depth for depth in wanted if depth not in found]
-            if (
-                not missing
-                or deadline >= below
-                or (found and step > _GIVE_UP * found[min(found)].deadline_seconds / self.bound_seconds)
-            ):
+        for row, deadline in enumerate(deadlines):
+            if found and deadline > _GIVE_UP * found[min(found)].deadline_seconds:
                 break
-            for depth, partition in self._under(deadline, max(missing)).items():
-                if depth in missing:
-                    found[depth] = partition
+            for depth in wanted:
+                if depth not in found and used[depth, row, -1] < _NEVER:
+                    found[depth] = Partition(self._trace(used[:, row], taken[:, row], depth), deadline)
         return [found[depth] for depth in sorted(found)]
 
-    def _under(self, deadline: float, deepest: int) -> dict[int, Partition]:
-        """Per feasible number of stages, a partition in which no unit is busy longer than `deadline`."""
-        num_layers, count = self.num_layers, len(self.line)
-        reach = {key: self._reach(deadline, *key) for key in _ENDS}
-        rows = np.arange(num_layers + 1)[:, None]  # m: layers held after this stage
-        columns = np.arange(1, num_layers + 1)[None, :]  # x: layers of this stage
-        before = rows - columns
-        used = np.full(num_layers + 1, _NEVER)
-        used[0] = 0
-        choices: list[np.ndarray] = []
-        feasible: dict[int, Partition] = {}
+    def _programme(self, deadlines: np.ndarray, deepest: int) -> tuple[np.ndarray, np.ndarray]:
+        """[stages, deadline, layers]: the fewest units that hold so many of the last layers in so many stages, and how many
+        of these layers the first of the stages takes."""
+        used = np.full((deepest + 1, len(deadlines), self.num_layers + 1), _NEVER)
+        used[0, :, 0] = 0
+        taken = np.zeros_like(used)
+        least, reaches = self._least_replicas(deepest), [self._reach(deadlines, last) for last in (True, False)]
+        groups = np.flatnonzero(self.taken == 1)
         for depth in range(1, deepest + 1):
-            valid = (before >= 0) & (used[np.maximum(before, 0)] <= count)
-            valid &= (before == 0) if depth == 1 else (before > 0)
-            start = np.where(valid, used[np.maximum(before, 0)], count)
-            end = self._advance(start, columns, reach[depth == 1, False], depth, False)
-            end[num_layers] = self._advance(start[num_layers:], columns, reach[depth == 1, True], depth, True)[0]
-            end = np.where(valid, end, _NEVER)
-            choice = end.argmin(axis=1)
-            used = end[np.arange(num_layers + 1), choice]
-            choices.append(choice + 1)
-            if used[num_layers] <= count:
-                feasible[depth] = self._trace(choices, reach, deadline)
-            if not (used <= count).any():
+            start = used[depth - 1][:, self.held - self.taken]
+            end = self._advance(start, reaches[depth > 1], least[:, depth - 1])
+            ranked = np.minimum.reduceat(end * (self.num_layers + 1) + self.taken, groups, axis=1)
+            fewest, taken[depth, :, 1:] = np.divmod(ranked, self.num_layers + 1)
+            used[depth, :, 1:] = np.where(fewest <= self.num_units, fewest, _NEVER)
+            if (used[depth] == _NEVER).all():
                 break
-        return feasible
+        return used, taken
 
-    def _reach(self, deadline: float, last: bool, first: bool) -> "_Reach":
-        """How far units reach, in a stage that holds these ends of the model."""
-        seconds = np.arange(self.num_layers + 1)[None, :] * self.layer[:, None]
+    def _reach(self, deadlines: np.ndarray, last: bool) -> "_Reach":
+        """How far units reach in the model's last stage, or in others."""
+        seconds = np.arange(1, self.num_layers + 1) * self.layer[:, None]
         if last:
             seconds = seconds + self.head[:, None]
-        if first:
-            seconds = seconds + self.embedding[:, None]
-        with np.errstate(divide="ignore"):
-            samples = np.minimum(np.floor(deadline / seconds + 1e-9), self.samples)
-        reach = np.zeros((self.num_layers + 1, len(self.line) + 1), dtype=np.int64)
-        np.cumsum(samples[self.class_of].T, axis=1, out=reach[:, 1:])
-        wide = int(reach[:, -1].max()) + self.samples + 1
-        apart = wide * np.arange(self.num_layers + 1)
-        return _Reach(reach, (reach + apart[:, None]).ravel(), apart + self.samples)
+        seconds = np.concatenate([seconds, seconds + self.embedding[:, None]], axis=1)  # [sort, stage]
+        each = np.minimum(np.floor(deadlines[:, None, None] / seconds + 1e-9), self.samples).astype(np.int64)
+        each = each.swapaxes(1, 2).reshape(-1, len(self.sorts))
+        pace = np.append(each[:, self.run_sort], np.full((len(each), 1), self.samples), axis=1)
+        done = np.zeros((len(each), len(self.run_sort) + 2), dtype=np.int64)
+        np.cumsum(pace * np.append(self.run_units, 1), axis=1, out=done[:, 1:])
+        return _Reach(pace, done)
 
-    def _advance(self, start: np.ndarray, layers: np.ndarray, reach: "_Reach", depth: int, first: bool) -> np.ndarray:
-        """Units used after a stage of `layers` that begins at `start`: enough for the samples and for its memory."""
-        count = len(self.line)
-        wanted = reach.samples[layers, start] + reach.wanted[layers]
-        end = np.searchsorted(reach.flat, wanted, side="left") - layers * (count + 1)
-        if not self.memory_counts:
-            return np.where(end <= count, end, _NEVER)
-        least = self._least_replicas(depth, first)
-        for edge in (start, np.minimum(end, count) - 1):
-            end = np.maximum(end, start + least[self.class_of[np.minimum(edge, count - 1)], layers])
-        return np.where(end <= count, end, _NEVER)
-
-    def _least_replicas(self, depth: int, first: bool) -> np.ndarray:
-        """[class, layers]: the fewest replicas of a stage at this depth whose ranks fit into memory."""
-        found = self._replicas.get((depth, first))
-        if found is None:
-            place, sharded = position(first, depth == 1), self.problem.usual_zero > 0
-            found = self._replicas[depth, first] = np.array(
-                [
-                    self.problem.coefficients(
-                        unit.kind, unit.tp, self._micro_batch(unit), self.setting.recompute
-                    ).least_replicas(self.num_layers, depth, place, self.problem.capacity(unit.kind), sharded)
-                    for unit in self.examples
-                ]
-            )
+    def _advance(self, start: np.ndarray, reach: "_Reach", least: np.ndarray) -> np.ndarray:
+        """[deadline, way]: units used after a stage that begins at `start`: enough for the samples and for its memory."""
+        if len(self.sorts) == 1:  # wherever the stage begins
+            pace = reach.pace[:, 0].reshape(len(start), -1)
+            enough = np.where(pace > 0, -(-self.samples // np.maximum(pace, 1)), _NEVER)
+            return start + np.maximum(enough, least[0])[:, self.stage]
+        able = np.flatnonzero(start < self.num_units)
+        begin, (deadline, way) = start.ravel()[able], np.divmod(able, len(self.stage))
+        stage = self.stage[way]
+        end = self._enough(begin, deadline * 2 * self.num_layers + stage, reach)
+        for edge in (begin, np.minimum(end, self.num_units) - 1):
+            end = np.maximum(end, begin + least[self.sort_of[edge], stage])
+        found = np.full(start.shape, _NEVER)
+        found.ravel()[able] = end
         return found
 
-    def _trace(self, choices: list[np.ndarray], reach: dict[tuple[bool, bool], "_Reach"], deadline: float) -> Partition:
-        """The partition that led to all layers; units left over join the first stage."""
-        depth, layers = len(choices), self.num_layers
-        held = []
-        while depth:
-            held.append(int(choices[depth - 1][layers]))
-            layers -= held[-1]
-            depth -= 1
-        sizes, position = [], 0
-        for depth, x in enumerate(reversed(held), start=1):
-            first = depth == len(held)
-            end = self._advance(np.array([position]), np.array([x]), reach[depth == 1, first], depth, first)
-            sizes.append(int(end[0]) - position)
-            position = int(end[0])
-        sizes[-1] += len(self.line) - position
-        return Partition(tuple(zip(held, reversed(sizes), strict=True)), deadline)
+    def _enough(self, begin: np.ndarray, row: np.ndarray, reach: "_Reach") -> np.ndarray:
+        """Units used after stages that begin at `begin` so that all samples are processed, under the reach of each."""
+        edges, run = np.append(0, np.cumsum(self.run_units)), self.run_of[begin]
+        wanted = reach.done[row, run] + (begin - edges[run]) * reach.pace[row, run] + self.samples
+        # Row behind row, so far apart that one ascending array holds all.
+        apart = reach.done[:, -1].max() + 1
+        rows = (reach.done + apart * np.arange(len(reach.done))[:, None]).ravel()
+        run = np.searchsorted(rows, wanted + apart * row) - row * reach.done.shape[1] - 1
+        return edges[run] - (reach.done[row, run] - wanted) // reach.pace[row, run]
+
+    def _least_replicas(self, deepest: int) -> np.ndarray:
+        """[sort, stages, stage]: the fewest replicas of the first of so many stages whose ranks fit into memory."""
+        if not self.memory_counts:
+            return np.ones((len(self.sorts), deepest, 2 * self.num_layers), dtype=np.int64)
+        depths, sharded = np.arange(1, deepest + 1)[:, None], self.problem.usual_zero > 0
+        found = []
+        for sort in self.sorts:
+            own = self.problem.coefficients(*sort, self._micro_batch(sort), self.setting.recompute)
+            capacity = self.problem.capacity(sort[0])
+            least = {
+                (first, last): own.least_replicas(
+                    self.num_layers, depths[:1] if last else depths[1:], position(first, last), capacity, sharded
+                )[:, 1:]
+                for first in (False, True)
+                for last in (False, True)
+            }
+            found.append(np.block([[least[False, True], least[True, True]], [least[False, False], least[True, False]]]))
+        return np.array(found)
+
+    def _trace(self, used: np.ndarray, taken: np.ndarray, depth: int) -> tuple[tuple[int, int], ...]:
+        """The stages that led to all layers; units left over join the first."""
+        stages, layers, end = [], self.num_layers, self.num_units
+        for after in range(depth - 1, -1, -1):
+            held = int(taken[after + 1, layers])
+            layers -= held
+            start = int(used[after, layers])
+            stages.append((held, end - start))
+            end = start
+        return tuple(stages)
 
 
 class _Reach(NamedTuple):
-    """[x, u]: samples that the first u units of the walked line process under a deadline, with x layers each; the same row
-    behind row so far apart that one ascending array holds all, and [x] what is added to look for a stage's end in it."""
+    """[deadline and stage, run]: samples that a unit of a run of like ones processes, and [deadline and stage, edge] those
+    of all units before. One unit behind the line processes all samples: a stage that ends there has too few."""
 
-    samples: np.ndarray
-    flat: np.ndarray
-    wanted: np.ndarray
+    pace: np.ndarray
+    done: np.ndarray
 
 
-_ENDS = ((False, False), (True, False), (False, True), (True, True))  # whether a stage is the last, and the first
 _NEVER = 1 << 40
 _GIVE_UP = 1.2
 # Multiples of the bound, finer where partitions are good.
-_DEADLINES = tuple(
+DEADLINES = tuple(
     1.0 + d for d in (0.002, 0.006, 0.012, 0.02, 0.03, 0.045, 0.065, 0.1, 0.15, 0.25, 0.4, 0.7, 1.2, 2.5, 6.0, 20.0)
 )

@@ -1,6 +1,6 @@
 """The pieces of the search by themselves: exact divisions, short cuts that must agree with the full way, estimates."""
 
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
 from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal
+from hethub.planner.partition import DEADLINES, Partitioner, Setting
 from hethub.planner.planning import answer
 from hethub.planner.problem import Batch, pose
 from hethub.planner.samples import Worker, divide, earliest_finish, largest_able
 from hethub.planner.scaled import Scale, scaled
+from hethub.planner.settings import Line
 from hethub.planner.small import ordered_partitions
 from hethub.planner.table import tabulate
 from hethub.planner.tile_sizes import even, fitted, resized
@@ -64,6 +66,48 @@ def test_the_largest_that_is_able_is_found():
 def test_ordered_partitions_are_all_of_them():
     assert len(ordered_partitions((1, 1, 1, 1))) == 75  # the ordered Bell number
     assert ordered_partitions((2,)) == (((1,), (1,)), ((2,),))
+
+
+def busiest(problem, costs, setting, layers, sizes):
+    """Seconds of the slowest stage under the smallest deadline that its units' whole samples meet."""
+    position, slowest = 0, 0.0
+    for stage, (held, size) in enumerate(zip(layers, sizes, strict=True)):
+        seconds = []
+        for unit in setting.line[position : position + size]:
+            size_of = setting.micro_batches[unit.kind]
+            tile = costs.rate(unit.kind, unit.tp, size_of, "none").tile(held, stage == 0, stage == len(layers) - 1)
+            seconds.append(tile.total / size_of)
+        ends = sorted(n * one for one in seconds for n in range(1, problem.batch.global_batch + 1))
+        enough = (end for end in ends if sum(int(end / one + 1e-9) for one in seconds) >= problem.batch.global_batch)
+        position, slowest = position + size, max(slowest, next(enough))
+    return slowest
+
+
+def cuts_of(total, parts):
+    """All ways to write the total as so many positive numbers."""
+    inner = combinations(range(1, total), parts - 1)
+    return [tuple(b - a for a, b in pairwise((0, *edges, total))) for edges in inner]
+
+
+@pytest.mark.parametrize("numbers", [(5, 0), (3, 2)])
+def test_partitions_meet_the_first_deadline_that_any_of_their_depth_meets(numbers):
+    nodes = [node for node in (("amd", numbers[0], 0.05, 4.0), ("nvidia", numbers[1], 0.1, 4.0)) if node[1]]
+    problem = pose(TINY, cluster(*nodes), Batch(12, 64, "fp32"))
+    costs, kinds = UnitCosts(problem), tuple(range(len(nodes)))
+    setting = Setting(Line(kinds, 1).units(problem, (1,) * len(kinds)), (2,) * len(kinds), "none")
+    partitioner = Partitioner(problem, costs, setting)
+    found = {len(partition.stages): partition for partition in partitioner.partitions(range(1, 6), float("inf"))}
+    assert len(found) > 2
+    for depth, partition in found.items():
+        layers, sizes = zip(*partition.stages, strict=True)
+        assert (sum(layers), sum(sizes)) == (TINY.layers, 5)
+        assert busiest(problem, costs, setting, layers, sizes) <= partition.deadline_seconds * (1 + 1e-9)
+        best = min(
+            busiest(problem, costs, setting, held, units)
+            for held, units in product(cuts_of(TINY.layers, depth), cuts_of(5, depth))
+        )
+        later = [step for step in DEADLINES if partitioner.bound_seconds * step >= best * (1 - 1e-9)]
+        assert partition.deadline_seconds == partitioner.bound_seconds * later[0]
 
 
 def mixed():
