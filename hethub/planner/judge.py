@@ -1,9 +1,9 @@
 """The judge: every plan the search considers is bound and predicted here, each once, with full cost."""
 
 import time
-from collections.abc import Iterable
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 from hethub.planner.complete import complete
 from hethub.planner.costs import UnitCosts
@@ -11,7 +11,8 @@ from hethub.planner.draft import Draft
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table, tabulate
-from hethub.predictor import Prediction, predict
+from hethub.predictor import Prediction, RankMemory, memory, predict
+from hethub.predictor.memory import all_fit
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -20,12 +21,25 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 
 
-class Verdict(NamedTuple):
-    """A plan with its prediction and the draft it came from."""
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """A plan with the draft it came from, its ranks' memory and whether they fit, and its prediction."""
 
     draft: Draft
     plan: PlanSpec
-    prediction: Prediction
+    memory: tuple[RankMemory, ...]
+    fits: bool
+    predicted: Callable[[], Prediction]
+
+    @cached_property
+    def fullness(self) -> float:
+        """How much the fullest rank needs, as a fraction of its memory."""
+        return max([entry.bytes / entry.limit for entry in self.memory])
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Made when first asked for: of most plans that do not fit nobody asks for it."""
+        return self.predicted()
 
     @property
     def seconds(self) -> float:
@@ -151,13 +165,17 @@ class Judge:
             return None
         if not is_alike(plan) and not self._spend(plan):
             return None
-        problem = self.problem
+        problem, reserve = self.problem, self.problem.constraints.reserve
         try:
             layout = layout_of(plan, problem.model, problem.cluster)
-            prediction = predict(layout, reserve=problem.constraints.reserve, profile=problem.profile)
-        except BadInput:  # too few tiles in flight, or heads that do not divide: no plan
+            used = tuple(memory(layout))
+            predicted = partial(predict, layout, reserve=reserve, profile=problem.profile, used=used)
+            verdict = Verdict(draft, plan, used, all_fit(layout, used, reserve), predicted)
+            if verdict.fits or self.ignore_memory or draft.plan or self._is_closest(verdict):
+                _ = verdict.prediction
+        except BadInput:  # too few tiles in flight, heads that do not divide, or a link without a speed: no plan
             return None
-        return Verdict(draft, plan, prediction)
+        return verdict
 
     def _spend(self, plan: PlanSpec) -> bool:
         """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend. Of
@@ -171,10 +189,13 @@ class Judge:
         return True
 
     def _note(self, verdict: Verdict) -> None:
-        if verdict.prediction.fits or self.ignore_memory:
+        if verdict.fits or self.ignore_memory:
             self.fitting[verdict.draft] = verdict
-        elif self.closest is None or _excess(verdict) < _excess(self.closest):
+        elif self._is_closest(verdict):
             self.closest = verdict
+
+    def _is_closest(self, verdict: Verdict) -> bool:
+        return self.closest is None or verdict.fullness < self.closest.fullness
 
     def better(self, one: Verdict | None, other: Verdict | None) -> bool:
         """Whether `one` is to be preferred: it fits and the other does not, or it is faster, or less over memory."""
@@ -183,8 +204,8 @@ class Judge:
         return self._rank(one) < self._rank(other)
 
     def _rank(self, verdict: Verdict) -> tuple[bool, float]:
-        fits = verdict.prediction.fits or self.ignore_memory
-        return (not fits, verdict.seconds if fits else float(_excess(verdict)))
+        fits = verdict.fits or self.ignore_memory
+        return (not fits, verdict.seconds if fits else verdict.fullness)
 
     def discard(self, verdict: Verdict) -> None:
         """Takes a plan out that turned out not to bind."""
@@ -216,8 +237,3 @@ class Judge:
     def best_seconds(self) -> float:
         """The step of the fastest plan that fits; infinite where none does."""
         return self.best.seconds if self.best else float("inf")
-
-
-def _excess(verdict: Verdict) -> float:
-    """How far the fullest rank is beyond its memory, as a fraction of it."""
-    return max(entry.bytes / entry.limit for entry in verdict.prediction.memory)

@@ -116,6 +116,11 @@ def _overfull_host(layout: Layout, used: Sequence[RankMemory]) -> tuple[NodeSpec
     return None
 
 
+def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
+    """Whether every rank leaves `reserve` of its accelerator's memory free, and every machine's host memory suffices."""
+    return all(entry.fits(reserve) for entry in used) and hosts_fit(layout, used)
+
+
 def hosts_fit(layout: Layout, used: Sequence[RankMemory]) -> bool:
     """Whether every machine's host memory, where it is known, takes what its ranks offload."""
     return _overfull_host(layout, used) is None

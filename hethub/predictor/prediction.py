@@ -7,7 +7,7 @@ from typing import Any
 from hethub.predictor.constants import Constants, packaged, precision_class
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.intervals import interval
-from hethub.predictor.memory import RankMemory, hosts_fit, memory
+from hethub.predictor.memory import RankMemory, all_fit, memory
 from hethub.predictor.operators import model_flops
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB, Software
@@ -54,8 +54,10 @@ def predict(
     software: Software = HETHUB,
     constants: Constants | None = None,
     profile: ProfileSpec | None = None,
+    used: tuple[RankMemory, ...] | None = None,
 ) -> Prediction:
-    """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit.
+    """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit; `used` is
+    the layout's memory, where it is known.
 
     The upper bound needs the planner, so it is passed in where known. Raises BadInput where the cluster lacks a link
     speed that the plan needs, or the profile measured another model.
@@ -67,7 +69,7 @@ def predict(
     costs = PlanCosts(layout, software, constants, profile)
     times = step_times(layout, costs, full=with_timeline)
     extrapolated = costs.extrapolated  # asked now: the ceiling looks at every size
-    used = tuple(memory(layout, software))
+    used = used or tuple(memory(layout, software))
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
     tokens_per_second = tokens / times.seconds
@@ -79,7 +81,7 @@ def predict(
             "absurdly small or large: look at *_tflops, memory_gbytes_per_second, link_gbytes_per_second and gbps_per_nic."
         )
     return Prediction(
-        fits=all(entry.fits(reserve) for entry in used) and hosts_fit(layout, used),
+        fits=all_fit(layout, used, reserve),
         step_seconds=times.seconds,
         step_seconds_interval=_interval(layout, times.seconds, software, constants, profile),
         tokens_per_second=tokens_per_second,
