@@ -194,7 +194,7 @@ class Layout:
         if self.plan.schedule == "interleaved":
             held = {order: most_held(order) for lanes in self.interleaved for order in dict.fromkeys(lanes)}
             return [[held[order] for order in lanes] for lanes in self.interleaved]
-        return even_limits(self.plan) if is_even(self.plan) else in_flight_limits(self.plan, self.lanes)
+        return even_limits(self.plan) if is_even(self.plan) else in_flight_limits(self.plan)
 
     @cached_property
     def samples_under_way(self) -> list[int]:

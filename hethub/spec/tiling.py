@@ -4,8 +4,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import partial
-from itertools import accumulate, pairwise, repeat
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise, repeat
 from operator import sub, truediv
 from typing import Any, NamedTuple
 
@@ -51,14 +51,23 @@ def deal(replicas: Sequence[ReplicaSpec]) -> Tiling:
     A replica's turn comes at (dealt + micro_batch) / samples, which grows with every tile of its own: all turns sorted,
     ties as listed, are the order of dealing. Unlike fractions with denominators up to 2**24 round to unlike floats.
     """
-    most = max(max(replica.samples, replica.micro_batch) for replica in replicas)
+    return _dealt(_sizes(replicas))
+
+
+def _sizes(replicas: Sequence[ReplicaSpec]) -> tuple[tuple[int, int], ...]:
+    """Micro-batch and samples of each replica."""
+    return tuple([(replica.micro_batch, replica.samples) for replica in replicas])
+
+
+@lru_cache(maxsize=32)  # a search asks for few of them again and again
+def _dealt(replicas: tuple[tuple[int, int], ...]) -> Tiling:
+    most = max(map(max, replicas))
     fraction: Any = truediv if most < 2**24 else Fraction
     turns: list[Any] = []
     positions: list[int] = []
     indices: list[int] = []
     sizes: list[int] = []
-    for position, replica in enumerate(replicas):
-        size, samples = replica.micro_batch, replica.samples
+    for position, (size, samples) in enumerate(replicas):
         count = -(-samples // size)
         turns += [fraction(stop, samples) for stop in range(size, samples + size, size)]
         positions += [position] * count
@@ -180,10 +189,18 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
     ]
 
 
-def in_flight_limits(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[int]]:
+class _Lanes(NamedTuple):
+    """What a stage's tiles in flight depend on."""
+
+    replicas: tuple[tuple[int, int], ...]  # micro-batch and samples
+    in_rounds: bool
+    asked: tuple[tuple[int | None, str], ...]
+
+
+def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
     """Per stage and lane, how many tiles it may hold before their backward under 1F1B.
 
-    A lane is a replica, or all of them where the stage runs in rounds; `tilings` are the lanes' tiles by stage.
+    A lane is a replica, or all of them where the stage runs in rounds.
 
     A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
     sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
@@ -191,23 +208,34 @@ def in_flight_limits(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[int
     The default lets the replica below find one more tile ready. Raises BadInput where the plan gives less than that
     distance.
     """
+    stages = [
+        _Lanes(_sizes(spec.replicas), plan.runs_in_rounds(index), tuple(asked_in_flight(plan, index)))
+        for index, spec in enumerate(plan.stages)
+    ]
+    return [list(limits) for limits in _limits(tuple(stages))]
+
+
+@lru_cache(maxsize=1024)  # plans of a search differ in layers more often than in tiles
+def _limits(stages: tuple[_Lanes, ...]) -> list[list[int]]:
     limits: list[list[int]] = []
-    below = _Below(starts=[], stops=[], frontier=[], roomy=[])
-    for stage in range(len(plan.stages) - 1, -1, -1):
-        asked, tiling = asked_in_flight(plan, stage), tilings[stage]
-        owned: list[_Own] = [_Own([], []) for _ in asked]
-        for lane, start, stop in zip(tiling.replicas, tiling.starts, tiling.stops, strict=True):
-            owned[lane].starts.append(start)
-            owned[lane].stops.append(stop)
+    below = None
+    for replicas, in_rounds, asked in reversed(stages):
+        tiling = as_one_replica(_dealt(replicas)) if in_rounds else _dealt(replicas)
+        owned = places(tiling, len(asked))
+        if below is None:
+            needed = [0] * len(tiling.stops)
+            least = default = [1] * len(asked)
+        else:
+            needed = below.needed(tiling, below.frontier)
+            least, default = _distances(owned, needed), _distances(owned, below.needed(tiling, below.roomy))
         chosen = [
-            _granted(
-                given, below.distance(own, below.frontier), partial(below.distance, own, below.roomy), len(own.starts)
-            )
-            for given, own in zip(asked, owned, strict=True)
+            _granted(one, waits, lambda usual=usual: usual, len(own))  # type: ignore[misc]
+            for one, waits, usual, own in zip(asked, least, default, owned, strict=True)
         ]
         limits.insert(0, chosen)
-        if stage:
-            below = _Below.after(tiling, owned, chosen, below)
+        if len(limits) < len(stages):
+            more = [limit + 1 for limit in chosen]
+            below = _Below(tiling, _listed(tiling, owned, chosen, needed), _listed(tiling, owned, more, needed))
     return limits
 
 
@@ -233,44 +261,45 @@ def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
     return [min(given, key=lambda one: one[0] or math.inf)]
 
 
-class _Own(NamedTuple):
-    """Where a lane's own tiles start and stop."""
-
-    starts: list[int]
-    stops: list[int]
+def places(tiling: Tiling, num_lanes: int) -> list[list[int]]:
+    """Where on the axis each lane's own tiles are."""
+    found: list[list[int]] = [[] for _ in range(num_lanes)]
+    for place, lane in enumerate(tiling.replicas):
+        found[lane].append(place)
+    return found
 
 
 class _Below(NamedTuple):
-    """The stage below: where its tiles start and stop, and per tile, up to which sample forwards are listed before its
-    backward."""
+    """The stage below: its tiles, and per tile, up to which sample forwards are listed before its backward."""
 
-    starts: list[int]
-    stops: list[int]
+    tiling: Tiling
     frontier: list[int]
     roomy: list[int]  # the same with one more tile per replica
 
-    def distance(self, own: _Own, frontier: Sequence[int]) -> int:
-        """The most tiles of `own` that must have run forward, counted from a tile, before its backward can end, where so
-        much of the axis is listed before the backwards below."""
-        if not self.starts:
-            return 1
-        reached = [frontier[bisect_left(self.starts, stop) - 1] for stop in own.stops]
-        return max(1, *(bisect_left(own.starts, sample) - index for index, sample in enumerate(reached)))
+    def needed(self, above: Tiling, frontier: Sequence[int]) -> list[int]:
+        """How many tiles of the stage above, counted along the axis, must have run forward before each one's backward can
+        end, where so much of the axis is listed before the backwards below."""
+        if above.stops != self.tiling.stops:
+            behind = map(bisect_left, repeat(self.tiling.starts), above.stops)  # the number of tiles that start before
+            frontier = [frontier[number - 1] for number in behind]
+        return list(map(bisect_left, repeat(above.starts), frontier))
 
-    def whole_tiles(self, tiling: Tiling) -> list[int]:
-        """Up to where the stage above must have run forward before each tile's backward, in whole tiles of its own."""
-        if not self.starts:
-            return [0] * len(tiling.stops)
-        reached = [self.frontier[bisect_left(self.starts, stop) - 1] for stop in tiling.stops]
-        return [tiling.stops[bisect_left(tiling.starts, sample) - 1] for sample in reached]
 
-    @staticmethod
-    def after(tiling: Tiling, owned: Sequence[_Own], limits: Sequence[int], below: "_Below") -> "_Below":
-        frontier, roomy, reached, reached_roomy = [], [], 0, 0
-        for lane, index, waits in zip(tiling.replicas, tiling.indices, below.whole_tiles(tiling), strict=True):
-            own, limit = owned[lane].stops, limits[lane]
-            reached = max(reached, waits, own[min(index + limit, len(own)) - 1])
-            reached_roomy = max(reached_roomy, waits, own[min(index + limit, len(own) - 1)])
-            frontier.append(reached)
-            roomy.append(reached_roomy)
-        return _Below(tiling.starts, tiling.stops, frontier, roomy)
+def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
+    """Per lane, the most of its own tiles, counted from one of them, among those needed for its backward."""
+    found = []
+    for own in owned:
+        reached = map(bisect_left, repeat(own), [needed[place] for place in own])
+        found.append(max(1, *map(sub, reached, range(len(own)))))
+    return found
+
+
+def _listed(tiling: Tiling, owned: Sequence[list[int]], limits: Sequence[int], needed: Sequence[int]) -> list[int]:
+    """Per tile, up to which sample forwards are listed before its backward, or the backwards that it waits for."""
+    stops = tiling.stops
+    ahead = []  # by lane, where the last of as many tiles as it holds is
+    for own, limit in zip(owned, limits, strict=True):
+        ahead.append(chain(own[limit - 1 :], repeat(own[-1])))
+    listed = map(next, map(ahead.__getitem__, tiling.replicas))
+    waits = [number - 1 for number in needed]
+    return [stops[place] for place in accumulate(map(max, waits, listed), max)]

@@ -96,7 +96,7 @@ def test_even_plans_know_their_tiles_in_flight_without_tiles(data: st.DataObject
         )
     )
     layout = Layout(plan.replace(stages=stages), TINY, on)
-    assert granted(lambda: even_limits(layout.plan)) == granted(lambda: in_flight_limits(layout.plan, layout.lanes))
+    assert granted(lambda: even_limits(layout.plan)) == granted(lambda: in_flight_limits(layout.plan))
 
 
 def granted(limits: Callable[[], list[list[int]]]) -> list[list[int]] | str:

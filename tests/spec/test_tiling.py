@@ -101,7 +101,7 @@ def minimum(plan: PlanSpec, layout: Layout, position: tuple[int, int]) -> int:
     tiles = len(layout.tiles_of(*position))
     for value in range(1, tiles + 1):
         try:
-            in_flight_limits(with_in_flight(plan, {position: value}), layout.tilings)
+            in_flight_limits(with_in_flight(plan, {position: value}))
         except BadInput as refusal:
             assert f"stages[{position[0]}].replicas[{position[1]}].in_flight is {value}" in str(refusal)  # noqa: PT017
         else:
@@ -138,7 +138,7 @@ def test_the_smallest_in_flight_runs_and_one_less_is_refused(case: Case, data: s
     execution_order(Layout(with_in_flight(layout.plan, {chosen: least}), layout.model, layout.cluster))
     if least > 1:
         with pytest.raises(BadInput, match=f"give at least {least},"):
-            in_flight_limits(with_in_flight(layout.plan, {chosen: least - 1}), layout.tilings)
+            in_flight_limits(with_in_flight(layout.plan, {chosen: least - 1}))
 
 
 @given(cases(schedule="1f1b"))
@@ -161,7 +161,7 @@ def test_fewer_than_the_smallest_would_deadlock() -> None:
     with pytest.raises(
         BadInput, match=r"in_flight is 1, but a tile's backward waits for 2 .* remove it for the default of 4"
     ):
-        in_flight_limits(with_in_flight(layout.plan, {(0, 0): 1}), layout.tilings)
+        in_flight_limits(with_in_flight(layout.plan, {(0, 0): 1}))
 
 
 def test_a_tile_below_that_starts_early_pulls_its_whole_source_tile_up() -> None:
