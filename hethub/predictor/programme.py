@@ -4,7 +4,7 @@ A stage whose tiles come in rounds (ZeRO-2/3) is one actor: its replicas meet in
 takes as long as its slowest tile. Collectives over a part are nodes of a stream of their own, beside compute.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ from hethub.predictor.replay import Programme
 from hethub.spec.layout import Layout
 from hethub.spec.orders import LaneOrder, Way
 from hethub.spec.schedule import Kind, lane_order
-from hethub.spec.tiling import load_alone, overlaps
+from hethub.spec.tiling import crossing, load_alone
 
 Place = tuple[int, int]  # stage and replica
 Unit = tuple[int, int]  # stage and part
@@ -46,6 +46,7 @@ class Compute:
         self.programme = Programme()
         self.runs: dict[Place, Run] = {}
         self.spent: dict[Place, Parts] = {}  # by each replica on all its tiles
+        self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
         for stage, spec in enumerate(layout.stages):
             if layout.plan.runs_in_rounds(stage):
                 self._add_together(stage)
@@ -130,9 +131,11 @@ class Compute:
         """A tile waits for those of the part before (backward: behind) that overlap it, where another stage ran them."""
         for above, below in pairwise((unit.stage, unit.part) for unit in self.layout.units):
             if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
-                sources, targets, seconds = self._crossing(above[0], below[0])
-                self._link(Kind.FORWARD, above, sources, below, targets, seconds)
-                self._link(Kind.BACKWARD, below, targets, above, sources, seconds)
+                own = crossing(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
+                costs = [self.costs.boundary(above[0], *sort, below[0]) for sort in own.sorts]
+                seconds = [costs[sort] for sort in own.sort_of]
+                self._link(Kind.FORWARD, above, own.above, below, own.below, seconds)
+                self._link(Kind.BACKWARD, below, own.below, above, own.above, seconds)
 
     def _link(
         self, kind: Kind, giving: Unit, givers: list[int], taking: Unit, takers: list[int], seconds: list[float]
@@ -141,20 +144,24 @@ class Compute:
         needs, nodes, waiting = self.programme.needs, self._nodes(kind, *giving), self._nodes(kind, *taking)
         if (early := self._earlies(kind, *giving)) is not None:
             seconds = [under_way - early[giver] for giver, under_way in zip(givers, seconds, strict=True)]
-        for giver, taker, under_way in zip(givers, takers, seconds, strict=True):
-            needs[waiting[taker]].append((nodes[giver], under_way))
+        sources = map(nodes.__getitem__, givers)
+        for taker, need in zip(map(waiting.__getitem__, takers), zip(sources, seconds, strict=True), strict=True):
+            needs[taker].append(need)
 
     def _nodes(self, kind: Kind, stage: int, part: int) -> list[int]:
         """The node of each of a stage's tiles, in order of the sample axis."""
-        turns = self._turns(kind, stage, part)
-        return self._by_tile(stage, [[run.nodes[position] for position in own] for run, own in turns])
+        found = self._known_nodes.get((kind, stage, part))
+        if found is None:
+            own = [map(run.nodes.__getitem__, positions) for run, positions in self._turns(kind, stage, part)]
+            found = self._known_nodes[kind, stage, part] = self._by_tile(stage, own)
+        return found
 
     def _earlies(self, kind: Kind, stage: int, part: int) -> list[float] | None:
         """How early in its node each of a stage's tiles is done; None where none is."""
         turns = self._turns(kind, stage, part)
         if turns[0][0].early_seconds is None:
             return None
-        return self._by_tile(stage, [[run.early(position) for position in own] for run, own in turns])
+        return self._by_tile(stage, [map(run.early, positions) for run, positions in turns])
 
     def _turns(self, kind: Kind, stage: int, part: int) -> list[tuple[Run, list[int]]]:
         """Each replica's run, and where in its order its own tiles come."""
@@ -167,21 +174,6 @@ class Compute:
             found.append((run, positions))
         return found
 
-    def _by_tile(self, stage: int, own: list[list[T]]) -> list[T]:
-        """What is known by replica and its tile, in order of the sample axis."""
-        tiling = self.layout.tilings[stage]
-        return [own[replica][index] for replica, index in zip(tiling.replicas, tiling.indices, strict=True)]
-
-    def _crossing(self, above: int, below: int) -> tuple[list[int], list[int], list[float]]:
-        """Tiles of two stages that overlap, by their place on the sample axis, and the seconds that what they share is
-        under way."""
-        known: dict[tuple[int, int, int], float] = {}
-        sources, targets = self.layout.tilings[above], self.layout.tilings[below]
-        givers, takers, samples = overlaps(sources, targets)
-        seconds = []
-        for giver, taker, size in zip(givers, takers, samples, strict=True):
-            key = (sources.replicas[giver], targets.replicas[taker], size)
-            if key not in known:
-                known[key] = self.costs.boundary(above, *key, below)
-            seconds.append(known[key])
-        return givers, takers, seconds
+    def _by_tile(self, stage: int, own: Sequence[Iterator[T]]) -> list[T]:
+        """What each replica has of its tiles, in order of the sample axis."""
+        return list(map(next, map(own.__getitem__, self.layout.tilings[stage].replicas)))

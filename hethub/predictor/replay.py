@@ -1,7 +1,7 @@
 """Any schedule replayed: nodes with a length, done in each actor's order, each when what it needs has ended."""
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 
 Needs = list[tuple[int, float]]  # a node and the seconds from its end to when it counts
 
@@ -38,37 +38,34 @@ def replay(programme: Programme, starts: dict[int, float] | None = None) -> list
     Each actor runs its list in order; one that waits for a node not yet done is woken by it. Raises AssertionError
     where nodes wait for each other, which a bound layout's schedule never does.
     """
-    seconds, needs, orders = programme.seconds, programme.needs, programme.orders
-    unknown = float("-inf")
+    seconds, needs = programme.seconds, programme.needs
+    unknown = float("inf")
     ends = [unknown] * len(seconds)
-    position = [0] * len(orders)
-    clock = [0.0] * len(orders)
+    rest = [iter(order) for order in programme.orders]
+    clock = [0.0] * len(rest)
     for actor, start in (starts or {}).items():
         clock[actor] = start
-    waiting: dict[int, list[int]] = {}
-    runnable = list(range(len(orders)))
+    runnable = [(actor, node) for actor, order in enumerate(rest) for node in islice(order, 1)]
+    waiting: dict[int, list[tuple[int, int]]] = {}  # by what they wait for, actors and their next nodes
     while runnable:
-        actor = runnable.pop()
-        order, now = orders[actor], clock[actor]
-        index, blocked = position[actor], -1
-        while index < len(order):
-            node = order[index]
-            ready = now
+        actor, node = runnable.pop()
+        now, order = clock[actor], rest[actor]
+        while node >= 0:
             for source, under_way in needs[node]:
-                end = ends[source]
-                if end == unknown:
-                    blocked = source
-                    break
-                if end + under_way > ready:
-                    ready = end + under_way
-            if blocked >= 0:
-                waiting.setdefault(blocked, []).append(actor)
-                break
-            ends[node] = now = ready + seconds[node]
-            if node in waiting:
-                runnable.extend(waiting.pop(node))
-            index += 1
-        clock[actor], position[actor] = now, index
+                ready = ends[source] + under_way
+                if ready > now:
+                    if ready == unknown:
+                        waiting.setdefault(source, []).append((actor, node))
+                        break
+                    now = ready
+            else:
+                ends[node] = now = now + seconds[node]
+                if node in waiting:
+                    runnable += waiting.pop(node)
+                node = next(order, -1)
+                continue
+            break
+        clock[actor] = now
     assert not waiting, f"{len(waiting)} nodes wait for each other"
     return ends
 

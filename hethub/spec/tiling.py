@@ -160,6 +160,32 @@ def overlaps(above: Tiling, below: Tiling) -> tuple[list[int], list[int], list[i
     return firsts, seconds, samples
 
 
+class Crossing(NamedTuple):
+    """What two stages' tiles share, as columns: the tiles' places on the axis, and what they have in common with others."""
+
+    above: list[int]
+    below: list[int]
+    sorts: list[tuple[int, int, int]]  # replica above, replica below, how many samples
+    sort_of: list[int]
+
+
+def crossing(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> Crossing:
+    """What the tiles of two stages share."""
+    return _crossing(_sizes(above), _sizes(below))
+
+
+@lru_cache(maxsize=32)
+def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], ...]) -> Crossing:
+    sources, targets = _dealt(above), _dealt(below)
+    givers, takers, samples = overlaps(sources, targets)
+    sorts: dict[tuple[int, int, int], int] = {}
+    between = zip(
+        map(sources.replicas.__getitem__, givers), map(targets.replicas.__getitem__, takers), samples, strict=True
+    )
+    sort_of = [sorts.setdefault(sort, len(sorts)) for sort in between]
+    return Crossing(givers, takers, list(sorts), sort_of)
+
+
 def is_even(plan: PlanSpec) -> bool:
     """Whether all replicas of all stages are equal in load, and those of a stage in what they may hold."""
     sizes = {(r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
