@@ -11,12 +11,11 @@ from hethub.predictor.replay import Programme, idle_times, replay
 
 
 class Ends(NamedTuple):
-    """One replica's compute as replayed: its last backward, and why it waited before."""
+    """One replica's compute as replayed: its last backward, and how long it waited before for data under way."""
 
     last_backward_start: float
     last_backward_end: float
-    transfer_wait_seconds: float  # waiting while data it needs was under way
-    bubble_seconds: float  # waiting for others to compute
+    transfer_wait_seconds: float
 
 
 class Chain(NamedTuple):
@@ -30,8 +29,8 @@ class Chain(NamedTuple):
     begins: tuple[float, ...] = ()  # when each stage's first forward may start; at 0 where not given
 
 
-def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
-    """Per stage, the ends of 1F1B over `num_tiles` equal tiles.
+def pipeline(chain: Chain, num_tiles: int, watched: int = 0) -> list[Ends]:
+    """Per stage, the ends of 1F1B over `num_tiles` equal tiles; only the `watched` one's waits are looked at.
 
     A critical circuit through k stages repeats every k tiles at most, so 60 tiles are a whole number of repeats for up
     to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are approximated.
@@ -40,10 +39,14 @@ def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
     period = 60 if stages <= 6 else 4
     warm = 2 * stages + 2 * max(chain.in_flight)
     if num_tiles <= warm + 2 * period:
-        return _run_chain(chain, num_tiles)
+        return _Run.begun(chain, num_tiles).ends(num_tiles, watched)
     rest = num_tiles - warm
     base = warm + rest % period
-    first, second = _run_chain(chain, base), _run_chain(chain, base + period)
+    # How many tiles there are shows when no more go forward: until then the two are one.
+    shorter = _Run.begun(chain, base)
+    shorter.go_on(base - max(chain.in_flight), base)
+    longer = shorter.copy()
+    first, second = shorter.ends(base, watched), longer.ends(base + period, watched)
     repeats = (num_tiles - base) // period
     return [
         Ends(*(a + repeats * (b - a) for a, b in zip(one, two, strict=True)))
@@ -51,59 +54,99 @@ def pipeline(chain: Chain, num_tiles: int) -> list[Ends]:
     ]
 
 
-def _run_chain(chain: Chain, num_tiles: int) -> list[Ends]:
-    """Every action of a chain, replica by replica as far as its inputs allow."""
-    stages = len(chain.forward)
-    forwards: list[list[float]] = [[] for _ in range(stages)]  # by stage, when each of its tiles was forward
-    backwards: list[list[float]] = [[] for _ in range(stages)]
-    clock = list(chain.begins) or [0.0] * stages
-    waits, bubbles = [0.0] * stages, [0.0] * stages
-    last, pending = stages - 1, list(range(stages))
-    while pending:
-        for s in pending:
-            limit, now = min(chain.in_flight[s], num_tiles), clock[s]
-            above, down = (forwards[s - 1], chain.down[s - 1]) if s else (None, 0.0)
-            below, up = (backwards[s + 1], chain.up[s]) if s < last else (None, 0.0)
-            forward, backward = chain.forward[s], chain.backward[s]
-            own_forwards, own_backwards = forwards[s], backwards[s]
-            f, b = len(own_forwards), len(own_backwards)
-            while b < num_tiles:
-                if goes_ahead := f < num_tiles and f - b < limit:
-                    inputs, index, under_way = above, f, down
-                else:
-                    inputs, index, under_way = below, b, up
-                if inputs is not None:
-                    if index == len(inputs):
-                        break
-                    idle = inputs[index] + under_way - now
-                    if idle > under_way:
-                        waits[s] += under_way
-                        bubbles[s] += idle - under_way
-                    elif idle > 0.0:
-                        waits[s] += idle
-                    if idle > 0.0:
-                        now = inputs[index] + under_way
-                if goes_ahead:
-                    now += forward
-                    own_forwards.append(now)
-                    f += 1
-                else:
-                    now += backward
-                    own_backwards.append(now)
-                    b += 1
-            clock[s] = now
-        pending = [s for s in pending if len(backwards[s]) < num_tiles]
-    return [Ends(clock[s] - chain.backward[s], clock[s], waits[s], bubbles[s]) for s in range(stages)]
+class _Run(NamedTuple):
+    """A chain at work: by stage, when it is free again, and when each of its tiles was forward and backward.
+
+    No stage holds fewer tiles than those below it. So when in every round each stage from the last one up takes a tile
+    backward, and then each from the first one down the next one forward, nothing comes before what it waits for.
+    """
+
+    chain: Chain
+    clock: list[float]
+    forwards: list[list[float]]
+    backwards: list[list[float]]
+
+    @staticmethod
+    def begun(chain: Chain, num_tiles: int) -> "_Run":
+        """The first tiles forward, as many as each stage holds."""
+        stages = len(chain.forward)
+        run = _Run(
+            chain, list(chain.begins) or [0.0] * stages, [[] for _ in range(stages)], [[] for _ in range(stages)]
+        )
+        for stage, limit in enumerate(chain.in_flight):
+            now, spent, own = run.clock[stage], chain.forward[stage], run.forwards[stage]
+            for tile in range(min(limit, num_tiles)):
+                if stage:
+                    now = max(now, run.forwards[stage - 1][tile] + chain.down[stage - 1])
+                now += spent
+                own.append(now)
+            run.clock[stage] = now
+        return run
+
+    def copy(self) -> "_Run":
+        return _Run(self.chain, self.clock[:], *([own[:] for own in each] for each in (self.forwards, self.backwards)))
+
+    def go_on(self, num_backward: int, num_tiles: int) -> None:
+        """Rounds until so many of `num_tiles` tiles are backward."""
+        chain, clock, forwards = self.chain, self.clock, self.forwards
+        upward = list(zip(range(len(clock)), (0.0, *chain.up), chain.backward, self.backwards, strict=True))[::-1]
+        downward = list(
+            zip(range(len(clock)), chain.in_flight, (0.0, *chain.down), chain.forward, (None, *forwards), forwards)  # noqa: B905
+        )
+        for tile in range(len(self.backwards[0]), num_backward):
+            ready = 0.0
+            for stage, up, spent, own in upward:
+                now = clock[stage]
+                if ready > now:
+                    now = ready
+                clock[stage] = now = now + spent
+                own.append(now)
+                ready = now + up
+            for stage, limit, down, spent, above, own in downward:
+                if tile + limit < num_tiles:
+                    now = clock[stage]
+                    if above is not None:
+                        ready = above[tile + limit] + down
+                        if ready > now:
+                            now = ready
+                    clock[stage] = now = now + spent
+                    own.append(now)
+
+    def ends(self, num_tiles: int, watched: int) -> list[Ends]:
+        """Per stage, when all tiles are through."""
+        self.go_on(num_tiles, num_tiles)
+        waits = [0.0] * len(self.clock)
+        waits[watched] = self._transfer_waits(watched)
+        backward = self.chain.backward
+        return [Ends(stop - spent, stop, wait) for stop, spent, wait in zip(self.clock, backward, waits, strict=True)]
+
+    def _transfer_waits(self, stage: int) -> float:
+        """Seconds that a stage stands idle while what it waits for is under way."""
+        chain, forwards, backwards = self.chain, self.forwards, self.backwards
+        limit, waits, last = chain.in_flight[stage], 0.0, len(self.clock) - 1
+        now = chain.begins[stage] if chain.begins else 0.0
+        for tile in range(-limit, len(forwards[stage])):  # backward, and ahead of it by the limit one forward
+            if tile >= 0:
+                if stage < last:
+                    under_way = chain.up[stage]
+                    waits += min(under_way, max(0.0, backwards[stage + 1][tile] + under_way - now))
+                now = backwards[stage][tile]
+            if 0 <= tile + limit < len(forwards[stage]):
+                if stage:
+                    under_way = chain.down[stage - 1]
+                    waits += min(under_way, max(0.0, forwards[stage - 1][tile + limit] + under_way - now))
+                now = forwards[stage][tile + limit]
+        return waits
 
 
-def interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
+def interleaved(chain: Chain, num_tiles: int, chunks: int, watched: int = 0) -> list[Ends]:
     """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` parts of the model in turn.
 
     Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: tiles go in groups as large as the pipeline).
     """
     stages = len(chain.forward)
     if num_tiles % stages:
-        return pipeline(chain, num_tiles)
+        return pipeline(chain, num_tiles, watched)
     groups = num_tiles // stages
     if groups <= 4:
         return _run_interleaved(chain, num_tiles, chunks)
@@ -152,6 +195,5 @@ def _ends(programme: Programme, stages: int) -> list[Ends]:
         last = programme.orders[s][-1]
         idle = idle_times(programme, ends, s)
         under_way = [min(seconds, max(0.0, delay)) for _, seconds, _, delay in idle]
-        bubble = sum(seconds for _, seconds, _, _ in idle) - sum(under_way)
-        found.append(Ends(ends[last] - programme.seconds[last], ends[last], sum(under_way), bubble))
+        found.append(Ends(ends[last] - programme.seconds[last], ends[last], sum(under_way)))
     return found

@@ -134,7 +134,10 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
     optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, costs.chains)}
     updates = _updates(optimizer, [reduction.gather_seconds for reduction in reductions])
     first = min(updates.values())
-    ends = _replay_chains(layout, costs, {place: seconds - first for place, seconds in updates.items()})
+    busy = {place: _busy(layout, costs, place) for place in _distinct(layout, costs)}
+    bottleneck = max(busy, key=lambda place: sum(busy[place].values()))
+    begins = {place: seconds - first for place, seconds in updates.items()}
+    ends = _replay_chains(layout, costs, begins, bottleneck)
     reduce_end, ready = [], []
     for stage, reduction in enumerate(reductions):
         own = [found for (s, _), found in ends.items() if s == stage]
@@ -143,8 +146,6 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
         reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
     # The gradient norm is global: nobody steps before every stage is reduced.
     seconds = max(reduce_end) + first
-    busy = {place: _busy(layout, costs, place) for place in _distinct(layout, costs, ends)}
-    bottleneck = max(busy, key=lambda place: sum(busy[place].values()))
     parts, stage = busy[bottleneck], bottleneck[0]
     parts["pp"] = ends[bottleneck].transfer_wait_seconds
     parts["dp"] += reduce_end[stage] - ready[stage] + reductions[stage].gather_seconds
@@ -160,14 +161,18 @@ def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place,
     }
 
 
-def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float]) -> dict[Place, Ends]:
+def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float], watched: Place) -> dict[Place, Ends]:
+    """The ends of each kind of chain's replicas, with the waits of the one that is `watched`."""
     ends: dict[Place, Ends] = {}
     for replica in costs.chains:
         spec = layout.replica(0, replica)
         num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
         own = tuple(begins[stage, replica] for stage in range(layout.num_stages))
         chain = _chain(layout, costs, replica)._replace(begins=own)
-        found = pipeline(chain, num_tiles) if interleave == 1 else interleaved(chain, num_tiles, interleave)
+        if interleave == 1:
+            found = pipeline(chain, num_tiles, watched[0])
+        else:
+            found = interleaved(chain, num_tiles, interleave, watched[0])
         ends |= {(stage, replica): found[stage] for stage in range(layout.num_stages)}
     return ends
 
@@ -197,12 +202,13 @@ def _shared_alike(layout: Layout, chains: Iterable[int]) -> list[Place]:
     return list(dict.fromkeys([*replayed, *named]))
 
 
-def _distinct(layout: Layout, costs: PlanCosts, places: Iterable[Place]) -> list[Place]:
-    """One place of each kind of replica and load: equal ones are equally busy."""
+def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:
+    """One place of each kind of replica and load among those replayed: equal ones are equally busy."""
     seen: dict[object, Place] = {}
-    for stage, replica in places:
-        spec = layout.replica(stage, replica)
-        seen.setdefault((costs.kind(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
+    for replica in costs.chains:
+        for stage in range(layout.num_stages):
+            spec = layout.replica(stage, replica)
+            seen.setdefault((costs.kind(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
     return list(seen.values())
 
 
