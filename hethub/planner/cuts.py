@@ -1,15 +1,15 @@
 """The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.draft import Draft, to_draft
-from hethub.planner.equal import cut_equally, room_for
+from hethub.planner.equal import Arrangements, Stages, cut_equally, room_for
 from hethub.planner.problem import Combination, Problem
 from hethub.planner.settings import Line, main_orders, orders
 from hethub.planner.table import Table
@@ -49,7 +49,7 @@ class Lines(NamedTuple):
         return Lines(*(part[chosen] for part in self))
 
     def replicas(self, table: Table) -> np.ndarray:
-        replicas: np.ndarray = table.counts[self.rows].sum(axis=1) // self.stages
+        replicas: np.ndarray = table.units[self.rows] // self.stages
         return replicas
 
 
@@ -67,15 +67,19 @@ class _Kept:
         self.number, self.limit, self.worst = number, float("inf"), float("inf")
         self.entries: list[Entry] = []
 
-    def add(self, entries: Sequence[Entry]) -> None:
+    def add(self, rows: np.ndarray, seconds: np.ndarray, entry: Callable[[int], Entry]) -> None:
+        """Takes in what is good enough of some cuts, given their combinations and estimates; `entry` makes one by index."""
+        near = np.flatnonzero(seconds < self.worst)
+        new = zip(seconds[near].tolist(), rows[near].tolist(), near.tolist(), strict=True)
+        old: list[tuple[float, int, Entry | int]] = [(entry.seconds, entry.row, entry) for entry in self.entries]
         per_combination: Counter[int] = Counter()
         kept: list[Entry] = []
-        for entry in sorted([*self.entries, *entries], key=lambda entry: entry.seconds):
+        for _, row, one in sorted([*old, *new], key=itemgetter(0)):
             if len(kept) == self.number:
                 break
-            if per_combination[entry.row] < PER_COMBINATION:
-                per_combination[entry.row] += 1
-                kept.append(entry)
+            if per_combination[row] < PER_COMBINATION:
+                per_combination[row] += 1
+                kept.append(one if isinstance(one, Entry) else entry(one))
         self.entries = kept
         if kept:
             self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
@@ -89,23 +93,21 @@ def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: boo
     kept, or the best by more than the estimate can err.
     """
     tried = main_orders(problem)
-    lines = _all_lines(problem, table, len(tried))
-    if memory_counts:
-        lines = lines.at(room_for(problem, table, lines.rows, lines.replicas(table)))
+    lines = _all_lines(problem, table, len(tried), memory_counts=memory_counts)
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
     lines, least = lines.at(ranked), least[ranked]
-    pure = _is_pure(table, lines)
     kept, kept_pure = _Kept(number), _Kept(PURE_CUTS)
     start, stop = 0, FIRST_LOOK
     while start < len(least) and least[start] < max(kept.limit, kept_pure.limit):
         own = np.arange(start, min(stop, len(least)))
-        limits = np.where(pure[own], max(kept.limit, kept_pure.limit), kept.limit)
-        own = own[least[own] < limits]
-        limits = np.where(pure[own], max(kept.worst, kept_pure.worst), kept.worst)
-        entries = _cut(problem, table, lines.at(own), tried, limits, memory_counts=memory_counts)
-        kept.add(list(entries.values()))
-        kept_pure.add([entry for i, entry in entries.items() if pure[own[i]]])
+        own = own[np.argsort(lines.stages[own], kind="stable")]  # the shallow ones first among equals
+        pure = _is_pure(table, lines.at(own))
+        worth = least[own] < np.where(pure, max(kept.limit, kept_pure.limit), kept.limit)
+        if worth.any():
+            found = _cut(problem, table, lines.at(own[worth]), tried, memory_counts=memory_counts)
+            kept.add(found.lines.rows, found.seconds, found.entry)
+            kept_pure.add(found.lines.rows, np.where(pure[worth], found.seconds, np.inf), found.entry)
         start, stop = stop, stop + BATCH
     return Best(kept.entries, kept_pure.entries)
 
@@ -123,13 +125,15 @@ def reordered(problem: Problem, table: Table, leaders: Sequence[Entry], *, memor
                 wanted.append((entry.row, index, len(entry.layers)))
     if not wanted:
         return []
-    lines, limits = Lines(*np.array(wanted).T), np.full(len(wanted), np.inf)
-    return list(_cut(problem, table, lines, every, limits, memory_counts=memory_counts).values())
+    lines = Lines(*np.array(sorted(wanted, key=itemgetter(2))).T)
+    found = _cut(problem, table, lines, every, memory_counts=memory_counts)
+    return [found.entry(index) for index in np.flatnonzero(np.isfinite(found.seconds)).tolist()]
 
 
-def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
-    """Every number of stages that divides a combination's units evenly, in the main orders and side by side."""
-    given, units = problem.constraints, table.counts.sum(axis=1)
+def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts: bool) -> Lines:
+    """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for what
+    memory has no room for by far."""
+    given, units = problem.constraints, table.units
     unlike = (table.counts > 0).sum(axis=1) > 1
     found = []
     for stages in range(1, min(problem.model.layers, int(units.max())) + 1):
@@ -138,11 +142,13 @@ def _all_lines(problem: Problem, table: Table, num_orders: int) -> Lines:
         able = units % stages == 0
         if given.dp is not None:
             able &= units // stages == given.dp
-        rows = np.nonzero(able)[0]
+        rows = np.flatnonzero(able)
+        if memory_counts:
+            rows = rows[room_for(problem, table, rows, stages)]
         found += [(rows, order, stages) for order in range(num_orders if stages > 1 else 1)]
         if stages > 1:
-            even = able & unlike & (table.counts % stages == 0).all(axis=1)
-            found.append((np.nonzero(even)[0], SIDE_BY_SIDE, stages))
+            even = unlike[rows] & (table.counts[rows] % stages == 0).all(axis=1)
+            found.append((rows[even], SIDE_BY_SIDE, stages))
     return Lines(
         np.concatenate([rows for rows, _, _ in found] or [np.zeros(0, dtype=np.int64)]),
         np.concatenate([np.full(len(rows), order) for rows, order, _ in found] or [np.zeros(0, dtype=np.int64)]),
@@ -157,47 +163,50 @@ def _is_pure(table: Table, lines: Lines) -> np.ndarray:
     return pure | ((counts > 0).sum(axis=1) == 1)
 
 
-def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """[line, stage, sort]: how many replicas of each sort a stage has; all lines have equally many stages."""
-    stages = int(lines.stages[0])
-    counts, kinds = table.counts[lines.rows], table.kinds[lines.rows]
+def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> Arrangements:
+    """The replicas of each sort in each of the lines' stages."""
+    counts, kinds, stages = table.counts[lines.rows], table.kinds[lines.rows], Stages(lines.stages)
     rank = np.array([[order.index(kind) for kind in range(len(order))] for order in tried])
     place = rank[np.maximum(lines.orders, 0)[:, None], kinds] * counts.shape[1] + np.arange(counts.shape[1])
     before = place[:, None, :] < place[:, :, None]  # [line, sort, other]: whether the other comes first
-    start = (before * counts[:, None, :]).sum(axis=2)[:, None, :]
-    edges = np.arange(stages + 1)[None, :, None] * lines.replicas(table)[:, None, None]
-    stop = start + counts[:, None, :]
-    inside = np.minimum(stop, edges[:, 1:]) - np.maximum(start, edges[:, :-1])
-    even = np.broadcast_to((counts // stages)[:, None, :], inside.shape)
-    together: np.ndarray = np.where((lines.orders == SIDE_BY_SIDE)[:, None, None], even, np.maximum(inside, 0))
-    return together
+    start = (before * counts[:, None, :]).sum(axis=2)
+    replicas = lines.replicas(table).take(stages.of)
+    edge = stages.before * replicas
+    stop = np.minimum((start + counts).T.take(stages.of, axis=1), edge + replicas)
+    composition = np.maximum(stop - np.maximum(start.T.take(stages.of, axis=1), edge), 0)
+    beside = np.flatnonzero((lines.orders == SIDE_BY_SIDE).take(stages.of))
+    composition[:, beside] = (counts // lines.stages[:, None]).T.take(stages.of[beside], axis=1)
+    return Arrangements(lines.rows, stages, composition)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Lines with the layers of their stages and estimated steps, infinite where nothing fits."""
+
+    table: Table
+    lines: Lines
+    tried: Sequence[tuple[int, ...]]
+    layers: np.ndarray
+    first: np.ndarray  # [line]: its first stage
+    seconds: np.ndarray
+
+    def entry(self, index: int) -> Entry:
+        row, order, stages = (int(part[index]) for part in self.lines)
+        together = order == SIDE_BY_SIDE
+        kinds = tuple(range(len(self.tried[0]))) if together else self.tried[order]
+        return Entry(
+            seconds=float(self.seconds[index]),
+            row=row,
+            combination=self.table.combinations[row],
+            line=Line(kinds, int(self.table.units[row]) // stages, together),
+            layers=tuple(self.layers[self.first[index] :][:stages].tolist()),
+        )
 
 
 def _cut(
-    problem: Problem,
-    table: Table,
-    lines: Lines,
-    tried: Sequence[tuple[int, ...]],
-    limits: np.ndarray,
-    *,
-    memory_counts: bool,
-) -> dict[int, Entry]:
-    """The cuts of all lines that have one below the line's limit, by the line's index."""
-    found = {}
-    by_depth = sorted(range(len(lines.rows)), key=lambda i: int(lines.stages[i]))
-    for _, group in groupby(by_depth, key=lambda i: int(lines.stages[i])):
-        index = np.array(list(group))
-        own = lines.at(index)
-        cuts = cut_equally(problem, table, own.rows, compositions(table, own, tried), memory_counts=memory_counts)
-        replicas = own.replicas(table)
-        for i in np.nonzero(cuts.seconds < limits[index])[0]:
-            together = own.orders[i] == SIDE_BY_SIDE
-            order = tuple(range(len(problem.kinds))) if together else tried[own.orders[i]]
-            found[int(index[i])] = Entry(
-                seconds=float(cuts.seconds[i]),
-                row=int(own.rows[i]),
-                combination=table.combinations[own.rows[i]],
-                line=Line(order, int(replicas[i]), bool(together)),
-                layers=tuple(int(x) for x in cuts.layers[i]),
-            )
-    return found
+    problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]], *, memory_counts: bool
+) -> _Found:
+    """The best cuts of all lines."""
+    own = compositions(table, lines, tried)
+    cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
+    return _Found(table, lines, tried, cuts.layers, own.stages.first, cuts.seconds)

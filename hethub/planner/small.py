@@ -8,7 +8,7 @@ import numpy as np
 
 from hethub.planner.cuts import ESTIMATE_ERR
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
-from hethub.planner.equal import cut_equally
+from hethub.planner.equal import Arrangements, Stages, cut_equally
 from hethub.planner.problem import Combination, Problem, Unit
 from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table
@@ -38,7 +38,7 @@ def small_drafts(
     """The best cut of every ordered partition with its estimate, for combinations of few units whose bound is below `best`
     and the estimates so far, the smallest bounds first, until very many were weighed."""
     weighed = 0
-    for row in np.nonzero((table.counts.sum(axis=1) <= MOST_UNITS) & (table.bound < best))[0]:
+    for row in np.nonzero((table.units <= MOST_UNITS) & (table.bound < best))[0]:
         if table.bound[row] >= best or weighed > MOST_WEIGHED:
             return
         combination, examples = table.combinations[row], table.examples[row]
@@ -46,16 +46,17 @@ def small_drafts(
         allowed = [c for c in ordered_partitions(counts) if _is_allowed(problem, c)]
         for _, group in groupby(sorted(allowed, key=len), key=len):
             same = list(group)
-            width = [(0, 0), (0, 0), (0, table.counts.shape[1] - len(counts))]
-            rows = np.full(len(same), row)
-            cuts = cut_equally(problem, table, rows, np.pad(np.array(same), width), memory_counts=memory_counts)
+            composition = np.zeros((table.counts.shape[1], len(same) * len(same[0])), dtype=np.int64)
+            composition[: len(counts)] = np.array(same).reshape(-1, len(counts)).T
+            own = Arrangements(np.full(len(same), row), Stages(np.full(len(same), len(same[0]))), composition)
+            cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
             # These seconds know no communication, which tells small clusters' plans apart: `best` are estimates.
             near = [
                 index
                 for index, seconds in enumerate(cuts.seconds)
                 if np.isfinite(seconds) and seconds <= ESTIMATE_ERR * best
             ]
-            starts = [tuple(cuts.layers[index].tolist()) for index in near]
+            starts = [tuple(cuts.layers.reshape(len(same), -1)[index].tolist()) for index in near]
             makers = [cache(partial(_draft, problem, combination, examples, same[index])) for index in near]
             surrogate.weigh(make(cut) for make, layers in zip(makers, starts, strict=True) for cut in _near(layers))
             for make, layers in zip(makers, starts, strict=True):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -35,6 +36,12 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.combinations)
+
+    @cached_property
+    def units(self) -> np.ndarray:
+        """[combination]: how many units it makes of the cluster."""
+        found: np.ndarray = self.counts.sum(axis=1)
+        return found
 
     def only(self, rows: np.ndarray | Sequence[int]) -> "Table":
         """Some of the combinations, in the order given."""

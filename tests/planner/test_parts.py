@@ -75,7 +75,9 @@ def busiest(problem, costs, setting, layers, sizes):
         seconds = []
         for unit in setting.line[position : position + size]:
             size_of = setting.micro_batches[unit.kind]
-            tile = costs.rate(unit.kind, unit.tp, size_of, "none").tile(held, stage == 0, stage == len(layers) - 1)
+            tile = costs.rate(unit.kind, unit.tp, size_of, setting.recompute).tile(
+                held, stage == 0, stage == len(layers) - 1
+            )
             seconds.append(tile.total / size_of)
         ends = sorted(n * one for one in seconds for n in range(1, problem.batch.global_batch + 1))
         enough = (end for end in ends if sum(int(end / one + 1e-9) for one in seconds) >= problem.batch.global_batch)
@@ -108,6 +110,21 @@ def test_partitions_meet_the_first_deadline_that_any_of_their_depth_meets(number
         )
         later = [step for step in DEADLINES if partitioner.bound_seconds * step >= best * (1 - 1e-9)]
         assert partition.deadline_seconds == partitioner.bound_seconds * later[0]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_cuts_into_stages_of_one_kind_are_balanced_as_well_as_any_other_layers(stages):
+    nodes = cluster(("amd", 4, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0))
+    problem = pose(TINY.replace(layers=9), nodes, Batch(16, 64, "fp32"), ConstraintsSpec(pp=stages))
+    costs = UnitCosts(problem)
+    found = best_cuts(problem, tabulate(problem, costs), 20, memory_counts=False).pure
+    assert len(found) > 4
+    for entry in found:
+        combination, sizes = entry.combination, [entry.line.replicas] * stages
+        units = entry.line.units(problem, combination.degrees)
+        setting = Setting(units, combination.micro_batches, combination.recompute)
+        others = (busiest(problem, costs, setting, layers, sizes) for layers in cuts_of(9, stages))
+        assert busiest(problem, costs, setting, entry.layers, sizes) <= min(others) * (1 + 1e-5)
 
 
 def mixed():
