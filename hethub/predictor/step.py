@@ -4,16 +4,17 @@ A step takes as long as it is from one step's first forward to the next one's. R
 shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
 
 Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, and equal ones are
-replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does.
+replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does. Where
+stages tile unlike, groups of replicas that are copies of each other are replayed once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hethub.predictor.collectives import Collectives
 from hethub.predictor.costs import PlanCosts
-from hethub.predictor.lean import LeanCosts, LeanLayout, extent
+from hethub.predictor.lean import Group, LeanCosts, LeanLayout, copies, extent
 from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import idle_times, replay
 from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
@@ -41,10 +42,15 @@ class StepTimes:
 
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
     """The step from its first forward to the next one's. `full` replays every action, as a timeline needs."""
-    if full or not costs.tiles_alike:
+    if full:
         return _replayed_times(layout, costs, full)
+    if not costs.tiles_alike:
+        groups = copies(layout, costs)
+        return _lean_replay(layout, costs, groups, None) if len(groups) > 1 else _replayed_times(layout, costs, full)
     if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
-        return _lean_replay(layout, costs, None)  # the last tile is short, which no extrapolation knows
+        return _lean_replay(
+            layout, costs, _of_chains(layout, costs), None
+        )  # the last tile is short: not to be extrapolated
     if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
         return _chain_times(layout, costs)
     return _lean_times(layout, costs)
@@ -56,21 +62,30 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
 def _lean_times(layout: Layout, costs: PlanCosts) -> StepTimes:
     """One replica of each kind of chain stands for all, and where there are many tiles, few of them."""
     num_tiles, period, repeats = extent(layout, costs.chains)
-    first = _lean_replay(layout, costs, num_tiles)
+    chains = _of_chains(layout, costs)
+    first = _lean_replay(layout, costs, chains, num_tiles)
     if not repeats:
         return first
     assert num_tiles is not None
-    second = _lean_replay(layout, costs, num_tiles + period)
+    second = _lean_replay(layout, costs, chains, num_tiles + period)
     seconds = first.seconds + repeats * (second.seconds - first.seconds)
     parts = {key: one + repeats * (second.breakdown[key] - one) for key, one in first.breakdown.items()}
     parts["bubble"] = 0.0
     return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=second.bottleneck)
 
 
-def _lean_replay(layout: Layout, costs: PlanCosts, num_tiles: int | None) -> StepTimes:
-    times = _replayed_times(LeanLayout.of(layout, costs.chains, num_tiles), LeanCosts(costs, costs.chains), False)
-    stage, replica = times.bottleneck
-    return StepTimes(seconds=times.seconds, breakdown=times.breakdown, bottleneck=(stage, costs.chains[replica]))
+def _of_chains(layout: Layout, costs: PlanCosts) -> list[Group]:
+    """One replica of each kind of chain."""
+    return [(costs.chains,) * layout.num_stages]
+
+
+def _lean_replay(layout: Layout, costs: PlanCosts, groups: Sequence[Group], num_tiles: int | None) -> StepTimes:
+    """The first group replayed, of which the others are copies."""
+    group = groups[0]
+    times = _replayed_times(LeanLayout.of(layout, group, num_tiles), LeanCosts(costs, group), False)
+    stage, place = times.bottleneck
+    replica = min(own[stage][place] for own in groups)
+    return StepTimes(seconds=times.seconds, breakdown=times.breakdown, bottleneck=(stage, replica))
 
 
 # -- every action -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def interleave_regular(plan: PlanSpec) -> list[list[LaneOrder]]:
     if num_tiles >= stages:
         orders = [_megatron(plan, stage, num_tiles) for stage in range(stages)]
     else:
-        alone = plan.of_replicas([0])
+        alone = plan.of_replicas([[0]] * stages)
         orders = [listed(own) for own, *_ in PaperRun(alone, [deal(stage.replicas) for stage in alone.stages]).run()]
     return [
         [order] * (1 if plan.runs_in_rounds(stage) else len(plan.stages[stage].replicas))

@@ -156,12 +156,12 @@ class PlanSpec(Spec):
                     f"change a replica's samples by {self.global_batch - total:+d}."
                 )
 
-    def of_replicas(self, replicas: Sequence[int], num_tiles: int | None = None) -> "PlanSpec":
-        """Those replicas of every stage, with `num_tiles` tiles each or all they have, unchecked: a plan to reason about,
+    def of_replicas(self, replicas: Sequence[Sequence[int]], num_tiles: int | None = None) -> "PlanSpec":
+        """Those replicas of each stage, with `num_tiles` tiles each or all they have, unchecked: a plan to reason about,
         not to run."""
         stages = []
-        for stage in self.stages:
-            chosen = [stage.replicas[replica] for replica in replicas]
+        for stage, own in zip(self.stages, replicas, strict=True):
+            chosen = [stage.replicas[replica] for replica in own]
             if num_tiles is not None:
                 chosen = [_changed(replica, samples=num_tiles * replica.micro_batch) for replica in chosen]
             stages.append(_changed(stage, replicas=tuple(chosen)))

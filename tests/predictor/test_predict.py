@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hethub.predictor import check_memory, memory, predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
+from hethub.predictor.lean import copies
 from hethub.predictor.replay import Programme, replay
 from hethub.predictor.simulator import Chain, pipeline
 from hethub.predictor.software import HETHUB
@@ -80,6 +81,20 @@ def test_a_chain_of_equal_tiles_equals_the_full_replay():
     assert short.seconds == pytest.approx(full.seconds, rel=1e-9)
     assert short.breakdown == pytest.approx(full.breakdown, rel=1e-9)
     assert short.timed is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("batch", [64, 56])
+def test_groups_of_replicas_that_are_copies_are_replayed_once(schedule: str, batch: int) -> None:
+    """Eight replicas with tiles of one sample feed eight with tiles of two: two of each talk among themselves alone."""
+    on = cluster(("A100-SXM4-80GB", 2, 8))
+    plan = uniform(TINY, on, tp=1, pp=2, micro_batch=1, batch=batch, seq=128, zero=1).plan
+    wide = plan.stages[1].replace(replicas=tuple(one.replace(micro_batch=2) for one in plan.stages[1].replicas))
+    layout = bind(plan.replace(stages=(plan.stages[0], wide), schedule=schedule), TINY, on)
+    costs = PlanCosts(layout, HETHUB, packaged())
+    assert [len(group[0]) for group in copies(layout, costs)] == ([2] * 4 if batch == 64 else [8])
+    short, full = (step_times(layout, costs, full=full) for full in (False, True))
+    assert (short.seconds, short.breakdown, short.bottleneck) == (full.seconds, full.breakdown, full.bottleneck)
 
 
 @settings(max_examples=100, deadline=None)
