@@ -104,17 +104,18 @@ class UnitCosts:
         return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)
 
 
-def rank_parameters(model: ModelSpec, tp: int, layers: np.ndarray, first: bool, last: bool) -> np.ndarray:
-    """Parameters, by layers, that a stage sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
+def rank_parameters(
+    model: ModelSpec, tp: np.ndarray, layers: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> np.ndarray:
+    """Parameters, by stage, that it sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
     A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
     matrices = (3 if model.is_gated else 2) * model.ffn
     cut = 2 * model.heads * model.head_size + matrices
     kv = 2 * model.num_kv_heads * model.head_size
     kept = model.layer_parameters - model.hidden * (cut + kv)
-    count = layers * (kept + model.hidden * (cut / tp + max(kv / tp, 2 * model.head_size)))
-    if first:
-        apart = model.tied_head and not last
-        count += (model.embedding_parameters - (model.vocab * model.hidden if apart else 0)) / tp
-    if last:
-        count += model.head_parameters / tp
+    count = layers * (kept + model.hidden * (cut / tp + np.maximum(kv / tp, 2 * model.head_size)))
+    apart = first & ~last if model.tied_head else np.zeros_like(first)
+    embedding = model.embedding_parameters - apart * (model.vocab * model.hidden)
+    count += np.where(first, embedding / tp, 0.0)
+    count += np.where(last, model.head_parameters / tp, 0.0)
     return count

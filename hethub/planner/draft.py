@@ -35,12 +35,12 @@ class DraftStage:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.core, self.state_shares, self.nudges))
+        return hash((self.core, self.nudges))
 
     @cached_property
-    def core(self) -> tuple[int, tuple[Seats, ...], Recompute, int]:
-        """What its times depend on."""
-        return (self.layers, self.seats, self.recompute, self.zero)
+    def core(self) -> tuple[object, ...]:
+        """What its times and memory depend on."""
+        return (self.layers, self.seats, self.recompute, self.zero, self.state_shares)
 
     @cached_property
     def replicas(self) -> int:

@@ -22,31 +22,45 @@ def round_trips(tile: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.
 
 def _repeated(tile: np.ndarray, wave: np.ndarray) -> np.ndarray:
     """[draft, s, t]: seconds that the stages from s to t take on further tiles for one of the largest among them."""
-    count = tile.shape[1]
-    most = np.maximum.accumulate(np.triu(np.broadcast_to(wave[:, None, :], (*wave.shape, count))), axis=2)
-    beside = np.zeros(most.shape)
-    for i in range(count):
-        around = beside[:, : i + 1, i:]
-        further = (most[:, : i + 1, i:] / wave[:, i, None, None] - 1) * tile[:, i, None, None]
-        np.maximum(around, further, out=around)
+    most, beside = _largest_between(wave), np.zeros((*wave.shape, wave.shape[1]))
+    size = wave.max(axis=1)[:, None]
+    while (size > wave).any():
+        further = _largest_between((size / wave - 1) * tile)
+        beside = np.where(most == size[:, :, None], further, beside)
+        size = np.where(wave < size, wave, 0.0).max(axis=1)[:, None]
     return beside
+
+
+def _largest_between(figures: np.ndarray) -> np.ndarray:
+    """[draft, s, t]: the largest of the figures [draft, stage] from s to t, and of 0."""
+    own = figures[:, None, :] * np.tri(figures.shape[1]).T
+    largest: np.ndarray = np.maximum.accumulate(own, axis=2, out=own)
+    return largest
 
 
 def default_flights(wave: np.ndarray) -> np.ndarray:
     """About how many tiles each stage holds by default: what the one below does and one more of its tiles."""
-    held = np.ones_like(wave)
-    for s in range(wave.shape[1] - 2, -1, -1):
-        held[:, s] = np.maximum(1, np.ceil((held[:, s + 1] + 1) * wave[:, s + 1] / wave[:, s]))
+    depth = wave.shape[1]
+    held = np.repeat(np.arange(depth, 0.0, -1.0)[None], len(wave), axis=0)
+    unlike = (wave != wave[:, :1]).any(axis=1)
+    if unlike.any():
+        own, some = held[unlike], wave[unlike]
+        for s in range(depth - 2, -1, -1):
+            own[:, s] = np.maximum(1, np.ceil((own[:, s + 1] + 1) * some[:, s + 1] / some[:, s]))
+        held[unlike] = own
     return held
 
 
-def slowest_circuit(trips: np.ndarray, wave: np.ndarray, held: np.ndarray, samples: int) -> np.ndarray:
-    """[draft]: seconds of `samples` at the rate of the slowest circuit, and of one tile through all stages: a tile's
-    backward in stage s lets the next forward go down to stage t, where it comes before the backward that answers it as many
-    tiles later as both hold."""
+def slowest_circuit(
+    trips: np.ndarray, wave: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray | int = 0
+) -> np.ndarray:
+    """[draft]: seconds of `samples` at the rate of the slowest circuit from its `first` stage on, and of one tile through all: a
+    tile's backward in stage s lets the next forward go down to stage t, where it comes before the backward that answers it
+    as many tiles later as both hold."""
     behind = wave * (held - 1)
     apart = np.maximum((behind + wave)[:, :-1, None] - behind[:, None, 1:], 1)
-    rates = np.triu(trips[:, :-1, 1:] / apart).max(axis=2)
+    rates = (trips[:, :-1, 1:] / apart * np.tri(apart.shape[1]).T).max(axis=2)
+    rates[np.arange(rates.shape[1]) < np.reshape(first, (-1, 1))] = 0.0
     slowest = rates.argmax(axis=1)[:, None]
     left = np.maximum(samples - np.take_along_axis(wave, slowest, 1), 0.0)
     seconds: np.ndarray = (np.take_along_axis(rates, slowest, 1) * left)[:, 0] + trips[:, 0, -1]

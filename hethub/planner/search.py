@@ -119,7 +119,9 @@ def _families_drafts(problem: Problem, judge: Judge, best: Best) -> dict[str, li
 def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     """Judges the plan of a family with the shortest estimate, from which the search starts."""
     surrogate = judge.surrogate
-    every = sorted(dict.fromkeys(draft for drafts in families.values() for draft in drafts), key=surrogate.least)
+    unlike = dict.fromkeys(draft for drafts in families.values() for draft in drafts)
+    surrogate.bound(unlike)
+    every = sorted(unlike, key=surrogate.least)
     start, shortest = None, float("inf")
     for first in range(0, len(every), TOGETHER):
         some = every[first : first + TOGETHER]

@@ -1,5 +1,9 @@
-"""A stage of a draft by itself in closed form: seconds, samples and memory, for every number of layers at once."""
+"""Stages of drafts by themselves in closed form: seconds, samples and memory, for many stages at once.
 
+Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas than others, nobody is of the rest.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +11,7 @@ import numpy as np
 
 from hethub.planner.costs import UnitCosts, rank_parameters
 from hethub.planner.draft import DraftStage, Seats
-from hethub.planner.footprint import FIRST, LAST, ONLY, Mode
+from hethub.planner.footprint import FIRST, LAST, ONLY, Coefficients, Mode
 from hethub.planner.problem import Problem
 from hethub.planner.samples import earliest_finish, largest_able, within
 from hethub.predictor.links import Group
@@ -16,7 +20,22 @@ from hethub.spec.plan import ScheduleName
 
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
-_UNLIMITED = 1 << 30
+_UNLIMITED = float(1 << 30)
+
+
+class Placed(NamedTuple):
+    """A stage where it stands: what of the model's ends it holds (`footprint.position`), whether its samples come in equal
+    parts, whatever the speeds, and under which schedule."""
+
+    stage: DraftStage
+    place: int
+    even: bool
+    schedule: ScheduleName
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether it holds the embedding and the head."""
+        return self.place in (FIRST, ONLY), self.place in (LAST, ONLY)
 
 
 class StageEstimate(NamedTuple):
@@ -24,6 +43,7 @@ class StageEstimate(NamedTuple):
     and what follows it."""
 
     busy: np.ndarray
+    least: np.ndarray  # the same on its tiles alone
     forward: np.ndarray
     backward: np.ndarray  # what the tile above waits for
     tiles: np.ndarray  # of the busiest replica
@@ -39,82 +59,111 @@ class StageEstimate(NamedTuple):
         return self.forward + self.backward
 
 
-class Passes(NamedTuple):
-    """Seconds of a tile's forward and backward, by layers."""
+class Division(NamedTuple):
+    """How stages divide the samples: seconds of the busiest replica on its tiles alone [stage], and [stage, sort] samples of
+    a replica and seconds of each in whole tiles."""
 
-    forward: np.ndarray
-    backward: np.ndarray
+    least: np.ndarray
+    taken: np.ndarray
+    per_sample: np.ndarray
 
 
 class Room(NamedTuple):
-    """Bytes of a rank that tiles may fill, and what a tile held fills, and one whose weights' gradients are put off."""
+    """Bytes of ranks that tiles may fill, and what a tile held fills, and one whose weights' gradients are put off."""
 
     free: Any
     tile: Any
     put_off: Any
 
 
+class _Sort(NamedTuple):
+    """One of the replicas of a stage: seconds of a whole tile each way, by layer and for what embedding and head add."""
+
+    micro_batch: Any
+    forward: Any
+    backward: Any
+    embedding_forward: Any
+    embedding_backward: Any
+    head_forward: Any
+    head_backward: Any
+
+
+class _Side(NamedTuple):
+    """Stages side by side: their layers and replicas [stage], and [stage, sort] how many replicas are of a sort, how large
+    their tiles are, and seconds of these each way."""
+
+    stages: Sequence[Placed]
+    layers: np.ndarray
+    replicas: np.ndarray
+    numbers: np.ndarray
+    micro_batches: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+class _Sums(NamedTuple):
+    """What stages sum over their replicas, [stage]: parameters, and seconds of a sum of any bytes, and of each."""
+
+    parameters: np.ndarray
+    latency: np.ndarray
+    per_byte: np.ndarray
+
+    def seconds(self, width: int) -> np.ndarray:
+        """Seconds to reduce or to gather `width` bytes of every parameter."""
+        found: np.ndarray = self.latency + self.per_byte * self.parameters * width
+        return found
+
+
+_NOBODY = _Sort(1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+_NO_BYTES = Coefficients(*(0.0 for _ in Coefficients._fields))  # type: ignore[arg-type]
+ANY_ROOM = Room(float("inf"), 0.0, 0.0)
+_ALONE = (0.0, 0.0)  # a replica has nobody to sum with
+
+
 class StageTimes:
-    """Estimates of stages. A place says whether a stage holds an end of the model (`footprint.position`)."""
+    """Estimates of stages."""
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
-        self._layers = np.arange(problem.model.layers + 1.0)
-        self._computing: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-        self._busy: dict[object, list[float]] = {}
-        self._per_sample: dict[object, np.ndarray] = {}
-        self._bytes: dict[object, tuple[float, ...]] = {}
-        self._held: dict[object, np.ndarray] = {}
+        self._sorts: dict[object, _Sort] = {}
+        self._bytes: dict[object, Coefficients] = {}
         self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
+        self._wide = max(4, costs.width)  # bytes of a gradient
 
-    def estimates(self, stage: DraftStage, place: int, even: bool, schedule: ScheduleName) -> StageEstimate:
-        """The stage under a schedule, by its number of layers from 0; `even`: samples in equal parts, whatever the
-        speeds."""
-        found = self._in_waves(stage, place, even, schedule)
-        if stage.zero >= 2 and stage.replicas > 1:
-            found = self._in_rounds(stage, found, place)
-        if schedule == "zero_bubble":
-            put_off = min([self.costs.put_off(*own[:3], stage.recompute) for own in stage.seats])
-            found = found._replace(backward=found.backward - put_off * self._layers)
-        return found
+    def divided(self, stages: Sequence[Placed]) -> Division:
+        """How the stages divide the samples."""
+        return self._divided(self._side_by_side(stages))
 
-    def busy(self, stage: DraftStage, place: int, even: bool) -> float:
-        """Seconds of the stage's busiest replica on its tiles alone."""
-        key = (stage.seats, stage.recompute, place, even)
-        found = self._busy.get(key)
-        if found is None:
-            found = self._busy[key] = self._divided(stage, place, even)[0].tolist()
-        return found[stage.layers]
-
-    def samples(self, stage: DraftStage, place: int, even: bool) -> list[int]:
-        """About how many samples each of the stage's replicas takes, by seats."""
-        return [int(taken) for taken in self._divided(stage, place, even)[1][stage.layers]]
-
-    def per_sample(self, stage: DraftStage, own: Seats, place: int) -> np.ndarray:
-        """Seconds of a sample in a whole tile of one of the seats' replicas, by layers."""
-        key = (own[:3], stage.recompute, place)
-        found = self._per_sample.get(key)
-        if found is None:
-            whole = self._tile(stage, own, own.micro_batch, place)
-            found = self._per_sample[key] = (whole.forward + whole.backward) / own.micro_batch
-        return found
+    def estimates(self, stages: Sequence[Placed]) -> tuple[StageEstimate, Division, Room]:
+        """The stages in full, how they divide the samples, and what their ranks have for tiles, or nearly so."""
+        own = self._side_by_side(stages)
+        division, sums, room = self._divided(own), self._sums(own), self._rooms(own)
+        zero = np.array([placed.stage.zero for placed in stages])
+        forward, backward, tiles = self._tiles(own, division.taken)
+        num_bytes = np.maximum(sums.parameters * self._wide, 1.0)
+        reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(zero > 0, 1, 2)
+        gather = np.where(zero > 0, sums.seconds(self.costs.width), 0.0)
+        named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the judge
+        most = np.trunc(room.free / np.maximum(room.tile, 1.0)).min(axis=1)
+        found = StageEstimate(
+            busy=division.least, least=division.least, forward=forward, backward=backward, tiles=tiles,
+            wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
+            reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
+            finish=gather + self._optimizer(own, sums.parameters / _shards(own)),
+            most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
+        )  # fmt: skip
+        met = (zero >= 2) & (own.replicas > 1)
+        if met.any():
+            rounds = self._in_rounds(own, found, sums, zero)
+            found = StageEstimate(*(np.where(met, *each) for each in zip(rounds, found, strict=True)))
+        return found._replace(backward=found.backward - self._put_off(stages) * own.layers), division, room
 
     def room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float = 1.0) -> Room:
         """What one of the seats' ranks has for tiles, by the closed form."""
-        return self._room(stage, own, place, schedule, slack, stage.layers)
-
-    def _room(
-        self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float, layers: Any
-    ) -> Room:
-        """The same for other numbers of layers, or an array of them."""
-        once, layer, tile, layer_tile, state_once, state_layer, put_off = self._coefficients(
-            stage, own, place, schedule
-        )
         shards = stage.replicas if stage.zero else 1
-        kept = once + layer * layers + (state_once + state_layer * layers) / shards
-        free = slack * self.problem.capacity(own.kind) - kept
-        return Room(free, tile + layer_tile * layers, put_off * layers)
+        capacity = slack * self.problem.capacity(own.kind)
+        return _room(self._coefficients(stage, own, place, schedule), stage.layers, shards, capacity)
 
     def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, held: int) -> int:
         """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles; named
@@ -127,7 +176,7 @@ class StageTimes:
 
             def is_able(size: int) -> bool:
                 room = self.room(stage, own._replace(micro_batch=size), place, schedule)
-                return room.free >= held * max(room.tile, 1.0)
+                return bool(room.free >= held * max(room.tile, 1.0))
 
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
         return found
@@ -143,126 +192,141 @@ class StageTimes:
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
         return found
 
-    def _divided(self, stage: DraftStage, place: int, even: bool) -> tuple[np.ndarray, np.ndarray]:
-        """By layers the seconds of the busiest replica, and [layers, seats] the samples of each."""
-        key = (stage.seats, stage.recompute, place, even)
-        found = self._computing.get(key)
+    def _side_by_side(self, stages: Sequence[Placed]) -> _Side:
+        width = max([len(placed.stage.seats) for placed in stages])
+        sorts = [[self._sort(own, placed) for own in placed.stage.seats] for placed in stages]
+        numbers = [[own.number for own in placed.stage.seats] for placed in stages]
+        each = _Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
+        layers = np.array([float(placed.stage.layers) for placed in stages])
+        x = layers[:, None]
+        return _Side(
+            stages=stages,
+            layers=layers,
+            replicas=np.array([placed.stage.replicas for placed in stages]),
+            numbers=np.array(_padded(numbers, width, 0)),
+            micro_batches=each.micro_batch,
+            forward=x * each.forward + each.embedding_forward + each.head_forward,
+            backward=x * each.backward + each.embedding_backward + each.head_backward,
+        )
+
+    def _sort(self, own: Seats, placed: Placed) -> _Sort:
+        key = (own[:3], placed.stage.recompute, placed.place)
+        found = self._sorts.get(key)
         if found is None:
-            total = self.problem.batch.global_batch
-            per_sample = np.stack([self.per_sample(stage, own, place) for own in stage.seats], axis=1)
-            share = -(-total // stage.replicas)
-            busy, taken = share * per_sample.max(axis=1), np.full(per_sample.shape, share)
-            if not even and len(stage.seats) > 1:
-                numbers = np.array([own.number for own in stage.seats])
-                per_sample[0] = np.maximum(per_sample[0], 1e-12)  # no layers, no seconds
-                busy = earliest_finish(total, per_sample, numbers)
-                taken = np.clip(within(busy, per_sample), 1, total)
-            found = self._computing[key] = (busy, taken)
+            layer, *ends = self.costs.rate(*own[:3], placed.stage.recompute)
+            there = zip(placed.ends, ends, strict=True)
+            beside = [seconds if holds else 0.0 for holds, part in there for seconds in part]
+            found = self._sorts[key] = _Sort(own.micro_batch, *layer, *beside)
         return found
 
-    def _in_waves(self, stage: DraftStage, place: int, even: bool, schedule: ScheduleName) -> StageEstimate:
-        samples = self.problem.batch.global_batch
-        busy, taken = self._divided(stage, place, even)
-        forward = backward = tiles = np.zeros(1)
-        for own, each in zip(stage.seats, taken.T, strict=True):
-            size = np.minimum(own.micro_batch, each)
-            tile = self._cut_tiles(stage, own, size, place)
-            part = each * own.number / samples  # what of the samples passes these
-            forward, backward = forward + part * tile.forward, backward + part * tile.backward
-            tiles = np.maximum(tiles, each / size)
-        wave = sum([own.number * own.micro_batch for own in stage.seats])
-        reduce, tail, gather = self._reduction(stage, place)
-        return StageEstimate(
-            busy=busy, forward=forward, backward=backward, tiles=tiles, wave=np.full_like(busy, min(wave, samples)),
-            reduce=reduce, tail=tail, finish=gather + self._optimizer(stage, place),
-            most=self._most(stage, place, schedule),
-        )  # fmt: skip
+    def _divided(self, own: _Side) -> Division:
+        total = self.problem.batch.global_batch
+        per_sample = (own.forward + own.backward) / own.micro_batches
+        share = -(-total // own.replicas)
+        least = share * np.where(own.numbers > 0, per_sample, 0.0).max(axis=1)
+        taken = np.repeat(share[:, None].astype(float), per_sample.shape[1], axis=1)
+        by_speed = np.array([not placed.even and len(placed.stage.seats) > 1 for placed in own.stages])
+        if by_speed.any():
+            rates = per_sample[by_speed]
+            least[by_speed] = ended = earliest_finish(total, rates, own.numbers[by_speed])
+            taken[by_speed] = np.clip(within(ended, rates), 1, total)
+        return Division(least, taken, per_sample)
 
-    def _in_rounds(self, stage: DraftStage, alone: StageEstimate, place: int) -> StageEstimate:
-        """The stage under ZeRO-2/3, its replicas in lockstep: every tile waits for gathers and reductions of its layers
-        that compute does not hide."""
-        latency, per_byte = self.collective(stage.seats)
-        parameters, each = self._parameters(stage, place), np.maximum(self._layers, 1.0)
-        gather = latency + per_byte * parameters * self.costs.width if stage.zero == 3 else np.zeros_like(parameters)
-        reduce = latency + per_byte * parameters * max(4, self.costs.width)
-        tiles = [self._tile(stage, own, own.micro_batch, place) for own in stage.seats]
-        forward = np.maximum.reduce([gather, *(tile.forward for tile in tiles)]) + gather / each
-        backward = np.maximum.reduce([gather + reduce, *(tile.backward for tile in tiles)]) + (gather + reduce) / each
+    def _tiles(self, own: _Side, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of a tile each way as the samples see it on average, and the most tiles of a replica; no tile is larger than
+        its replica's samples."""
+        forward, backward = own.forward.copy(), own.backward.copy()
+        for s, i in np.argwhere(taken < own.micro_batches).tolist():
+            placed, seats = own.stages[s], own.stages[s].stage.seats[i]
+            rate = self.costs.rate(seats.kind, seats.tp, int(taken[s, i]), placed.stage.recompute)
+            forward[s, i], backward[s, i] = rate.tile(placed.stage.layers, *placed.ends)
+        part = taken * own.numbers / self.problem.batch.global_batch  # what of the samples passes a sort
+        tiles = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
+        return (part * forward).sum(axis=1), (part * backward).sum(axis=1), tiles.max(axis=1)
+
+    def _in_rounds(self, own: _Side, alone: StageEstimate, sums: _Sums, zero: np.ndarray) -> StageEstimate:
+        """Stages under ZeRO-2/3, their replicas in lockstep: every tile waits for gathers and reductions of its layers that
+        compute does not hide."""
+        gather, reduce = np.where(zero == 3, sums.seconds(self.costs.width), 0.0), sums.seconds(self._wide)
+        slowest = [np.where(own.numbers > 0, each, 0.0).max(axis=1) for each in (own.forward, own.backward)]
+        forward = np.maximum(gather, slowest[0]) + gather / own.layers
+        backward = np.maximum(gather + reduce, slowest[1]) + (gather + reduce) / own.layers
         rounds = np.maximum(alone.tiles, self.problem.batch.global_batch / alone.wave)
         return alone._replace(
             busy=np.maximum(alone.busy, rounds * (forward + backward)), forward=forward, backward=backward, tiles=rounds,
-            reduce=np.zeros_like(reduce), tail=reduce / each,
+            reduce=np.zeros_like(reduce), tail=reduce / own.layers,
         )  # fmt: skip
 
-    def _tile(self, stage: DraftStage, own: Seats, size: int, place: int) -> Passes:
-        """Seconds of a tile of `size` samples."""
-        rate = self.costs.rate(own.kind, own.tp, size, stage.recompute)
-        forward, backward = self._layers * rate.layer.forward, self._layers * rate.layer.backward
-        for there, part in ((place in (FIRST, ONLY), rate.embedding), (place in (LAST, ONLY), rate.head)):
-            if there:
-                forward, backward = forward + part.forward, backward + part.backward
-        return Passes(forward, backward)
+    def _put_off(self, stages: Sequence[Placed]) -> np.ndarray:
+        """[stage]: seconds of a layer's backward that the tile above does not wait for."""
+        found = [
+            min([self.costs.put_off(*own[:3], placed.stage.recompute) for own in placed.stage.seats])
+            if placed.schedule == "zero_bubble"
+            else 0.0
+            for placed in stages
+        ]
+        return np.array(found)
 
-    def _cut_tiles(self, stage: DraftStage, own: Seats, sizes: np.ndarray, place: int) -> Passes:
-        """The same where the size depends on the layers."""
-        least, most = int(sizes.min()), int(sizes.max())
-        if least == most:
-            return self._tile(stage, own, most, place)
-        forward, backward = np.zeros_like(self._layers), np.zeros_like(self._layers)
-        for size in np.unique(sizes):
-            tile, here = self._tile(stage, own, int(size), place), sizes == size
-            forward[here], backward[here] = tile.forward[here], tile.backward[here]
-        return Passes(forward, backward)
+    def _rooms(self, own: _Side) -> Room:
+        """[stage, sort]: what ranks have for tiles, or nearly so."""
+        width = own.numbers.shape[1]
+        kept = [
+            [self._coefficients(p.stage, seats, p.place, p.schedule) for seats in p.stage.seats] for p in own.stages
+        ]
+        capacities = [[self.problem.capacity(seats.kind) for seats in placed.stage.seats] for placed in own.stages]
+        at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
+        capacity = NEARLY * np.array(_padded(capacities, width, float("inf")))
+        return _room(at, own.layers[:, None], _shards(own)[:, None], capacity)
 
-    def _most(self, stage: DraftStage, place: int, schedule: ScheduleName) -> np.ndarray:
-        """By layers, the most tiles that every rank has memory for, or nearly so."""
-        most = np.full(len(self._layers), float(_UNLIMITED))
-        for own in () if stage.state_shares else stage.seats:
-            room = self._room(stage, own, place, schedule, NEARLY, self._layers)
-            most = np.minimum(most, np.trunc(room.free / np.maximum(room.tile, 1.0)))
-        return most
-
-    def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> tuple[float, ...]:
-        mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
-        key = (own[:3], stage.recompute, mode, place)
+    def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> Coefficients:
+        key = (own[:3], stage.recompute, stage.zero, schedule, place)
         found = self._bytes.get(key)
         if found is None:
+            mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
             at = self.problem.coefficients(*own[:3], stage.recompute, mode)
-            found = self._bytes[key] = tuple(float(part[place]) for part in at)
+            found = self._bytes[key] = Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
         return found
 
-    def _reduction(self, stage: DraftStage, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds to reduce, its part that nothing hides, and to gather new weights."""
-        parameters = self._parameters(stage, place)
-        nothing = np.zeros_like(parameters)
-        if stage.replicas == 1:
-            return nothing, nothing, nothing
-        latency, per_byte = self.collective(stage.seats)
-        num_bytes = np.maximum(parameters * max(4, self.costs.width), 1.0)
-        once = latency + per_byte * num_bytes
-        reduce = once if stage.zero else 2 * once
-        gather = latency + per_byte * parameters * self.costs.width if stage.zero else nothing
-        return reduce, reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes), gather
+    def _sums(self, own: _Side) -> _Sums:
+        met = [self.collective(p.stage.seats) if p.stage.replicas > 1 else _ALONE for p in own.stages]
+        tp = np.array([min([seats.tp for seats in placed.stage.seats]) for placed in own.stages])
+        first, last = np.array([placed.ends for placed in own.stages]).T
+        return _Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
 
-    def _parameters(self, stage: DraftStage, place: int) -> np.ndarray:
-        key = (min([own.tp for own in stage.seats]), place)
-        found = self._held.get(key)
-        if found is None:
-            found = rank_parameters(
-                self.problem.model, key[0], self._layers, place in (FIRST, ONLY), place in (LAST, ONLY)
-            )
-            self._held[key] = found
-        return found
-
-    def _optimizer(self, stage: DraftStage, place: int) -> np.ndarray:
-        owned = self._parameters(stage, place) / (stage.replicas if stage.zero else 1)
-        first, *others = [self.costs.layer_costs[kind].optimizer(owned) for kind in {own.kind for own in stage.seats}]
-        return np.maximum.reduce([first, *others]) if others else first
+    def _optimizer(self, own: _Side, owned: np.ndarray) -> np.ndarray:
+        """[stage]: seconds of a rank that owns so many parameters, on the slowest kind."""
+        slowest = np.zeros_like(owned)
+        for kind in {seats.kind for placed in own.stages for seats in placed.stage.seats}:
+            here = np.array([kind in {seats.kind for seats in placed.stage.seats} for placed in own.stages])
+            slowest = np.where(here, np.maximum(slowest, self.costs.layer_costs[kind].optimizer(owned)), slowest)
+        return slowest
 
     def _group(self, seats: Sequence[Seats]) -> Group:
         """Where one rank of every replica is, as if they were the first to be seated."""
-        ranks = []
-        for kind, tp, _, count in seats:
-            slots = (m[i] for m in self.problem.kinds[kind].machines for i in range(0, len(m) - tp + 1, tp))
-            ranks += [rank for rank, _ in zip(slots, range(count), strict=False)]
-        return self.costs.network.group(ranks)
+        machines: Counter[int] = Counter()
+        islands: Counter[str] = Counter()
+        for kind, tp, _, number in seats:
+            island, left = self.problem.kinds[kind].island, number
+            for ranks in self.problem.kinds[kind].machines:
+                here = min(left, len(ranks) // tp)
+                if here:
+                    machines[self.costs.network.places[ranks[0]].machine] += here
+                    islands[island] += here
+                left -= here
+        return Group(machines.total(), tuple(machines.items()), tuple(islands.items()))
+
+
+def _room(at: Coefficients, layers: Any, shards: Any, capacity: Any) -> Room:
+    """What ranks of so much memory have for tiles."""
+    kept = at.once + at.layer * layers + (at.state_once + at.state_layer * layers) / shards
+    return Room(capacity - kept, at.tile + at.layer_tile * layers, at.layer_put_off * layers)
+
+
+def _shards(own: _Side) -> np.ndarray:
+    """[stage]: over how many replicas training state is cut."""
+    return np.array([placed.stage.replicas if placed.stage.zero else 1 for placed in own.stages])
+
+
+def _padded(rows: Sequence[list[Any]], width: int, blank: Any) -> list[list[Any]]:
+    """The rows, all of one width."""
+    return [row + [blank] * (width - len(row)) for row in rows]

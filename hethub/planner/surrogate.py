@@ -6,7 +6,7 @@ circuit that tiles in flight allow; for many drafts at once.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import compress, groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -15,20 +15,22 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.crossings import Crossings
 from hethub.planner.draft import Draft, DraftStage, Seats, chains, merged
 from hethub.planner.flights import default_flights, enough_flights, round_trips, slowest_circuit
-from hethub.planner.footprint import position
 from hethub.planner.problem import Problem
 from hethub.planner.samples import earliest_finish, within
-from hethub.planner.stage_times import NEARLY, StageEstimate, StageTimes
+from hethub.planner.stage_rows import StageRows
+from hethub.planner.stage_times import StageEstimate, StageTimes
 from hethub.spec.plan import ScheduleName
 
 
 class Weighed(NamedTuple):
-    """What is estimated of a draft: its step, tiles in flight per stage, whether they fit, the stage that works longest."""
+    """What is estimated of a draft: its step, tiles in flight per stage, whether they fit, the stage that works longest, and
+    what it works at least."""
 
     seconds: float
     holds: tuple[int, ...]
     fits: bool
     slowest: int
+    least: float
 
 
 class Surrogate:
@@ -37,9 +39,9 @@ class Surrogate:
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
         self.times, self.crossings = StageTimes(problem, costs), Crossings(problem, costs)
+        self._rows = StageRows(self.times)
         self._weighed: dict[Draft, Weighed] = {}
-        self._rows: dict[object, int] = {}
-        self._figures = np.zeros((0, len(StageEstimate._fields)))  # of every stage seen, by row
+        self._least: dict[Draft, float] = {}
 
     def seconds(self, draft: Draft) -> float:
         """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must not."""
@@ -64,18 +66,26 @@ class Surrogate:
 
     def least(self, draft: Draft) -> float:
         """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
-        return max([self.times.busy(stage, place, draft.even) for stage, place in placed(draft)])
+        if draft in self._weighed:
+            return self._weighed[draft].least
+        if draft not in self._least:
+            self.bound([draft])
+        return self._least[draft]
+
+    def bound(self, drafts: Iterable[Draft]) -> None:
+        """Finds for all drafts at once what they compute at least."""
+        new = [draft for draft in drafts if draft not in self._weighed and draft not in self._least]
+        for draft, stages in zip(new, self._rows.divided(new), strict=True):
+            self._least[draft] = max([own.seconds for own in stages])
 
     def least_in_passes(self, draft: Draft) -> float:
         """The same where every replica gathers new weights and steps between its tiles, as under ministages."""
-        rows = [self._row(stage, place, draft.even, "1f1b") for stage, place in placed(draft)]
-        busy = [self.times.busy(stage, place, draft.even) for stage, place in placed(draft)]
-        return float((np.array(busy) + StageEstimate(*self._figures[rows].T).finish).max())
+        stages = self._rows.figures(self._rows.of([draft], ["1f1b"]))
+        return float((stages.least + stages.finish).max())
 
     def samples(self, draft: Draft, index: int) -> list[int]:
         """About how many samples each of a stage's replicas takes, by seats."""
-        place = position(index == 0, index == len(draft.stages) - 1)
-        return self.times.samples(draft.stages[index], place, draft.even)
+        return self._rows.divided_at(draft, index).samples
 
     def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None, held: int) -> int:
         """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles, by the
@@ -85,9 +95,11 @@ class Surrogate:
     def weigh(self, drafts: Iterable[Draft]) -> None:
         """Estimates all drafts at once, so that asking for each costs nothing."""
         new = [draft for draft in dict.fromkeys(drafts) if draft not in self._weighed]
-        for _, alike in groupby(sorted(new, key=_depth), key=_depth):
-            own = list(alike)
-            self._weighed.update(zip(own, self._weigh(own), strict=True))
+        rows = self._rows.of(new, map(self._schedule, new))
+        ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
+        for _, alike in groupby(ranked, key=_depth):
+            own, stages = zip(*alike, strict=True)
+            self._weighed.update(zip(own, self._weigh(own, stages), strict=True))
 
     def _of(self, draft: Draft) -> Weighed:
         if draft not in self._weighed:
@@ -100,27 +112,37 @@ class Surrogate:
             draft.mixtures
         )
 
-    def _weigh(self, drafts: Sequence[Draft]) -> list[Weighed]:
-        """Drafts of equally many stages."""
-        schedules = [self._schedule(draft) for draft in drafts]
-        crossing = np.array([self.crossings.of(draft) for draft in drafts]).reshape(len(drafts), -1)
-        stages = self._stages(drafts, schedules)
-        filled = np.array([schedule == "zero_bubble" for schedule in schedules])
-        own = _Together(drafts, stages, crossing, round_trips(stages.tile, stages.wave, crossing), filled)
+    def _weigh(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> list[Weighed]:
+        """Drafts whose stages stand in these rows."""
+        own = self._side_by_side(drafts, rows)
         held, fits = self._held(own)
         seconds = self._seconds(own, held)
         seconds[[not self.is_possible(draft) for draft in drafts]] = np.inf
-        holds, slowest = held.astype(int).tolist(), stages.busy.argmax(axis=1).tolist()
-        whole = zip(seconds.tolist(), map(tuple, holds), fits.tolist(), slowest, strict=True)
-        return [Weighed(*figures) for figures in whole]
+        holds = [tuple(each[first:]) for each, first in zip(held.astype(int).tolist(), own.first.tolist(), strict=True)]
+        slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
+        least = own.stages.least.max(axis=1).tolist()
+        return list(map(Weighed, seconds.tolist(), holds, fits.tolist(), slowest, least))
+
+    def _side_by_side(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> "_Together":
+        """The drafts with their stages in arrays that end with the last. In front of the first stage of shorter ones stands a
+        blank: the stage once more, without any work."""
+        depth = len(rows[-1])  # the largest, of drafts in order
+        first = np.array([depth - len(own) for own in rows])
+        table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
+        crossing = np.array([[0.0] * (depth - len(draft.stages)) + self.crossings.of(draft) for draft in drafts])
+        crossing = crossing.reshape(len(drafts), -1)
+        stages = self._stages(drafts, table, first)
+        filled = np.array([self._schedule(draft) == "zero_bubble" for draft in drafts])
+        return _Together(
+            drafts, table, first, stages, crossing, round_trips(stages.tile, stages.wave, crossing), filled
+        )
 
     def _seconds(self, own: "_Together", held: np.ndarray) -> np.ndarray:
         """[draft]: the step, with so many tiles in flight."""
-        stages, crossing, trips = own.stages, own.crossing, own.trips
-        several = crossing.shape[1] > 0
+        stages, crossing, trips, several = own.stages, own.crossing, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
-        away = trips[:, :, -1] - stages.tile  # until a tile is back from all later stages
+        away = np.where(own.blank, 0.0, trips[:, :, -1] - stages.tile)  # until a tile is back from all later stages
         slack = np.maximum(0.0, away - (held - 1) * stages.forward)
         gap = slack + np.maximum(0.0, away - (held - 1) * stages.backward)
         drain = np.zeros_like(away)
@@ -131,12 +153,14 @@ class Surrogate:
             np.maximum(fill[:, s], below, out=fill[:, s])
         # Under zero_bubble, weights' gradients fill the drain.
         end = (fill + stages.busy + np.where(own.filled[:, None], slack, gap + drain)).max(axis=1)
-        if several:
-            around = slowest_circuit(trips, stages.wave, held, self.problem.batch.global_batch)
-            end = np.maximum(end, stages.finish[:, 0] - first + around)
+        if several.any():
+            around = slowest_circuit(trips, stages.wave, held, self.problem.batch.global_batch, own.first)
+            end = np.where(several, np.maximum(end, stages.finish[:, 0] - first + around), end)
         reduce = np.maximum(stages.tail, stages.reduce - stages.backward)
-        if several and self.problem.model.tied_head:
-            reduce[:, [0, -1]] += np.array([self._tied(draft) for draft in own.drafts])[:, None]
+        if self.problem.model.tied_head:
+            tied = np.array([self._tied(draft) if len(draft.stages) > 1 else 0.0 for draft in own.drafts])
+            reduce[np.arange(len(tied)), own.first] += tied
+            reduce[:, -1] += tied
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
         step: np.ndarray = end + shown + first
         return step
@@ -144,39 +168,25 @@ class Surrogate:
     def _schedule(self, draft: Draft) -> ScheduleName:
         return draft.schedule or self.problem.schedule
 
-    def _stages(self, drafts: Sequence[Draft], schedules: Sequence[ScheduleName]) -> StageEstimate:
+    def _stages(self, drafts: Sequence[Draft], rows: np.ndarray, first: np.ndarray) -> StageEstimate:
         """Every stage of every draft by itself, and where replica i of every stage gets the same samples, what waiting for
         the slowest of a chain adds."""
-        rows = [
-            [self._row(stage, place, draft.even, schedule) for stage, place in placed(draft)]
-            for draft, schedule in zip(drafts, schedules, strict=True)
-        ]
-        figures = np.moveaxis(self._figures[np.array(rows)], -1, 0)
-        stages = StageEstimate(*figures)
+        stages = self._rows.figures(rows)
+        for idle in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
+            idle[_before(first, rows.shape[1])] = 0.0
         self._wait_for_chains(drafts, stages)
         return stages
-
-    def _row(self, stage: DraftStage, place: int, even: bool, schedule: ScheduleName) -> int:
-        key = (stage.seats, stage.recompute, stage.zero, stage.state_shares == (), place, even, schedule)
-        found = self._rows.get(key)
-        if found is None:
-            figures = np.stack(self.times.estimates(stage, place, even, schedule), axis=1)
-            found = self._rows[key] = len(self._rows) * len(figures)
-            if found + len(figures) > len(self._figures):
-                self._figures = np.concatenate([self._figures, np.zeros((found + len(figures), figures.shape[1]))])
-            self._figures[found : found + len(figures)] = figures
-        return found + stage.layers
 
     def _wait_for_chains(self, drafts: Sequence[Draft], stages: StageEstimate) -> None:
         """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest stage,
         and all others of it wait."""
         found = [_Chained(row, draft, chains(draft)) for row, draft in enumerate(drafts) if _is_chained(draft)]
-        alike = sorted((own for own in found if own.has_one_size), key=_width)
-        for _, own in groupby(alike, key=_width):
+        alike = sorted((own for own in found if own.has_one_size), key=_extent)
+        for _, own in groupby(alike, key=_extent):
             self._pace(list(own), stages)
 
     def _pace(self, own: Sequence["_Chained"], stages: StageEstimate) -> None:
-        """Writes into `stages` how long drafts of equally many chains take."""
+        """Writes into `stages` how long drafts of equally many stages and chains take."""
         total = self.problem.batch.global_batch
         per_sample = np.array([self._along(one) for one in own])  # [draft, chain, stage]
         numbers = np.array([[count for count, _ in one.chains] for one in own])
@@ -184,53 +194,55 @@ class Surrogate:
         slowest = per_sample.max(axis=2)
         taken = np.clip(within(earliest_finish(total, slowest, numbers), slowest), 1, total)
         busy, index = (taken[:, :, None] * per_sample).max(axis=1), [one.row for one in own]
-        stages.busy[index] = np.maximum(stages.busy[index], busy)
+        depth = busy.shape[1]
+        stages.busy[index, -depth:] = np.maximum(stages.busy[index, -depth:], busy)
         stages.tiles[index] = (taken / sizes).max(axis=1)[:, None]
 
     def _along(self, own: "_Chained") -> list[list[float]]:
         """[chain, stage]: seconds per sample."""
-        on = placed(own.draft)
-        return [
-            [
-                self.times.per_sample(stage, sort, place)[stage.layers]
-                for (stage, place), sort in zip(on, sorts, strict=True)
-            ]
-            for _, sorts in own.chains
-        ]
+        (stages,) = self._rows.divided([own.draft])
+        return [[one.per_sample[sort] for one, sort in zip(stages, sorts, strict=True)] for _, sorts in own.chains]
 
     def _held(self, own: "_Together") -> tuple[np.ndarray, np.ndarray]:
         """Tiles in flight [draft, stage], and whether they fit [draft]."""
-        drafts, stages, filled = own.drafts, own.stages, own.filled
+        stages, filled = own.stages, own.filled
         held = default_flights(stages.wave)
-        roomy = np.array([draft.roomy for draft in drafts]) & (held.shape[1] > 1)
+        roomy = np.array([draft.roomy for draft in own.drafts]) & own.several
         if roomy.any():
-            plain, around = stages, own.trips
-            if filled.any():
-                # Where weights' gradients are put off, as many tiles as if they were not keep the gaps to be filled few.
-                plain = self._stages(drafts, [self.problem.schedule] * len(drafts))
-                around = round_trips(plain.tile, plain.wave, own.crossing)
-            pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
-            enough = enough_flights(around, plain.wave, pace, stages.most, np.ceil(plain.tiles))
-            held[roomy] = enough[roomy]
-        fits = np.logical_and.reduce(held <= stages.most, axis=1)
-        for index in np.nonzero(filled)[0].tolist():
-            most = self._most_under_way(drafts[index], held[index], stages.wave[index])
-            if roomy[index] and most < (stages.wave[index] * held[index]).max():
-                held[index] = np.minimum(held[index], np.maximum(most // stages.wave[index], 1))
-                most = self._most_under_way(drafts[index], held[index], stages.wave[index])
-                fits[index] = (held[index] <= stages.most[index]).all()
-            fits[index] &= (stages.wave[index] * held[index]).max() <= most
-        return held, fits
+            held[roomy] = self._enough(own.at(roomy))
+        able = np.ones(len(held), dtype=bool)
+        if filled.any():
+            held[filled], able[filled] = self._put_off(own.at(filled), held[filled], roomy[filled])
+        return held, able & ((held <= stages.most) | own.blank).all(axis=1)
 
-    def _most_under_way(self, draft: Draft, held: np.ndarray, wave: np.ndarray) -> float:
-        """Up to how many samples every stage has memory for under zero_bubble, where all others may put off as many as are
-        under way in one of them, beside the tiles it holds."""
-        most = float("inf")
-        for (stage, place), hold, samples in zip(placed(draft), held.tolist(), wave.tolist(), strict=True):
-            for own in stage.seats:
-                room = self.times.room(stage, own, place, "zero_bubble", NEARLY)
-                put_off = int((room.free - hold * room.tile) / max(room.put_off, 1.0))
-                most = min(most, samples * (hold + put_off + 1) - 1)
+    def _enough(self, own: "_Together") -> np.ndarray:
+        """[draft, stage]: as many tiles in flight as hide what can be hidden. Where weights' gradients are put off, as many as
+        if they were not keep the gaps to be filled few."""
+        plain, trips = own.stages, own.trips
+        if own.filled.any():
+            rows = self._rows.of(own.drafts, repeat(self.problem.schedule, len(own.drafts)))
+            table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
+            plain = self._stages(own.drafts, np.array(table), own.first)
+            trips = round_trips(plain.tile, plain.wave, own.crossing)
+        pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
+        return enough_flights(trips, plain.wave, pace, own.stages.most, np.ceil(plain.tiles))
+
+    def _put_off(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tiles in flight under zero_bubble, of roomy drafts as many as leave memory for what is put off, and whether there is
+        [draft]."""
+        most, wave = self._most_under_way(own, held), own.stages.wave
+        short = roomy & (most < own.widest(held))
+        if short.any():
+            held = np.where(short[:, None], np.minimum(held, np.maximum(most[:, None] // wave, 1)), held)
+            most = self._most_under_way(own, held)
+        return held, own.widest(held) <= most
+
+    def _most_under_way(self, own: "_Together", held: np.ndarray) -> np.ndarray:
+        """[draft]: up to how many samples every stage has memory for under zero_bubble, where all others may put off as many as
+        are under way in one of them, beside the tiles it holds."""
+        free, tile, each = self._rows.rooms(own.rows)  # [draft, stage, sort]
+        put_off = np.trunc((free - held[:, :, None] * tile) / np.maximum(each, 1.0)).min(axis=2)
+        most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + put_off + 1) - 1).min(axis=1)
         return most
 
     def _tied(self, draft: Draft) -> float:
@@ -242,14 +254,44 @@ class Surrogate:
 
 
 class _Together(NamedTuple):
-    """Drafts of equally many stages: their stages, seconds of one tile over each boundary [draft, boundary] and around
-    [draft, s, t], and whose weights' gradients fill the drain [draft]."""
+    """Drafts side by side: the rows of their stages, where the first of these is, their figures, seconds of one tile over each
+    boundary [draft, boundary] and around [draft, s, t], and whose weights' gradients fill the drain [draft]."""
 
     drafts: Sequence[Draft]
+    rows: np.ndarray
+    first: np.ndarray
     stages: StageEstimate
     crossing: np.ndarray
     trips: np.ndarray
     filled: np.ndarray
+
+    @property
+    def blank(self) -> np.ndarray:
+        """[draft, stage]: whether there is no stage."""
+        return _before(self.first, self.rows.shape[1])
+
+    @property
+    def several(self) -> np.ndarray:
+        """[draft]: whether it has several stages."""
+        return self.first < self.rows.shape[1] - 1
+
+    def widest(self, held: np.ndarray) -> np.ndarray:
+        """[draft]: the most samples that are under way in a stage."""
+        most: np.ndarray = np.where(self.blank, 0.0, self.stages.wave * held).max(axis=1)
+        return most
+
+    def at(self, chosen: np.ndarray) -> "_Together":
+        """Some of the drafts."""
+        drafts = list(compress(self.drafts, chosen))
+        stages = StageEstimate(*(figure[chosen] for figure in self.stages))
+        rest = (self.crossing[chosen], self.trips[chosen], self.filled[chosen])
+        return _Together(drafts, self.rows[chosen], self.first[chosen], stages, *rest)
+
+
+def _before(first: np.ndarray, depth: int) -> np.ndarray:
+    """[draft, stage]: whether it comes before the first."""
+    blank: np.ndarray = np.arange(depth) < first[:, None]
+    return blank
 
 
 class _Chained(NamedTuple):
@@ -265,18 +307,13 @@ class _Chained(NamedTuple):
         return all(own.micro_batch == sorts[0].micro_batch for _, sorts in self.chains for own in sorts)
 
 
-def placed(draft: Draft) -> list[tuple[DraftStage, int]]:
-    """The stages with their places."""
-    last = len(draft.stages) - 1
-    return [(stage, position(s == 0, s == last)) for s, stage in enumerate(draft.stages)]
+def _depth(own: tuple[Draft, list[int]]) -> int:
+    """By which drafts are estimated together: up to twice as many stages."""
+    return (len(own[1]) - 1).bit_length()
 
 
-def _depth(draft: Draft) -> int:
-    return len(draft.stages)
-
-
-def _width(own: _Chained) -> int:
-    return len(own.chains)
+def _extent(own: _Chained) -> tuple[int, int]:
+    return len(own.draft.stages), len(own.chains)
 
 
 def _is_chained(draft: Draft) -> bool:
