@@ -4,7 +4,7 @@ A stage whose tiles come in rounds (ZeRO-2/3) is one actor: its replicas meet in
 takes as long as its slowest tile. Collectives over a part are nodes of a stream of their own, beside compute.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +19,14 @@ from hethub.spec.tiling import crossing, load_alone
 Place = tuple[int, int]  # stage and replica
 Unit = tuple[int, int]  # stage and part
 T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """One side of a crossing: the tile of each row by its place, each tile's first row, and all other rows."""
+
+    places: list[int]
+    firsts: list[int]
+    others: list[int]
 
 
 class Run(NamedTuple):
@@ -92,20 +100,14 @@ class Compute:
 
     def _add(self, actor: int, order: LaneOrder, spent: list[float]) -> Mapping[int, int] | range:
         """Adds an actor's nodes, which take the seconds `spent` by position; the node of each position."""
-        programme, first = self.programme, len(self.programme.seconds)
-        nodes: Mapping[int, int] | range = range(first, first + len(spent))
         if self.each:
-            programme.seconds += spent
-        else:
-            nodes, done = {}, 0
-            for edge in order.edges:
-                if done < edge:
-                    programme.seconds.append(sum(spent[done:edge]))
-                nodes[edge], done = len(programme.seconds), edge + 1
-                programme.seconds.append(spent[edge])
-        added = range(first, len(programme.seconds))
-        programme.orders[actor] += added
-        programme.needs += [[] for _ in added]
+            return self.programme.extend(actor, spent)
+        nodes, done = {}, 0
+        for edge in order.edges:
+            if done < edge:
+                self.programme.extend(actor, [sum(spent[done:edge])])
+            (nodes[edge],) = self.programme.extend(actor, [spent[edge]])
+            done = edge + 1
         return nodes
 
     def _prices(self, place: Place, order: LaneOrder) -> tuple[list[Parts], list[Parts]]:
@@ -134,19 +136,24 @@ class Compute:
                 own = crossing(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
                 costs = [self.costs.boundary(above[0], *sort, below[0]) for sort in own.sorts]
                 seconds = [costs[sort] for sort in own.sort_of]
-                self._link(Kind.FORWARD, above, own.above, below, own.below, seconds)
-                self._link(Kind.BACKWARD, below, own.below, above, own.above, seconds)
+                rows = [Rows(*columns) for columns in zip((own.above, own.below), own.firsts, own.others, strict=True)]
+                self._link(Kind.FORWARD, above, rows[0], below, rows[1], seconds)
+                self._link(Kind.BACKWARD, below, rows[1], above, rows[0], seconds)
 
-    def _link(
-        self, kind: Kind, giving: Unit, givers: list[int], taking: Unit, takers: list[int], seconds: list[float]
-    ) -> None:
-        """Lets some tiles of a unit wait for those of another; both by their place on the sample axis."""
-        needs, nodes, waiting = self.programme.needs, self._nodes(kind, *giving), self._nodes(kind, *taking)
+    def _link(self, kind: Kind, giving: Unit, givers: Rows, taking: Unit, takers: Rows, seconds: list[float]) -> None:
+        """Lets a unit's tiles wait for those of another that share samples with them."""
+        nodes, waiting, programme = self._nodes(kind, *giving), self._nodes(kind, *taking), self.programme
         if (early := self._earlies(kind, *giving)) is not None:
-            seconds = [under_way - early[giver] for giver, under_way in zip(givers, seconds, strict=True)]
-        sources = map(nodes.__getitem__, givers)
-        for taker, need in zip(map(waiting.__getitem__, takers), zip(sources, seconds, strict=True), strict=True):
-            needs[taker].append(need)
+            seconds = [under_way - early[giver] for giver, under_way in zip(givers.places, seconds, strict=True)]
+        others: Iterable[int] = takers.others
+        if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several tiles
+            others = range(len(seconds))
+        else:
+            sources, under_way = programme.sources, programme.under_way
+            for node, row in zip(waiting, takers.firsts, strict=True):
+                sources[node], under_way[node] = nodes[givers.places[row]], seconds[row]
+        for row in others:
+            programme.needs[waiting[takers.places[row]]].append((nodes[givers.places[row]], seconds[row]))
 
     def _nodes(self, kind: Kind, stage: int, part: int) -> list[int]:
         """The node of each of a stage's tiles, in order of the sample axis."""

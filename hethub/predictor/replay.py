@@ -1,35 +1,53 @@
 """Any schedule replayed: nodes with a length, done in each actor's order, each when what it needs has ended."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
-Needs = list[tuple[int, float]]  # a node and the seconds from its end to when it counts
+Needs = list[tuple[int, float]]  # nodes and the seconds from their end to when it counts
+NONE = -1  # where a node waits for no other
 
 
 @dataclass
 class Programme:
-    """Nodes numbered from 0. `orders[a]` are actor a's, in the order it does them; `needs[n]` is what node n waits for.
+    """Nodes numbered from 0. `orders[a]` are actor a's, in the order it does them.
 
-    An actor is a replica, a stage whose replicas go in lockstep, or a stream (a network, a host link) that works beside
-    them. Seconds under way may be negative: what counts is then ready before its node has ended.
+    Most nodes wait for one other at most: `sources[n]`, `under_way[n]` seconds after its end. `needs[n]` are those that
+    n waits for beside it. An actor is a replica, a stage whose replicas go in lockstep, or a stream (a network, a host
+    link) that works beside them. Seconds under way may be negative: what counts is then ready before its node has ended.
     """
 
     seconds: list[float] = field(default_factory=list)
-    needs: list[Needs] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    under_way: list[float] = field(default_factory=list)
+    needs: defaultdict[int, Needs] = field(default_factory=lambda: defaultdict(list))
     orders: list[list[int]] = field(default_factory=list)
 
     def add(self, actor: int, seconds: float, needs: Needs | None = None) -> int:
         """The number of a new node at the end of an actor's order."""
-        self.seconds.append(seconds)
-        self.needs.append([] if needs is None else needs)
-        node = len(self.seconds) - 1
-        self.orders[actor].append(node)
+        (node,) = self.extend(actor, [seconds])
+        if needs:
+            self.needs[node] += needs
         return node
+
+    def extend(self, actor: int, seconds: list[float]) -> range:
+        """The numbers of new nodes at the end of an actor's order, that wait for none yet."""
+        added = range(len(self.seconds), len(self.seconds) + len(seconds))
+        self.seconds += seconds
+        self.sources += [NONE] * len(seconds)
+        self.under_way += [0.0] * len(seconds)
+        self.orders[actor] += added
+        return added
 
     def add_actor(self) -> int:
         """The number of a new actor."""
         self.orders.append([])
         return len(self.orders) - 1
+
+    def needs_of(self, node: int) -> Needs:
+        """All that a node waits for."""
+        first = [] if self.sources[node] == NONE else [(self.sources[node], self.under_way[node])]
+        return first + self.needs.get(node, [])
 
 
 def replay(programme: Programme, starts: dict[int, float] | None = None) -> list[float]:
@@ -38,9 +56,9 @@ def replay(programme: Programme, starts: dict[int, float] | None = None) -> list
     Each actor runs its list in order; one that waits for a node not yet done is woken by it. Raises AssertionError
     where nodes wait for each other, which a bound layout's schedule never does.
     """
-    seconds, needs = programme.seconds, programme.needs
+    seconds, sources, under_way, needs = programme.seconds, programme.sources, programme.under_way, programme.needs
     unknown = float("inf")
-    ends = [unknown] * len(seconds)
+    ends = [unknown] * len(seconds) + [-unknown]  # the last one is that of NONE
     rest = [iter(order) for order in programme.orders]
     clock = [0.0] * len(rest)
     for actor, start in (starts or {}).items():
@@ -51,23 +69,24 @@ def replay(programme: Programme, starts: dict[int, float] | None = None) -> list
         actor, node = runnable.pop()
         now, order = clock[actor], rest[actor]
         while node >= 0:
-            for source, under_way in needs[node]:
-                ready = ends[source] + under_way
-                if ready > now:
-                    if ready == unknown:
-                        waiting.setdefault(source, []).append((actor, node))
-                        break
-                    now = ready
-            else:
-                ends[node] = now = now + seconds[node]
-                if node in waiting:
-                    runnable += waiting.pop(node)
-                node = next(order, -1)
-                continue
-            break
+            source = sources[node]
+            ready = ends[source] + under_way[node]
+            if node in needs:
+                for other, seconds_under_way in needs[node]:
+                    if (known := ends[other] + seconds_under_way) > ready:
+                        source, ready = other, known
+            if ready > now:
+                if ready == unknown:
+                    waiting.setdefault(source, []).append((actor, node))
+                    break
+                now = ready
+            ends[node] = now = now + seconds[node]
+            if node in waiting:
+                runnable += waiting.pop(node)
+            node = next(order, NONE)
         clock[actor] = now
     assert not waiting, f"{len(waiting)} nodes wait for each other"
-    return ends
+    return ends[:-1]
 
 
 def idle_times(
@@ -80,7 +99,7 @@ def idle_times(
         assert node is not None
         free = begin if before is None else ends[before]
         idle = ends[node] - programme.seconds[node] - free
-        if idle > 0.0 and programme.needs[node]:
-            source, under_way = max(programme.needs[node], key=lambda need: ends[need[0]] + need[1])
+        if idle > 0.0 and (needs := programme.needs_of(node)):
+            source, under_way = max(needs, key=lambda need: ends[need[0]] + need[1])
             found.append((node, idle, source, under_way))
     return found

@@ -7,7 +7,7 @@ same figures, action by action.
 
 from typing import NamedTuple
 
-from hethub.predictor.replay import Programme, idle_times, replay
+from hethub.predictor.replay import NONE, Programme, idle_times, replay
 
 
 class Ends(NamedTuple):
@@ -178,13 +178,13 @@ def _run_interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
         orders.append(order + backwards[total - warm :])
     programme = Programme(orders=orders)
     for v in range(virtual):
-        above = [(v - 1, down[v - 1])] if v else []
         programme.seconds += [chain.forward[v % stages] / chunks] * num_tiles
-        programme.needs += [[(tile(u, i), under_way) for u, under_way in above] for i in range(num_tiles)]
+        programme.sources += [tile(v - 1, i) if v else NONE for i in range(num_tiles)]
+        programme.under_way += [down[v - 1] if v else 0.0] * num_tiles
     for v in range(virtual):
-        behind = [(v + 1, down[v])] if v < last else []
         programme.seconds += [chain.backward[v % stages] / chunks] * num_tiles
-        programme.needs += [[(back(u, i), under_way) for u, under_way in behind] for i in range(num_tiles)]
+        programme.sources += [back(v + 1, i) if v < last else NONE for i in range(num_tiles)]
+        programme.under_way += [down[v] if v < last else 0.0] * num_tiles
     return _ends(programme, stages)
 
 

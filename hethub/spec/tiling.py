@@ -167,6 +167,8 @@ class Crossing(NamedTuple):
     below: list[int]
     sorts: list[tuple[int, int, int]]  # replica above, replica below, how many samples
     sort_of: list[int]
+    firsts: tuple[list[int], list[int]]  # of each tile above, and of each one below, its first row
+    others: tuple[list[int], list[int]]  # all other rows
 
 
 def crossing(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> Crossing:
@@ -183,7 +185,16 @@ def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], 
         map(sources.replicas.__getitem__, givers), map(targets.replicas.__getitem__, takers), samples, strict=True
     )
     sort_of = [sorts.setdefault(sort, len(sorts)) for sort in between]
-    return Crossing(givers, takers, list(sorts), sort_of)
+    firsts, others = zip(*(_firsts(places) for places in (givers, takers)), strict=True)
+    return Crossing(givers, takers, list(sorts), sort_of, firsts, others)
+
+
+def _firsts(places: list[int]) -> tuple[list[int], list[int]]:
+    """The rows with another place than the one before, and those with the same."""
+    firsts, others = [0], list[int]()
+    for row, (before, place) in enumerate(pairwise(places), start=1):
+        (others if before == place else firsts).append(row)
+    return firsts, others
 
 
 def is_even(plan: PlanSpec) -> bool:

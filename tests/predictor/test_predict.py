@@ -14,7 +14,7 @@ from hethub.predictor import check_memory, memory, predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.lean import copies
-from hethub.predictor.replay import Programme, replay
+from hethub.predictor.replay import NONE, Programme, replay
 from hethub.predictor.simulator import Chain, pipeline
 from hethub.predictor.software import HETHUB
 from hethub.predictor.step import step_times
@@ -143,10 +143,12 @@ def _programme(chain: Chain, m: int) -> Programme:
     for s in range(last + 1):
         for i in range(m):
             programme.seconds.append(chain.forward[s])
-            programme.needs.append([(forward(s - 1, i), chain.down[s - 1])] if s else [])
+            programme.sources.append(forward(s - 1, i) if s else NONE)
+            programme.under_way.append(chain.down[s - 1] if s else 0.0)
         for i in range(m):
             programme.seconds.append(chain.backward[s])
-            programme.needs.append([(backward(s + 1, i), chain.up[s])] if s < last else [])
+            programme.sources.append(backward(s + 1, i) if s < last else NONE)
+            programme.under_way.append(chain.up[s] if s < last else 0.0)
         limit, order = min(chain.in_flight[s], m), []
         for i in range(m + limit):
             order += [backward(s, i - limit)] if i >= limit else []
