@@ -1,10 +1,10 @@
 """What the search enumerates: TP degrees, micro-batches and recompute by kind, and the lines of units that they form."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import permutations, product
 
-from hethub.planner.problem import Combination, Problem, Unit
+from hethub.planner.problem import Problem, Unit
 
 MOST_ORDERED = 4  # kinds: beyond, only orders by speed and by memory are tried
 
@@ -50,26 +50,18 @@ def orders(problem: Problem) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([*main_orders(problem), kinds, kinds[::-1]]))
 
 
-def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
-    """TP degrees per kind, each a power of two that the kind's machines can hold."""
+def degrees_by_kind(problem: Problem) -> list[list[int]]:
+    """The TP degrees to choose from for each kind, powers of two that its machines can hold."""
     fixed = problem.constraints.tp
-    choices = [[fixed] if fixed else problem.degrees_of(kind) for kind in range(len(problem.kinds))]
-    return list(product(*choices))
-
-
-def combinations(problem: Problem) -> Iterator[Combination]:
-    """All combinations. On small clusters kinds may have unlike micro-batches, up to four times apart."""
-    for degrees in degree_choices(problem):
-        for micro_batches in micro_batch_choices(problem):
-            for recompute in problem.recomputes:
-                yield Combination(degrees, micro_batches, recompute)
+    return [[fixed] if fixed else problem.degrees_of(kind) for kind in range(len(problem.kinds))]
 
 
 MOST_UNLIKE = 16  # accelerators: beyond, all kinds start with one micro-batch and differ by local search only
 
 
 def micro_batch_choices(problem: Problem) -> list[tuple[int, ...]]:
-    """Micro-batches per kind, none larger than its ranks measured to fit."""
+    """Micro-batches per kind, none larger than its ranks measured to fit. On small clusters kinds may have unlike ones,
+    up to four times apart."""
     kinds, sizes = len(problem.kinds), problem.micro_batches
     if kinds == 1 or problem.size > MOST_UNLIKE:
         return _fitting(problem, ((size,) * kinds for size in sizes))

@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.footprint import Coefficients
 from hethub.planner.problem import Combination, Problem, Unit
-from hethub.planner.settings import combinations
+from hethub.planner.settings import degrees_by_kind, micro_batch_choices
 from hethub.spec.plan import Recompute
 
 
@@ -61,24 +63,25 @@ _ARRAYS = ("kinds", "counts", *_FIGURES, "bound", "through")
 
 def tabulate(problem: Problem, costs: UnitCosts) -> Table:
     """The table of all combinations that the problem's constraints allow."""
-    every = tuple(combinations(problem))
-    groups = {degrees: _sorts(problem, degrees) for degrees in dict.fromkeys(c.degrees for c in every)}
-    width = max(map(len, groups.values()))
+    settings = tuple(product(micro_batch_choices(problem), problem.recomputes))
     records = _Records(problem, costs)
-    index = np.zeros((len(every), width), dtype=np.int64)  # 0: a blank record
-    for row, combination in enumerate(every):
-        for sort, (unit, _) in enumerate(groups[combination.degrees]):
-            index[row, sort] = records.index(unit, combination.micro_batches[unit.kind], combination.recompute)
-    padded = {d: ([u.kind for u, _ in own], [n for _, n in own], width - len(own)) for d, own in groups.items()}
-    kinds = np.array([kinds + more * [-1] for kinds, _, more in (padded[c.degrees] for c in every)])
-    counts = np.array([counts + more * [0] for _, counts, more in (padded[c.degrees] for c in every)])
+    sorts = [{tp: records.sorts(kind, tp, settings) for tp in own} for kind, own in enumerate(degrees_by_kind(problem))]
+    every = list(product(*sorts))  # TP degrees by kind
+    groups = [[sort for kind, tp in enumerate(degrees) for sort in sorts[kind][tp]] for degrees in every]
+    width = max(map(len, groups))
+    kinds, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
+    numbered = np.zeros((len(every), len(settings), width), dtype=np.int64)  # 0: a blank record
+    for row, group in enumerate(groups):
+        for place, (example, number, own) in enumerate(group):
+            kinds[row, place], counts[row, place], numbered[row, :, place] = example.kind, number, own
+    index, counts = numbered.reshape(-1, width), counts.repeat(len(settings), axis=0)
     figures = dict(zip(_FIGURES, np.array(records.figures)[index].transpose(2, 0, 1), strict=True))
     present = counts > 0
     rate = np.where(present, counts / figures["layer"], 0.0).sum(axis=1)
     table = Table(
-        combinations=every,
-        examples=tuple(tuple(unit for unit, _ in groups[c.degrees]) for c in every),
-        kinds=kinds,
+        combinations=tuple(Combination(degrees, *setting) for degrees in every for setting in settings),
+        examples=tuple(own for group in groups for own in [tuple(sort.example for sort in group)] * len(settings)),
+        kinds=kinds.repeat(len(settings), axis=0),
         counts=counts,
         memory=Coefficients(*(np.array(part)[index] for part in zip(*records.memory, strict=True))),
         bound=problem.batch.global_batch * problem.model.layers / rate,
@@ -88,14 +91,12 @@ def tabulate(problem: Problem, costs: UnitCosts) -> Table:
     return table.only(np.argsort(table.bound, kind="stable"))
 
 
-def _sorts(problem: Problem, degrees: tuple[int, ...]) -> list[tuple[Unit, int]]:
-    """A unit of every sort and how many there are: a machine's rest beside the units of the wanted degree."""
-    found = []
-    for kind, tp in enumerate(degrees):
-        units = problem.units(kind, tp)
-        for size, count in Counter(unit.tp for unit in units).items():
-            found.append((next(unit for unit in units if unit.tp == size), count))
-    return found
+class _Sort(NamedTuple):
+    """Like units of a kind: one of them, how many there are, and by setting the number of their record."""
+
+    example: Unit
+    number: int
+    records: list[int]
 
 
 class _Records:
@@ -107,13 +108,27 @@ class _Records:
         self.memory: list[Coefficients] = [Coefficients(*(np.zeros(4) for _ in Coefficients._fields))]
         self._known: dict[tuple[int, int, int, Recompute], int] = {}
 
-    def index(self, unit: Unit, micro_batch: int, recompute: Recompute) -> int:
-        key = (unit.kind, unit.tp, micro_batch, recompute)
+    def sorts(self, kind: int, tp: int, settings: Sequence[tuple[tuple[int, ...], Recompute]]) -> list[_Sort]:
+        """The sorts of unit that a degree makes of a kind: a machine's rest beside the units of the wanted degree."""
+        units = self.problem.units(kind, tp)
+        return [
+            _Sort(
+                example=next(unit for unit in units if unit.tp == size),
+                number=number,
+                records=[
+                    self._index(kind, size, micro_batches[kind], recompute) for micro_batches, recompute in settings
+                ],
+            )
+            for size, number in Counter(unit.tp for unit in units).items()
+        ]
+
+    def _index(self, kind: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
+        key = (kind, tp, micro_batch, recompute)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = len(self.figures)
-            rate = self.costs.rate(unit.kind, unit.tp, micro_batch, recompute)
+            rate = self.costs.rate(kind, tp, micro_batch, recompute)
             layer, embedding, head = (part.total / micro_batch for part in rate)
-            self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(unit.kind)))
-            self.memory.append(self.problem.coefficients(unit.kind, unit.tp, micro_batch, recompute))
+            self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(kind)))
+            self.memory.append(self.problem.coefficients(kind, tp, micro_batch, recompute))
         return found
