@@ -14,7 +14,6 @@ from hethub.predictor.software import HETHUB, Software, element_bytes
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout, Seat
-from hethub.spec.plan import ReplicaSpec
 from hethub.spec.tensors import LOSS_CHUNK_TOKENS
 
 # On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
@@ -49,8 +48,11 @@ def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
         named = stage_spec.state_shares
         for replica, spec in enumerate(stage_spec.replicas):
             load = (stage, spec.micro_batch, spec.samples, layout.in_flight[stage][replica])
+            share = software.context_parallel / spec.tp
             for position, rank in enumerate(spec.ranks):
-                node, share = nodes[places[rank].node.name], _fraction(spec, position, software)
+                node = nodes[places[rank].node.name]
+                if spec.tensor_shares is not None:
+                    share = spec.tensor_shares[position] / sum(spec.tensor_shares)
                 key = (load, share, named.get(rank), node.on_cpu)
                 if key not in known:
                     shard = shards.setdefault((stage, share), Shard(layout, stage, share, software, width))
@@ -178,10 +180,3 @@ def _peak(shard: Shard, seat: Seat, tiles: Tiles, state: Resident) -> Moment:
         key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,
     )
     return Moment(most.activations, most.weights * state.moves_weights, most.gradients * state.moves_gradients)
-
-
-def _fraction(spec: ReplicaSpec, position: int, software: Software) -> float:
-    """A rank's fraction of heads, columns and vocabulary."""
-    if spec.tensor_shares is None:
-        return software.context_parallel / spec.tp
-    return spec.tensor_shares[position] / sum(spec.tensor_shares)

@@ -12,13 +12,14 @@ from hethub.predictor.costs import Parts, PlanCosts
 from hethub.predictor.lean import LeanCosts
 from hethub.predictor.replay import Programme
 from hethub.spec.layout import Layout
-from hethub.spec.orders import LaneOrder, Way
+from hethub.spec.orders import LaneOrder
 from hethub.spec.schedule import Kind, lane_order
 from hethub.spec.tiling import crossing, load_alone
 
 Place = tuple[int, int]  # stage and replica
 Unit = tuple[int, int]  # stage and part
 T = TypeVar("T")
+PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are in a TileCost
 
 
 class Rows(NamedTuple):
@@ -112,22 +113,23 @@ class Compute:
 
     def _prices(self, place: Place, order: LaneOrder) -> tuple[list[Parts], list[Parts]]:
         """What the replica spends on a whole tile and on its last one, by way; notes what it spends in all."""
-        spec, portions = self.layout.replica(*place), self.costs.state.portions[place[0]]
+        spec = self.layout.replica(*place)
         num_tiles = load_alone(spec).num_tiles
         short = spec.samples - spec.micro_batch * (num_tiles - 1)
-
-        def price(way: Way, samples: int) -> Parts:
-            cost = self.costs.tile(*place, samples, portions[way[1]] if len(portions) > 1 else None)
-            return {Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward, Kind.WEIGHT: cost.weight}[way[0]]
-
-        last = [price(way, short) for way in order.computing]
-        full = last if short == spec.micro_batch else [price(way, spec.micro_batch) for way in order.computing]
+        last = self._passes(place, order, short)
+        full = last if short == spec.micro_batch else self._passes(place, order, spec.micro_batch)
         sums = [
             sum((num_tiles - 1) * whole[part] + own[part] for whole, own in zip(full, last, strict=True))
             for part in range(3)
         ]
         self.spent[place] = Parts(*sums)
         return full, last
+
+    def _passes(self, place: Place, order: LaneOrder, samples: int) -> list[Parts]:
+        """What a tile takes, by way."""
+        portions = self.costs.state.portions[place[0]]
+        costs = [self.costs.tile(*place, samples, own if len(portions) > 1 else None) for own in portions]
+        return [costs[part][PASSES[kind]] for kind, part in order.computing]
 
     def _wire(self) -> None:
         """A tile waits for those of the part before (backward: behind) that overlap it, where another stage ran them."""

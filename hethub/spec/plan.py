@@ -1,6 +1,7 @@
 """Plans: stages, replicas, tiles and shares. What a plan can know of itself is checked here, the rest in layout.py."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -74,9 +75,9 @@ class StageSpec(Spec):
             raise ValueError("state_shares need zero: 1 or more; with zero: 0 every replica holds the whole state.")
         return self
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+        return tuple([rank for replica in self.replicas for rank in replica.ranks])
 
     @property
     def chunks(self) -> tuple[Range, ...]:
@@ -84,7 +85,7 @@ class StageSpec(Spec):
 
     @property
     def num_layers(self) -> int:
-        return sum(chunk.size for chunk in self.chunks)
+        return sum([stop - start for start, stop in self.layers])
 
 
 def _beyond_one(shares: dict[int, float]) -> str:
