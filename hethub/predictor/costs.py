@@ -87,12 +87,11 @@ class PlanCosts:
         if found is None:
             spec = self.layout.replica(stage, replica)
             places = [self.layout.cluster.places[rank] for rank in spec.ranks]
-            names = tuple(place.accelerator.name for place in places)
-            spread = tuple(Counter(place.machine for place in places).values())
+            names, machines = [place.node.device.name for place in places], [place.machine for place in places]
             found = self._kinds[stage, replica] = (
                 stage,
-                names if len(set(names)) > 1 else names[:1],
-                spread,
+                tuple(names if len(set(names)) > 1 else names[:1]),
+                tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
                 spec.tensor_shares,
             )
         return found

@@ -59,7 +59,7 @@ def _sizes(replicas: Sequence[ReplicaSpec]) -> tuple[tuple[int, int], ...]:
     return tuple([(replica.micro_batch, replica.samples) for replica in replicas])
 
 
-@lru_cache(maxsize=32)  # a search asks for few of them again and again
+@lru_cache(maxsize=64)  # a search asks for few of them again and again
 def _dealt(replicas: tuple[tuple[int, int], ...]) -> Tiling:
     most = max(map(max, replicas))
     fraction: Any = truediv if most < 2**24 else Fraction
@@ -176,7 +176,7 @@ def crossing(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> Cros
     return _crossing(_sizes(above), _sizes(below))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], ...]) -> Crossing:
     sources, targets = _dealt(above), _dealt(below)
     givers, takers, samples = overlaps(sources, targets)
