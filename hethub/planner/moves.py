@@ -14,22 +14,17 @@ MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the oth
 
 
 def neighbours(draft: Draft, surrogate: Surrogate) -> list[Draft]:
-    """Every draft one change away, all weighed."""
+    """Every draft one change away."""
     every = dict.fromkeys(near for some in neighbourhoods(draft, surrogate) for near in some)
     return [near for near in every if near != draft]
 
 
-def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[list[Draft]]:
-    """The drafts one change away, sort of change by sort of change, weighed."""
-    for near in _changes(draft, surrogate):
-        found = list(near)
-        surrogate.weigh(found)
-        yield found
+def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draft]]:
+    """The drafts one change away, sort of change by sort of change.
 
-
-def _changes(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draft]]:
-    """With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
-    memory than there is, tiles are cut until it fits."""
+    With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more memory
+    than there is, tiles are cut until it fits.
+    """
     count, problem, slowest = len(draft.stages), surrogate.problem, surrogate.slowest(draft)
     if count <= MOST_PAIRED:
         pairs, some = list(combinations(range(count), 2)), list(range(count))

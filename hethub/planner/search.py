@@ -128,9 +128,8 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
         known_enough = start is not None and first >= MOST_STARTS
         if known_enough or surrogate.least(some[0]) >= shortest or judge.out_of_time:
             break
-        surrogate.weigh(some)
-        own = min(filter(surrogate.likely_fits, some), key=surrogate.seconds, default=None)
-        if own is not None and surrogate.seconds(own) < shortest:
+        own = min(surrogate.below(some, shortest), key=surrogate.seconds, default=None)
+        if own is not None:
             start, shortest = own, surrogate.seconds(own)
     if start is not None:
         judge(start)
@@ -319,8 +318,8 @@ def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
     least, best = surrogate.seconds(draft) * (1 - 1e-6), None
     enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
     for near in neighbourhoods(draft, surrogate):
-        own = min(filter(surrogate.likely_fits, near), key=surrogate.seconds, default=None)
-        if own is not None and surrogate.seconds(own) < least:
+        own = min(surrogate.below(near, least), key=surrogate.seconds, default=None)
+        if own is not None:
             least, best = surrogate.seconds(own), own
         if least < enough:
             break
@@ -349,8 +348,7 @@ def _step(best: Verdict, judge: Judge, effort: Effort) -> Verdict:
     surrogate, ranked = judge.surrogate, neighbours(best.draft, judge.surrogate)
     if best.prediction.fits:
         most = surrogate.seconds(best.draft) * effort.uphill
-        near = [draft for draft in ranked if surrogate.seconds(draft) < most and surrogate.likely_fits(draft)]
-        ranked = heapq.nsmallest(effort.tried_per_step, near, key=surrogate.seconds)
+        ranked = heapq.nsmallest(effort.tried_per_step, surrogate.below(ranked, most), key=surrogate.seconds)
     for draft in ranked:
         if judge.out_of_time:
             break

@@ -64,6 +64,15 @@ class Surrogate:
         """Whether the estimate is below `seconds` and the draft likely fits."""
         return self.least(draft) < seconds and self.seconds(draft) < seconds and self.likely_fits(draft)
 
+    def below(self, drafts: Iterable[Draft], seconds: float) -> list[Draft]:
+        """The unlike ones of the drafts whose estimate is below `seconds` and that likely fit; those that are proved to take
+        longer are not weighed."""
+        unlike = list(dict.fromkeys(drafts))
+        self.bound(unlike)
+        near = [draft for draft in unlike if self.least(draft) < seconds]
+        self.weigh(near)
+        return [draft for draft in near if self.seconds(draft) < seconds and self.likely_fits(draft)]
+
     def least(self, draft: Draft) -> float:
         """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
         if draft in self._weighed:
