@@ -123,19 +123,21 @@ def room_for(problem: Problem, table: Table, rows: np.ndarray, stages: int) -> n
 
 def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[stage]: busy seconds per layer and beyond the layers, and one tile's seconds per layer."""
-    samples, composition, rows = problem.batch.global_batch, own.composition.T, own.rows[own.stages.of]
-    layer, present = table.layer[rows], composition > 0
+    samples, composition, rows = problem.batch.global_batch, own.composition, own.rows[own.stages.of]
+    present = composition > 0
+    layer = np.where(present, table.layer.T.take(rows, axis=1), 0.0)  # [sort, stage]
     # Samples come whole: alike replicas end with the one that has the most.
-    per_layer = np.ceil(samples / own.replicas) * np.where(present, layer, 0.0).sum(axis=1)
-    mixed = present.sum(axis=1) > 1
-    if mixed.any():
-        per_layer[mixed] = earliest_finish(samples, layer[mixed], composition[mixed])
+    per_layer = np.ceil(samples / own.replicas) * layer.sum(axis=0)
+    mixed = np.flatnonzero(present.sum(axis=0) > 1)
+    if len(mixed):
+        numbers = composition.take(mixed, axis=1)
+        per_layer[mixed] = earliest_finish(samples, table.layer[rows[mixed]], numbers.T)
     extra = np.zeros(len(rows))
     for stage, figures in ((own.stages.first, table.embedding), (own.stages.last, table.head)):
-        replicas = composition[stage]
-        part = (replicas * figures[own.rows]).sum(axis=1) / (replicas * table.layer[own.rows]).sum(axis=1)
+        numbers = composition.take(stage, axis=1)
+        part = (numbers * figures[own.rows].T).sum(axis=0) / (numbers * layer.take(stage, axis=1)).sum(axis=0)
         extra[stage] += per_layer[stage] * part
-    latency: np.ndarray = np.where(present, table.tile[rows], 0.0).max(axis=1)
+    latency: np.ndarray = np.where(present, table.tile.T.take(rows, axis=1), 0.0).max(axis=0)
     return per_layer, extra, latency
 
 
@@ -176,13 +178,26 @@ def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray
     high = low + np.maximum.reduceat(per_layer, stages.first)
     while (short := sums(held(high)) < total).any():
         low, high = np.where(short, high, low), np.where(short, 1.3 * high, high)
-    while ((high - low) > 1e-6 * high).any():
+    while ((high - low) > ROUGHLY * high).any():
         middle = (low + high) / 2
         enough = sums(held(middle)) >= total
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
     layers = held(high)
-    while (over := sums(layers) > total).any():  # of the stages that end last, the first one has too many
-        own = np.flatnonzero(over[stages.of] & (layers > 1))
-        latest_first = own[np.lexsort((-(per_layer * layers + extra)[own], stages.of[own]))]
-        layers[latest_first[np.flatnonzero(np.diff(stages.of[latest_first], prepend=-1))]] -= 1
+    while (surplus := sums(layers) - total).any():
+        own = np.flatnonzero((surplus > 0).take(stages.of) & (layers > 1))
+        layers[own[_latest(surplus, stages.of[own], per_layer[own] * layers[own] + extra[own], per_layer[own])]] -= 1
     return layers.astype(np.int64)
+
+
+def _latest(surplus: np.ndarray, of: np.ndarray, ends: np.ndarray, per_layer: np.ndarray) -> np.ndarray:
+    """Up to `surplus` [arrangement] stages of every arrangement that end last, the first ones among equals, and end last
+    also without the last layers of the others: these layers would be taken away if it were done one by one."""
+    order = np.lexsort((-ends, of))
+    of, ends = of[order], ends[order]
+    first = np.flatnonzero(np.diff(of, prepend=-1))
+    own = Stages(np.diff(first, append=len(of)))
+    later = ends > np.maximum.reduceat(ends - per_layer[order], first)[own.of]
+    return order[later & (own.before < surplus[of])]
+
+
+ROUGHLY = 1e-3  # how near the deadline is bisected; what it leaves too many of is taken away
