@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from hethub.planner.complete import complete
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem
-from hethub.planner.tiny_points import Point, branches_of, promising_points
+from hethub.planner.tiny_points import Point, Points, branches_below, promising_points
 from hethub.planner.tiny_replay import Node, Passed, ends_of, nodes_of
 from hethub.planner.tiny_shapes import schedules_of, shapes_of
 from hethub.planner.tiny_stages import StageCosts, Units
@@ -27,6 +28,7 @@ from hethub.spec.layout import Layout
 
 AT_ONCE = 4096  # points timed before the best of them are judged
 MOST_TIMED = 16 * AT_ONCE
+FEW = 256  # branches
 MOST_JUDGED = 1000  # where memory holds few of them
 MOST_DEEPENED = 128  # points tried with more tiles in flight
 
@@ -35,24 +37,35 @@ def search_tiny(problem: Problem, judge: Judge) -> None:
     """Judges what may be better than the best plan known, most promising first. Where the space was searched to its end, the
     judge knows then that no plan of it is faster."""
     costs = [StageCosts(judge, schedule) for schedule in schedules_of(problem)]
-    branches = [branch for own in costs for shape in shapes_of(problem) for branch in branches_of(own, shape)]
-    found = promising_points(judge.best_seconds, branches, MOST_TIMED)
+    shapes = list(shapes_of(problem))
+    bounded = [own for each in costs for shape in shapes for own in branches_below(judge.best_seconds, each, shape)]
+    branches = [branch for _, branch in sorted(bounded, key=itemgetter(0))]
     orders: dict[object, list[Node]] = {}
-    enough, near = judge.candidates + MOST_JUDGED, list[tuple[float, Point]]()
+    enough = judge.candidates + MOST_JUDGED
+    few = promising_points(judge.best_seconds, branches[:FEW], AT_ONCE)
+    _judge_points(judge, few, orders, enough)  # tells how fast a plan can be before all are bounded
+    found = promising_points(judge.best_seconds, branches, MOST_TIMED)
+    near = _judge_points(judge, found, orders, enough)
+    listed = len(found.bounds) < MOST_TIMED or float(found.bounds[-1]) >= judge.best_seconds
+    if listed and judge.candidates <= enough and not judge.out_of_time and judge.fitting:
+        judge.space_bound_seconds = judge.best_seconds
+    if problem.capabilities.chooses_in_flight:
+        deeper = [point for own in near for point in _deeper(problem, own)]
+        _judge_timed(judge, _timed(problem, deeper, orders), enough + MOST_JUDGED)
+
+
+def _judge_points(judge: Judge, found: Points, orders: dict[object, list[Node]], enough: int) -> list[Point]:
+    """Times points in order of their bounds, and judges them in order of these times; the fastest of them."""
+    near: list[tuple[float, Point]] = []
     for first in range(0, len(found.bounds), AT_ONCE):
         some = found.at(np.arange(first, min(first + AT_ONCE, len(found.bounds))))
         some = some.at(np.nonzero(some.bounds < judge.best_seconds)[0])
         if not len(some.bounds) or judge.out_of_time or judge.candidates > enough:
             break
-        timed = _timed(problem, some.points(), orders)
+        timed = _timed(judge.problem, some.points(), orders)
         _judge_timed(judge, timed, enough)
         near = heapq.nsmallest(MOST_DEEPENED, [*near, *timed], key=_seconds_of)
-    listed = len(found.bounds) < MOST_TIMED or float(found.bounds[-1]) >= judge.best_seconds
-    if listed and judge.candidates <= enough and not judge.out_of_time and judge.fitting:
-        judge.space_bound_seconds = judge.best_seconds
-    if problem.capabilities.chooses_in_flight:
-        deeper = [point for _, own in near for point in _deeper(problem, own)]
-        _judge_timed(judge, _timed(problem, deeper, orders), enough + MOST_JUDGED)
+    return [point for _, point in near]
 
 
 def _seconds_of(timed: tuple[float, Point]) -> float:

@@ -1,13 +1,13 @@
 """Points of a small space: plans as choices per stage, and the bounds that leave most of them out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.small import MOST_UNITS
-from hethub.planner.tiny_stages import Mode, Shape, StageChoice, StageCosts, StageOptions, plan_of
+from hethub.planner.tiny_stages import Mode, Shape, StageBounds, StageChoice, StageCosts, StageOptions, plan_of
 from hethub.spec.plan import PlanSpec
 
 
@@ -21,7 +21,7 @@ class Branch(NamedTuple):
 
     def crossing(self, above: int) -> np.ndarray:
         """Seconds over a boundary: [replica above, replica below, samples]."""
-        return self.costs.crossing(self.shape, self.layers, above)
+        return self.costs.crossing(self.shape, above)
 
 
 class Point(NamedTuple):
@@ -80,12 +80,13 @@ class Points(NamedTuple):
 
 def promising_points(limit: float, branches: Sequence[Branch], most: int) -> Points:
     """The points whose bound is below the limit, by their bounds; the smallest `most` of them."""
-    found = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, MOST_UNITS), dtype=np.int64))
+    width = max((len(branch.shape) for branch in branches), default=0)
+    found = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     new, count = [found], 0
     for index, branch in enumerate(branches):
         bounds, options = _below(limit, branch)
         if len(bounds):
-            padded = np.pad(options, ((0, 0), (0, MOST_UNITS - options.shape[1])))
+            padded = np.pad(options, ((0, 0), (0, width - options.shape[1])))
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
         if count > most or index == len(branches) - 1:
@@ -102,53 +103,75 @@ def _smallest(parts: Sequence[Points], most: int) -> Points:
     return together.at(np.argsort(together.bounds, kind="stable")[:most])
 
 
-def branches_of(costs: StageCosts, shape: Shape) -> Iterator[Branch]:
-    """A shape with all cuts of the layers; none more when time is up."""
-    layers = costs.problem.model.layers
-    for cut in combinations(range(1, layers), len(shape) - 1):
-        if costs.judge.out_of_time:
-            return
-        own = tuple(b - a for a, b in pairwise((0, *cut, layers)))
-        yield Branch(costs, shape, own, tuple(costs.options(shape, own, stage) for stage in range(len(shape))))
+def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:
+    """The cuts of the layers for a shape of which some point may take less than the limit, each with its bound; none when
+    time is up."""
+    cuts = _cuts(costs.problem.model.layers, len(shape))
+    if costs.judge.out_of_time:
+        return []
+    stages: list[dict[int, StageOptions]] = []
+    for stage, own in enumerate(cuts.T):
+        counts, rows = np.unique(own, return_index=True)
+        examples = zip(counts.tolist(), cuts[rows].tolist(), strict=True)
+        stages.append({layers: costs.options(shape, cut, stage) for layers, cut in examples})
+    bounds = step_bound(
+        [_by_cut(own, options) for own, options in zip(cuts.T, stages, strict=True)], costs.nearest(shape)
+    )
+    found = []
+    for row in np.nonzero(bounds < limit)[0].tolist():
+        layers = tuple(cuts[row].tolist())
+        chosen = tuple(options[x] for x, options in zip(layers, stages, strict=True))
+        found.append((float(bounds[row]), Branch(costs, shape, layers, chosen)))
+    return found
+
+
+@cache
+def _cuts(total: int, stages: int) -> np.ndarray:
+    """[cut, stage]: all ways to give every stage some of the layers."""
+    edges = combinations(range(1, total), stages - 1)
+    return np.array([[b - a for a, b in pairwise((0, *cut, total))] for cut in edges])
+
+
+def _by_cut(layers: np.ndarray, options: Mapping[int, StageOptions]) -> StageBounds:
+    """What no option of a stage is below, by cut."""
+    own = [options[x].least for x in layers.tolist()]
+    return StageBounds(*(np.concatenate(part) for part in zip(*own, strict=True)))
 
 
 def _below(limit: float, branch: Branch) -> tuple[np.ndarray, np.ndarray]:
     """The bounds below the limit of a branch, and the options [point, stage] that have them."""
-    alone = [stage.busy + stage.reduced for stage in branch.stages]
-    rows = [np.nonzero(own < limit)[0] for own in alone]
-    if not all(map(len, rows)):
-        return np.zeros(0), np.zeros((0, len(alone)), dtype=np.int64)
-    stages = [stage.at(own) for stage, own in zip(branch.stages, rows, strict=True)]
-    nearest = [float(branch.crossing(above)[..., 1].min()) for above in range(len(stages) - 1)]
-    bounds = bounds_of(stages, nearest)
-    able = np.nonzero(bounds < limit)
-    return bounds[able], np.stack([own[at] for own, at in zip(rows, able, strict=True)], axis=1)
+    nearest, depth = branch.costs.nearest(branch.shape), len(branch.stages)
+    stages = [own.bounds for own in branch.stages]
+    rows = [np.arange(len(own.busy)) for own in stages]
+    for stage in range(depth):  # what is too slow wherever the others are fastest
+        others = [own.least for own in stages]
+        able = np.nonzero(step_bound([*others[:stage], stages[stage], *others[stage + 1 :]], nearest) < limit)[0]
+        if not len(able):
+            return np.zeros(0), np.zeros((0, depth), dtype=np.int64)
+        stages[stage], rows[stage] = stages[stage].at(able), rows[stage][able]
+    apart = [own.shaped([-1 if axis == stage else 1 for axis in range(depth)]) for stage, own in enumerate(stages)]
+    bounds = step_bound(apart, nearest)
+    below = np.nonzero(bounds < limit)
+    return bounds[below], np.stack([own[at] for own, at in zip(rows, below, strict=True)], axis=1)
 
 
-def bounds_of(stages: Sequence[StageOptions], crossings: Sequence[float]) -> np.ndarray:
-    """Seconds that no plan is shorter than: [option of the first stage, of the second, …].
+def step_bound(stages: Sequence[StageBounds], crossings: Sequence[float]) -> np.ndarray:
+    """Seconds that no plan with these stages, in arrays that broadcast, is shorter than.
 
     A stage begins when a tile has come down to it, works on all its tiles, and one goes back up from it; the stages that it
     reaches reduce their gradients then. Weights' gradients that are put off hold nobody above up. Who has a longer update
-    than the others begins as much later (predictor/step.py).
+    than the others begins as much later (predictor/step.py). No smaller figure of a stage makes the bound larger.
     """
-    depth = len(stages)
-
-    def along(stage: int, values: np.ndarray) -> np.ndarray:
-        return values.reshape([-1 if axis == stage else 1 for axis in range(depth)])
-
-    first = along(0, stages[0].update)
-    for s in range(1, depth):
-        first = np.minimum(first, along(s, stages[s].update))
+    first = reduce(np.minimum, (stage.update for stage in stages))
     fill: np.ndarray | float = 0.0
     end: np.ndarray | float = 0.0
     for s, stage in enumerate(stages):
-        fill = np.maximum(fill, along(s, stage.update) - first)
-        back = fill + along(s, stage.passed)
-        end = np.maximum(end, fill + along(s, stage.busy) + along(s, stage.reduced))
+        fill = np.maximum(fill, stage.update - first)
+        back = fill + stage.passed
+        end = np.maximum(end, fill + stage.busy + stage.reduced)
         for above in range(s - 1, -1, -1):
-            back = back + along(above, stages[above].backward) + crossings[above]
-            end = np.maximum(end, back + along(above, stages[above].weight) + along(above, stages[above].reduced))
-        if s < depth - 1:
-            fill = fill + along(s, stage.forward) + crossings[s]
+            back = back + stages[above].backward + crossings[above]
+            end = np.maximum(end, back + stages[above].weight + stages[above].reduced)
+        if s < len(stages) - 1:
+            fill = fill + stage.forward + crossings[s]
     return np.asarray(end + first)

@@ -5,23 +5,28 @@ from itertools import product
 from math import comb, prod
 
 from hethub.planner.problem import Problem, Unit
-from hethub.planner.small import MOST_UNITS, ordered_partitions
+from hethub.planner.small import ordered_partitions
 from hethub.planner.tiny_stages import Shape, count_options, levels, recomputes_under
 from hethub.spec.plan import ScheduleName
 
-MOST_SAMPLES, MOST_BRANCHES, MOST_POINTS = 64, 4000, 3e7  # of a space that is searched to its end
+MOST_ACCELERATORS, MOST_SAMPLES = 6, 64  # of a space that is searched to its end
+MOST_BRANCHES, MOST_POINTS = 4_000, 3e7
+MOST_OPTIONS, MOST_BOUNDED = (
+    2_000,
+    150_000,
+)  # of a stage, and branches: where points are many more, but bounds leave few
 
 
 def is_tiny(problem: Problem) -> bool:
     """Whether the space is small enough to be searched to its end."""
-    if problem.size > MOST_UNITS or problem.batch.global_batch > MOST_SAMPLES:
+    if problem.size > MOST_ACCELERATORS or problem.batch.global_batch > MOST_SAMPLES:
         return False
     shapes, schedules = list(shapes_of(problem)), len(schedules_of(problem))
+    options = {units: count_options(problem, units) for units in {units for shape in shapes for units in shape}}
     branches = [comb(problem.model.layers - 1, len(shape) - 1) for shape in shapes]
-    points = [
-        number * prod(count_options(problem, units) for units in shape)
-        for number, shape in zip(branches, shapes, strict=True)
-    ]
+    if max(options.values(), default=0) <= MOST_OPTIONS:
+        return 0 < schedules * sum(branches) <= MOST_BOUNDED
+    points = [number * prod(map(options.__getitem__, shape)) for number, shape in zip(branches, shapes, strict=True)]
     return 0 < schedules * sum(points) <= MOST_POINTS and schedules * sum(branches) <= MOST_BRANCHES
 
 

@@ -108,11 +108,9 @@ class Mode(NamedTuple):
     updates: np.ndarray  # per replica, from the gradient norm to its next step
 
 
-class StageOptions(NamedTuple):
-    """All options of a stage [mode x tiling], with seconds that its part of a step takes at least."""
+class StageBounds(NamedTuple):
+    """Seconds that a stage's part of a step takes at least, in arrays of one shape."""
 
-    modes: tuple[Mode, ...]
-    tilings: Tilings
     busy: np.ndarray  # the replica that works longest, on all its tiles
     passed: np.ndarray  # the same without what is put off
     forward: np.ndarray  # its shortest tile
@@ -121,12 +119,28 @@ class StageOptions(NamedTuple):
     reduced: np.ndarray  # from its last pass to the end of the reduction
     update: np.ndarray  # of the replica that has the shortest
 
+    def at(self, rows: np.ndarray | list[int]) -> "StageBounds":
+        return StageBounds(*(each[rows] for each in self))
+
+    def shaped(self, shape: Sequence[int]) -> "StageBounds":
+        return StageBounds(*(each.reshape(shape) for each in self))
+
+    @property
+    def least(self) -> "StageBounds":
+        """What none is below; a shape with one element."""
+        return StageBounds(*(each.min(keepdims=True) for each in self))
+
+
+class StageOptions(NamedTuple):
+    """All options of a stage [mode x tiling] with their bounds, and what none of them is below."""
+
+    modes: tuple[Mode, ...]
+    tilings: Tilings
+    bounds: StageBounds
+    least: StageBounds
+
     def mode(self, option: int) -> Mode:
         return self.modes[option // len(self.tilings)]
-
-    def at(self, rows: np.ndarray) -> "StageOptions":
-        """The same with the bounds of some of the options alone."""
-        return StageOptions(self.modes, self.tilings, *(bound[rows] for bound in self[2:]))
 
 
 def options_of(modes: Sequence[Mode], ways: Tilings, fits: Sequence[np.ndarray]) -> StageOptions:
@@ -134,7 +148,7 @@ def options_of(modes: Sequence[Mode], ways: Tilings, fits: Sequence[np.ndarray])
     never end."""
     whole, rest = np.divmod(ways.samples, ways.sizes)
     replicas = np.arange(ways.sizes.shape[1])
-    bounds = []
+    found = []
     for mode, able in zip(modes, fits, strict=True):
         full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
         spent = whole * full + short
@@ -143,8 +157,9 @@ def options_of(modes: Sequence[Mode], ways: Tilings, fits: Sequence[np.ndarray])
         last = 2 if mode.seconds[2].any() else 1
         reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - full[last].max(axis=1))
         update = np.full(len(ways), mode.updates.min())
-        bounds.append((busy, spent[:2].sum(axis=0).max(axis=1), *least, reduced, update))
-    return StageOptions(tuple(modes), ways, *(np.concatenate(part) for part in zip(*bounds, strict=True)))
+        found.append((busy, spent[:2].sum(axis=0).max(axis=1), *least, reduced, update))
+    bounds = StageBounds(*(np.concatenate(part) for part in zip(*found, strict=True)))
+    return StageOptions(tuple(modes), ways, bounds, bounds.least)
 
 
 class StageCosts:
@@ -156,7 +171,9 @@ class StageCosts:
         self.cuts = cuts_of(judge.problem)
         self.recomputes = recomputes_under(schedule, judge.problem)
         self._options: dict[object, StageOptions] = {}
+        self._tiles: dict[object, np.ndarray] = {}
         self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
+        self._nearest: dict[Shape, list[float]] = {}
 
     @property
     def most(self) -> int:
@@ -200,26 +217,47 @@ class StageCosts:
 
     def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
         costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
-        tiles = [[costs.tile(stage, replica, size) for size in range(1, self.most + 1)] for replica in replicas]
-        seconds = np.array(
-            [
-                [[0.0, *(tile.forward.total for tile in own)] for own in tiles],
-                [[0.0, *(tile.backward.total for tile in own)] for own in tiles],
-                [[0.0, *(tile.weight.total for tile in own)] for own in tiles],
-            ]
-        )
+        ends = (stage == 0, stage == len(shape) - 1)
+        seconds = np.stack([self._tile_seconds(costs, stage, replica, ends) for replica in replicas], axis=1)
         reduction = costs.state.reduction(stage)
         updates = np.array([costs.optimizer(stage, replica) for replica in replicas])
         if reduction.gather_seconds or zero >= 2:  # all wait for the weights of all owners
             updates = np.full(len(updates), updates.max() + reduction.gather_seconds)
         return Mode(recompute, zero, seconds, reduction, updates)
 
-    def crossing(self, shape: Shape, layers: Sequence[int], above: int) -> np.ndarray:
+    def _tile_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
+        """Seconds of a replica's tiles: [pass, samples]. Without gathers they are those of any other of its kind."""
+        spec, unit = costs.layout.stages[stage], costs.layout.stages[stage].replicas[replica]
+        kind = costs.layout.cluster.places[unit.ranks[0]].node
+        others = spec.ranks if spec.zero >= 2 else None
+        key = (kind.name, unit.tp, spec.num_layers, ends, spec.recompute, others)
+        found = self._tiles.get(key)
+        if found is None:
+            tiles = [costs.tile(stage, replica, size) for size in range(1, self.most + 1)]
+            found = self._tiles[key] = np.array(
+                [
+                    [0.0, *(tile.forward.total for tile in tiles)],
+                    [0.0, *(tile.backward.total for tile in tiles)],
+                    [0.0, *(tile.weight.total for tile in tiles)],
+                ]
+            )
+        return found
+
+    def nearest(self, shape: Shape) -> list[float]:
+        """By boundary, seconds of one sample between the replicas that are nearest to each other."""
+        found = self._nearest.get(shape)
+        if found is None:
+            boundaries = range(len(shape) - 1)
+            found = self._nearest[shape] = [float(self.crossing(shape, above)[..., 1].min()) for above in boundaries]
+        return found
+
+    def crossing(self, shape: Shape, above: int) -> np.ndarray:
         """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
         key = (shape[above], shape[above + 1])
         found = self._crossings.get(key)
         if found is None:
-            costs = self._costs(shape, layers, 1, self.recomputes[0])
+            layers = [1] * (len(shape) - 1)
+            costs = self._costs(shape, [*layers, self.problem.model.layers - len(layers)], 1, self.recomputes[0])
             found = self._crossings[key] = np.array(
                 [
                     [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]

@@ -11,7 +11,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.tiny import search_tiny, step_seconds
-from hethub.planner.tiny_points import Branch, Point, bounds_of
+from hethub.planner.tiny_points import Branch, Point, step_bound
 from hethub.planner.tiny_replay import nodes_of
 from hethub.planner.tiny_shapes import is_tiny, shapes_of
 from hethub.planner.tiny_stages import Cuts, StageCosts, count_tilings, tilings
@@ -29,7 +29,9 @@ def random_point(costs: StageCosts, draw: random.Random) -> Point:
     cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
     layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
     stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
-    return Point(Branch(costs, shape, layers, stages), tuple(draw.randrange(len(stage.busy)) for stage in stages))
+    return Point(
+        Branch(costs, shape, layers, stages), tuple(draw.randrange(len(stage.bounds.busy)) for stage in stages)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
@@ -46,9 +48,11 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         layout = bind(point.plan, problem.model, problem.cluster)
         seconds = predict(layout).step_seconds
         (timed,) = step_seconds([point], nodes_of(layout))
-        own = [stage.at([option]) for stage, option in zip(point.branch.stages, point.options, strict=True)]
-        nearest = [point.branch.crossing(above)[..., 1].min() for above in range(len(own) - 1)]
-        assert bounds_of(own, nearest).item() <= timed * (1 + 1e-9)
+        own = [stage.bounds.at([option]) for stage, option in zip(point.branch.stages, point.options, strict=True)]
+        bound = step_bound(own, costs.nearest(point.branch.shape)).item()
+        assert bound <= timed * (1 + 1e-9)
+        least = [stage.least for stage in point.branch.stages]
+        assert step_bound(least, costs.nearest(point.branch.shape)).item() <= bound
         assert timed <= seconds * (1 + 1e-9)
         exact += timed == pytest.approx(seconds, rel=1e-9)
     assert exact == 20
