@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
+from hethub.planner.draft import Draft, DraftStage, Seats
 from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal
 from hethub.planner.partition import DEADLINES, Partitioner, Setting
 from hethub.planner.planning import answer
@@ -19,7 +20,7 @@ from hethub.planner.settings import Line
 from hethub.planner.small import ordered_partitions
 from hethub.planner.table import tabulate
 from hethub.planner.tile_sizes import even, fitted, resized
-from hethub.predictor import memory
+from hethub.predictor import memory, predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
@@ -243,3 +244,18 @@ def test_drafts_over_memory_are_made_to_fit_with_the_largest_tiles():
         assert all(entry.bytes <= 1.03 * entry.limit for entry in verdict.prediction.memory)
         assert smaller.shape == draft.shape
     assert found
+
+
+def test_a_plan_over_memory_is_predicted_only_where_it_is_the_closest_or_asked_for():
+    problem = pose(TINY, cluster(("amd", 2, 0.05, 0.001), ("nvidia", 2, 0.1, 0.001)), Batch(16, 64, "fp32"))
+    judge = Judge(problem, UnitCosts(problem))
+    drafts = [Draft(tuple(DraftStage(3, (Seats(kind, 1, size, 2),)) for kind in range(2))) for size in (2, 4, 1)]
+    verdicts = [judge(draft) for draft in drafts]
+    assert judge.closest is verdicts[2]
+    assert not judge.fitting
+    assert [verdict and "prediction" in vars(verdict) for verdict in verdicts] == [True, False, True]
+    second = verdicts[1]
+    assert second is not None
+    assert second.fullness > 1
+    reserve = problem.constraints.reserve
+    assert second.prediction == predict(bind(second.plan, problem.model, problem.cluster), reserve=reserve)
