@@ -29,7 +29,7 @@ class Chain(NamedTuple):
     begins: tuple[float, ...] = ()  # when each stage's first forward may start; at 0 where not given
 
 
-def pipeline(chain: Chain, num_tiles: int, watched: int = 0) -> list[Ends]:
+def pipeline(chain: Chain, num_tiles: int, watched: int | None = None) -> list[Ends]:
     """Per stage, the ends of 1F1B over `num_tiles` equal tiles; only the `watched` one's waits are looked at.
 
     A critical circuit through k stages repeats every k tiles at most, so 60 tiles are a whole number of repeats for up
@@ -112,11 +112,12 @@ class _Run(NamedTuple):
                     clock[stage] = now = now + spent
                     own.append(now)
 
-    def ends(self, num_tiles: int, watched: int) -> list[Ends]:
+    def ends(self, num_tiles: int, watched: int | None) -> list[Ends]:
         """Per stage, when all tiles are through."""
         self.go_on(num_tiles, num_tiles)
         waits = [0.0] * len(self.clock)
-        waits[watched] = self._transfer_waits(watched)
+        if watched is not None:
+            waits[watched] = self._transfer_waits(watched)
         backward = self.chain.backward
         return [Ends(stop - spent, stop, wait) for stop, spent, wait in zip(self.clock, backward, waits, strict=True)]
 
@@ -139,7 +140,7 @@ class _Run(NamedTuple):
         return waits
 
 
-def interleaved(chain: Chain, num_tiles: int, chunks: int, watched: int = 0) -> list[Ends]:
+def interleaved(chain: Chain, num_tiles: int, chunks: int, watched: int | None = None) -> list[Ends]:
     """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` parts of the model in turn.
 
     Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: tiles go in groups as large as the pipeline).

@@ -184,10 +184,11 @@ def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float],
         num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
         own = tuple(begins[stage, replica] for stage in range(layout.num_stages))
         chain = _chain(layout, costs, replica)._replace(begins=own)
+        stage = watched[0] if replica == watched[1] else None
         if interleave == 1:
-            found = pipeline(chain, num_tiles, watched[0])
+            found = pipeline(chain, num_tiles, stage)
         else:
-            found = interleaved(chain, num_tiles, interleave, watched[0])
+            found = interleaved(chain, num_tiles, interleave, stage)
         ends |= {(stage, replica): found[stage] for stage in range(layout.num_stages)}
     return ends
 
