@@ -70,7 +70,8 @@ class Partitioner:
         """The best found partition for each number of stages in `depths`, fewest first; none whose busiest unit would
         need `below` seconds or more."""
         wanted = [depth for depth in depths if depth <= min(self.num_layers, self.num_units)]
-        deadlines = [deadline for step in DEADLINES if (deadline := self.bound_seconds * step) < below]
+        bound = self.bound_seconds
+        deadlines = [bound * step for step in DEADLINES if bound * step < below]
         if not wanted or not deadlines:
             return []
         used, taken = self._programme(np.array(deadlines), max(wanted))
@@ -92,7 +93,7 @@ class Partitioner:
         least, reaches = self._least_replicas(deepest), [self._reach(deadlines, last) for last in (True, False)]
         groups = np.flatnonzero(self.taken == 1)
         for depth in range(1, deepest + 1):
-            start = used[depth - 1][:, self.held - self.taken]
+            start = used[depth - 1].take(self.held - self.taken, axis=1)
             end = self._advance(start, reaches[depth > 1], least[:, depth - 1])
             ranked = np.minimum.reduceat(end * (self.num_layers + 1) + self.taken, groups, axis=1)
             fewest, taken[depth, :, 1:] = np.divmod(ranked, self.num_layers + 1)
@@ -119,7 +120,7 @@ class Partitioner:
         if len(self.sorts) == 1:  # wherever the stage begins
             pace = reach.pace[:, 0].reshape(len(start), -1)
             enough = np.where(pace > 0, -(-self.samples // np.maximum(pace, 1)), _NEVER)
-            return start + np.maximum(enough, least[0])[:, self.stage]
+            return start + np.maximum(enough, least[0]).take(self.stage, axis=1)
         able = np.flatnonzero(start < self.num_units)
         begin, (deadline, way) = start.ravel()[able], np.divmod(able, len(self.stage))
         stage = self.stage[way]
