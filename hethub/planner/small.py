@@ -1,12 +1,13 @@
 """Small clusters: every way to put a handful of units into stages, not only consecutive or equal ones."""
 
+import heapq
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import groupby, product
+from itertools import count, islice, product
+from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.cuts import ESTIMATE_ERR
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.equal import Arrangements, Stages, cut_equally
 from hethub.planner.problem import Combination, Problem, Unit
@@ -14,8 +15,12 @@ from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table
 
 MOST_UNITS = 5
-MOST_WEIGHED = 8_000  # drafts
+MOST_WEIGHED = 2_000  # drafts
+TOGETHER = 128  # arrangements
+CUT_ERR = 1.15  # a balanced cut's seconds over those of the best one, estimated with communication
+WORTH_MOVING = 1.2  # times the shortest estimate: balanced cuts whose layers are moved
 
+Layers = tuple[int, ...]  # of every stage
 Composition = tuple[tuple[int, ...], ...]  # per stage, how many units of each sort
 
 
@@ -25,65 +30,102 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
     if not any(counts):
         return ((),)
     found = []
-    for stage in product(*(range(count + 1) for count in counts)):
+    for stage in product(*(range(number + 1) for number in counts)):
         if any(stage):
-            rest = tuple(count - used for count, used in zip(counts, stage, strict=True))
+            rest = tuple(number - used for number, used in zip(counts, stage, strict=True))
             found += [(stage, *tail) for tail in ordered_partitions(rest)]
     return tuple(found)
+
+
+class _Arrangement(NamedTuple):
+    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes drafts of cuts."""
+
+    seconds: float
+    layers: Layers
+    make: Callable[[Layers], Draft]
 
 
 def small_drafts(
     problem: Problem, table: Table, surrogate: Surrogate, best: float, memory_counts: bool
 ) -> Iterator[tuple[Draft, float]]:
-    """The best cut of every ordered partition with its estimate, for combinations of few units whose bound is below `best`
-    and the estimates so far, the smallest bounds first, until very many were weighed."""
-    weighed = 0
-    for row in np.nonzero((table.units <= MOST_UNITS) & (table.bound < best))[0]:
-        if table.bound[row] >= best or weighed > MOST_WEIGHED:
+    """Cuts of ordered partitions of few units with their estimates: the partitions that can be fastest first, as long as
+    these may be better than `best` and the estimates so far, until many were weighed."""
+    shortest, weighed = best, 0
+
+    def noted(draft: Draft) -> tuple[Draft, float]:
+        nonlocal shortest, weighed
+        estimate = surrogate.seconds(draft)
+        weighed += 1
+        if estimate < shortest and surrogate.likely_fits(draft):
+            shortest = estimate
+        return draft, estimate
+
+    for some in _batches(_in_order(problem, table, memory_counts, lambda: shortest)):
+        balanced = {arrangement.make(arrangement.layers): arrangement for arrangement in some}
+        surrogate.weigh(balanced)
+        yield from map(noted, balanced)
+        near = [of for draft, of in balanced.items() if surrogate.seconds(draft) <= WORTH_MOVING * shortest]
+        surrogate.weigh(of.make(cut) for of in near for cut in _near(of.layers))
+        for of in near:
+            yield from map(noted, _downhill(of.layers, of.make, surrogate))
+        if weighed > MOST_WEIGHED:
             return
-        combination, examples = table.combinations[row], table.examples[row]
-        counts = tuple(int(count) for count in table.counts[row, : len(examples)])
-        allowed = [c for c in ordered_partitions(counts) if _is_allowed(problem, c)]
-        for _, group in groupby(sorted(allowed, key=len), key=len):
-            same = list(group)
-            composition = np.zeros((table.counts.shape[1], len(same) * len(same[0])), dtype=np.int64)
-            composition[: len(counts)] = np.array(same).reshape(-1, len(counts)).T
-            own = Arrangements(np.full(len(same), row), Stages(np.full(len(same), len(same[0]))), composition)
-            cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
-            # These seconds know no communication, which tells small clusters' plans apart: `best` are estimates.
-            near = [
-                index
-                for index, seconds in enumerate(cuts.seconds)
-                if np.isfinite(seconds) and seconds <= ESTIMATE_ERR * best
-            ]
-            starts = [tuple(cuts.layers.reshape(len(same), -1)[index].tolist()) for index in near]
-            makers = [cache(partial(_draft, problem, combination, examples, same[index])) for index in near]
-            surrogate.weigh(make(cut) for make, layers in zip(makers, starts, strict=True) for cut in _near(layers))
-            for make, layers in zip(makers, starts, strict=True):
-                for draft, estimate in _downhill(layers, make, surrogate):
-                    weighed += 1
-                    if estimate < best and surrogate.likely_fits(draft):
-                        best = estimate
-                    yield draft, estimate
 
 
-def _downhill(
-    layers: tuple[int, ...], make: Callable[[tuple[int, ...]], Draft], surrogate: Surrogate
-) -> Iterator[tuple[Draft, float]]:
-    """The balanced cut and all with one layer moved, then those around the best of them while estimates fall: fill, drain
-    and samples that cannot be divided count as well as balance."""
-    seen: dict[tuple[int, ...], float] = {}
-    least = float("inf")
+def _batches(every: Iterator[_Arrangement]) -> Iterator[list[_Arrangement]]:
+    while some := list(islice(every, TOGETHER)):
+        yield some
+
+
+def _in_order(
+    problem: Problem, table: Table, memory_counts: bool, shortest: Callable[[], float]
+) -> Iterator[_Arrangement]:
+    """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a combination
+    takes less than its bound, so those of the next need not be cut before."""
+    queue: list[tuple[float, int, _Arrangement]] = []
+    number = count()  # where seconds are equal, who came first
+    for row in np.nonzero(table.units <= MOST_UNITS)[0].tolist():
+        while queue and queue[0][0] <= table.bound[row]:
+            yield heapq.heappop(queue)[2]
+        if table.bound[row] >= shortest():
+            break
+        for arrangement in _cut(problem, table, row, memory_counts, CUT_ERR * shortest()):
+            heapq.heappush(queue, (arrangement.seconds, next(number), arrangement))
+    while queue and queue[0][0] < CUT_ERR * shortest():
+        yield heapq.heappop(queue)[2]
+
+
+def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: float) -> Iterator[_Arrangement]:
+    """Every ordered partition of a combination that takes less than the limit, with its balanced cut."""
+    combination, examples = table.combinations[row], table.examples[row]
+    counts = tuple(table.counts[row, : len(examples)].tolist())
+    allowed = [composition for composition in ordered_partitions(counts) if _is_allowed(problem, composition)]
+    if not allowed:
+        return
+    stages = Stages(np.array([len(composition) for composition in allowed]))
+    replicas = np.zeros((table.counts.shape[1], len(stages.of)), dtype=np.int64)
+    replicas[: len(counts)] = np.concatenate(allowed).T
+    own = Arrangements(np.full(len(allowed), row), stages, replicas)
+    cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
+    for index in np.nonzero(cuts.seconds < limit)[0].tolist():
+        layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
+        make = cache(partial(_draft, problem, combination, examples, allowed[index]))
+        yield _Arrangement(float(cuts.seconds[index]), layers, make)
+
+
+def _downhill(layers: Layers, make: Callable[[Layers], Draft], surrogate: Surrogate) -> Iterator[Draft]:
+    """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples that
+    cannot be divided count as well as balance."""
+    seen = {layers: surrogate.seconds(make(layers))}
     while True:
+        least = seen[layers]
         new = {near: make(near) for near in _near(layers) if near not in seen}
         surrogate.weigh(new.values())
-        for near, draft in new.items():
-            seen[near] = surrogate.seconds(draft)
-            yield draft, seen[near]
+        seen.update((near, surrogate.seconds(draft)) for near, draft in new.items())
+        yield from new.values()
         layers = min(seen, key=seen.__getitem__)
         if seen[layers] >= least:
             return
-        least = seen[layers]
 
 
 def _is_allowed(problem: Problem, composition: Composition) -> bool:
@@ -92,9 +134,8 @@ def _is_allowed(problem: Problem, composition: Composition) -> bool:
     return given.pp in (None, len(composition)) and all(given.dp in (None, sum(stage)) for stage in composition)
 
 
-def _near(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The cut, and those with one layer moved."""
-    yield layers
+def _near(layers: Layers) -> Iterator[Layers]:
+    """The cuts with one layer moved."""
     for giver in range(len(layers)):
         for taker in range(len(layers)):
             if giver != taker and layers[giver] > 1:
@@ -106,13 +147,13 @@ def _draft(
     combination: Combination,
     examples: tuple[Unit, ...],
     composition: Composition,
-    layers: tuple[int, ...],
+    layers: Layers,
 ) -> Draft:
     stages = []
     for counts, x in zip(composition, layers, strict=True):
         seats = [
-            Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], count)
-            for unit, count in zip(examples, counts, strict=True)
+            Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], number)
+            for unit, number in zip(examples, counts, strict=True)
         ]
         stages.append(DraftStage(x, merged(seats), combination.recompute, problem.usual_zero))
     return Draft(tuple(stages))
