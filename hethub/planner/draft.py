@@ -1,6 +1,6 @@
 """Drafts: plans as the search moves them about. Equal accelerators are counted, not named; `complete` names them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -50,6 +50,13 @@ class DraftStage:
         """The stage with other replicas, and so without shares and nudges."""
         return DraftStage(self.layers, merged(seats), self.recompute, self.zero)
 
+    def with_sizes(self, sizes: Sequence[int]) -> "DraftStage":
+        """The stage with other micro-batches, by seats."""
+        if list(sizes) == [own.micro_batch for own in self.seats]:
+            return self
+        seats = merged([own._replace(micro_batch=size) for own, size in zip(self.seats, sizes, strict=True)])
+        return DraftStage(self.layers, seats, self.recompute, self.zero, nudges=self.nudges)
+
 
 def merged(seats: Sequence[Seats]) -> tuple[Seats, ...]:
     """Seats in one spelling: like ones together, in order."""
@@ -80,7 +87,11 @@ class Draft:
         return hash((self.stages, self.alike, self.roomy, self.even, self.name, self.schedule))
 
     def with_stage(self, index: int, stage: DraftStage) -> "Draft":
-        stages = (*self.stages[:index], stage, *self.stages[index + 1 :])
+        return self.with_stages({index: stage})
+
+    def with_stages(self, changed: Mapping[int, DraftStage]) -> "Draft":
+        """The draft with other stages at these indices."""
+        stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
         return Draft(stages, self.alike, self.roomy, self.even, self.name, self.plan, self.schedule)
 
     @property

@@ -53,7 +53,7 @@ def _layers(draft: Draft, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
 def _shifted(draft: Draft, giver: int, taker: int, layers: int) -> Draft:
     fewer = replace(draft.stages[giver], layers=draft.stages[giver].layers - layers)
     more = replace(draft.stages[taker], layers=draft.stages[taker].layers + layers)
-    return draft.with_stage(giver, fewer).with_stage(taker, more)
+    return draft.with_stages({giver: fewer, taker: more})
 
 
 def _micro_batches(draft: Draft, problem: Problem, stages: Sequence[int]) -> Iterator[Draft]:
@@ -104,14 +104,12 @@ def _made_to_fit(near: Iterable[Draft], surrogate: Surrogate) -> list[Draft]:
 
 
 def _stepped(draft: Draft, where: list[tuple[int, int | None]], problem: Problem, step: int) -> Draft:
+    changed = {}
     for index, kind in where:
-        stage = draft.stages[index]
-        seats = [
-            own._replace(micro_batch=_next(own, problem, step)) if kind in (None, own.kind) else own
-            for own in stage.seats
-        ]
-        draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
-    return draft
+        seats = draft.stages[index].seats
+        sizes = [_next(own, problem, step) if kind in (None, own.kind) else own.micro_batch for own in seats]
+        changed[index] = draft.stages[index].with_sizes(sizes)
+    return draft.with_stages(changed)
 
 
 def _next(own: Seats, problem: Problem, step: int) -> int:
@@ -146,9 +144,7 @@ def _ones_and_all(some: Sequence[int], every: Sequence[int]) -> list[Sequence[in
 
 
 def _each(draft: Draft, indices: Sequence[int], **changes: object) -> Draft:
-    for index in indices:
-        draft = draft.with_stage(index, replace(draft.stages[index], **changes))  # type: ignore[arg-type]
-    return draft
+    return draft.with_stages({index: replace(draft.stages[index], **changes) for index in indices})  # type: ignore[arg-type]
 
 
 def _seats(draft: Draft, problem: Problem, pairs: list[tuple[int, int]]) -> Iterator[Draft]:
@@ -207,13 +203,14 @@ def _less(stage: DraftStage, one: Seats) -> list[Seats]:
 def _moved(draft: Draft, giver: int, own: Seats, taker: int) -> Draft:
     stage, target = draft.stages[giver], draft.stages[taker]
     more = target.with_seats([*target.seats, own._replace(number=1)])
-    return draft.with_stage(giver, stage.with_seats(_less(stage, own))).with_stage(taker, more)
+    return draft.with_stages({giver: stage.with_seats(_less(stage, own)), taker: more})
 
 
 def _exchanged(draft: Draft, here: tuple[int, Seats, int], there: tuple[int, Seats, int]) -> Draft:
     """A replica of one stage and one of another exchanged, each given as (stage, seats, micro-batch afterwards)."""
+    changed = {}
     for (index, own, _), (_, other, micro_batch) in ((here, there), (there, here)):
         stage = draft.stages[index]
         seats = [*_less(stage, own), other._replace(number=1, micro_batch=micro_batch)]
-        draft = draft.with_stage(index, stage.with_seats(seats))
-    return draft
+        changed[index] = stage.with_seats(seats)
+    return draft.with_stages(changed)

@@ -140,11 +140,11 @@ class Surrogate:
         table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
         crossing = np.array([[0.0] * (depth - len(draft.stages)) + self.crossings.of(draft) for draft in drafts])
         crossing = crossing.reshape(len(drafts), -1)
-        stages = self._stages(drafts, table, first)
+        blank = np.arange(depth) < first[:, None]
+        stages = self._stages(drafts, table, blank)
         filled = np.array([self._schedule(draft) == "zero_bubble" for draft in drafts])
-        return _Together(
-            drafts, table, first, stages, crossing, round_trips(stages.tile, stages.wave, crossing), filled
-        )
+        trips = round_trips(stages.tile, stages.wave, crossing)
+        return _Together(drafts, table, first, blank, stages, crossing, trips, filled)
 
     def _seconds(self, own: "_Together", held: np.ndarray) -> np.ndarray:
         """[draft]: the step, with so many tiles in flight."""
@@ -177,12 +177,13 @@ class Surrogate:
     def _schedule(self, draft: Draft) -> ScheduleName:
         return draft.schedule or self.problem.schedule
 
-    def _stages(self, drafts: Sequence[Draft], rows: np.ndarray, first: np.ndarray) -> StageEstimate:
+    def _stages(self, drafts: Sequence[Draft], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
         """Every stage of every draft by itself, and where replica i of every stage gets the same samples, what waiting for
         the slowest of a chain adds."""
         stages = self._rows.figures(rows)
-        for idle in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
-            idle[_before(first, rows.shape[1])] = 0.0
+        if blank.any():
+            for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
+                work[blank] = 0.0
         self._wait_for_chains(drafts, stages)
         return stages
 
@@ -231,7 +232,7 @@ class Surrogate:
         if own.filled.any():
             rows = self._rows.of(own.drafts, repeat(self.problem.schedule, len(own.drafts)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
-            plain = self._stages(own.drafts, np.array(table), own.first)
+            plain = self._stages(own.drafts, np.array(table), own.blank)
             trips = round_trips(plain.tile, plain.wave, own.crossing)
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
         return enough_flights(trips, plain.wave, pace, own.stages.most, np.ceil(plain.tiles))
@@ -263,21 +264,18 @@ class Surrogate:
 
 
 class _Together(NamedTuple):
-    """Drafts side by side: the rows of their stages, where the first of these is, their figures, seconds of one tile over each
-    boundary [draft, boundary] and around [draft, s, t], and whose weights' gradients fill the drain [draft]."""
+    """Drafts side by side: the rows of their stages, where the first of these is and where none, their figures, seconds of
+    one tile over each boundary [draft, boundary] and around [draft, s, t], and whose weights' gradients fill the drain
+    [draft]."""
 
     drafts: Sequence[Draft]
     rows: np.ndarray
     first: np.ndarray
+    blank: np.ndarray
     stages: StageEstimate
     crossing: np.ndarray
     trips: np.ndarray
     filled: np.ndarray
-
-    @property
-    def blank(self) -> np.ndarray:
-        """[draft, stage]: whether there is no stage."""
-        return _before(self.first, self.rows.shape[1])
 
     @property
     def several(self) -> np.ndarray:
@@ -291,16 +289,12 @@ class _Together(NamedTuple):
 
     def at(self, chosen: np.ndarray) -> "_Together":
         """Some of the drafts."""
+        if chosen.all():
+            return self
         drafts = list(compress(self.drafts, chosen))
+        places = (self.rows[chosen], self.first[chosen], self.blank[chosen])
         stages = StageEstimate(*(figure[chosen] for figure in self.stages))
-        rest = (self.crossing[chosen], self.trips[chosen], self.filled[chosen])
-        return _Together(drafts, self.rows[chosen], self.first[chosen], stages, *rest)
-
-
-def _before(first: np.ndarray, depth: int) -> np.ndarray:
-    """[draft, stage]: whether it comes before the first."""
-    blank: np.ndarray = np.arange(depth) < first[:, None]
-    return blank
+        return _Together(drafts, *places, stages, self.crossing[chosen], self.trips[chosen], self.filled[chosen])
 
 
 class _Chained(NamedTuple):

@@ -1,7 +1,6 @@
 """Micro-batches of any size: tiles that come out even, and the largest that memory allows."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hethub.planner.draft import Draft, Seats
 from hethub.planner.footprint import position
@@ -12,14 +11,15 @@ Where = Sequence[tuple[int, int | None]]  # stages, each with one kind of its re
 
 def resized(draft: Draft, where: Where, surrogate: Surrogate, step: int) -> Draft:
     """The draft with tiles of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened out."""
+    changed = {}
     for index, kind in where:
         stage, samples = draft.stages[index], surrogate.samples(draft, index)
-        seats = [
-            own._replace(micro_batch=_next_even(own, taken, step, surrogate)) if kind in (None, own.kind) else own
+        sizes = [
+            _next_even(own, taken, step, surrogate) if kind in (None, own.kind) else own.micro_batch
             for own, taken in zip(stage.seats, samples, strict=True)
         ]
-        draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
-    return draft
+        changed[index] = stage.with_sizes(sizes)
+    return draft.with_stages(changed)
 
 
 def _next_even(own: Seats, samples: int, step: int, surrogate: Surrogate) -> int:
@@ -47,13 +47,13 @@ def fitted(draft: Draft, surrogate: Surrogate) -> Draft | None:
     one sample is too much."""
     if surrogate.problem.constraints.micro_batch or not surrogate.problem.capabilities.any_micro_batch:
         return None
-    last, holds = len(draft.stages) - 1, surrogate.holds(draft)
+    last, holds, changed = len(draft.stages) - 1, surrogate.holds(draft), {}
     for index, (stage, held) in enumerate(zip(draft.stages, holds, strict=True)):
-        place, seats = position(index == 0, index == last), []
+        place, sizes = position(index == 0, index == last), []
         for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
             most = surrogate.largest(stage, own, place, draft.schedule, held)
             if not most:
                 return None
-            seats.append(own if most == own.micro_batch else own._replace(micro_batch=even(samples, most)))
-        draft = draft.with_stage(index, replace(stage.with_seats(seats), nudges=stage.nudges))
-    return draft
+            sizes.append(most if most == own.micro_batch else even(samples, most))
+        changed[index] = stage.with_sizes(sizes)
+    return draft.with_stages(changed)
