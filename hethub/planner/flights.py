@@ -5,6 +5,8 @@ a stage with smaller ones runs several for it. `tile` are seconds of one tile bo
 every replica, `held` tiles in flight, all [draft, stage]; `trips` come from `round_trips`.
 """
 
+from functools import cache
+
 import numpy as np
 
 
@@ -33,9 +35,15 @@ def _repeated(tile: np.ndarray, wave: np.ndarray) -> np.ndarray:
 
 def _largest_between(figures: np.ndarray) -> np.ndarray:
     """[draft, s, t]: the largest of the figures [draft, stage] from s to t, and of 0."""
-    own = figures[:, None, :] * np.tri(figures.shape[1]).T
+    own = figures[:, None, :] * _upper(figures.shape[1])
     largest: np.ndarray = np.maximum.accumulate(own, axis=2, out=own)
     return largest
+
+
+@cache
+def _upper(count: int) -> np.ndarray:
+    """[s, t]: 1 where t >= s, else 0."""
+    return np.triu(np.ones((count, count)))
 
 
 def default_flights(wave: np.ndarray) -> np.ndarray:
@@ -59,7 +67,7 @@ def slowest_circuit(
     as many tiles later as both hold."""
     behind = wave * (held - 1)
     apart = np.maximum((behind + wave)[:, :-1, None] - behind[:, None, 1:], 1)
-    rates = (trips[:, :-1, 1:] / apart * np.tri(apart.shape[1]).T).max(axis=2)
+    rates = (trips[:, :-1, 1:] / apart * _upper(apart.shape[1])).max(axis=2)
     rates[np.arange(rates.shape[1]) < np.reshape(first, (-1, 1))] = 0.0
     slowest = rates.argmax(axis=1)[:, None]
     left = np.maximum(samples - np.take_along_axis(wave, slowest, 1), 0.0)

@@ -58,14 +58,17 @@ class StageRows:
 
     def divided(self, drafts: Sequence[Draft]) -> list[list[Divided]]:
         """How the stages of every draft divide the samples."""
-        known, new = self._divided, {}
-        for draft in drafts:
-            for stage, place in _placed(draft):
-                if (stage.core, place, draft.even) not in known:
-                    new[stage.core, place, draft.even] = Placed(stage, place, draft.even, "1f1b")
+        known = self._divided
+        every = [[(stage.core, place, draft.even) for stage, place in _placed(draft)] for draft in drafts]
+        new = {
+            key: Placed(stage, key[1], key[2], "1f1b")
+            for draft, keys in zip(drafts, every, strict=True)
+            for stage, key in zip(draft.stages, keys, strict=True)
+            if key not in known
+        }
         if new:
             self._remember(list(new.values()), self._times.divided(list(new.values())))
-        return [[known[stage.core, place, draft.even] for stage, place in _placed(draft)] for draft in drafts]
+        return [[known[key] for key in keys] for keys in every]
 
     def divided_at(self, draft: Draft, index: int) -> Divided:
         """How one of a draft's stages divides the samples."""
