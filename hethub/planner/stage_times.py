@@ -130,6 +130,7 @@ class StageTimes:
         self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
         self._wide = max(4, costs.width)  # bytes of a gradient
+        self._capacity = [problem.capacity(kind) for kind in range(len(problem.kinds))]  # bytes of a rank
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -162,8 +163,8 @@ class StageTimes:
     def room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float = 1.0) -> Room:
         """What one of the seats' ranks has for tiles, by the closed form."""
         shards = stage.replicas if stage.zero else 1
-        capacity = slack * self.problem.capacity(own.kind)
-        return _room(self._coefficients(stage, own, place, schedule), stage.layers, shards, capacity)
+        at = self._coefficients(stage, own, place, schedule)
+        return _room(at, stage.layers, shards, slack * self._capacity[own.kind])
 
     def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, held: int) -> int:
         """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles; named
@@ -273,7 +274,7 @@ class StageTimes:
         kept = [
             [self._coefficients(p.stage, seats, p.place, p.schedule) for seats in p.stage.seats] for p in own.stages
         ]
-        capacities = [[self.problem.capacity(seats.kind) for seats in placed.stage.seats] for placed in own.stages]
+        capacities = [[self._capacity[seats.kind] for seats in placed.stage.seats] for placed in own.stages]
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
         capacity = NEARLY * np.array(_padded(capacities, width, float("inf")))
         return _room(at, own.layers[:, None], _shards(own)[:, None], capacity)
