@@ -77,7 +77,9 @@ class _Run(NamedTuple):
             now, spent, own = run.clock[stage], chain.forward[stage], run.forwards[stage]
             for tile in range(min(limit, num_tiles)):
                 if stage:
-                    now = max(now, run.forwards[stage - 1][tile] + chain.down[stage - 1])
+                    ready = run.forwards[stage - 1][tile] + chain.down[stage - 1]
+                    if ready > now:
+                        now = ready
                 now += spent
                 own.append(now)
             run.clock[stage] = now
@@ -90,9 +92,16 @@ class _Run(NamedTuple):
         """Rounds until so many of `num_tiles` tiles are backward."""
         chain, clock, forwards = self.chain, self.clock, self.forwards
         upward = list(zip(range(len(clock)), (0.0, *chain.up), chain.backward, self.backwards, strict=True))[::-1]
-        downward = list(
-            zip(range(len(clock)), chain.in_flight, (0.0, *chain.down), chain.forward, (None, *forwards), forwards)  # noqa: B905
+        columns = (
+            range(len(clock)),
+            chain.in_flight,
+            (0.0, *chain.down),
+            chain.forward,
+            (None, *forwards[:-1]),
+            forwards,
         )
+        left = num_tiles - len(self.backwards[0])
+        downward = [row for row in zip(*columns, strict=True) if row[1] < left]
         for tile in range(len(self.backwards[0]), num_backward):
             ready = 0.0
             for stage, up, spent, own in upward:
