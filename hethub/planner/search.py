@@ -61,6 +61,11 @@ def effort_for(problem: Problem) -> Effort:
             tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75,
         )  # fmt: skip
     alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
+    if problem.size <= 8 and not alike:
+        return Effort(
+            cuts=96, free_cells=2_000_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
+            tried_per_step=16, tiles=200_000, uphill=1.3, optimism=0.8,
+        )  # fmt: skip
     if problem.size <= 16:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=12 if alike else 24, descents=4 if alike else 8,
@@ -329,7 +334,7 @@ def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
 def judge_or_fit(judge: Judge, draft: Draft) -> None:
     """Judges a draft, and where it turns out not to fit, what is left of it with smaller tiles."""
     verdict = judge.within_time(draft)
-    if verdict is not None and not verdict.prediction.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
+    if verdict is not None and not verdict.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
         judge(smaller)
 
 
@@ -346,7 +351,7 @@ def climb(verdict: Verdict, judge: Judge, effort: Effort) -> Verdict:
 
 def _step(best: Verdict, judge: Judge, effort: Effort) -> Verdict:
     surrogate, ranked = judge.surrogate, neighbours(best.draft, judge.surrogate)
-    if best.prediction.fits:
+    if best.fits:
         most = surrogate.seconds(best.draft) * effort.uphill
         ranked = heapq.nsmallest(effort.tried_per_step, surrogate.below(ranked, most), key=surrogate.seconds)
     for draft in ranked:

@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import permutations, product
+from math import prod
 
 from hethub.planner.problem import Problem, Unit
 
 MOST_ORDERED = 4  # kinds: beyond, only orders by speed and by memory are tried
+MOST_DEGREES = 1024  # choices of a TP degree for every kind
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,29 @@ def degrees_by_kind(problem: Problem) -> list[list[int]]:
     return [[fixed] if fixed else problem.degrees_of(kind) for kind in range(len(problem.kinds))]
 
 
+def degree_choices(problem: Problem) -> list[tuple[int, ...]]:
+    """TP degrees per kind: every choice, or of very many those of one degree for all and one kind with another."""
+    own = degrees_by_kind(problem)
+    if prod(map(len, own)) <= MOST_DEGREES:
+        return list(product(*own))
+    alike = [
+        tuple(max(d for d in some if d <= most) for some in own) for most in sorted({d for some in own for d in some})
+    ]
+    others = (
+        (*base[:kind], degree, *base[kind + 1 :]) for base in alike for kind, some in enumerate(own) for degree in some
+    )
+    return list(dict.fromkeys((*alike, *others)))
+
+
 MOST_UNLIKE = 16  # accelerators: beyond, all kinds start with one micro-batch and differ by local search only
+MOST_UNLIKE_KINDS = 7  # the same
 
 
 def micro_batch_choices(problem: Problem) -> list[tuple[int, ...]]:
     """Micro-batches per kind, none larger than its ranks measured to fit. On small clusters kinds may have unlike ones,
     up to four times apart."""
     kinds, sizes = len(problem.kinds), problem.micro_batches
-    if kinds == 1 or problem.size > MOST_UNLIKE:
+    if kinds == 1 or kinds > MOST_UNLIKE_KINDS or problem.size > MOST_UNLIKE:
         return _fitting(problem, ((size,) * kinds for size in sizes))
     parts = (1, 2, 4) if kinds == 2 or problem.size <= 4 else (1, 2)
     unlike = (tuple(size // part for part in chosen) for size in sizes for chosen in product(parts, repeat=kinds))

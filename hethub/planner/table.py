@@ -12,7 +12,7 @@ import numpy as np
 from hethub.planner.costs import UnitCosts
 from hethub.planner.footprint import Coefficients
 from hethub.planner.problem import Combination, Problem, Unit
-from hethub.planner.settings import degrees_by_kind, micro_batch_choices
+from hethub.planner.settings import degree_choices, degrees_by_kind, micro_batch_choices
 from hethub.spec.plan import Recompute
 
 
@@ -66,7 +66,7 @@ def tabulate(problem: Problem, costs: UnitCosts) -> Table:
     settings = tuple(product(micro_batch_choices(problem), problem.recomputes))
     records = _Records(problem, costs)
     sorts = [{tp: records.sorts(kind, tp, settings) for tp in own} for kind, own in enumerate(degrees_by_kind(problem))]
-    every = list(product(*sorts))  # TP degrees by kind
+    every = degree_choices(problem)
     groups = [[sort for kind, tp in enumerate(degrees) for sort in sorts[kind][tp]] for degrees in every]
     width = max(map(len, groups))
     kinds, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)

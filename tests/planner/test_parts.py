@@ -1,5 +1,6 @@
 """The pieces of the search by themselves: exact divisions, short cuts that must agree with the full way, estimates."""
 
+import math
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -16,7 +17,7 @@ from hethub.planner.planning import answer
 from hethub.planner.problem import Batch, pose
 from hethub.planner.samples import Worker, divide, earliest_finish, largest_able
 from hethub.planner.scaled import Scale, scaled
-from hethub.planner.settings import Line
+from hethub.planner.settings import MOST_DEGREES, Line, degree_choices, degrees_by_kind, micro_batch_choices
 from hethub.planner.small import ordered_partitions
 from hethub.planner.table import tabulate
 from hethub.planner.tile_sizes import even, fitted, resized
@@ -27,6 +28,7 @@ from hethub.predictor.software import HETHUB
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import bind
 from hethub.spec.model import ModelSpec
+from tests.planner.test_exhaustive import MODEL, random_cluster
 from tests.planner.test_plan import TINY, cluster
 
 workers = st.builds(
@@ -259,3 +261,19 @@ def test_a_plan_over_memory_is_predicted_only_where_it_is_the_closest_or_asked_f
     assert second.fullness > 1
     reserve = problem.constraints.reserve
     assert second.prediction == predict(bind(second.plan, problem.model, problem.cluster), reserve=reserve)
+
+
+def test_where_kinds_are_many_not_every_combination_is_made() -> None:
+    """Eleven kinds of which each may have one of two degrees and micro-batches: a table of 786,112 rows, else."""
+    problem = pose(MODEL.replace(layers=32), random_cluster(0, 16), Batch(256, 512, "bf16"))
+    sizes = micro_batch_choices(problem)
+    assert all(len(set(choice)) == 1 for choice in sizes)
+    assert len(degree_choices(problem)) <= MOST_DEGREES
+    wide = problem.cluster.replace(nodes=tuple(node.replace(accelerators=8) for node in problem.cluster.nodes))
+    many = pose(MODEL, wide, Batch(1024, 512, "bf16"))
+    own, chosen = degrees_by_kind(many), degree_choices(many)
+    assert math.prod(map(len, own)) > MOST_DEGREES >= len(chosen)
+    assert all(degree in some for choice in chosen for degree, some in zip(choice, own, strict=True))
+    assert {(kind, degree) for choice in chosen for kind, degree in enumerate(choice)} == {
+        (kind, degree) for kind, some in enumerate(own) for degree in some
+    }
