@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import product
-from statistics import median
-from time import perf_counter
+from statistics import mean, median
+from time import perf_counter, process_time
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ from hethub.spec.tensors import tp_degrees
 
 SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 16 * 2**20
 REPEATS = 5
+LEAST_RUNNING = 0.75  # of the time, for a process that has its core to itself
 Progress = Callable[[str], None]
 
 
@@ -99,7 +100,7 @@ def build_bench_stage(
 
 
 class _Bench:
-    """Repeats one operation forward and backward until the time is up; medians of both."""
+    """Repeats one operation forward and backward until the time is up."""
 
     def __init__(self, stage: Stage, device: Device, seconds: float) -> None:
         self.stage, self.device, self.seconds = stage, device, seconds
@@ -108,20 +109,20 @@ class _Bench:
         stage = self.stage
         tokens = TokenLayout(batch=batch, seq_len=stage.seq_len, cos=stage.cos, sin=stage.sin)
         x = self._hidden(batch)
-        return self._median(lambda: stage.layers[0](x, tokens), torch.ones_like(x))
+        return self._repeated(lambda: stage.layers[0](x, tokens), torch.ones_like(x))
 
     def embedding(self, batch: int) -> tuple[float, float]:
         stage, tokens = self.stage, self._tokens(batch).reshape(-1)
         assert stage.embedding is not None
         weight = stage.embedding
-        return self._median(lambda: embed(tokens, 0, stage.group, weight), torch.ones_like(self._hidden(batch)))
+        return self._repeated(lambda: embed(tokens, 0, stage.group, weight), torch.ones_like(self._hidden(batch)))
 
     def head(self, batch: int) -> tuple[float, float]:
         stage, x, targets = self.stage, self._hidden(batch), self._tokens(batch).reshape(-1)
         assert stage.norm is not None
         assert stage.head is not None
         norm, head = stage.norm, stage.head
-        return self._median(lambda: head_loss(rms_norm(x, norm, stage.eps), targets, 0, 1.0, stage.group, head), None)
+        return self._repeated(lambda: head_loss(rms_norm(x, norm, stage.eps), targets, 0, 1.0, stage.group, head), None)
 
     def _hidden(self, batch: int) -> Tensor:
         weights = self.stage.storage.weights
@@ -133,19 +134,17 @@ class _Bench:
         held = self.stage.shares.vocab.size
         return torch.randint(0, held, (batch, self.stage.seq_len), device=self.stage.storage.weights.device)
 
-    def _median(self, run: Callable[[], Tensor], grad: Tensor | None) -> tuple[float, float]:
-        forwards: list[float] = []
-        backwards: list[float] = []
-        run().backward(grad)  # the first pass allocates
-        end = perf_counter() + self.seconds
-        while len(forwards) < 3 or perf_counter() < end:
+    def _repeated(self, run: Callable[[], Tensor], grad: Tensor | None) -> tuple[float, float]:
+        def once() -> tuple[float, float]:
             start = self._now()
             result = run()
             middle = self._now()
             result.backward(grad)
-            forwards.append(middle - start)
-            backwards.append(self._now() - middle)
-        return median(forwards), median(backwards)
+            return middle - start, self._now() - middle
+
+        run().backward(grad)  # the first pass allocates
+        forward, backward = repeated(once, self.seconds)
+        return forward, backward
 
     def _now(self) -> float:
         self.device.synchronize()
@@ -160,20 +159,31 @@ def _optimizer(device: Device, precision: Precision, seconds: float, numel: int 
     master.grad = torch.ones_like(master)
     optimizer = torch.optim.AdamW([master], lr=1e-3)
 
-    def once() -> None:
+    def once() -> tuple[float, ...]:
+        start = perf_counter()
         torch.linalg.vector_norm(master.grad)
         optimizer.step()
         weights.copy_(master.detach())
         device.synchronize()
+        return (perf_counter() - start,)
 
     once()
-    times: list[float] = []
-    end = perf_counter() + seconds
-    while len(times) < 3 or perf_counter() < end:
-        start = perf_counter()
-        once()
-        times.append(perf_counter() - start)
-    return median(times) / numel
+    (found,) = repeated(once, seconds)
+    return found / numel
+
+
+def repeated(once: Callable[[], tuple[float, ...]], seconds: float) -> tuple[float, ...]:
+    """What `once` returns, repeated for so many seconds: medians, or means where the process stood still for long.
+
+    A process held to a part of a core runs at full speed for that part of every period and then stands still, which the
+    median of short passes would not see; elsewhere means would count every other process's passing work.
+    """
+    used, start, found = process_time(), perf_counter(), list[tuple[float, ...]]()
+    while len(found) < 3 or perf_counter() < start + seconds:
+        found.append(once())
+    stood_still = process_time() - used < LEAST_RUNNING * (perf_counter() - start)
+    middle = mean if stood_still else median
+    return tuple(middle(figure) for figure in zip(*found, strict=True))
 
 
 def measure_links(world: World, machines: Sequence[int]) -> list[LinkTiming]:

@@ -37,3 +37,24 @@ def test_all_ranks_of_two_islands_measure_one_profile() -> None:
     prediction = predict(layout, profile=profile)
     assert not prediction.extrapolated
     assert 0 < prediction.step_seconds < math.inf
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_passes_of_a_process_held_to_a_part_of_a_core_count_with_the_time_it_stands_still(
+    stands_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three passes fit into what a period grants, the third waits for the next: a clock of its own tells how long."""
+    from hethub.runtime import profiler
+
+    wall, cpu, passes = [0.0], [0.0], [1.0, 1.0, 4.0] * 10
+    monkeypatch.setattr(profiler, "perf_counter", lambda: wall[0])
+    monkeypatch.setattr(profiler, "process_time", lambda: cpu[0])
+
+    def once() -> tuple[float, float]:
+        seconds = passes.pop(0)
+        wall[0] += seconds
+        cpu[0] += 1.0 if stands_still else seconds
+        return seconds, 7.0
+
+    assert profiler.repeated(once, 30.0) == ((2.0, 7.0) if stands_still else (1.0, 7.0))
+    assert len(passes) == 15
