@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise, repeat
@@ -218,7 +218,7 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
     for stage in range(len(plan.stages) - 1, -1, -1):
         default = max(waits_below, min(limits[0] + 1, num_tiles)) if limits else 1
         asked = asked_in_flight(plan, stage)[0]
-        limits.insert(0, _granted(asked, max(1, waits), lambda default=default: default, num_tiles))  # type: ignore[misc]
+        limits.insert(0, _granted(asked, max(1, waits), default, num_tiles))
         waits, waits_below = max(limits[0], waits), waits
     return [
         [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
@@ -266,7 +266,7 @@ def _limits(stages: tuple[_Lanes, ...]) -> list[list[int]]:
             needed = below.needed(tiling, below.frontier)
             least, default = _distances(owned, needed), _distances(owned, below.needed(tiling, below.roomy))
         chosen = [
-            _granted(one, waits, lambda usual=usual: usual, len(own))  # type: ignore[misc]
+            _granted(one, waits, usual, len(own))
             for one, waits, usual, own in zip(asked, least, default, owned, strict=True)
         ]
         limits.insert(0, chosen)
@@ -276,15 +276,15 @@ def _limits(stages: tuple[_Lanes, ...]) -> list[list[int]]:
     return limits
 
 
-def _granted(asked: tuple[int | None, str], least: int, default: Callable[[], int], num_tiles: int) -> int:
+def _granted(asked: tuple[int | None, str], least: int, default: int, num_tiles: int) -> int:
     """Tiles that a lane may hold: those asked for, with the place that asks; else the default. Raises BadInput."""
     given, place = asked
     if given is not None and given < least:
         raise BadInput(
             f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
-            f"{least}, or remove it for the default of {default()}."
+            f"{least}, or remove it for the default of {default}."
         )
-    return min(default() if given is None else given, num_tiles)
+    return min(default if given is None else given, num_tiles)
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
