@@ -52,6 +52,11 @@ class UnitCosts:
         self._put_off: dict[tuple[int, int, int, str], float] = {}
         self._reduce: dict[tuple[int, int, int], float] = {}
 
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of a gradient on the wire: fp32 at least."""
+        return max(4, self.width)
+
     def rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
         """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the kind."""
         key = (kind, tp, samples, recompute)

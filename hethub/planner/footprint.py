@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.predictor import memory
-from hethub.predictor.constants import family
+from hethub.predictor.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout import Layout
@@ -90,7 +90,7 @@ class Footprints:
     ) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
-        on_cpu = family(accelerator) == "cpu"
+        on_cpu = is_cpu(accelerator)
         key = (on_cpu, tp, micro_batch, recompute, mode)
         found = self._known.get(key)
         if found is None:
@@ -109,7 +109,7 @@ class Footprints:
 
     def state(self, accelerator: AcceleratorSpec, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
-        key = (family(accelerator) == "cpu", layers, zero)
+        key = (is_cpu(accelerator), layers, zero)
         if key not in self._alone:
             probe = _Probe(self, probe_for(accelerator), 1, 1, "none", Mode(zero))
             self._alone[key] = probe.state_alone(layers)
@@ -232,4 +232,4 @@ PROBE = AcceleratorSpec(
 
 def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:
     """An accelerator without a speed that needs as much memory."""
-    return ON_CPU if family(accelerator) == "cpu" else PROBE
+    return ON_CPU if is_cpu(accelerator) else PROBE

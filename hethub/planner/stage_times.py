@@ -89,16 +89,22 @@ class _Sort(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """Stages side by side: their layers and replicas [stage], and [stage, sort] how many replicas are of a sort, how large
-    their tiles are, and seconds of these each way."""
+    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] how many replicas are of a sort,
+    how large their tiles are, and seconds of these each way."""
 
     stages: Sequence[Placed]
     layers: np.ndarray
     replicas: np.ndarray
+    zero: np.ndarray
     numbers: np.ndarray
     micro_batches: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
+
+    @property
+    def shards(self) -> np.ndarray:
+        """[stage]: over how many replicas training state is cut."""
+        return np.where(self.zero > 0, self.replicas, 1)
 
 
 class _Sums(NamedTuple):
@@ -129,7 +135,6 @@ class StageTimes:
         self._bytes: dict[object, Coefficients] = {}
         self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
-        self._wide = max(4, costs.width)  # bytes of a gradient
         self._capacity = [problem.capacity(kind) for kind in range(len(problem.kinds))]  # bytes of a rank
 
     def divided(self, stages: Sequence[Placed]) -> Division:
@@ -140,23 +145,22 @@ class StageTimes:
         """The stages in full, how they divide the samples, and what their ranks have for tiles, or nearly so."""
         own = self._side_by_side(stages)
         division, sums, room = self._divided(own), self._sums(own), self._rooms(own)
-        zero = np.array([placed.stage.zero for placed in stages])
         forward, backward, tiles = self._tiles(own, division.taken)
-        num_bytes = np.maximum(sums.parameters * self._wide, 1.0)
-        reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(zero > 0, 1, 2)
-        gather = np.where(zero > 0, sums.seconds(self.costs.width), 0.0)
+        num_bytes = np.maximum(sums.parameters * self.costs.gradient_width, 1.0)
+        reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(own.zero > 0, 1, 2)
+        gather = np.where(own.zero > 0, sums.seconds(self.costs.width), 0.0)
         named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the judge
         most = np.trunc(room.free / np.maximum(room.tile, 1.0)).min(axis=1)
         found = StageEstimate(
             busy=division.least, least=division.least, forward=forward, backward=backward, tiles=tiles,
             wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
-            finish=gather + self._optimizer(own, sums.parameters / _shards(own)),
+            finish=gather + self._optimizer(own, sums.parameters / own.shards),
             most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
         )  # fmt: skip
-        met = (zero >= 2) & (own.replicas > 1)
+        met = (own.zero >= 2) & (own.replicas > 1)
         if met.any():
-            rounds = self._in_rounds(own, found, sums, zero)
+            rounds = self._in_rounds(own, found, sums)
             found = StageEstimate(*(np.where(met, *each) for each in zip(rounds, found, strict=True)))
         return found._replace(backward=found.backward - self._put_off(stages) * own.layers), division, room
 
@@ -204,6 +208,7 @@ class StageTimes:
             stages=stages,
             layers=layers,
             replicas=np.array([placed.stage.replicas for placed in stages]),
+            zero=np.array([placed.stage.zero for placed in stages]),
             numbers=np.array(_padded(numbers, width, 0)),
             micro_batches=each.micro_batch,
             forward=x * each.forward + each.embedding_forward + each.head_forward,
@@ -245,10 +250,11 @@ class StageTimes:
         tiles = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
         return (part * forward).sum(axis=1), (part * backward).sum(axis=1), tiles.max(axis=1)
 
-    def _in_rounds(self, own: _Side, alone: StageEstimate, sums: _Sums, zero: np.ndarray) -> StageEstimate:
+    def _in_rounds(self, own: _Side, alone: StageEstimate, sums: _Sums) -> StageEstimate:
         """Stages under ZeRO-2/3, their replicas in lockstep: every tile waits for gathers and reductions of its layers that
         compute does not hide."""
-        gather, reduce = np.where(zero == 3, sums.seconds(self.costs.width), 0.0), sums.seconds(self._wide)
+        gather = np.where(own.zero == 3, sums.seconds(self.costs.width), 0.0)
+        reduce = sums.seconds(self.costs.gradient_width)
         slowest = [np.where(own.numbers > 0, each, 0.0).max(axis=1) for each in (own.forward, own.backward)]
         forward = np.maximum(gather, slowest[0]) + gather / own.layers
         backward = np.maximum(gather + reduce, slowest[1]) + (gather + reduce) / own.layers
@@ -277,7 +283,7 @@ class StageTimes:
         capacities = [[self._capacity[seats.kind] for seats in placed.stage.seats] for placed in own.stages]
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
         capacity = NEARLY * np.array(_padded(capacities, width, float("inf")))
-        return _room(at, own.layers[:, None], _shards(own)[:, None], capacity)
+        return _room(at, own.layers[:, None], own.shards[:, None], capacity)
 
     def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> Coefficients:
         key = (own[:3], stage.recompute, stage.zero, schedule, place)
@@ -321,11 +327,6 @@ def _room(at: Coefficients, layers: Any, shards: Any, capacity: Any) -> Room:
     """What ranks of so much memory have for tiles."""
     kept = at.once + at.layer * layers + (at.state_once + at.state_layer * layers) / shards
     return Room(capacity - kept, at.tile + at.layer_tile * layers, at.layer_put_off * layers)
-
-
-def _shards(own: _Side) -> np.ndarray:
-    """[stage]: over how many replicas training state is cut."""
-    return np.array([placed.stage.replicas if placed.stage.zero else 1 for placed in own.stages])
 
 
 def _padded(rows: Sequence[list[Any]], width: int, blank: Any) -> list[list[Any]]:

@@ -69,9 +69,8 @@ class Surrogate:
         longer are not weighed."""
         unlike = list(dict.fromkeys(drafts))
         self.bound(unlike)
-        near = [draft for draft in unlike if self.least(draft) < seconds]
-        self.weigh(near)
-        return [draft for draft in near if self.seconds(draft) < seconds and self.likely_fits(draft)]
+        self.weigh(draft for draft in unlike if self.least(draft) < seconds)
+        return [draft for draft in unlike if self.is_faster(draft, seconds)]
 
     def least(self, draft: Draft) -> float:
         """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
@@ -260,7 +259,7 @@ class Surrogate:
         seats = merged([*draft.stages[0].seats, *draft.stages[-1].seats])
         latency, per_byte = self.times.collective(seats)
         each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in seats)
-        return 2 * latency + per_byte * each * (max(4, self.costs.width) + self.costs.width)
+        return 2 * latency + per_byte * each * (self.costs.gradient_width + self.costs.width)
 
 
 class _Together(NamedTuple):

@@ -11,10 +11,7 @@ from hethub.spec.plan import ScheduleName
 
 MOST_ACCELERATORS, MOST_SAMPLES = 6, 64  # of a space that is searched to its end
 MOST_BRANCHES, MOST_POINTS = 4_000, 3e7
-MOST_OPTIONS, MOST_BOUNDED = (
-    2_000,
-    150_000,
-)  # of a stage, and branches: where points are many more, but bounds leave few
+MOST_OPTIONS, MOST_BOUNDED = 2_000, 150_000  # of a stage, and branches: many more points, of which bounds leave few
 
 
 def is_tiny(problem: Problem) -> bool:

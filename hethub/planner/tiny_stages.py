@@ -227,20 +227,15 @@ class StageCosts:
 
     def _tile_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
         """Seconds of a replica's tiles: [pass, samples]. Without gathers they are those of any other of its kind."""
-        spec, unit = costs.layout.stages[stage], costs.layout.stages[stage].replicas[replica]
-        kind = costs.layout.cluster.places[unit.ranks[0]].node
+        spec, own = costs.layout.stages[stage], costs.layout.replica(stage, replica)
+        node = costs.layout.cluster.places[own.ranks[0]].node
         others = spec.ranks if spec.zero >= 2 else None
-        key = (kind.name, unit.tp, spec.num_layers, ends, spec.recompute, others)
+        key = (node.name, own.tp, spec.num_layers, ends, spec.recompute, others)
         found = self._tiles.get(key)
         if found is None:
             tiles = [costs.tile(stage, replica, size) for size in range(1, self.most + 1)]
-            found = self._tiles[key] = np.array(
-                [
-                    [0.0, *(tile.forward.total for tile in tiles)],
-                    [0.0, *(tile.backward.total for tile in tiles)],
-                    [0.0, *(tile.weight.total for tile in tiles)],
-                ]
-            )
+            passes = zip(*tiles, strict=True)
+            found = self._tiles[key] = np.array([[0.0, *(parts.total for parts in each)] for each in passes])
         return found
 
     def nearest(self, shape: Shape) -> list[float]:

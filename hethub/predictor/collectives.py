@@ -125,7 +125,7 @@ class Collectives:
         """
         stream = self.programme.add_actor()
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
-        slots = 1 if self.costs.state.takes_turns(stage.index) else 2
+        slots = 1 if self.costs.state.by_turns[stage.index] else 2
         reduced: list[int] = []
         for index, (kind, part) in enumerate(passes):
             portion = self.costs.state.portions[stage.index][part]
@@ -143,7 +143,7 @@ class Collectives:
     def _reduce_pass(self, stage: Stage, stream: int, part: int) -> int:
         """Adds the reduction of a part, layer by layer while the last tile passes it, where ranks can do both."""
         layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][part])
-        last, by_turns = stage.completing(part), self.costs.state.takes_turns(stage.index)
+        last, by_turns = stage.completing(part), self.costs.state.by_turns[stage.index]
         node = self._beside(stream, sum(layers), last, ahead=0.0 if by_turns else 1.0 - 1.0 / len(layers))
         self._wait(stage.reduces(part), node, self._meet(last, layers[0]))
         return node

@@ -38,6 +38,11 @@ def family(accelerator: AcceleratorSpec) -> str:
     return next((f for f, prefixes in _FAMILIES if name.startswith(prefixes)), accelerator.vendor)
 
 
+def is_cpu(accelerator: AcceleratorSpec) -> bool:
+    """Whether ranks compute on their host's own cores."""
+    return family(accelerator) == "cpu"
+
+
 def on_matrix_units(accelerator: AcceleratorSpec, precision: MathPrecision) -> bool:
     """Whether matrix products of this precision run on matrix units."""
     if precision in ("fp32", "fp64"):

@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from hethub.predictor.activations import KEPT_UNDER_SELECTIVE, Tiles, held_tiles
-from hethub.predictor.constants import family
+from hethub.predictor.constants import is_cpu
 from hethub.predictor.peak import Moment, moments
 from hethub.predictor.resident import Resident, resident
 from hethub.predictor.shard import Shard
@@ -73,7 +73,7 @@ class _Node(NamedTuple):
     @staticmethod
     def of(node: NodeSpec) -> "_Node":
         limit = node.device.memory_bytes - int(node.reserved_memory_gb * 2**30)
-        return _Node(node.device.name, family(node.device) == "cpu", limit)
+        return _Node(node.device.name, is_cpu(node.device), limit)
 
 
 def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:

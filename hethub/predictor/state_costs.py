@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.predictor.constants import family
+from hethub.predictor.constants import is_cpu
 from hethub.predictor.links import Group, Network, host_gbytes_per_second
 from hethub.predictor.overlap import beside_backward, beside_forward, exposed
 from hethub.predictor.software import Software, element_bytes
@@ -224,7 +224,7 @@ class StateCosts:
     def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
         """What communication adds to a pass: all that compute does not hide, and a part of what it does, for collectives
         take processors and memory bandwidth from the compute beside them."""
-        part = 1.0 if self.takes_turns(stage) else self.network.fit["overlap_cost"]
+        part = 1.0 if self.by_turns[stage] else self.network.fit["overlap_cost"]
         return exposed_seconds + part * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:
@@ -238,12 +238,12 @@ class StateCosts:
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
         return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
 
-    def takes_turns(self, stage: int) -> bool:
-        """Whether a stage's ranks communicate with the cores they compute with: CPUs, which copy and sum themselves,
+    @cached_property
+    def by_turns(self) -> tuple[bool, ...]:
+        """Per stage, whether its ranks communicate with the cores they compute with: CPUs, which copy and sum themselves,
         unless their time is emulated."""
-        places = self.layout.cluster.places
-        own = (family(places[rank].accelerator) == "cpu" for rank in self.layout.stages[stage].ranks)
-        return not self.layout.cluster.emulated and all(own)
+        places, real = self.layout.cluster.places, not self.layout.cluster.emulated
+        return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
 
     def level(self, stage: int) -> int:
         """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""

@@ -48,9 +48,8 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
         groups = copies(layout, costs)
         return _lean_replay(layout, costs, groups, None) if len(groups) > 1 else _replayed_times(layout, costs, full)
     if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
-        return _lean_replay(
-            layout, costs, _of_chains(layout, costs), None
-        )  # the last tile is short: not to be extrapolated
+        # The last tile is short, which no extrapolation knows.
+        return _lean_replay(layout, costs, _of_chains(layout, costs), None)
     if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
         return _chain_times(layout, costs)
     return _lean_times(layout, costs)

@@ -144,7 +144,7 @@ def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
 
 def _widths(costs: UnitCosts) -> tuple[int, int]:
     """Bytes of a weight and of a gradient."""
-    return costs.width, max(4, costs.width)
+    return costs.width, costs.gradient_width
 
 
 def _in_chunks(problem: Problem, costs: UnitCosts, draft: Draft, chunks: int, zero: int) -> Draft | None:

@@ -8,7 +8,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.footprint import probe_for
 from hethub.planner.problem import Problem
-from hethub.predictor.memory import RankMemory, hosts_fit, memory
+from hethub.predictor.memory import RankMemory, all_fit, memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout import Layout
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
@@ -112,8 +112,7 @@ def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
 def fits(problem: Problem, plan: PlanSpec) -> bool:
     """Whether the plan's ranks fit, and what they offload into their hosts' memory."""
     layout = Layout(plan, problem.model, problem.cluster)
-    used = memory(layout)
-    return all(entry.fits(problem.constraints.reserve) for entry in used) and hosts_fit(layout, used)
+    return all_fit(layout, memory(layout), problem.constraints.reserve)
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:
@@ -146,4 +145,4 @@ def meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
     they take longer, and at uneven shares too."""
     model, group = problem.model, costs.network.group(range(problem.size))
     gathered = 2 * costs.width if zero == 3 else 0
-    return costs.network.reduce_scatter(group, model.parameters * (gathered + max(4, costs.width)))
+    return costs.network.reduce_scatter(group, model.parameters * (gathered + costs.gradient_width))
