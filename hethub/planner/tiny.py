@@ -2,14 +2,14 @@
 
 The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in steps of
 one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of tiles in
-flight. A point is left out where a bound of its step is no shorter than the best plan known. All others are replayed with
-the predictor's own costs, those of one tiling at once, and judged in order of these times. The best are then tried with
-more tiles in flight.
+flight. A point is left out where a bound of its step is no shorter than the best plan known: a rough one over what its
+stages take at least, then that of its chains of tiles. All others are replayed with the predictor's own costs, those of one
+tiling at once, and judged in order of these times. The best are then tried with more tiles in flight.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -19,65 +19,106 @@ from hethub.planner.complete import complete
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem
-from hethub.planner.tiny_points import Point, Points, branches_below, promising_points
+from hethub.planner.tiny_points import Branch, Point, Points, branches_below, promising_points
 from hethub.planner.tiny_replay import Node, Passed, ends_of, nodes_of
 from hethub.planner.tiny_shapes import schedules_of, shapes_of
 from hethub.planner.tiny_stages import StageCosts, Units
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
 
-AT_ONCE = 4096  # points timed before the best of them are judged
-MOST_TIMED = 16 * AT_ONCE
-FEW = 256  # branches
+AT_ONCE = 512  # points timed before the best of them are judged
+WINDOW = 16_384  # points listed at once, by their bounds
+MOST_TIMED = 65_536
+FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_JUDGED = 1000  # where memory holds few of them
 MOST_DEEPENED = 128  # points tried with more tiles in flight
 
 
 def search_tiny(problem: Problem, judge: Judge) -> None:
-    """Judges what may be better than the best plan known, most promising first. Where the space was searched to its end, the
-    judge knows then that no plan of it is faster."""
+    """Judges what may be better than the best plan known, most promising first. The judge knows then what no plan of the
+    space is below: the best plan where it was searched to its end, else the smallest bound that was not looked at."""
     costs = [StageCosts(judge, schedule) for schedule in schedules_of(problem)]
     shapes = list(shapes_of(problem))
     bounded = [own for each in costs for shape in shapes for own in branches_below(judge.best_seconds, each, shape)]
-    branches = [branch for _, branch in sorted(bounded, key=itemgetter(0))]
-    orders: dict[object, list[Node]] = {}
-    enough = judge.candidates + MOST_JUDGED
-    few = promising_points(judge.best_seconds, branches[:FEW], AT_ONCE)
-    _judge_points(judge, few, orders, enough)  # tells how fast a plan can be before all are bounded
-    found = promising_points(judge.best_seconds, branches, MOST_TIMED)
-    near = _judge_points(judge, found, orders, enough)
-    listed = len(found.bounds) < MOST_TIMED or float(found.bounds[-1]) >= judge.best_seconds
-    if listed and judge.candidates <= enough and not judge.out_of_time and judge.fitting:
-        judge.space_bound_seconds = judge.best_seconds
+    sweep = _Sweep(judge)
+    for part in _parts(sorted(bounded, key=itemgetter(0))):
+        sweep.search(part)
+    if judge.fitting and not judge.out_of_time:
+        judge.space_bound_seconds = min(judge.best_seconds, sweep.unseen_seconds)
     if problem.capabilities.chooses_in_flight:
-        deeper = [point for own in near for point in _deeper(problem, own)]
-        _judge_timed(judge, _timed(problem, deeper, orders), enough + MOST_JUDGED)
+        deeper = [point for _, own in sweep.near for point in _deeper(problem, own)]
+        sweep.enough += MOST_JUDGED
+        sweep.judge_timed(_timed(problem, deeper, sweep.orders))
 
 
-def _judge_points(judge: Judge, found: Points, orders: dict[object, list[Node]], enough: int) -> list[Point]:
-    """Times points in order of their bounds, and judges them in order of these times; the fastest of them."""
-    near: list[tuple[float, Point]] = []
-    for first in range(0, len(found.bounds), AT_ONCE):
-        some = found.at(np.arange(first, min(first + AT_ONCE, len(found.bounds))))
-        some = some.at(np.nonzero(some.bounds < judge.best_seconds)[0])
-        if not len(some.bounds) or judge.out_of_time or judge.candidates > enough:
-            break
-        timed = _timed(judge.problem, some.points(), orders)
-        _judge_timed(judge, timed, enough)
-        near = heapq.nsmallest(MOST_DEEPENED, [*near, *timed], key=_seconds_of)
-    return [point for _, point in near]
+def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[float, Branch]]]:
+    """Branches in their order, few of them first: these tell how fast a plan can be before most are looked at."""
+    first, count = 0, FEW
+    while first < len(bounded):
+        yield bounded[first : first + count]
+        first, count = first + count, GROWTH * count
+
+
+class _Sweep:
+    """Times points and judges the best, as many as may be, and knows how fast those may be that it left out."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.orders: dict[object, list[Node]] = {}
+        self.enough = judge.candidates + MOST_JUDGED
+        self.left = MOST_TIMED
+        self.near: list[tuple[float, Point]] = []  # the fastest points with their seconds
+        self.unseen_seconds = float("inf")
+
+    @property
+    def is_over(self) -> bool:
+        return self.left <= 0 or self.judge.out_of_time or self.judge.candidates > self.enough
+
+    def leave(self, seconds: float) -> None:
+        """Notes that points are left out of which none is faster."""
+        self.unseen_seconds = min(self.unseen_seconds, seconds)
+
+    def search(self, bounded: Sequence[tuple[float, Branch]]) -> None:
+        """Looks at all points of branches that may be better than the best plan, a window of them after the other."""
+        branches, above, least = [branch for _, branch in bounded], 0.0, bounded[0][0]
+        while least < self.judge.best_seconds:
+            if self.is_over:
+                self.leave(least)
+                return
+            found = promising_points(self.judge.best_seconds, branches, WINDOW, above)
+            self._time(found)
+            if len(found.bounds) < WINDOW:
+                return
+            above = least = float(found.bounds[-1])
+
+    def _time(self, found: Points) -> None:
+        """Times points in order of their bounds."""
+        for first in range(0, len(found.bounds), AT_ONCE):
+            some = found.at(np.arange(first, min(first + AT_ONCE, len(found.bounds))))
+            some = some.at(np.nonzero(some.bounds < self.judge.best_seconds)[0])
+            if not len(some.bounds):
+                return
+            if self.is_over:
+                self.leave(float(some.bounds[0]))
+                return
+            self.left -= len(some.bounds)
+            timed = _timed(self.judge.problem, some.points(), self.orders)
+            self.judge_timed(timed)
+            self.near = heapq.nsmallest(MOST_DEEPENED, [*self.near, *timed], key=_seconds_of)
+
+    def judge_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
+        """Judges points in order of their times until none can be better."""
+        for seconds, point in sorted(timed, key=_seconds_of):
+            if seconds >= self.judge.best_seconds:
+                return
+            if self.judge.out_of_time or self.judge.candidates > self.enough:
+                self.leave(seconds)
+                return
+            self.judge(_draft(point, self.judge))
 
 
 def _seconds_of(timed: tuple[float, Point]) -> float:
     return timed[0]
-
-
-def _judge_timed(judge: Judge, timed: Sequence[tuple[float, Point]], enough: int) -> None:
-    """Judges points in order of their times until none can be better; at most until `enough` were judged in all."""
-    for seconds, point in sorted(timed, key=_seconds_of):
-        if seconds >= judge.best_seconds or judge.candidates > enough:
-            return
-        judge.within_time(_draft(point, judge))
 
 
 def _deeper(problem: Problem, point: Point) -> list[Point]:

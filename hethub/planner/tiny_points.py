@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.tiny_chains import Chains
 from hethub.planner.tiny_stages import Mode, Shape, StageBounds, StageChoice, StageCosts, StageOptions, plan_of
 from hethub.spec.plan import PlanSpec
+
+TOGETHER = 32_768  # points whose chains are bounded at once
 
 
 class Branch(NamedTuple):
@@ -78,8 +81,8 @@ class Points(NamedTuple):
         return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
 
 
-def promising_points(limit: float, branches: Sequence[Branch], most: int) -> Points:
-    """The points whose bound is below the limit, by their bounds; the smallest `most` of them."""
+def promising_points(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
+    """The points whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of them."""
     width = max((len(branch.shape) for branch in branches), default=0)
     found = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     new, count = [found], 0
@@ -89,18 +92,58 @@ def promising_points(limit: float, branches: Sequence[Branch], most: int) -> Poi
             padded = np.pad(options, ((0, 0), (0, width - options.shape[1])))
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
-        if count > most or index == len(branches) - 1:
-            found = _smallest(new, most)
-            new, count = [found], 0
+        if count > TOGETHER or index == len(branches) - 1:
+            chained = refined(together(new[1:]), limit) if count else new[0]
+            found = _smallest([found, chained.at(np.nonzero(chained.bounds >= above)[0])], most)
+            new, count = [new[0]], 0
             if len(found.bounds) == most:
                 limit = float(found.bounds[-1])
     return found
 
 
+def together(parts: Sequence[Points]) -> Points:
+    """The points of all parts."""
+    return Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
+
+
 def _smallest(parts: Sequence[Points], most: int) -> Points:
     """The points with the smallest bounds, in order."""
-    together = Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
-    return together.at(np.argsort(together.bounds, kind="stable")[:most])
+    every = together(parts)
+    return every.at(np.argsort(every.bounds, kind="stable")[:most])
+
+
+def refined(points: Points, limit: float) -> Points:
+    """The points that those of floors stand for, with their chains' bounds, where these are below the limit."""
+    sorts: dict[tuple[int, ...], int] = {}
+    owners, number_of = np.unique(points.owners, return_inverse=True)
+    widths = (tuple(map(len, points.branches[owner].shape)) for owner in owners.tolist())
+    sort_of = np.array([sorts.setdefault(own, len(sorts)) for own in widths])[number_of]
+    return together([_refined(points.at(np.nonzero(sort_of == sort)[0]), limit) for sort in range(len(sorts))])
+
+
+def _refined(points: Points, limit: float) -> Points:
+    """The same for points with as many replicas in every stage."""
+    owners, number_of = np.unique(points.owners, return_inverse=True)
+    branches = [points.branches[owner] for owner in owners.tolist()]
+    boundaries = range(len(branches[0].shape) - 1)
+    chains = Chains(
+        list(zip(*(branch.stages for branch in branches), strict=True)),
+        [[branch.crossing(above) for branch in branches] for above in boundaries],
+    )
+    points, number_of = _below_chains(points, number_of, chains, limit)
+    for stage, own in enumerate(chains.stages):
+        rows, options = own.members(number_of, points.options[:, stage])
+        points = points.at(rows)
+        points.options[:, stage] = options
+        points, number_of = _below_chains(points, number_of[rows], chains, limit)
+    return points
+
+
+def _below_chains(points: Points, number_of: np.ndarray, chains: Chains, limit: float) -> tuple[Points, np.ndarray]:
+    """The points whose chains are below the limit, and the numbers of their branches."""
+    bounds = np.maximum(points.bounds, chains.bounds(number_of, points.options))
+    rows = np.nonzero(bounds < limit)[0]
+    return points._replace(bounds=bounds).at(rows), number_of[rows]
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:
@@ -141,14 +184,15 @@ def _by_cut(layers: np.ndarray, options: Mapping[int, StageOptions]) -> StageBou
 def _below(limit: float, branch: Branch) -> tuple[np.ndarray, np.ndarray]:
     """The bounds below the limit of a branch, and the options [point, stage] that have them."""
     nearest, depth = branch.costs.nearest(branch.shape), len(branch.stages)
-    stages = [own.bounds for own in branch.stages]
+    stages, least = [own.floors for own in branch.stages], [own.least for own in branch.stages]
     rows = [np.arange(len(own.busy)) for own in stages]
     for stage in range(depth):  # what is too slow wherever the others are fastest
-        others = [own.least for own in stages]
-        able = np.nonzero(step_bound([*others[:stage], stages[stage], *others[stage + 1 :]], nearest) < limit)[0]
+        able = np.nonzero(step_bound([*least[:stage], stages[stage], *least[stage + 1 :]], nearest) < limit)[0]
         if not len(able):
             return np.zeros(0), np.zeros((0, depth), dtype=np.int64)
-        stages[stage], rows[stage] = stages[stage].at(able), rows[stage][able]
+        if len(able) < len(rows[stage]):
+            stages[stage], rows[stage] = stages[stage].at(able), rows[stage][able]
+            least[stage] = stages[stage].least
     apart = [own.shaped([-1 if axis == stage else 1 for axis in range(depth)]) for stage, own in enumerate(stages)]
     bounds = step_bound(apart, nearest)
     below = np.nonzero(bounds < limit)

@@ -18,6 +18,7 @@ from hethub.predictor.software import HETHUB
 from hethub.predictor.state_costs import Reduction
 from hethub.spec.layout import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.tiling import deal
 
 Units = tuple[Unit, ...]  # the replicas of a stage
 Shape = tuple[Units, ...]
@@ -33,6 +34,16 @@ class Tilings(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+
+class Axis(NamedTuple):
+    """The tiles of all ways, dealt along the sample axis."""
+
+    replicas: np.ndarray  # [way, sample], of the tile that holds it
+    starts: np.ndarray
+    stops: np.ndarray
+    firsts: np.ndarray  # [way, replica], the first sample of its first tile
+    lasts: np.ndarray  # the last sample of its last tile
 
 
 class Cuts(NamedTuple):
@@ -59,6 +70,20 @@ def tilings(total: int, replicas: int, cuts: Cuts) -> Tilings:
         for sizes in product(*map(cuts.of, samples))
     ]
     return Tilings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
+
+
+@cache
+def axis_of(total: int, replicas: int, cuts: Cuts) -> Axis:
+    """Where the tiles of all `tilings` lie on the sample axis."""
+    rows = []
+    for samples, sizes in zip(*(part.tolist() for part in tilings(total, replicas, cuts)), strict=True):
+        replicas_of = enumerate(zip(samples, sizes, strict=True))
+        dealt = deal([ReplicaSpec(ranks=(rank,), micro_batch=size, samples=own) for rank, (own, size) in replicas_of])
+        counts = np.subtract(dealt.stops, dealt.starts)
+        rows.append([np.repeat(part, counts) for part in (dealt.replicas, dealt.starts, dealt.stops)])
+    owners, starts, stops = np.array(rows).transpose(1, 0, 2)
+    own = owners[:, None, :] == np.arange(replicas)[:, None]  # [way, replica, sample]
+    return Axis(owners, starts, stops, own.argmax(axis=2), total - 1 - own[..., ::-1].argmax(axis=2))
 
 
 def count_tilings(total: int, replicas: int, cuts: Cuts) -> float:
@@ -107,6 +132,17 @@ class Mode(NamedTuple):
     reduction: Reduction
     updates: np.ndarray  # per replica, from the gradient norm to its next step
 
+    @property
+    def last_pass(self) -> int:
+        return 2 if self.seconds[2].any() else 1
+
+
+def limited(mode: Mode, fits: np.ndarray) -> Mode:
+    """The mode with tiles that never end where they are beyond memory, as `fits` [replica, samples] tells."""
+    seconds = mode.seconds.copy()
+    seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
+    return mode._replace(seconds=seconds)
+
 
 class StageBounds(NamedTuple):
     """Seconds that a stage's part of a step takes at least, in arrays of one shape."""
@@ -119,7 +155,7 @@ class StageBounds(NamedTuple):
     reduced: np.ndarray  # from its last pass to the end of the reduction
     update: np.ndarray  # of the replica that has the shortest
 
-    def at(self, rows: np.ndarray | list[int]) -> "StageBounds":
+    def at(self, rows: np.ndarray | slice) -> "StageBounds":
         return StageBounds(*(each[rows] for each in self))
 
     def shaped(self, shape: Sequence[int]) -> "StageBounds":
@@ -132,34 +168,59 @@ class StageBounds(NamedTuple):
 
 
 class StageOptions(NamedTuple):
-    """All options of a stage [mode x tiling] with their bounds, and what none of them is below."""
+    """All options of a stage [mode x tiling] with their bounds, and what none of them is below. The first of the modes are
+    floors, which stand for those behind them and are nowhere above."""
 
     modes: tuple[Mode, ...]
+    members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
     tilings: Tilings
+    axis: Axis
     bounds: StageBounds
     least: StageBounds
 
     def mode(self, option: int) -> Mode:
         return self.modes[option // len(self.tilings)]
 
+    @property
+    def floors(self) -> StageBounds:
+        """The bounds of the floors' options, which come first."""
+        return self.bounds.at(slice(len(self.members) * len(self.tilings)))
 
-def options_of(modes: Sequence[Mode], ways: Tilings, fits: Sequence[np.ndarray]) -> StageOptions:
-    """The options of a stage from what it costs in every mode; those beyond memory, as `fits` [replica, samples] tells,
-    never end."""
+
+def floor_of(modes: Sequence[Mode]) -> Mode:
+    """A mode that is nowhere above these. They share the order of their actions, so no plan is shorter than with it in
+    their place."""
+    return modes[0]._replace(
+        seconds=np.minimum.reduce([mode.seconds for mode in modes]),
+        reduction=Reduction(*(min(own) for own in zip(*(mode.reduction for mode in modes), strict=True))),
+        updates=np.minimum.reduce([mode.updates for mode in modes]),
+    )
+
+
+def options_of(modes: Sequence[Mode], ways: Tilings, axis: Axis) -> StageOptions:
+    """The options of a stage from what it costs in every mode."""
+    sorts = [[index for index, mode in enumerate(modes) if (mode.zero >= 2) == rounds] for rounds in (False, True)]
+    members = [own for own in sorts if own]
+    floors = [floor_of([modes[index] for index in own]) for own in members]
+    behind = tuple(tuple(len(floors) + index for index in own) for own in members)
+    every = (*floors, *modes)
+    found = zip(*(_bounds_of(mode, ways) for mode in every), strict=True)
+    bounds = StageBounds(*(np.concatenate(part) for part in found))
+    return StageOptions(every, behind, ways, axis, bounds, bounds.least)
+
+
+def _bounds_of(mode: Mode, ways: Tilings) -> StageBounds:
+    """What a mode's part of a step takes at least, by tiling."""
     whole, rest = np.divmod(ways.samples, ways.sizes)
     replicas = np.arange(ways.sizes.shape[1])
-    found = []
-    for mode, able in zip(modes, fits, strict=True):
-        full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
-        spent = whole * full + short
-        busy = np.where(able[replicas, ways.sizes].all(axis=1), spent.sum(axis=0).max(axis=1), np.inf)
-        least = np.where(rest > 0, np.minimum(full, short), full).min(axis=2)
-        last = 2 if mode.seconds[2].any() else 1
-        reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - full[last].max(axis=1))
-        update = np.full(len(ways), mode.updates.min())
-        found.append((busy, spent[:2].sum(axis=0).max(axis=1), *least, reduced, update))
-    bounds = StageBounds(*(np.concatenate(part) for part in zip(*found, strict=True)))
-    return StageOptions(tuple(modes), ways, bounds, bounds.least)
+    full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
+    spent = whole * full + short
+    least = np.where(rest > 0, np.minimum(full, short), full).min(axis=2)
+    reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - full[mode.last_pass].max(axis=1))
+    update = np.full(len(ways), mode.updates.min())
+    busy, passed = spent.sum(axis=0).max(axis=1), spent[:2].sum(axis=0).max(axis=1)
+    forward, backward, weight = least
+    return StageBounds(busy, passed, forward, backward, weight, reduced, update)
 
 
 class StageCosts:
@@ -193,9 +254,10 @@ class StageCosts:
                 for level in levels(self.problem, shape[stage])
                 for mode in self._modes(shape, layers, stage, level)
             ]
-            ways = tilings(self.problem.batch.global_batch, len(shape[stage]), self.cuts)
-            fits = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
-            found = self._options[key] = options_of(modes, ways, fits)
+            able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
+            modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
+            division = self.problem.batch.global_batch, len(shape[stage]), self.cuts
+            found = self._options[key] = options_of(modes, tilings(*division), axis_of(*division))
         return found
 
     def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from hethub.planner import plan
@@ -11,6 +12,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.tiny import search_tiny, step_seconds
+from hethub.planner.tiny_chains import Chains
 from hethub.planner.tiny_points import Branch, Point, step_bound
 from hethub.planner.tiny_replay import nodes_of
 from hethub.planner.tiny_shapes import is_tiny, shapes_of
@@ -29,9 +31,25 @@ def random_point(costs: StageCosts, draw: random.Random) -> Point:
     cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
     layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
     stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
-    return Point(
-        Branch(costs, shape, layers, stages), tuple(draw.randrange(len(stage.bounds.busy)) for stage in stages)
-    )
+    options = (draw.randrange(len(stage.floors.busy), len(stage.bounds.busy)) for stage in stages)
+    return Point(Branch(costs, shape, layers, stages), tuple(options))
+
+
+def with_floors(point: Point) -> Point:
+    """The point with the floors that stand for its modes."""
+    found = []
+    for stage, option in zip(point.branch.stages, point.options, strict=True):
+        mode, way = divmod(option, len(stage.tilings))
+        (floor,) = (number for number, members in enumerate(stage.members) if mode in members)
+        found.append(floor * len(stage.tilings) + way)
+    return point._replace(options=tuple(found))
+
+
+def chain_bound(point: Point) -> float:
+    branch = point.branch
+    crossings = [[branch.crossing(above)] for above in range(len(branch.shape) - 1)]
+    chains = Chains([[stage] for stage in branch.stages], crossings)
+    return float(chains.bounds(np.zeros(1, dtype=np.int64), np.array([point.options])).item())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
@@ -47,13 +65,16 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         point = random_point(costs, draw)
         layout = bind(point.plan, problem.model, problem.cluster)
         seconds = predict(layout).step_seconds
-        (timed,) = step_seconds([point], nodes_of(layout))
+        nodes = nodes_of(layout)
+        timed, floor = (own for each in (point, with_floors(point)) for own in step_seconds([each], nodes))
         own = [stage.bounds.at([option]) for stage, option in zip(point.branch.stages, point.options, strict=True)]
         bound = step_bound(own, costs.nearest(point.branch.shape)).item()
         assert bound <= timed * (1 + 1e-9)
         least = [stage.least for stage in point.branch.stages]
         assert step_bound(least, costs.nearest(point.branch.shape)).item() <= bound
-        assert timed <= seconds * (1 + 1e-9)
+        assert chain_bound(with_floors(point)) <= min(floor, chain_bound(point)) * (1 + 1e-9)
+        assert chain_bound(point) <= timed * (1 + 1e-9)
+        assert floor * (1 - 1e-9) <= timed <= seconds * (1 + 1e-9)
         exact += timed == pytest.approx(seconds, rel=1e-9)
     assert exact == 20
 
@@ -67,13 +88,26 @@ def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> Non
     assert judge.space_bound_seconds == judge.best_seconds
 
 
-def test_a_space_that_was_not_searched_to_its_end_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _problem(ConstraintsSpec())
-    judge = Judge(problem, UnitCosts(problem))
-    monkeypatch.setattr("hethub.planner.tiny.MOST_TIMED", 1)
-    search_tiny(problem, judge)
-    assert judge.fitting
-    assert judge.space_bound_seconds is None
+def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = grid_problem(1, 3)
+    whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
+    search_tiny(problem, whole)
+    for name, size in (("AT_ONCE", 8), ("MOST_TIMED", 32)):
+        monkeypatch.setattr(f"hethub.planner.tiny.{name}", size)
+    search_tiny(problem, part)
+    assert part.fitting
+    assert part.space_bound_seconds is not None
+    assert part.space_bound_seconds <= whole.best_seconds < part.best_seconds
+
+
+def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = grid_problem(1, 3)
+    whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
+    search_tiny(problem, whole)
+    for name, size in (("AT_ONCE", 8), ("WINDOW", 16), ("FEW", 1)):
+        monkeypatch.setattr(f"hethub.planner.tiny.{name}", size)
+    search_tiny(problem, part)
+    assert part.best_seconds == whole.best_seconds == part.space_bound_seconds
 
 
 def test_an_answer_says_what_no_plan_of_a_small_space_is_below() -> None:
