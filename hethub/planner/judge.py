@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from hethub.planner.complete import complete
@@ -19,6 +19,7 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
+from hethub.spec.tiling import raised_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,10 @@ class Verdict:
     @property
     def seconds(self) -> float:
         return self.prediction.step_seconds
+
+    def of(self, draft: Draft) -> "Verdict":
+        """The same of another draft that means the same plan."""
+        return replace(self, draft=draft, predicted=partial(getattr, self, "prediction"))
 
 
 def is_alike(plan: PlanSpec) -> bool:
@@ -89,6 +94,16 @@ def layout_of(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     return AlikeLayout(plan, model, cluster) if is_alike(plan) else bind(plan, model, cluster)
 
 
+def raised(plan: PlanSpec) -> PlanSpec:
+    """The plan with the default of tiles in flight wherever it gives too few."""
+    stages = []
+    for index, (stage, limits) in enumerate(zip(plan.stages, raised_limits(plan), strict=True)):
+        held = limits * len(stage.replicas) if plan.runs_in_rounds(index) else limits
+        own = zip(stage.replicas, held, strict=True)
+        stages.append(stage.replace(replicas=tuple([replica.replace(in_flight=tiles) for replica, tiles in own])))
+    return plan.replace(stages=tuple(stages))
+
+
 def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:
     """Whether a plan keeps to the constraints on degrees, sizes and modes."""
     replicas = [replica for stage in plan.stages for replica in stage.replicas]
@@ -123,6 +138,7 @@ class Judge:
         self.limit_seconds = problem.constraints.time_limit_seconds
         self.tiles_left = 0  # to be replayed one by one
         self._known: dict[Draft, Verdict | None] = {}
+        self._by_plan: dict[str, Verdict | None] = {}
         self.fitting: dict[Draft, Verdict] = {}
         self.start: Verdict | None = None  # the best before the search
         self.closest: Verdict | None = None  # the least over memory, where none fits
@@ -163,19 +179,39 @@ class Judge:
         plan = draft.plan or complete(draft, self.problem, self.costs, holds)
         if plan is None or not keeps(plan, self.problem.constraints) or self.problem.forbids_any(draft.mixtures):
             return None
+        written = plan.model_dump_json()
+        if written in self._by_plan:  # of another draft
+            known = self._by_plan[written]
+            return known and known.of(draft)
         if not is_alike(plan) and not self._spend(plan):
             return None
+        found = self._by_plan[written] = self._judge_plan(draft, plan)
+        return found
+
+    def _judge_plan(self, draft: Draft, plan: PlanSpec) -> Verdict | None:
+        """The verdict on a draft's plan, or None where it does not bind."""
         problem, reserve = self.problem, self.problem.constraints.reserve
         try:
-            layout = layout_of(plan, problem.model, problem.cluster)
+            layout = self._layout(draft, plan)
             used = tuple(memory(layout))
             predicted = partial(predict, layout, reserve=reserve, profile=problem.profile, used=used)
-            verdict = Verdict(draft, plan, used, all_fit(layout, used, reserve), predicted)
+            verdict = Verdict(draft, layout.plan, used, all_fit(layout, used, reserve), predicted)
             if verdict.fits or self.ignore_memory or draft.plan or self._is_closest(verdict):
                 _ = verdict.prediction
         except BadInput:  # too few tiles in flight, heads that do not divide, or a link without a speed: no plan
             return None
         return verdict
+
+    def _layout(self, draft: Draft, plan: PlanSpec) -> Layout:
+        """The layout of a draft's plan; of a roomy draft with more tiles in flight where those estimated cannot be. Raises
+        BadInput where it does not bind."""
+        model, cluster = self.problem.model, self.problem.cluster
+        try:
+            return layout_of(plan, model, cluster)
+        except BadInput:
+            if not draft.roomy:
+                raise
+            return layout_of(raised(plan), model, cluster)
 
     def _spend(self, plan: PlanSpec) -> bool:
         """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend. Of

@@ -12,6 +12,7 @@ from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge, Verdict, is_equal
 from hethub.planner.offloaded import search_offloaded
 from hethub.planner.problem import Batch, Problem, pose
+from hethub.planner.processes import uncollected
 from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
@@ -30,6 +31,7 @@ from hethub.spec.model import ModelSpec
 FEW = 8  # cuts looked at where the time limit left none
 
 
+@uncollected()
 def plan(
     model: ModelSpec,
     cluster: ClusterSpec,

@@ -23,7 +23,7 @@ from hethub.planner.tiny_shapes import is_tiny
 
 FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
-FAR = 1.15  # times the best plan: a family's draft that is estimated to take longer is not judged
+FAR = 1.15  # times the best: a family's draft estimated to take longer is not judged, and small changes lead no further
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
 TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all once one is known that fits
@@ -68,8 +68,9 @@ def effort_for(problem: Problem) -> Effort:
         )  # fmt: skip
     if problem.size <= 16:
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=12 if alike else 24, descents=4 if alike else 8,
-            climbs=2 if alike else 4, steps=16, tried_per_step=8, tiles=200_000, uphill=1.02, optimism=0.9,
+            cuts=96, free_cells=2_000_000, finalists=8 if alike else 24, descents=2 if alike else 8,
+            climbs=2 if alike else 4, steps=16, tried_per_step=8, tiles=200_000, uphill=1.02,
+            optimism=0.98 if alike else 0.9,
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
@@ -146,7 +147,11 @@ def _descended(judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Dra
     unlike = {draft.shape: draft for draft in reversed(found)}
     starting = list(dict.fromkeys([*found[: (effort.descents + 1) // 2], *reversed(unlike.values())]))
     passed: set[Draft] = set()  # where one descent has been, another need not go on
-    return [descend(judge, draft, passed) for draft in starting[: effort.descents]]
+    ends: list[Draft] = []
+    for draft in starting[: effort.descents]:
+        best = min(map(judge.surrogate.seconds, ends), default=float("inf"))
+        ends.append(descend(judge, draft, passed, FAR * best))
+    return ends
 
 
 def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> None:
@@ -167,7 +172,8 @@ def _climb_leaders(judge: Judge, effort: Effort) -> None:
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
     for leader in leaders:
-        climb(leader, judge, effort)
+        if not leader.fits or leader.seconds < FAR * judge.best_seconds:
+            climb(leader, judge, effort)
 
 
 def _is_near(judge: Judge, draft: Draft) -> bool:
@@ -242,33 +248,49 @@ def promising(
 ) -> list[Draft]:
     """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
     entries = [*cuts, *reordered(problem, table, cuts, memory_counts=memory_counts)]
-    drafts = slacks(problem, judge, [entry.draft(problem) for entry in entries])
-    estimates = {draft: judge.surrogate.seconds(draft) for draft in drafts}
-    best = min(estimates.values(), default=float("inf"))
+    found: dict[Draft, float] = {}
+    _add_with_slacks(found, problem, judge, [entry.draft(problem) for entry in entries], effort.finalists)
+    best = min(found.values(), default=float("inf"))
     if not effort.whole:
-        estimates.update(small_drafts(problem, table, judge.surrogate, best, memory_counts))
+        found.update(small_drafts(problem, table, judge.surrogate, best, memory_counts))
     if problem.constraints.dp is None and not judge.out_of_time:
-        drafts = slacks(problem, judge, free_drafts(problem, judge, effort, table, best, memory_counts))
-        estimates.update((draft, judge.surrogate.seconds(draft)) for draft in drafts)
-    ranked = sorted(estimates, key=lambda draft: estimates[draft])
+        free = free_drafts(problem, judge, effort, table, best, memory_counts)
+        _add_with_slacks(found, problem, judge, free, effort.finalists)
+    ranked = sorted(found, key=found.__getitem__)
     shapes = {draft.shape: draft for draft in reversed(ranked)}  # the best of every arrangement of units
-    unlike = sorted(shapes.values(), key=lambda draft: estimates[draft])
+    unlike = sorted(shapes.values(), key=found.__getitem__)
     return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
 
 
-def slacks(problem: Problem, judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts, and with as many tiles in flight as their links need, or under other schedules, where that shortens the
-    estimate and likely fits."""
+def _add_with_slacks(
+    found: dict[Draft, float], problem: Problem, judge: Judge, drafts: Sequence[Draft], wanted: int
+) -> None:
+    """Adds the drafts with their estimates to those found, and with as many tiles in flight as their links need, or under
+    other schedules, where that shortens the estimate and likely fits. The best first: drafts whose estimate would be above
+    those of `wanted` unlike ones in any case stay as they are."""
     surrogate = judge.surrogate
+    surrogate.weigh(drafts)
+    found.update((draft, surrogate.seconds(draft)) for draft in drafts)
     modes: list[dict[str, Any]] = [{"schedule": schedule} for schedule in problem.other_schedules]
     if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
         modes += [{"roomy": True}, *({"roomy": True, **mode} for mode in modes)]
-    others = {draft: [replace(draft, **mode) for mode in modes] for draft in drafts if len(draft.stages) > 1}
-    surrogate.weigh([*drafts, *(other for own in others.values() for other in own)])
-    better = (
-        other for draft, own in others.items() for other in own if surrogate.is_faster(other, surrogate.seconds(draft))
-    )
-    return [*drafts, *better]
+    ranked = sorted((draft for draft in drafts if len(draft.stages) > 1), key=surrogate.seconds)
+    for start in range(0, len(ranked), TOGETHER):
+        limit = _last_wanted(found, wanted)
+        near = [draft for draft in ranked[start : start + TOGETHER] if surrogate.floor(draft) < limit]
+        others = {draft: [replace(draft, **mode) for mode in modes] for draft in near}
+        surrogate.weigh(other for own in others.values() for other in own)
+        for draft, own in others.items():
+            better = (other for other in own if surrogate.is_faster(other, surrogate.seconds(draft)))
+            found.update((other, surrogate.seconds(other)) for other in better)
+
+
+def _last_wanted(found: Mapping[Draft, float], wanted: int) -> float:
+    """The estimate of the last of so many best drafts of unlike shapes; infinite where there are not as many."""
+    shapes: dict[object, float] = {}
+    for draft, seconds in found.items():
+        shapes[draft.shape] = min(seconds, shapes.get(draft.shape, seconds))
+    return heapq.nsmallest(wanted, shapes.values())[-1] if len(shapes) >= wanted else float("inf")
 
 
 def free_drafts(
@@ -303,18 +325,20 @@ WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
 MOST_CHANGES = 60
 
 
-def descend(judge: Judge, draft: Draft, passed: set[Draft]) -> Draft:
+def descend(judge: Judge, draft: Draft, passed: set[Draft], hopeless: float = float("inf")) -> Draft:
     """Where the estimate has no better neighbour: many small changes, none of them judged. Ends early on a draft that is
-    among those `passed`, to which its own are added."""
+    among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
     surrogate = judge.surrogate
     for _ in range(MOST_CHANGES):
         if draft in passed or judge.out_of_time:
             break
         passed.add(draft)
-        better = _downhill(surrogate, draft)
+        better, before = _downhill(surrogate, draft), surrogate.seconds(draft)
         if better is None:
             break
         draft = better
+        if surrogate.seconds(draft) > max(hopeless, (1 - WORTHWHILE) * before):
+            break
     return draft
 
 

@@ -23,14 +23,15 @@ from hethub.spec.plan import ScheduleName
 
 
 class Weighed(NamedTuple):
-    """What is estimated of a draft: its step, tiles in flight per stage, whether they fit, the stage that works longest, and
-    what it works at least."""
+    """What is estimated of a draft: its step, tiles in flight per stage, whether they fit, the stage that works longest, what
+    it works at least, and what the estimate is not below, however many tiles are in flight under 1F1B or zero_bubble."""
 
     seconds: float
     holds: tuple[int, ...]
     fits: bool
     slowest: int
     least: float
+    floor: float
 
 
 class Surrogate:
@@ -80,6 +81,10 @@ class Surrogate:
             self.bound([draft])
         return self._least[draft]
 
+    def floor(self, draft: Draft) -> float:
+        """What the estimate is not below, however many tiles are in flight, under 1F1B or zero_bubble."""
+        return self._of(draft).floor
+
     def bound(self, drafts: Iterable[Draft]) -> None:
         """Finds for all drafts at once what they compute at least."""
         new = [draft for draft in drafts if draft not in self._weighed and draft not in self._least]
@@ -124,12 +129,12 @@ class Surrogate:
         """Drafts whose stages stand in these rows."""
         own = self._side_by_side(drafts, rows)
         held, fits = self._held(own)
-        seconds = self._seconds(own, held)
+        seconds, floor = self._seconds(own, held)
         seconds[[not self.is_possible(draft) for draft in drafts]] = np.inf
         holds = [tuple(each[first:]) for each, first in zip(held.astype(int).tolist(), own.first.tolist(), strict=True)]
         slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
         least = own.stages.least.max(axis=1).tolist()
-        return list(map(Weighed, seconds.tolist(), holds, fits.tolist(), slowest, least))
+        return list(map(Weighed, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
 
     def _side_by_side(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> "_Together":
         """The drafts with their stages in arrays that end with the last. In front of the first stage of shorter ones stands a
@@ -145,8 +150,8 @@ class Surrogate:
         trips = round_trips(stages.tile, stages.wave, crossing)
         return _Together(drafts, table, first, blank, stages, crossing, trips, filled)
 
-    def _seconds(self, own: "_Together", held: np.ndarray) -> np.ndarray:
-        """[draft]: the step, with so many tiles in flight."""
+    def _seconds(self, own: "_Together", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[draft]: the step with so many tiles in flight, and what it is not below with any."""
         stages, crossing, trips, several = own.stages, own.crossing, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
@@ -159,6 +164,7 @@ class Surrogate:
         for s in range(1, fill.shape[1]):
             below = fill[:, s - 1] + stages.forward[:, s - 1] + crossing[:, s - 1]
             np.maximum(fill[:, s], below, out=fill[:, s])
+        floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
         end = (fill + stages.busy + np.where(own.filled[:, None], slack, gap + drain)).max(axis=1)
         if several.any():
@@ -170,8 +176,7 @@ class Surrogate:
             reduce[np.arange(len(tied)), own.first] += tied
             reduce[:, -1] += tied
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
-        step: np.ndarray = end + shown + first
-        return step
+        return end + shown + first, floor
 
     def _schedule(self, draft: Draft) -> ScheduleName:
         return draft.schedule or self.problem.schedule

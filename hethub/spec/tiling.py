@@ -245,15 +245,23 @@ def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
     The default lets the replica below find one more tile ready. Raises BadInput where the plan gives less than that
     distance.
     """
-    stages = [
+    return [list(limits) for limits in _limits(_lanes(plan), False)]
+
+
+def raised_limits(plan: PlanSpec) -> list[list[int]]:
+    """As `in_flight_limits`, with the default wherever the plan gives too few."""
+    return [list(limits) for limits in _limits(_lanes(plan), True)]
+
+
+def _lanes(plan: PlanSpec) -> tuple[_Lanes, ...]:
+    return tuple(
         _Lanes(_sizes(spec.replicas), plan.runs_in_rounds(index), tuple(asked_in_flight(plan, index)))
         for index, spec in enumerate(plan.stages)
-    ]
-    return [list(limits) for limits in _limits(tuple(stages))]
+    )
 
 
 @lru_cache(maxsize=1024)  # plans of a search differ in layers more often than in tiles
-def _limits(stages: tuple[_Lanes, ...]) -> list[list[int]]:
+def _limits(stages: tuple[_Lanes, ...], raised: bool) -> list[list[int]]:
     limits: list[list[int]] = []
     below = None
     for replicas, in_rounds, asked in reversed(stages):
@@ -265,6 +273,13 @@ def _limits(stages: tuple[_Lanes, ...]) -> list[list[int]]:
         else:
             needed = below.needed(tiling, below.frontier)
             least, default = _distances(owned, needed), _distances(owned, below.needed(tiling, below.roomy))
+        if raised:
+            asked = tuple(
+                [
+                    (given if given and given >= need else None, place)
+                    for (given, place), need in zip(asked, least, strict=True)
+                ]
+            )
         chosen = [
             _granted(one, waits, usual, len(own))
             for one, waits, usual, own in zip(asked, least, default, owned, strict=True)
