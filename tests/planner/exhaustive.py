@@ -28,6 +28,9 @@ from hethub.spec.layout import bind
 from hethub.spec.plan import PlanSpec
 from tests.planner.retimed import Need, ends, nodes_of
 from tests.planner.stage_grid import MICRO_BATCHES, RECOMPUTES, ZEROS, Option, Shape, StageGrid, StageGrids, plan_of
+from tests.planner.tile_paths import path_seconds
+
+AT_ONCE = 8192  # points whose tiles are followed
 
 
 class Point(NamedTuple):
@@ -54,7 +57,7 @@ class Outcome:
     plan: PlanSpec | None = None
     lower_bound: float = float("inf")
     points: int = 0
-    timed: int = 0  # left by the rough bound, timed action by action
+    timed: int = 0  # left by the bounds, timed action by action
     predicted: int = 0
     too_large: int = 0  # of the points to be predicted, beyond memory
 
@@ -64,6 +67,12 @@ class Outcome:
             return False
         self.lower_bound = min(self.lower_bound, bound)
         return True
+
+    def kept(self, bounds: np.ndarray) -> np.ndarray:
+        """The places of those that may be better; the smallest of the other bounds is noted."""
+        able = bounds < self.seconds
+        self.lower_bound = min(self.lower_bound, float(bounds[~able].min(initial=np.inf)))
+        return np.nonzero(able)[0]
 
 
 def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
@@ -157,24 +166,27 @@ def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def _within(grids: StageGrids, shape: Shape, layers: tuple[int, ...], outcome: Outcome) -> Iterator[Point]:
-    """The points of a shape whose rough bound is below the best step known; all are counted."""
+    """The points of a shape whose bounds are below the best step known; all are counted."""
     whole = [grids(shape, layers, stage) for stage in range(len(shape))]
+    nearest = [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)]
     outcome.points += prod(map(len, whole))
-    alone = [grid.busy + grid.reduced for grid in whole]
-    if outcome.cut_off(max(float(own.min()) for own in alone)):
+    least = [grid.least for grid in whole]
+    if outcome.cut_off(float(bound_seconds(least, nearest).min())):
         return
-    kept = []
-    for grid, own in zip(whole, alone, strict=True):
-        able = own < outcome.seconds
-        if not able.all():
-            outcome.cut_off(float(own[~able].min()))
-        kept.append(grid.only(np.nonzero(able)[0]))
-    bounds = bound_seconds(kept, [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)])
-    able = bounds < outcome.seconds
-    if not able.all():
-        outcome.cut_off(float(bounds[~able].min()))
-    for rows in np.argwhere(able).tolist():
-        yield Point(shape, layers, tuple(grid.options[row] for grid, row in zip(kept, rows, strict=True)))
+    kept: list[StageGrid] = []
+    for stage, grid in enumerate(whole):  # beside the others at their fastest
+        bounds = bound_seconds([*(own.least for own in kept), grid, *least[stage + 1 :]], nearest).ravel()
+        kept.append(grid.only(outcome.kept(bounds)))
+        if not len(kept[-1]):
+            return
+    bounds = bound_seconds(kept, nearest)
+    places = np.stack(np.unravel_index(outcome.kept(bounds.ravel()), bounds.shape), axis=1)
+    between = [grids.between(shape, layers, stage) for stage in range(len(shape) - 1)]
+    for first in range(0, len(places), AT_ONCE):
+        some = places[first : first + AT_ONCE]
+        stages = [grid.only(own) for grid, own in zip(kept, some.T, strict=True)]
+        for row in outcome.kept(path_seconds([grid.paths for grid in stages], between)).tolist():
+            yield Point(shape, layers, tuple(grid.option(row) for grid in stages))
 
 
 def bound_seconds(stages: list[StageGrid], crossings: list[float]) -> np.ndarray:

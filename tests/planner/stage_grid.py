@@ -1,7 +1,7 @@
 """What one stage of a small cluster's plan may do, with seconds that no plan with it stays below."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -15,10 +15,12 @@ from hethub.predictor.state_costs import Reduction
 from hethub.spec.action import Kind
 from hethub.spec.layout import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+from tests.planner.tile_paths import Dealt, Division, Stage, dealt
 
 MICRO_BATCHES = (1, 2, 4)
 ZEROS = (0, 1, 3)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+SECONDS = ("busy", "forward", "backward", "reduced", "update")
 
 Shape = tuple[tuple[Unit, ...], ...]
 
@@ -50,8 +52,10 @@ class Mode(NamedTuple):
 class StageGrid:
     """All options of a stage and, as arrays over them, seconds that its part of a step takes at least."""
 
-    options: tuple[Option, ...]
+    options: tuple[Option, ...]  # by mode and division, all of them
     modes: dict[tuple[Recompute, int], Mode]
+    dealt: Dealt
+    rows: np.ndarray  # of the options, those that the arrays below are over
     busy: np.ndarray  # the replica that works longest, on all its tiles
     forward: np.ndarray  # its shortest tile
     backward: np.ndarray
@@ -59,12 +63,33 @@ class StageGrid:
     update: np.ndarray  # from the gradient norm to the replicas' next step
 
     def __len__(self) -> int:
-        return len(self.options)
+        return len(self.rows)
 
-    def only(self, rows: np.ndarray) -> "StageGrid":
+    def option(self, place: int) -> Option:
+        return self.options[self.rows[place]]
+
+    def only(self, places: np.ndarray) -> "StageGrid":
         """Some of the options."""
-        arrays = (self.busy, self.forward, self.backward, self.reduced, self.update)
-        return StageGrid(tuple(self.options[row] for row in rows), self.modes, *(array[rows] for array in arrays))
+        return replace(self, rows=self.rows[places], **{name: getattr(self, name)[places] for name in SECONDS})
+
+    @property
+    def least(self) -> "StageGrid":
+        """What none of them is below, as if it were one."""
+        return replace(self, rows=self.rows[:1], **{name: getattr(self, name).min(keepdims=True) for name in SECONDS})
+
+    @property
+    def paths(self) -> Stage:
+        """The options with their tiles."""
+        numbers, divisions = np.divmod(self.rows, len(self.dealt.replica))
+        modes = list(self.modes.values())
+        tiles = self.dealt.at(divisions)
+        forward, backward = (
+            np.array([getattr(mode, way) for mode in modes])[numbers[:, None], tiles.replica, tiles.size - 1]
+            for way in ("forward", "backward")
+        )
+        reduction = np.array([mode.reduction.seconds for mode in modes])[numbers]
+        tail = np.array([mode.reduction.tail_seconds for mode in modes])[numbers]
+        return Stage(tiles, forward, backward, reduction, tail, self.update)
 
 
 def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
@@ -97,6 +122,8 @@ class StageGrids:
         self._known: dict[object, StageGrid] = {}
         self._crossings: dict[object, float] = {}
         self._examples: dict[object, tuple[PlanCosts, int]] = {}
+        self._between: dict[object, np.ndarray] = {}
+        self._divided: dict[int, tuple[list[Division], Dealt]] = {}
 
     def zeros(self, units: tuple[Unit, ...]) -> tuple[int, ...]:
         """A stage over islands shards its optimizer state at least; a single replica has nothing to shard."""
@@ -127,6 +154,19 @@ class StageGrids:
         pairs = product(range(len(shape[stage])), range(len(shape[stage + 1])))
         return min(self.crossing(shape, layers, stage, ends, 1) for ends in pairs)
 
+    def between(self, shape: Shape, layers: Sequence[int], stage: int) -> np.ndarray:
+        """Seconds of all that can come over from a stage to the next, or back: [replica above, replica below, samples]."""
+        key = (shape[stage], shape[stage + 1])
+        if key not in self._between:
+            above, below, samples = range(len(key[0])), range(len(key[1])), range(1, MICRO_BATCHES[-1] + 1)
+            self._between[key] = np.array(
+                [
+                    [[0.0, *(self.crossing(shape, layers, stage, (a, b), n) for n in samples)] for b in below]
+                    for a in above
+                ]
+            )
+        return self._between[key]
+
     def _costs(self, shape: Shape, layers: Sequence[int], recompute: Recompute, zero: int) -> PlanCosts:
         """The predictor's costs of any plan with these stages; what is read of them depends on no tile."""
         total, options = self.problem.batch.global_batch, []
@@ -139,6 +179,7 @@ class StageGrids:
 
     def _build(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
         units, rows, options, modes = shape[stage], [], [], {}
+        divisions, placed = self._divisions(len(units))
         for recompute, zero in product(RECOMPUTES, self.zeros(units)):
             costs = self._costs(shape, layers, recompute, zero)
             reduction = costs.state.reduction(stage)
@@ -147,7 +188,7 @@ class StageGrids:
             forward = [[tile.forward.total for tile in own] for own in tiles]
             backward = [[tile.backward.total for tile in own] for own in tiles]
             modes[recompute, zero] = Mode(forward, backward, reduction, update)
-            for samples, sizes in self._divisions(len(units)):
+            for samples, sizes in divisions:
                 cut = [_tiles(n, b) for n, b in zip(samples, sizes, strict=True)]
                 busy = max(
                     sum(number * (f[size - 1] + b[size - 1]) for size, number in own)
@@ -160,16 +201,19 @@ class StageGrids:
                 after = max(reduction.tail_seconds, reduction.seconds - max(ways[1]))
                 rows.append((busy, min(ways[0]), min(ways[1]), after, update))
                 options.append(Option(samples, sizes, recompute, zero))
-        return StageGrid(tuple(options), modes, *np.array(rows).T)
+        return StageGrid(tuple(options), modes, placed, np.arange(len(options)), *np.array(rows).T)
 
-    def _divisions(self, replicas: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _divisions(self, replicas: int) -> tuple[list[Division], Dealt]:
         """All samples in steps of one with all micro-batches, those beyond a replica's samples being one tile."""
-        total, found = self.problem.batch.global_batch, []
-        for cuts in combinations(range(1, total), replicas - 1):
-            samples = tuple(b - a for a, b in pairwise((0, *cuts, total)))
-            sizes = [sorted({min(b, n) for b in MICRO_BATCHES}) for n in samples]
-            found += [(samples, chosen) for chosen in product(*sizes)]
-        return found
+        if replicas not in self._divided:
+            total = self.problem.batch.global_batch
+            found: list[Division] = []
+            for cuts in combinations(range(1, total), replicas - 1):
+                samples = tuple(b - a for a, b in pairwise((0, *cuts, total)))
+                sizes = [sorted({min(b, n) for b in MICRO_BATCHES}) for n in samples]
+                found += [(samples, chosen) for chosen in product(*sizes)]
+            self._divided[replicas] = (found, dealt(found, total))
+        return self._divided[replicas]
 
 
 def _tiles(samples: int, micro_batch: int) -> list[tuple[int, int]]:

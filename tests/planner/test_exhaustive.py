@@ -27,6 +27,7 @@ from tests.planner.exhaustive import (
     timed_points,
 )
 from tests.planner.stage_grid import StageGrids, plan_of
+from tests.planner.tile_paths import path_seconds
 
 MODEL = ModelSpec(name="grid", layers=6, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=8192, max_seq_len=1024)
 VENDORS = ("nvidia", "amd")
@@ -123,11 +124,14 @@ def test_no_prediction_is_below_its_bound_and_most_are_on_it(seed: int) -> None:
         layers = draw.choice(list(cuts(problem.model.layers, len(shape))))
         stages = [grids(shape, layers, stage) for stage in range(len(shape))]
         picked = [stage.only(np.array([draw.randrange(len(stage))])) for stage in stages]
-        point = Point(shape, layers, tuple(stage.options[0] for stage in picked))
+        point = Point(shape, layers, tuple(stage.option(0) for stage in picked))
         ((timed, _),) = timed_points(problem, grids, [point])
         rough = bound_seconds(picked, [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)])
         seconds = predict(bind(plan_of(problem, *point), problem.model, problem.cluster)).step_seconds
+        between = [grids.between(shape, layers, stage) for stage in range(len(shape) - 1)]
+        followed = path_seconds([stage.paths for stage in picked], between)
         assert float(rough.item()) <= seconds * (1 + 1e-9)
+        assert float(followed.item()) <= timed * (1 + 1e-9)
         assert timed <= seconds * (1 + 1e-9)
         exact += timed == pytest.approx(seconds, rel=1e-9)
     assert exact >= 15
