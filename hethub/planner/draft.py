@@ -94,10 +94,10 @@ class Draft:
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
         return Draft(stages, self.alike, self.roomy, self.even, self.name, self.plan, self.schedule)
 
-    @property
+    @cached_property
     def shape(self) -> object:
         """Which units form which stage, whatever their layers and micro-batches."""
-        return tuple(tuple((own.kind, own.tp, own.number) for own in stage.seats) for stage in self.stages)
+        return tuple([tuple([(own.kind, own.tp, own.number) for own in stage.seats]) for stage in self.stages])
 
     @property
     def mixtures(self) -> Iterator[Iterator[int]]:

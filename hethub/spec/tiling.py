@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise, repeat
 from operator import sub, truediv
 from typing import Any, NamedTuple
@@ -226,14 +226,6 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
     ]
 
 
-class _Lanes(NamedTuple):
-    """What a stage's tiles in flight depend on."""
-
-    replicas: tuple[tuple[int, int], ...]  # micro-batch and samples
-    in_rounds: bool
-    asked: tuple[tuple[int | None, str], ...]
-
-
 def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
     """Per stage and lane, how many tiles it may hold before their backward under 1F1B.
 
@@ -245,50 +237,24 @@ def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
     The default lets the replica below find one more tile ready. Raises BadInput where the plan gives less than that
     distance.
     """
-    return [list(limits) for limits in _limits(_lanes(plan), False)]
+    stages = _stacked(plan)
+    for stage in reversed(stages):
+        stage.check()
+    return [list(stage.limits) for stage in stages]
 
 
 def raised_limits(plan: PlanSpec) -> list[list[int]]:
     """As `in_flight_limits`, with the default wherever the plan gives too few."""
-    return [list(limits) for limits in _limits(_lanes(plan), True)]
+    return [list(stage.limits) for stage in _stacked(plan)]
 
 
-def _lanes(plan: PlanSpec) -> tuple[_Lanes, ...]:
-    return tuple(
-        _Lanes(_sizes(spec.replicas), plan.runs_in_rounds(index), tuple(asked_in_flight(plan, index)))
-        for index, spec in enumerate(plan.stages)
-    )
-
-
-@lru_cache(maxsize=1024)  # plans of a search differ in layers more often than in tiles
-def _limits(stages: tuple[_Lanes, ...], raised: bool) -> list[list[int]]:
-    limits: list[list[int]] = []
-    below = None
-    for replicas, in_rounds, asked in reversed(stages):
-        tiling = as_one_replica(_dealt(replicas)) if in_rounds else _dealt(replicas)
-        owned = places(tiling, len(asked))
-        if below is None:
-            needed = [0] * len(tiling.stops)
-            least = default = [1] * len(asked)
-        else:
-            needed = below.needed(tiling, below.frontier)
-            least, default = _distances(owned, needed), _distances(owned, below.needed(tiling, below.roomy))
-        if raised:
-            asked = tuple(
-                [
-                    (given if given and given >= need else None, place)
-                    for (given, place), need in zip(asked, least, strict=True)
-                ]
-            )
-        chosen = [
-            _granted(one, waits, usual, len(own))
-            for one, waits, usual, own in zip(asked, least, default, owned, strict=True)
-        ]
-        limits.insert(0, chosen)
-        if len(limits) < len(stages):
-            more = [limit + 1 for limit in chosen]
-            below = _Below(tiling, _listed(tiling, owned, chosen, needed), _listed(tiling, owned, more, needed))
-    return limits
+def _stacked(plan: PlanSpec) -> list["_Stage"]:
+    """The plan's stages, each over those below it."""
+    found: list[_Stage] = []
+    for index in range(len(plan.stages) - 1, -1, -1):
+        sizes, asked = _sizes(plan.stages[index].replicas), tuple(asked_in_flight(plan, index))
+        found.insert(0, _over(found[0] if found else None, sizes, plan.runs_in_rounds(index), asked))
+    return found
 
 
 def _granted(asked: tuple[int | None, str], least: int, default: int, num_tiles: int) -> int:
@@ -321,12 +287,37 @@ def places(tiling: Tiling, num_lanes: int) -> list[list[int]]:
     return found
 
 
-class _Below(NamedTuple):
-    """The stage below: its tiles, and per tile, up to which sample forwards are listed before its backward."""
+class _Stage:
+    """A stage over those below it: what its lanes may hold, and what the stage above waits for."""
 
-    tiling: Tiling
-    frontier: list[int]
-    roomy: list[int]  # the same with one more tile per replica
+    def __init__(self, below: "_Stage | None", tiling: Tiling, asked: tuple[tuple[int | None, str], ...]) -> None:
+        self.tiling, self.asked, self._owned = tiling, asked, places(tiling, len(asked))
+        if below is None:
+            self._needed = [0] * len(tiling.stops)
+            self._least = self._default = [1] * len(asked)
+        else:
+            self._needed = below.needed(tiling, below.frontier)
+            self._least = _distances(self._owned, self._needed)
+            self._default = _distances(self._owned, below.needed(tiling, below.roomy))
+        usual = zip(asked, self._least, self._default, map(len, self._owned), strict=True)
+        self.limits = [
+            min(given if given and given >= least else default, most) for (given, _), least, default, most in usual
+        ]
+
+    def check(self) -> None:
+        """Raises BadInput where fewer tiles are asked for than there must be."""
+        for one in zip(self.asked, self._least, self._default, map(len, self._owned), strict=True):
+            _granted(*one)
+
+    @cached_property
+    def frontier(self) -> list[int]:
+        """Per tile, up to which sample forwards are listed before its backward."""
+        return _listed(self.tiling, self._owned, self.limits, self._needed)
+
+    @cached_property
+    def roomy(self) -> list[int]:
+        """The same with one more tile per replica."""
+        return _listed(self.tiling, self._owned, [limit + 1 for limit in self.limits], self._needed)
 
     def needed(self, above: Tiling, frontier: Sequence[int]) -> list[int]:
         """How many tiles of the stage above, counted along the axis, must have run forward before each one's backward can
@@ -335,6 +326,15 @@ class _Below(NamedTuple):
             behind = map(bisect_left, repeat(self.tiling.starts), above.stops)  # the number of tiles that start before
             frontier = [frontier[number - 1] for number in behind]
         return list(map(bisect_left, repeat(above.starts), frontier))
+
+
+@lru_cache(maxsize=256)  # plans of a search differ in a stage or two, and in layers more often than in tiles
+def _over(
+    below: _Stage | None, sizes: tuple[tuple[int, int], ...], in_rounds: bool, asked: tuple[tuple[int | None, str], ...]
+) -> _Stage:
+    """The stage of these replicas and lanes; the same one wherever it stands over the same ones."""
+    tiling = _dealt(sizes)
+    return _Stage(below, as_one_replica(tiling) if in_rounds else tiling, asked)
 
 
 def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
