@@ -19,15 +19,15 @@ from hethub.planner.complete import complete
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem
-from hethub.planner.tiny_points import Branch, Point, Points, branches_below, promising_points
+from hethub.planner.tiny_points import Branch, Point, Points, branches_below, promising_floors, refined
 from hethub.planner.tiny_replay import Node, Passed, ends_of, nodes_of
 from hethub.planner.tiny_shapes import schedules_of, shapes_of
 from hethub.planner.tiny_stages import StageCosts, Units
 from hethub.spec.errors import BadInput
 from hethub.spec.layout import Layout
 
-AT_ONCE = 512  # points timed before the best of them are judged
-WINDOW = 16_384  # points listed at once, by their bounds
+AT_ONCE = 512  # floors' points whose modes are timed before the best of them are judged
+WINDOW = 131_072  # floors' points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_JUDGED = 1000  # where memory holds few of them
@@ -85,22 +85,21 @@ class _Sweep:
             if self.is_over:
                 self.leave(least)
                 return
-            found = promising_points(self.judge.best_seconds, branches, WINDOW, above)
+            found = promising_floors(self.judge.best_seconds, branches, WINDOW, above)
             self._time(found)
             if len(found.bounds) < WINDOW:
                 return
             above = least = float(found.bounds[-1])
 
     def _time(self, found: Points) -> None:
-        """Times points in order of their bounds."""
+        """Times what points of floors stand for, in order of their bounds."""
         for first in range(0, len(found.bounds), AT_ONCE):
-            some = found.at(np.arange(first, min(first + AT_ONCE, len(found.bounds))))
-            some = some.at(np.nonzero(some.bounds < self.judge.best_seconds)[0])
-            if not len(some.bounds):
+            if found.bounds[first] >= self.judge.best_seconds:
                 return
             if self.is_over:
-                self.leave(float(some.bounds[0]))
+                self.leave(float(found.bounds[first]))
                 return
+            some = refined(found.at(slice(first, first + AT_ONCE)), self.judge.best_seconds)
             self.left -= len(some.bounds)
             timed = _timed(self.judge.problem, some.points(), self.orders)
             self.judge_timed(timed)

@@ -59,7 +59,9 @@ class ChainStage:
         self.updates = np.stack([mode.updates for mode in modes])  # [mode, replica]
         self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
         self.reductions = np.array([mode.reduction[:2] for mode in modes])
-        self.able = np.concatenate([np.isfinite(own.bounds.busy) for own in every]).reshape(len(modes), -1)
+        replicas = np.arange(self.seconds.shape[2])
+        largest = self.seconds[:, 0, replicas, self.tilings.sizes]  # [mode, way, replica]
+        self.able = np.isfinite(largest).all(axis=2)
         firsts = np.cumsum([0, *(len(own.modes) for own in every)])
         number_of = {key: number for number, key in enumerate(unlike)}
         self._number_of = np.array([number_of[id(own)] for own in options])  # [branch]

@@ -1,6 +1,6 @@
 """Points of a small space: plans as choices per stage, and the bounds that leave most of them out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from hethub.planner.tiny_chains import Chains
 from hethub.planner.tiny_stages import Mode, Shape, StageBounds, StageChoice, StageCosts, StageOptions, plan_of
 from hethub.spec.plan import PlanSpec
 
-TOGETHER = 32_768  # points whose chains are bounded at once
+TOGETHER = 131_072  # points whose chains are bounded at once
 
 
 class Branch(NamedTuple):
@@ -72,7 +72,7 @@ class Points(NamedTuple):
     owners: np.ndarray
     options: np.ndarray
 
-    def at(self, rows: np.ndarray) -> "Points":
+    def at(self, rows: np.ndarray | slice) -> "Points":
         return self._replace(bounds=self.bounds[rows], owners=self.owners[rows], options=self.options[rows])
 
     def points(self) -> list[Point]:
@@ -81,11 +81,12 @@ class Points(NamedTuple):
         return [Point(branch, tuple(options[: len(branch.shape)])) for branch, options in chosen]
 
 
-def promising_points(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
-    """The points whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of them."""
+def promising_floors(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
+    """The points of floors whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of
+    them."""
     width = max((len(branch.shape) for branch in branches), default=0)
-    found = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
-    new, count = [found], 0
+    none = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
+    found, new, count = none, [none], 0
     for index, branch in enumerate(branches):
         bounds, options = _below(limit, branch)
         if len(bounds):
@@ -93,57 +94,55 @@ def promising_points(limit: float, branches: Sequence[Branch], most: int, above:
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
         if count > TOGETHER or index == len(branches) - 1:
-            chained = refined(together(new[1:]), limit) if count else new[0]
-            found = _smallest([found, chained.at(np.nonzero(chained.bounds >= above)[0])], most)
-            new, count = [new[0]], 0
+            chained = _together([_chained(*alike, limit)[0] for alike in _alike(_together(new))] or [none])
+            found = _together([found, chained.at(chained.bounds >= above)])
+            found = found.at(np.argsort(found.bounds, kind="stable")[:most])
+            new, count = [none], 0
             if len(found.bounds) == most:
                 limit = float(found.bounds[-1])
     return found
 
 
-def together(parts: Sequence[Points]) -> Points:
+def refined(points: Points, limit: float) -> Points:
+    """What points of floors stand for, by their bounds, where these are below the limit."""
+    every = _together([points.at(slice(0)), *(_refined(*alike, limit) for alike in _alike(points))])
+    return every.at(np.argsort(every.bounds, kind="stable"))
+
+
+def _together(parts: Sequence[Points]) -> Points:
     """The points of all parts."""
     return Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
 
 
-def _smallest(parts: Sequence[Points], most: int) -> Points:
-    """The points with the smallest bounds, in order."""
-    every = together(parts)
-    return every.at(np.argsort(every.bounds, kind="stable")[:most])
-
-
-def refined(points: Points, limit: float) -> Points:
-    """The points that those of floors stand for, with their chains' bounds, where these are below the limit."""
+def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
+    """The points by how many replicas their stages have, with the number of their branch in what bounds them."""
+    owners, number_of = np.unique(points.owners, return_inverse=True)
     sorts: dict[tuple[int, ...], int] = {}
-    owners, number_of = np.unique(points.owners, return_inverse=True)
     widths = (tuple(map(len, points.branches[owner].shape)) for owner in owners.tolist())
-    sort_of = np.array([sorts.setdefault(own, len(sorts)) for own in widths])[number_of]
-    return together([_refined(points.at(np.nonzero(sort_of == sort)[0]), limit) for sort in range(len(sorts))])
+    sort_of = np.array([sorts.setdefault(own, len(sorts)) for own in widths], dtype=np.int64)
+    for sort, own in enumerate(sorts):
+        branches = [points.branches[owner] for owner in owners[sort_of == sort].tolist()]
+        crossings = [[branch.crossing(above) for branch in branches] for above in range(len(own) - 1)]
+        chains = Chains(list(zip(*(branch.stages for branch in branches), strict=True)), crossings)
+        rows = np.nonzero(sort_of[number_of] == sort)[0]
+        yield points.at(rows), np.cumsum(sort_of == sort)[number_of[rows]] - 1, chains
 
 
-def _refined(points: Points, limit: float) -> Points:
-    """The same for points with as many replicas in every stage."""
-    owners, number_of = np.unique(points.owners, return_inverse=True)
-    branches = [points.branches[owner] for owner in owners.tolist()]
-    boundaries = range(len(branches[0].shape) - 1)
-    chains = Chains(
-        list(zip(*(branch.stages for branch in branches), strict=True)),
-        [[branch.crossing(above) for branch in branches] for above in boundaries],
-    )
-    points, number_of = _below_chains(points, number_of, chains, limit)
+def _chained(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> tuple[Points, np.ndarray]:
+    """Those whose chains are below the limit, with these bounds."""
+    bounds = np.maximum(points.bounds, chains.bounds(numbers, points.options))
+    rows = np.nonzero(bounds < limit)[0]
+    return points._replace(bounds=bounds).at(rows), numbers[rows]
+
+
+def _refined(points: Points, numbers: np.ndarray, chains: Chains, limit: float) -> Points:
+    """The points with the modes in place of their floors, one stage after the other."""
     for stage, own in enumerate(chains.stages):
-        rows, options = own.members(number_of, points.options[:, stage])
+        rows, options = own.members(numbers, points.options[:, stage])
         points = points.at(rows)
         points.options[:, stage] = options
-        points, number_of = _below_chains(points, number_of[rows], chains, limit)
+        points, numbers = _chained(points, numbers[rows], chains, limit)
     return points
-
-
-def _below_chains(points: Points, number_of: np.ndarray, chains: Chains, limit: float) -> tuple[Points, np.ndarray]:
-    """The points whose chains are below the limit, and the numbers of their branches."""
-    bounds = np.maximum(points.bounds, chains.bounds(number_of, points.options))
-    rows = np.nonzero(bounds < limit)[0]
-    return points._replace(bounds=bounds).at(rows), number_of[rows]
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:
@@ -153,13 +152,14 @@ def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[
     if costs.judge.out_of_time:
         return []
     stages: list[dict[int, StageOptions]] = []
+    least: list[StageBounds] = []
     for stage, own in enumerate(cuts.T):
-        counts, rows = np.unique(own, return_index=True)
+        counts, rows, kinds = np.unique(own, return_index=True, return_inverse=True)
         examples = zip(counts.tolist(), cuts[rows].tolist(), strict=True)
         stages.append({layers: costs.options(shape, cut, stage) for layers, cut in examples})
-    bounds = step_bound(
-        [_by_cut(own, options) for own, options in zip(cuts.T, stages, strict=True)], costs.nearest(shape)
-    )
+        parts = zip(*(options.least for options in stages[-1].values()), strict=True)
+        least.append(StageBounds(*(np.concatenate(part)[kinds] for part in parts)))
+    bounds = step_bound(least, costs.nearest(shape))
     found = []
     for row in np.nonzero(bounds < limit)[0].tolist():
         layers = tuple(cuts[row].tolist())
@@ -175,16 +175,10 @@ def _cuts(total: int, stages: int) -> np.ndarray:
     return np.array([[b - a for a, b in pairwise((0, *cut, total))] for cut in edges])
 
 
-def _by_cut(layers: np.ndarray, options: Mapping[int, StageOptions]) -> StageBounds:
-    """What no option of a stage is below, by cut."""
-    own = [options[x].least for x in layers.tolist()]
-    return StageBounds(*(np.concatenate(part) for part in zip(*own, strict=True)))
-
-
 def _below(limit: float, branch: Branch) -> tuple[np.ndarray, np.ndarray]:
     """The bounds below the limit of a branch, and the options [point, stage] that have them."""
     nearest, depth = branch.costs.nearest(branch.shape), len(branch.stages)
-    stages, least = [own.floors for own in branch.stages], [own.least for own in branch.stages]
+    stages, least = [own.bounds for own in branch.stages], [own.least for own in branch.stages]
     rows = [np.arange(len(own.busy)) for own in stages]
     for stage in range(depth):  # what is too slow wherever the others are fastest
         able = np.nonzero(step_bound([*least[:stage], stages[stage], *least[stage + 1 :]], nearest) < limit)[0]

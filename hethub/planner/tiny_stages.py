@@ -1,7 +1,7 @@
 """What one stage of a small space's plans may do, as arrays: its replicas' samples and tiles, and seconds under every mode."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from hethub.planner.draft import DraftStage, Seats, merged
 from hethub.planner.footprint import position
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem, Unit
+from hethub.planner.samples import largest_able
 from hethub.planner.stage_times import NEARLY
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
@@ -168,23 +169,18 @@ class StageBounds(NamedTuple):
 
 
 class StageOptions(NamedTuple):
-    """All options of a stage [mode x tiling] with their bounds, and what none of them is below. The first of the modes are
-    floors, which stand for those behind them and are nowhere above."""
+    """All options of a stage [mode x tiling]. The first of the modes are floors, which stand for those behind them and are
+    nowhere above; bounded are those of the floors, the first."""
 
     modes: tuple[Mode, ...]
     members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
     tilings: Tilings
     axis: Axis
     bounds: StageBounds
-    least: StageBounds
+    least: StageBounds  # what none of the bounds is below
 
     def mode(self, option: int) -> Mode:
         return self.modes[option // len(self.tilings)]
-
-    @property
-    def floors(self) -> StageBounds:
-        """The bounds of the floors' options, which come first."""
-        return self.bounds.at(slice(len(self.members) * len(self.tilings)))
 
 
 def floor_of(modes: Sequence[Mode]) -> Mode:
@@ -203,13 +199,12 @@ def options_of(modes: Sequence[Mode], ways: Tilings, axis: Axis) -> StageOptions
     members = [own for own in sorts if own]
     floors = [floor_of([modes[index] for index in own]) for own in members]
     behind = tuple(tuple(len(floors) + index for index in own) for own in members)
-    every = (*floors, *modes)
-    found = zip(*(_bounds_of(mode, ways) for mode in every), strict=True)
+    found = zip(*(bounds_of(floor, ways) for floor in floors), strict=True)
     bounds = StageBounds(*(np.concatenate(part) for part in found))
-    return StageOptions(every, behind, ways, axis, bounds, bounds.least)
+    return StageOptions((*floors, *modes), behind, ways, axis, bounds, bounds.least)
 
 
-def _bounds_of(mode: Mode, ways: Tilings) -> StageBounds:
+def bounds_of(mode: Mode, ways: Tilings) -> StageBounds:
     """What a mode's part of a step takes at least, by tiling."""
     whole, rest = np.divmod(ways.samples, ways.sizes)
     replicas = np.arange(ways.sizes.shape[1])
@@ -262,17 +257,18 @@ class StageCosts:
 
     def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:
         """Whether a rank may run tiles of so many samples and has memory for one: [replica, samples]."""
-        most = [self.problem.at_most(unit.kind, self.most) for unit in units]
-        found = np.arange(self.most + 1) <= np.array(most)[:, None]
+        most = [min(self.most, self.problem.at_most(unit.kind, self.most)) for unit in units]
         if not self.judge.ignore_memory:
             seats = [Seats(unit.kind, unit.tp, 1, 1) for unit in units]
             stage = DraftStage(layers, merged(seats), mode.recompute, mode.zero)
-            for replica, own in enumerate(seats):
-                for size in range(1, self.most + 1):
-                    held = own._replace(micro_batch=size)
-                    room = self.judge.surrogate.times.room(stage, held, place, self.schedule, NEARLY)
-                    found[replica, size] &= room.tile <= room.free
-        return found
+
+            def holds(own: Seats, size: int) -> bool:
+                sized = own._replace(micro_batch=size)
+                room = self.judge.surrogate.times.room(stage, sized, place, self.schedule, NEARLY)
+                return bool(room.tile <= room.free)
+
+            most = [largest_able(partial(holds, own), limit) for own, limit in zip(seats, most, strict=True)]
+        return np.arange(self.most + 1) <= np.array(most)[:, None]
 
     def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:
         return [self._mode(shape, layers, stage, zero, recompute) for recompute in self.recomputes]
@@ -354,7 +350,7 @@ def plan_of(
     for units, x, own in zip(shape, layers, choices, strict=True):
         held: Sequence[int | None] = own.held or [None] * len(units)
         replicas = tuple(
-            ReplicaSpec(ranks=unit.ranks, micro_batch=int(size), samples=int(count), in_flight=most)
+            _replica(unit.ranks, int(size), int(count), most)
             for unit, count, size, most in zip(units, own.samples, own.sizes, held, strict=True)
         )
         stages.append(
@@ -362,3 +358,8 @@ def plan_of(
         )
         start += x
     return problem.plan(schedule, stages)
+
+
+@lru_cache(maxsize=4096)
+def _replica(ranks: tuple[int, ...], size: int, count: int, most: int | None) -> ReplicaSpec:
+    return ReplicaSpec(ranks=ranks, micro_batch=size, samples=count, in_flight=most)

@@ -16,7 +16,7 @@ from hethub.planner.tiny_chains import Chains
 from hethub.planner.tiny_points import Branch, Point, step_bound
 from hethub.planner.tiny_replay import nodes_of
 from hethub.planner.tiny_shapes import is_tiny, shapes_of
-from hethub.planner.tiny_stages import Cuts, StageCosts, count_tilings, tilings
+from hethub.planner.tiny_stages import Cuts, StageBounds, StageCosts, bounds_of, count_tilings, tilings
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import bind
@@ -31,7 +31,7 @@ def random_point(costs: StageCosts, draw: random.Random) -> Point:
     cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
     layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
     stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
-    options = (draw.randrange(len(stage.floors.busy), len(stage.bounds.busy)) for stage in stages)
+    options = (draw.randrange(len(own.bounds.busy), len(own.modes) * len(own.tilings)) for own in stages)
     return Point(Branch(costs, shape, layers, stages), tuple(options))
 
 
@@ -43,6 +43,14 @@ def with_floors(point: Point) -> Point:
         (floor,) = (number for number, members in enumerate(stage.members) if mode in members)
         found.append(floor * len(stage.tilings) + way)
     return point._replace(options=tuple(found))
+
+
+def bounds_at(point: Point) -> list[StageBounds]:
+    """By stage, the bounds of the point's mode with its tiling."""
+    return [
+        bounds_of(stage.mode(option), stage.tilings).at(np.array([option % len(stage.tilings)]))
+        for stage, option in zip(point.branch.stages, point.options, strict=True)
+    ]
 
 
 def chain_bound(point: Point) -> float:
@@ -67,8 +75,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         seconds = predict(layout).step_seconds
         nodes = nodes_of(layout)
         timed, floor = (own for each in (point, with_floors(point)) for own in step_seconds([each], nodes))
-        own = [stage.bounds.at([option]) for stage, option in zip(point.branch.stages, point.options, strict=True)]
-        bound = step_bound(own, costs.nearest(point.branch.shape)).item()
+        bound = step_bound(bounds_at(point), costs.nearest(point.branch.shape)).item()
         assert bound <= timed * (1 + 1e-9)
         least = [stage.least for stage in point.branch.stages]
         assert step_bound(least, costs.nearest(point.branch.shape)).item() <= bound
