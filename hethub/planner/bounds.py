@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
+from hethub.planner.effort import effort_for
 from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Kind, Problem, pose
 from hethub.planner.processes import forked
 from hethub.planner.result import KindAlone
-from hethub.planner.search import effort_for, search
+from hethub.planner.search import search
 from hethub.predictor.profile import ProfileSpec
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec

@@ -32,9 +32,9 @@ def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draf
         pairs = [(min(slowest, other), max(slowest, other)) for other in range(count) if other != slowest]
         some = sorted({0, slowest, count - 1})
     yield _layers(draft, pairs)
-    yield (_with_room(near, problem) for near in _micro_batches(draft, problem, some))
+    yield (with_room(near, problem) for near in _micro_batches(draft, problem, some))
     if problem.capabilities.any_micro_batch and not problem.constraints.micro_batch:
-        yield (_with_room(near, problem) for near in _even_tiles(draft, surrogate, some))
+        yield (with_room(near, problem) for near in _even_tiles(draft, surrogate, some))
     yield _made_to_fit(_modes(draft, problem, some), surrogate)
     yield _seats(draft, problem, pairs)
     yield _made_to_fit(_degrees(draft, problem, some), surrogate)
@@ -87,7 +87,7 @@ def _even_tiles(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> It
             yield resized(draft, where, surrogate, step)
 
 
-def _with_room(draft: Draft, problem: Problem) -> Draft:
+def with_room(draft: Draft, problem: Problem) -> Draft:
     """The draft, roomy where its stages have tiles of unlike sizes: by default these wait for each other."""
     if draft.roomy or problem.schedule == "gpipe" or not problem.capabilities.chooses_in_flight:
         return draft

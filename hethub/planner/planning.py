@@ -8,6 +8,7 @@ from dataclasses import replace
 from hethub.planner.bounds import Alone, kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
+from hethub.planner.effort import effort_for
 from hethub.planner.families import FAMILIES
 from hethub.planner.judge import Judge, Verdict, is_equal
 from hethub.planner.offloaded import search_offloaded
@@ -17,7 +18,7 @@ from hethub.planner.reasons import reasons
 from hethub.planner.remedies import nothing_fits
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.robust import most_robust
-from hethub.planner.search import effort_for, search, search_family, search_whole
+from hethub.planner.search import search, search_family, search_whole
 from hethub.planner.unsearched import not_searched
 from hethub.predictor import Prediction
 from hethub.predictor.profile import ProfileSpec

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft
+from hethub.planner.effort import effort_for
 from hethub.planner.judge import Judge, Verdict
 from hethub.planner.problem import Batch, Problem
 from hethub.planner.processes import forked
 from hethub.planner.scaled import Scale, scaled
-from hethub.planner.search import climb, descend, effort_for
+from hethub.planner.search import climb, descend
 
 RELAXED = 1.1
 KNOWN = 8  # of the plans already found, judged again for every relaxation

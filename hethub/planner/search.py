@@ -2,15 +2,17 @@
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hethub.planner.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.draft import Draft, to_draft
+from hethub.planner.effort import Effort
 from hethub.planner.families import FAMILIES, Family
 from hethub.planner.judge import Judge, Verdict
-from hethub.planner.moves import neighbourhoods, neighbours
+from hethub.planner.kind_stages import kind_drafts
+from hethub.planner.moves import neighbourhoods, neighbours, with_room
 from hethub.planner.partition import Partitioner, Setting
 from hethub.planner.problem import Problem
 from hethub.planner.settings import Line, orders
@@ -19,74 +21,15 @@ from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table
 from hethub.planner.tile_sizes import fitted
 from hethub.planner.tiny import search_tiny
-from hethub.planner.tiny_shapes import is_tiny
 
 FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 FAR = 1.15  # times the best: a family's draft estimated to take longer is not judged, and small changes lead no further
+NEAR = 1.05  # times the shortest estimate: the most with which drafts of one kind a stage are looked at
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
 TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all once one is known that fits
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much of the space is looked at before the answer is given."""
-
-    cuts: int  # kept by rough estimate
-    free_cells: int  # of the dynamic programme over lines with free numbers of replicas
-    finalists: int  # judged by the predictor
-    descents: int  # by estimates alone, before the judge sees any
-    climbs: int
-    steps: int
-    tried_per_step: int
-    tiles: int  # replayed one by one by the judge; plans whose stages are alike need none
-    arrangements: int = 0  # whose best plans are climbed from as well
-    uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not judged
-    whole: bool = False  # the space is searched to its end (tiny.py)
-    optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
-
-
-def effort_for(problem: Problem) -> Effort:
-    """More for small clusters, whose plans are judged in a millisecond."""
-    if is_tiny(problem):  # what leads the search to a first good plan, and from the best ones on
-        return Effort(
-            cuts=96, free_cells=500_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=40, tried_per_step=16,
-            tiles=200_000, uphill=1.3, optimism=0.8, whole=True,
-        )  # fmt: skip
-    if problem.size <= 4:
-        return Effort(
-            cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
-            tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75,
-        )  # fmt: skip
-    alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
-    if problem.size <= 8 and not alike:
-        return Effort(
-            cuts=96, free_cells=2_000_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
-            tried_per_step=16, tiles=200_000, uphill=1.3, optimism=0.8,
-        )  # fmt: skip
-    if problem.size <= 16:
-        return Effort(
-            cuts=96, free_cells=2_000_000, finalists=8 if alike else 24, descents=2 if alike else 8,
-            climbs=2 if alike else 4, steps=16, tried_per_step=8, tiles=200_000, uphill=1.02,
-            optimism=0.98 if alike else 0.9,
-        )  # fmt: skip
-    if problem.size <= 128:
-        return Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 8,
-            tiles=100_000, uphill=1.004 if alike else 1.02,
-        )  # fmt: skip
-    return Effort(
-        cuts=64,
-        free_cells=500_000,
-        finalists=8,
-        descents=2 if alike else 3,
-        climbs=1,
-        steps=2,
-        tried_per_step=4,
-        tiles=6_000,
-    )
 
 
 def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
@@ -99,7 +42,9 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
     _judge_start(judge, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
-    _judge_leaders(judge, [*_descended(judge, effort, found), *found], effort)
+    apart = [] if effort.whole else kinds_apart(problem, judge, effort, found)
+    ends = [*_descended(judge, found, effort.descents), *_descended(judge, apart, (effort.descents + 1) // 2)]
+    _judge_leaders(judge, [*ends, *found, *apart], effort)
     if not judge.fitting:
         few = thriftiest(problem, table)
         cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
@@ -142,13 +87,13 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     judge.mark_start()
 
 
-def _descended(judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
+def _descended(judge: Judge, found: Sequence[Draft], descents: int) -> list[Draft]:
     """Where descents from the best and the unlike ones among the drafts found end."""
     unlike = {draft.shape: draft for draft in reversed(found)}
-    starting = list(dict.fromkeys([*found[: (effort.descents + 1) // 2], *reversed(unlike.values())]))
+    starting = list(dict.fromkeys([*found[: (descents + 1) // 2], *reversed(unlike.values())]))
     passed: set[Draft] = set()  # where one descent has been, another need not go on
     ends: list[Draft] = []
-    for draft in starting[: effort.descents]:
+    for draft in starting[:descents]:
         best = min(map(judge.surrogate.seconds, ends), default=float("inf"))
         ends.append(descend(judge, draft, passed, FAR * best))
     return ends
@@ -260,6 +205,17 @@ def promising(
     shapes = {draft.shape: draft for draft in reversed(ranked)}  # the best of every arrangement of units
     unlike = sorted(shapes.values(), key=found.__getitem__)
     return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
+
+
+def kinds_apart(problem: Problem, judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
+    """The best drafts whose stages hold one kind each and every kind its own number of stages, by estimate; none that is far
+    behind those found."""
+    shortest = min(map(judge.surrogate.seconds, found), default=float("inf"))
+    drafts = kind_drafts(problem, judge.surrogate, float(judge.table.bound[0]), shortest)
+    estimates: dict[Draft, float] = {}
+    _add_with_slacks(estimates, problem, judge, [with_room(draft, problem) for draft in drafts], effort.finalists)
+    near = [draft for draft in estimates if judge.surrogate.is_faster(draft, NEAR * shortest)]
+    return heapq.nsmallest(effort.finalists // 2, near, key=estimates.__getitem__)
 
 
 def _add_with_slacks(

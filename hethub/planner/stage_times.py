@@ -51,7 +51,8 @@ class StageEstimate(NamedTuple):
     reduce: np.ndarray
     tail: np.ndarray
     finish: np.ndarray  # optimizer and new weights
-    most: np.ndarray  # tiles that every rank has memory for
+    most: np.ndarray  # tiles that every rank has memory for, or nearly so
+    sure: np.ndarray  # tiles that every rank has memory for
 
     @property
     def tile(self) -> np.ndarray:
@@ -151,12 +152,14 @@ class StageTimes:
         gather = np.where(own.zero > 0, sums.seconds(self.costs.width), 0.0)
         named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the judge
         most = np.trunc(room.free / np.maximum(room.tile, 1.0)).min(axis=1)
+        sure = np.trunc((room.free - (NEARLY - 1) * self._capacities(own)) / np.maximum(room.tile, 1.0)).min(axis=1)
         found = StageEstimate(
             busy=division.least, least=division.least, forward=forward, backward=backward, tiles=tiles,
             wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
             finish=gather + self._optimizer(own, sums.parameters / own.shards),
             most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
+            sure=np.where(named, _UNLIMITED, np.minimum(sure, _UNLIMITED)),
         )  # fmt: skip
         met = (own.zero >= 2) & (own.replicas > 1)
         if met.any():
@@ -280,10 +283,13 @@ class StageTimes:
         kept = [
             [self._coefficients(p.stage, seats, p.place, p.schedule) for seats in p.stage.seats] for p in own.stages
         ]
-        capacities = [[self._capacity[seats.kind] for seats in placed.stage.seats] for placed in own.stages]
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
-        capacity = NEARLY * np.array(_padded(capacities, width, float("inf")))
-        return _room(at, own.layers[:, None], own.shards[:, None], capacity)
+        return _room(at, own.layers[:, None], own.shards[:, None], NEARLY * self._capacities(own))
+
+    def _capacities(self, own: _Side) -> np.ndarray:
+        """[stage, sort]: bytes of a rank."""
+        capacities = [[self._capacity[seats.kind] for seats in placed.stage.seats] for placed in own.stages]
+        return np.array(_padded(capacities, own.numbers.shape[1], _UNLIMITED * _UNLIMITED))
 
     def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> Coefficients:
         key = (own[:3], stage.recompute, stage.zero, schedule, place)

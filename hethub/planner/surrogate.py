@@ -239,7 +239,7 @@ class Surrogate:
             plain = self._stages(own.drafts, np.array(table), own.blank)
             trips = round_trips(plain.tile, plain.wave, own.crossing)
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
-        return enough_flights(trips, plain.wave, pace, own.stages.most, np.ceil(plain.tiles))
+        return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.tiles))
 
     def _put_off(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tiles in flight under zero_bubble, of roomy drafts as many as leave memory for what is put off, and whether there is

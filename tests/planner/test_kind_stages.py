@@ -1,0 +1,133 @@
+"""Stages of one kind each: the drafts, and the dynamic programme against all ways to put kinds behind each other."""
+
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+
+from hethub.planner import plan
+from hethub.planner.costs import UnitCosts
+from hethub.planner.draft import Draft
+from hethub.planner.judge import Judge
+from hethub.planner.kind_stages import Programme, kind_drafts
+from hethub.planner.kind_ways import Goals, KindWays
+from hethub.planner.problem import Batch, Problem, pose
+from hethub.planner.settings import main_orders
+from hethub.planner.surrogate import Surrogate
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.model import ModelSpec
+
+MODEL = ModelSpec(
+    name="twenty", layers=20, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, max_seq_len=4096, tied_head=False
+)
+
+
+def clusters(*counts: tuple[str, int, int]) -> ClusterSpec:
+    nodes = [
+        {"name": f"n{i}", "accelerator": device, "count": number, "accelerators": own, "nics": 1, "gbps_per_nic": 50}
+        for i, (device, number, own) in enumerate(counts)
+    ]
+    return ClusterSpec.model_validate({"name": "kinds", "nodes": nodes})
+
+
+THREE = clusters(("A100-SXM4-40GB", 1, 4), ("V100-SXM2-16GB", 1, 4), ("T4", 2, 4))
+
+
+def posed(constraints: ConstraintsSpec | None = None, cluster: ClusterSpec = THREE) -> Problem:
+    return pose(MODEL, cluster, Batch(128, 1024, "fp16"), constraints)
+
+
+def drafts_of(problem: Problem) -> list[Draft]:
+    judge = Judge(problem, UnitCosts(problem))
+    return kind_drafts(problem, judge.surrogate, float(judge.table.bound[0]), float("inf"))
+
+
+def test_every_stage_holds_one_kind_and_all_units_have_a_seat() -> None:
+    problem = posed()
+    drafts = drafts_of(problem)
+    assert len(drafts) > 10
+    for draft in drafts:
+        assert sum(stage.layers for stage in draft.stages) == MODEL.layers
+        assert all(len(stage.seats) == 1 and stage.layers >= 1 for stage in draft.stages)
+        order = [stage.seats[0].kind for stage in draft.stages]
+        assert tuple(dict.fromkeys(order)) in main_orders(problem)
+        for kind in range(len(problem.kinds)):
+            own = [seats.number * seats.tp for stage in draft.stages for seats in stage.seats if seats.kind == kind]
+            assert sum(own) == problem.kinds[kind].size
+            assert order == sorted(order, key=order.index)  # a kind's stages stand together
+
+
+@pytest.mark.parametrize("ends_at", [1.5, 2.0])
+def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
+    """Against every choice of stages and layers for every order of the kinds, one goal."""
+    problem = posed()
+    surrogate = Surrogate(problem, UnitCosts(problem))
+    bound = float(Judge(problem, surrogate.costs).table.bound[0])
+    goals = Goals(np.array([ends_at * bound]), np.array([0]), np.array([4]))
+    kinds = [KindWays(problem, surrogate, kind, goals) for kind in range(3)]
+    soonest: dict[int, float] = {}  # by number of stages
+    for order in permutations(range(3)):
+        if order not in main_orders(problem):
+            continue
+        for stages in product(*(kinds[kind].ways for kind in order)):
+            behind = [sum(stages[i + 1 :]) for i in range(3)]
+            tables = [kinds[k].table(stages[i], (i == 0, i == 2)) for i, k in enumerate(order)]
+            if None in tables or sum(stages) > kinds[0].depth:
+                continue
+            rows = [table.seconds[0, at] for table, at in zip(tables, behind, strict=True)]
+            for layers in product(*(range(len(row)) for row in rows)):
+                if sum(layers) == MODEL.layers:
+                    through = float(sum(row[x] for row, x in zip(rows, layers, strict=True)))
+                    soonest[sum(stages)] = min(through, soonest.get(sum(stages), np.inf))
+    wanted = {stages: through for stages, through in soonest.items() if np.isfinite(through)}
+    found: dict[int, float] = {}
+    for draft in Programme(problem, kinds, goals).drafts():
+        through = sum(
+            stage.layers * surrogate.costs.rate(*stage.seats[0][:3], stage.recompute).layer.total
+            for stage in draft.stages
+        )
+        found[len(draft.stages)] = min(through, found.get(len(draft.stages), np.inf))
+    assert wanted
+    assert found == pytest.approx(wanted)
+
+
+def _drafts(problem: Problem, kinds: list[KindWays], goals: Goals) -> list[Draft]:
+    from hethub.planner.kind_stages import _Programme
+
+    return _Programme(problem, kinds, goals).drafts()
+
+
+def test_stages_keep_deadline_and_memory() -> None:
+    """By their own estimate: the busiest computes within 1.5 times of perfect balance, and nearly all fit."""
+    problem = posed()
+    judge = Judge(problem, UnitCosts(problem))
+    bound = float(judge.table.bound[0])
+    drafts = kind_drafts(problem, judge.surrogate, bound, float("inf"))
+    assert all(judge.surrogate.least(draft) <= 1.5 * bound * 1.001 for draft in drafts)
+    assert sum(map(judge.surrogate.likely_fits, drafts)) >= 0.8 * len(drafts)
+
+
+@pytest.mark.parametrize("given", [{"pp": 5}, {"tp": 2}, {"dp": 4}, {"micro_batch": 1}, {"max_micro_batch": 2}])
+def test_constraints_are_kept(given: dict[str, int]) -> None:
+    drafts = drafts_of(posed(ConstraintsSpec(**given)))
+    assert drafts
+    for draft in drafts:
+        seats = [seats for stage in draft.stages for seats in stage.seats]
+        assert given.get("pp") in (None, len(draft.stages))
+        assert given.get("tp") is None or {own.tp for own in seats} == {given["tp"]}
+        assert given.get("dp") is None or {own.number for own in seats} == {given["dp"]}
+        assert given.get("micro_batch") is None or {own.micro_batch for own in seats} == {given["micro_batch"]}
+        assert max(own.micro_batch for own in seats) <= given.get("max_micro_batch", 64)
+
+
+def test_one_kind_needs_no_order() -> None:
+    assert drafts_of(posed(cluster=clusters(("T4", 3, 2)))) == []
+
+
+def test_unlike_kinds_in_stages_of_unlike_width() -> None:
+    """Twelve slow accelerators beside four fast ones: equally wide stages waste either, which the plan does not."""
+    cluster = clusters(("A100-SXM4-40GB", 1, 4), ("T4", 3, 4))
+    found = plan(MODEL, cluster, Batch(128, 1024, "fp16"))
+    assert found.prediction.percent_of_upper_bound is not None
+    assert found.prediction.percent_of_upper_bound > 90
