@@ -1,6 +1,6 @@
 """HETHUB's upper bound: the sum over kinds of the throughput that each reaches alone in its best plan."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -39,10 +39,9 @@ def kinds_alone(problem: Problem, costs: UnitCosts, processes: int = 1) -> Itera
     """What gives every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no
     sample. With several processes the kinds are planned beside what the caller does before it asks."""
     parts = _parts(problem, costs)
-    groups = _groups(parts, processes)
     with forked(processes) as run:
-        planned = run(_alone_each, [[parts[index] for index in group] for group in groups])
-        yield lambda: _complete(groups, planned)
+        planned = run(_alone, parts)
+        yield lambda: _complete(planned)
 
 
 def upper_bound_tokens_per_second(alone: Alone) -> float | None:
@@ -68,25 +67,14 @@ def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
     return found
 
 
-def _groups(parts: Sequence[_Part], processes: int) -> list[list[int]]:
-    """The parts' places in as many groups as there are processes, the largest of one with the smallest of another: what is
-    probed for one kind of a group need not be for the next."""
-    ranked, number = sorted(range(len(parts)), key=lambda index: -parts[index].kind.size), min(processes, len(parts))
-    return [ranked[first :: 2 * number] + ranked[2 * number - 1 - first :: 2 * number] for first in range(number)]
-
-
-def _complete(groups: Sequence[list[int]], planned: Iterable[list[KindAlone | None]]) -> Alone:
-    """All kinds in their order, or None where one has no part."""
-    found: dict[int, KindAlone | None] = {}
-    for group, kinds in zip(groups, planned, strict=True):
-        if None in kinds:
+def _complete(planned: Iterable[KindAlone | None]) -> Alone:
+    """All kinds, or None where one has no part."""
+    found = []
+    for kind in planned:
+        if kind is None:
             return None
-        found.update(zip(group, kinds, strict=True))
-    return tuple(kind for index, kind in sorted(found.items()) if kind)
-
-
-def _alone_each(parts: Sequence[_Part]) -> list[KindAlone | None]:
-    return list(map(_alone, parts))
+        found.append(kind)
+    return tuple(found)
 
 
 def _alone(part: _Part) -> KindAlone | None:

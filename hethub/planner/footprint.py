@@ -83,6 +83,7 @@ class Footprints:
     precision: Precision
     _known: dict[tuple[bool, int, int, Recompute, Mode], Coefficients] = field(default_factory=dict)
     _shared: dict[tuple[bool, int, Mode], dict[int, np.ndarray]] = field(default_factory=dict)
+    _late: dict[tuple[bool, int, Recompute, Mode], float] = field(default_factory=dict)
     _alone: dict[tuple[bool, int, int], float] = field(default_factory=dict)
 
     def coefficients(
@@ -90,22 +91,34 @@ class Footprints:
     ) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
-        on_cpu = is_cpu(accelerator)
-        key = (on_cpu, tp, micro_batch, recompute, mode)
-        found = self._known.get(key)
-        if found is None:
-            if micro_batch in PROBED_MICRO_BATCHES:
-                probe = _Probe(self, probe_for(accelerator), tp, micro_batch, recompute, mode)
-                one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
-                found = probe.coefficients(self._state(probe, on_cpu), one)
-            else:
-                low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
-                high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
-                a, b = (self.coefficients(accelerator, tp, size, recompute, mode) for size in (low, high))
-                part = (micro_batch - low) / (high - low)
-                found = Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
-            self._known[key] = found
-        return found
+        key = (is_cpu(accelerator), tp, micro_batch, recompute, mode)
+        if key not in self._known:
+            self._known[key] = self._find(accelerator, tp, micro_batch, recompute, mode)
+        return self._known[key]
+
+    def _find(
+        self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
+    ) -> Coefficients:
+        if mode.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
+            plain = self.coefficients(accelerator, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
+            probe = _Probe(self, probe_for(accelerator), tp, 1, recompute, mode)
+            return plain._replace(layer_put_off=np.full(4, micro_batch * self._put_off(probe)))
+        if micro_batch in PROBED_MICRO_BATCHES:
+            probe = _Probe(self, probe_for(accelerator), tp, micro_batch, recompute, mode)
+            one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
+            return probe.coefficients(self._state(probe), one)
+        low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
+        high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
+        a, b = (self.coefficients(accelerator, tp, size, recompute, mode) for size in (low, high))
+        part = (micro_batch - low) / (high - low)
+        return Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
+
+    def _put_off(self, probe: "_Probe") -> float:
+        """Bytes that a layer puts off of one sample."""
+        key = (is_cpu(probe.accelerator), probe.tp, probe.recompute, probe.mode)
+        if key not in self._late:
+            self._late[key] = probe.put_off()
+        return self._late[key]
 
     def state(self, accelerator: AcceleratorSpec, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
@@ -115,9 +128,9 @@ class Footprints:
             self._alone[key] = probe.state_alone(layers)
         return self._alone[key]
 
-    def _state(self, probe: "_Probe", on_cpu: bool) -> dict[int, np.ndarray]:
+    def _state(self, probe: "_Probe") -> dict[int, np.ndarray]:
         """By layers, the state before replicas share it, whatever the tiles and recompute."""
-        key = (on_cpu, probe.tp, probe.mode)
+        key = (is_cpu(probe.accelerator), probe.tp, probe.mode)
         if key not in self._shared:
             self._shared[key] = replace(probe, micro_batch=1, recompute="none").state()
         return self._shared[key]
@@ -155,18 +168,15 @@ class _Probe:
             tile = two[1] - rest[1] - layer_tile
         else:
             layer_tile, tile = self.micro_batch * one.layer_tile, self.micro_batch * one.tile
-        put_off = self._put_off() if one is None else self.micro_batch * one.layer_put_off
         layer = rest[2] - rest[1] - layer_tile
         once = rest[1] - layer - tile - layer_tile
         state_layer = state[2] - state[1]
-        return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer, put_off)
+        return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer, np.zeros(4))
 
-    def _put_off(self) -> np.ndarray:
-        """What one more tile on the first stage lets the second one, of one layer, put off."""
-        if self.mode.schedule != "zero_bubble":
-            return np.zeros(4)
+    def put_off(self) -> float:
+        """Bytes that one more tile on the first stage lets the second one, of one layer, put off."""
         first, second = (self._ranks(1, held, FEW)[1] for held in ((1, 1, 1), (2, 1, 1)))
-        return np.full(4, float(second - first))
+        return float(second - first)
 
     def state(self) -> dict[int, np.ndarray]:
         """From two and four replicas, which share it."""

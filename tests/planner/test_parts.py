@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
 from hethub.planner.draft import Draft, DraftStage, Seats
+from hethub.planner.footprint import PROBE, Footprints, Mode, _Probe
 from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal
 from hethub.planner.partition import DEADLINES, Partitioner, Setting
 from hethub.planner.planning import answer
@@ -190,6 +191,20 @@ def test_footprints_are_the_predictors_memory(tied):
             mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
             mine += coefficients.state(stage.num_layers, place) / shards
             assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
+    footprints = Footprints(TINY, 128, "bf16")
+
+    def probe(mode):
+        return _Probe(footprints, PROBE, 2, 4, recompute, mode)._ranks(2, (2, 2, 2), 2)
+
+    assert probe(Mode(1, "zero_bubble")) == probe(Mode(1))
+    one, four = (footprints.coefficients(PROBE, 2, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
+    assert (four.layer_put_off == 4 * one.layer_put_off).all()
+    assert one.layer_put_off.min() > 0
+    assert (four.once == footprints.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()
 
 
 def test_the_estimate_is_near_the_prediction():
