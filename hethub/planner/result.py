@@ -87,7 +87,7 @@ class PlanResult:
     start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
-    space_bound_seconds: float | None  # where a small space was searched to its end (tiny.py): no plan of it is faster
+    space_bound_seconds: float | None  # no plan of a small space is faster (tiny.py)
     estimate_error_percent: float  # the worst disagreement of the search's estimate and the predictor on judged plans
     worst_step_seconds: float | None  # where a robust plan was asked for
     reasons: tuple[Reason, ...]  # where explained
