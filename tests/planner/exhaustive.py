@@ -8,8 +8,9 @@ bound so left out is kept: with the best plan found it brackets the optimum. All
 may be shorter than its bound.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations, pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -27,7 +28,17 @@ from hethub.predictor.memory import memory
 from hethub.spec.layout import bind
 from hethub.spec.plan import PlanSpec
 from tests.planner.retimed import Need, ends, nodes_of
-from tests.planner.stage_grid import MICRO_BATCHES, RECOMPUTES, ZEROS, Option, Shape, StageGrid, StageGrids, plan_of
+from tests.planner.stage_grid import (
+    MICRO_BATCHES,
+    RECOMPUTES,
+    ZEROS,
+    Option,
+    Seconds,
+    Shape,
+    StageGrid,
+    StageGrids,
+    plan_of,
+)
 from tests.planner.tile_paths import path_seconds
 
 AT_ONCE = 8192  # points whose tiles are followed
@@ -82,7 +93,7 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
     for units in groupings(problem):
         for shape in ordered_partitions(tuple(units)):
             if len(shape) <= problem.model.layers and max(map(len, shape)) <= problem.batch.global_batch:
-                for layers in cuts(problem.model.layers, len(shape)):
+                for layers in _open_cuts(grids, shape, outcome):
                     for point in _within(grids, shape, layers, outcome):
                         alike.setdefault(point.tiling, []).append(point)
     timed = [(bound, point) for points in alike.values() for bound, point in timed_points(problem, grids, points)]
@@ -165,21 +176,29 @@ def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise((0, *cuts, layers)))
 
 
+def _open_cuts(grids: StageGrids, shape: Shape, outcome: Outcome) -> list[tuple[int, ...]]:
+    """The cuts of the layers with which a shape may be better than the best step known; all points are counted."""
+    every, stages = list(cuts(grids.problem.model.layers, len(shape))), range(len(shape))
+    whole = [[grids(shape, layers, stage) for layers in every] for stage in stages]
+    outcome.points += sum(prod(map(len, own)) for own in zip(*whole, strict=True))
+    least = [Seconds(*map(np.concatenate, zip(*(grid.least for grid in own), strict=True))) for own in whole]
+    nearest = [grids.nearest(shape, every[0], stage) for stage in stages[:-1]]
+    return [every[place] for place in outcome.kept(bound_seconds(least, nearest)).tolist()]
+
+
 def _within(grids: StageGrids, shape: Shape, layers: tuple[int, ...], outcome: Outcome) -> Iterator[Point]:
-    """The points of a shape whose bounds are below the best step known; all are counted."""
+    """The points of a shape with its layers whose bounds are below the best step known."""
     whole = [grids(shape, layers, stage) for stage in range(len(shape))]
     nearest = [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)]
-    outcome.points += prod(map(len, whole))
     least = [grid.least for grid in whole]
-    if outcome.cut_off(float(bound_seconds(least, nearest).min())):
-        return
     kept: list[StageGrid] = []
     for stage, grid in enumerate(whole):  # beside the others at their fastest
-        bounds = bound_seconds([*(own.least for own in kept), grid, *least[stage + 1 :]], nearest).ravel()
+        bounds = bound_seconds([*least[:stage], grid.seconds, *least[stage + 1 :]], nearest)
         kept.append(grid.only(outcome.kept(bounds)))
         if not len(kept[-1]):
             return
-    bounds = bound_seconds(kept, nearest)
+        least[stage] = kept[-1].least
+    bounds = bound_seconds([own.seconds.along(stage, len(kept)) for stage, own in enumerate(kept)], nearest)
     places = np.stack(np.unravel_index(outcome.kept(bounds.ravel()), bounds.shape), axis=1)
     between = [grids.between(shape, layers, stage) for stage in range(len(shape) - 1)]
     for first in range(0, len(places), AT_ONCE):
@@ -189,26 +208,25 @@ def _within(grids: StageGrids, shape: Shape, layers: tuple[int, ...], outcome: O
             yield Point(shape, layers, tuple(grid.option(row) for grid in stages))
 
 
-def bound_seconds(stages: list[StageGrid], crossings: list[float]) -> np.ndarray:
-    """Seconds that no plan is shorter than, over all choices of one option per stage [options of stage 0, of stage 1, …].
+def bound_seconds(stages: Sequence[Seconds], crossings: list[float]) -> np.ndarray:
+    """Seconds that no plan is shorter than, with these stages, in arrays that broadcast.
 
     A stage starts when a tile has come down to it, works on all its tiles, and a tile goes back up from it; then the
     gradients of all stages are reduced, and the next step begins where the update is shortest. Who has a longer update
     than that begins later by the difference (predictor/step.py).
     """
-    axes = [np.ix_(*(np.arange(len(grid)) for grid in stages))[s] for s in range(len(stages))]
-    first = np.minimum.reduce(np.broadcast_arrays(*(g.update[at] for g, at in zip(stages, axes, strict=True))))
+    first = reduce(np.minimum, (own.update for own in stages))
     reduced: np.ndarray | float = 0.0
     filled: np.ndarray | float = 0.0
-    for s, (grid, at) in enumerate(zip(stages, axes, strict=True)):
-        filled = np.maximum(filled, grid.update[at] - first)
-        end = filled + grid.busy[at]
-        reduced = np.maximum(reduced, end + grid.reduced[at])
+    for s, own in enumerate(stages):
+        filled = np.maximum(filled, own.update - first)
+        end = filled + own.busy
+        reduced = np.maximum(reduced, end + own.reduced)
         for above in range(s - 1, -1, -1):
-            end = end + crossings[above] + stages[above].backward[axes[above]]
-            reduced = np.maximum(reduced, end + stages[above].reduced[axes[above]])
+            end = end + crossings[above] + stages[above].backward
+            reduced = np.maximum(reduced, end + stages[above].reduced)
         if s < len(crossings):
-            filled = filled + grid.forward[at] + crossings[s]
+            filled = filled + own.forward + crossings[s]
     return np.asarray(reduced + first)
 
 

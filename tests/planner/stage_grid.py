@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ from tests.planner.tile_paths import Dealt, Division, Stage, dealt
 MICRO_BATCHES = (1, 2, 4)
 ZEROS = (0, 1, 3)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
-SECONDS = ("busy", "forward", "backward", "reduced", "update")
 
 Shape = tuple[tuple[Unit, ...], ...]
 
@@ -48,19 +48,37 @@ class Mode(NamedTuple):
         return (self.forward if kind is Kind.FORWARD else self.backward)[replica][samples - 1]
 
 
-@dataclass(frozen=True)
-class StageGrid:
-    """All options of a stage and, as arrays over them, seconds that its part of a step takes at least."""
+class Seconds(NamedTuple):
+    """Seconds that a stage's part of a step takes at least, arrays of one shape."""
 
-    options: tuple[Option, ...]  # by mode and division, all of them
-    modes: dict[tuple[Recompute, int], Mode]
-    dealt: Dealt
-    rows: np.ndarray  # of the options, those that the arrays below are over
     busy: np.ndarray  # the replica that works longest, on all its tiles
     forward: np.ndarray  # its shortest tile
     backward: np.ndarray
     reduced: np.ndarray  # from the last backward to the end of the reduction
     update: np.ndarray  # from the gradient norm to the replicas' next step
+
+    @property
+    def least(self) -> "Seconds":
+        """What none of them is below, as if it were one."""
+        return Seconds(*(part.min(keepdims=True) for part in self))
+
+    def at(self, places: np.ndarray) -> "Seconds":
+        return Seconds(*(part[places] for part in self))
+
+    def along(self, axis: int, axes: int) -> "Seconds":
+        """The same as one of several axes."""
+        return Seconds(*(part.reshape([-1 if own == axis else 1 for own in range(axes)]) for part in self))
+
+
+@dataclass(frozen=True)
+class StageGrid:
+    """All options of a stage, by mode and division, and those of them that are looked at."""
+
+    options: tuple[Option, ...]
+    modes: dict[tuple[Recompute, int], Mode]
+    dealt: Dealt
+    rows: np.ndarray  # of the options
+    seconds: Seconds  # of these
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,12 +88,11 @@ class StageGrid:
 
     def only(self, places: np.ndarray) -> "StageGrid":
         """Some of the options."""
-        return replace(self, rows=self.rows[places], **{name: getattr(self, name)[places] for name in SECONDS})
+        return replace(self, rows=self.rows[places], seconds=self.seconds.at(places))
 
-    @property
-    def least(self) -> "StageGrid":
-        """What none of them is below, as if it were one."""
-        return replace(self, rows=self.rows[:1], **{name: getattr(self, name).min(keepdims=True) for name in SECONDS})
+    @cached_property
+    def least(self) -> Seconds:
+        return self.seconds.least
 
     @property
     def paths(self) -> Stage:
@@ -89,7 +106,7 @@ class StageGrid:
         )
         reduction = np.array([mode.reduction.seconds for mode in modes])[numbers]
         tail = np.array([mode.reduction.tail_seconds for mode in modes])[numbers]
-        return Stage(tiles, forward, backward, reduction, tail, self.update)
+        return Stage(tiles, forward, backward, reduction, tail, self.seconds.update)
 
 
 def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
@@ -201,7 +218,7 @@ class StageGrids:
                 after = max(reduction.tail_seconds, reduction.seconds - max(ways[1]))
                 rows.append((busy, min(ways[0]), min(ways[1]), after, update))
                 options.append(Option(samples, sizes, recompute, zero))
-        return StageGrid(tuple(options), modes, placed, np.arange(len(options)), *np.array(rows).T)
+        return StageGrid(tuple(options), modes, placed, np.arange(len(options)), Seconds(*np.array(rows).T))
 
     def _divisions(self, replicas: int) -> tuple[list[Division], Dealt]:
         """All samples in steps of one with all micro-batches, those beyond a replica's samples being one tile."""

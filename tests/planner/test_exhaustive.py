@@ -126,7 +126,10 @@ def test_no_prediction_is_below_its_bound_and_most_are_on_it(seed: int) -> None:
         picked = [stage.only(np.array([draw.randrange(len(stage))])) for stage in stages]
         point = Point(shape, layers, tuple(stage.option(0) for stage in picked))
         ((timed, _),) = timed_points(problem, grids, [point])
-        rough = bound_seconds(picked, [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)])
+        rough = bound_seconds(
+            [stage.seconds for stage in picked],
+            [grids.nearest(shape, layers, stage) for stage in range(len(shape) - 1)],
+        )
         seconds = predict(bind(plan_of(problem, *point), problem.model, problem.cluster)).step_seconds
         between = [grids.between(shape, layers, stage) for stage in range(len(shape) - 1)]
         followed = path_seconds([stage.paths for stage in picked], between)
