@@ -21,6 +21,7 @@ class Effort:
     arrangements: int = 0  # whose best plans are climbed from as well
     uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not judged
     whole: bool = False  # the space is searched to its end (tiny.py)
+    behind: float = 1.15  # times the best end of other descents: above it, one whose gains are small gives up
     optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
 
 
@@ -51,7 +52,7 @@ def effort_for(problem: Problem) -> Effort:
     if problem.size <= 128:
         return Effort(
             cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 8,
-            tiles=100_000, uphill=1.004 if alike else 1.02,
+            tiles=100_000, uphill=1.004 if alike else 1.02, behind=1.15 if alike else 1.05,
         )  # fmt: skip
     return Effort(
         cuts=64,
@@ -62,4 +63,5 @@ def effort_for(problem: Problem) -> Effort:
         steps=2,
         tried_per_step=4,
         tiles=6_000,
+        behind=1.15 if alike else 1.05,
     )

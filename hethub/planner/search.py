@@ -43,7 +43,8 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
     apart = [] if effort.whole else kinds_apart(problem, judge, effort, found)
-    ends = [*_descended(judge, found, effort.descents), *_descended(judge, apart, (effort.descents + 1) // 2)]
+    ends = _descended(judge, apart, (effort.descents + 1) // 2, effort.behind)
+    ends += _descended(judge, found, effort.descents, effort.behind, ends)
     _judge_leaders(judge, [*ends, *found, *apart], effort)
     if not judge.fitting:
         few = thriftiest(problem, table)
@@ -87,15 +88,18 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
     judge.mark_start()
 
 
-def _descended(judge: Judge, found: Sequence[Draft], descents: int) -> list[Draft]:
-    """Where descents from the best and the unlike ones among the drafts found end."""
+def _descended(
+    judge: Judge, found: Sequence[Draft], descents: int, behind: float, others: Sequence[Draft] = ()
+) -> list[Draft]:
+    """Where descents from the best and the unlike ones among the drafts found end; `others` have ended before. One that is
+    `behind` these gives up."""
     unlike = {draft.shape: draft for draft in reversed(found)}
     starting = list(dict.fromkeys([*found[: (descents + 1) // 2], *reversed(unlike.values())]))
     passed: set[Draft] = set()  # where one descent has been, another need not go on
     ends: list[Draft] = []
     for draft in starting[:descents]:
-        best = min(map(judge.surrogate.seconds, ends), default=float("inf"))
-        ends.append(descend(judge, draft, passed, FAR * best))
+        best = min(map(judge.surrogate.seconds, [*others, *ends]), default=float("inf"))
+        ends.append(descend(judge, draft, passed, behind * best))
     return ends
 
 
