@@ -51,8 +51,8 @@ def effort_for(problem: Problem) -> Effort:
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
-            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 8,
-            tiles=100_000, uphill=1.004 if alike else 1.02, behind=1.15 if alike else 1.05,
+            cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 6,
+            tiles=100_000, uphill=1.004, behind=1.15 if alike else 1.05,
         )  # fmt: skip
     return Effort(
         cuts=64,

@@ -69,6 +69,6 @@ def _gain(drafts: list[Draft], best: Verdict, relaxed: Problem) -> float:
     if leader is None:  # tiles in flight are chosen anew, and may then be more than memory holds
         return 0.0
     judge(descend(judge, leader.draft, set()))
-    climb(leader, judge, effort)
+    climb(leader, judge, effort, set())
     found = min(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     return 100.0 * (found.prediction.tokens_per_second / best.prediction.tokens_per_second - 1.0)

@@ -120,9 +120,10 @@ def _climb_leaders(judge: Judge, effort: Effort) -> None:
     leaders = list({verdict.draft: verdict for verdict in [*ranked[: effort.climbs], *others]}.values())
     if not leaders and judge.closest is not None and judge.closest.draft.plan is None and effort.climbs:
         leaders = [judge.closest]
+    passed: set[Draft] = set()
     for leader in leaders:
         if not leader.fits or leader.seconds < FAR * judge.best_seconds:
-            climb(leader, judge, effort)
+            climb(leader, judge, effort, passed)
 
 
 def _is_near(judge: Judge, draft: Draft) -> bool:
@@ -322,13 +323,17 @@ def judge_or_fit(judge: Judge, draft: Draft) -> None:
         judge(smaller)
 
 
-def climb(verdict: Verdict, judge: Judge, effort: Effort) -> Verdict:
-    """The best neighbour of the best neighbour …; of each step's neighbours the judge sees those estimated best."""
+def climb(verdict: Verdict, judge: Judge, effort: Effort, passed: set[Draft]) -> Verdict:
+    """The best neighbour of the best neighbour …; of each step's neighbours the judge sees those estimated best. Ends early on
+    a draft that is among those `passed`, to which its own are added."""
     best = verdict
     for _ in range(effort.steps):
+        if best.draft in passed:
+            break
+        passed.add(best.draft)
         better = _step(best, judge, effort)
         if better is best:
-            return best
+            break
         best = better
     return best
 
