@@ -26,6 +26,7 @@ FAMILY_FINALISTS = 4  # judged of each family
 FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 FAR = 1.15  # times the best: a family's draft estimated to take longer is not judged, and small changes lead no further
 NEAR = 1.05  # times the shortest estimate: the most with which drafts of one kind a stage are looked at
+MOST_LEADERS = 3  # times as many finalists: looked at for some that can be judged
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
 WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
 TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all once one is known that fits
@@ -104,11 +105,12 @@ def _descended(
 
 
 def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> None:
-    """Judges the drafts with the smallest estimates, as long as these leave room below the best plan."""
-    surrogate = judge.surrogate
-    for draft in sorted(dict.fromkeys(drafts), key=surrogate.seconds)[: effort.finalists]:
-        if judge.best is None or surrogate.seconds(draft) * effort.optimism < judge.best.seconds:
-            judge_or_fit(judge, draft)
+    """Judges the drafts with the smallest estimates, as long as these leave room below the best plan. Those that are no plan,
+    or take too many tiles to be replayed, leave their place to others."""
+    surrogate, judged = judge.surrogate, 0
+    for draft in sorted(dict.fromkeys(drafts), key=surrogate.seconds)[: MOST_LEADERS * effort.finalists]:
+        if judged < effort.finalists and surrogate.seconds(draft) * effort.optimism < judge.best_seconds:
+            judged += judge_or_fit(judge, draft)
 
 
 def _climb_leaders(judge: Judge, effort: Effort) -> None:
@@ -316,11 +318,12 @@ def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
     return best
 
 
-def judge_or_fit(judge: Judge, draft: Draft) -> None:
-    """Judges a draft, and where it turns out not to fit, what is left of it with smaller tiles."""
+def judge_or_fit(judge: Judge, draft: Draft) -> bool:
+    """Whether a draft is a plan. Judges it, and where it turns out not to fit, what is left of it with smaller tiles."""
     verdict = judge.within_time(draft)
     if verdict is not None and not verdict.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
         judge(smaller)
+    return verdict is not None
 
 
 def climb(verdict: Verdict, judge: Judge, effort: Effort, passed: set[Draft]) -> Verdict:

@@ -1,6 +1,7 @@
 """The pieces of the search by themselves: exact divisions, short cuts that must agree with the full way, estimates."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -12,7 +13,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.cuts import best_cuts
 from hethub.planner.draft import Draft, DraftStage, Seats
 from hethub.planner.footprint import PROBE, Footprints, Mode, _Probe
-from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal
+from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal, raised
 from hethub.planner.partition import DEADLINES, Partitioner, Setting
 from hethub.planner.planning import answer
 from hethub.planner.problem import Batch, pose
@@ -26,6 +27,7 @@ from hethub.predictor import memory, predict
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
+from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout import bind
 from hethub.spec.model import ModelSpec
@@ -143,6 +145,35 @@ def every_plan(problem, number=40):
 
 def kind_of(problem, replica):
     return next(index for index, kind in enumerate(problem.kinds) if replica.ranks[0] in kind.ranks)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 5)])
+def test_plans_with_too_few_tiles_in_flight_are_raised_to_the_default(sizes):
+    problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(24, 64, "fp32"))
+    draft = Draft(tuple(DraftStage(3, (Seats(kind, 1, size, 2),)) for kind, size in enumerate(sizes)))
+    plan = Judge(problem, UnitCosts(problem))(draft).plan
+    low = plan.replace(
+        stages=tuple(
+            stage.replace(replicas=tuple(replica.replace(in_flight=1) for replica in stage.replicas))
+            for stage in plan.stages
+        )
+    )
+    with pytest.raises(BadInput, match="in_flight is 1"):
+        bind(low, problem.model, problem.cluster)
+    held = bind(raised(low), problem.model, problem.cluster).in_flight
+    assert held[1] == [1, 1]  # enough where nothing waits
+    assert min(held[0]) > 1
+
+
+def test_a_plan_is_judged_once_for_all_drafts_that_mean_it():
+    problem = mixed()
+    judge = Judge(problem, UnitCosts(problem))
+    (verdict, *_) = [v for v in every_plan(problem) if len(v.plan.stages) == 1]
+    one, other = (judge(replace(verdict.draft, alike=alike)) for alike in (True, False))
+    assert one.plan is other.plan
+    assert one.prediction is other.prediction
+    assert one.draft != other.draft
+    assert judge.candidates == 2
 
 
 def test_tiles_in_flight_of_alike_plans_need_no_dealing():

@@ -1,5 +1,6 @@
 """Estimates of many drafts at once: each is what it would be alone, and never less than what its slowest replica computes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,16 @@ def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
         assert [weighed.samples(draft, s) for s in range(len(draft.stages))] == [
             bounded.samples(draft, s) for s in range(len(draft.stages))
         ]
+
+
+def test_no_tiles_in_flight_and_neither_schedule_bring_an_estimate_below_its_floor() -> None:
+    asked, drafts = problem(), every_draft()
+    surrogate = Surrogate(asked, UnitCosts(asked))
+    for draft in drafts:
+        for roomy in (False, True):
+            for schedule in (None, "zero_bubble"):
+                other = replace(draft, roomy=roomy, schedule=schedule)  # type: ignore[arg-type]
+                assert surrogate.floor(draft) <= surrogate.seconds(other) * (1 + 1e-12)
 
 
 def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
