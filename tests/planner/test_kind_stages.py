@@ -19,7 +19,15 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
 MODEL = ModelSpec(
-    name="twenty", layers=20, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, max_seq_len=4096, tied_head=False
+    name="twenty",
+    layers=20,
+    hidden=2048,
+    heads=16,
+    kv_heads=8,
+    ffn=5632,
+    vocab=32000,
+    max_seq_len=4096,
+    tied_head=False,
 )
 
 
