@@ -138,7 +138,7 @@ class Judge:
         self.limit_seconds = problem.constraints.time_limit_seconds
         self.tiles_left = 0  # to be replayed one by one
         self._known: dict[Draft, Verdict | None] = {}
-        self._by_plan: dict[str, Verdict | None] = {}
+        self._by_plan: dict[tuple[bool, str], Verdict | None] = {}
         self.fitting: dict[Draft, Verdict] = {}
         self.start: Verdict | None = None  # the best before the search
         self.closest: Verdict | None = None  # the least over memory, where none fits
@@ -179,13 +179,13 @@ class Judge:
         plan = draft.plan or complete(draft, self.problem, self.costs, holds)
         if plan is None or not keeps(plan, self.problem.constraints) or self.problem.forbids_any(draft.mixtures):
             return None
-        written = plan.model_dump_json()
-        if written in self._by_plan:  # of another draft
-            known = self._by_plan[written]
+        key = (draft.roomy, plan.model_dump_json())  # what is roomy may be given more tiles in flight
+        if key in self._by_plan:  # of another draft
+            known = self._by_plan[key]
             return known and known.of(draft)
         if not is_alike(plan) and not self._spend(plan):
             return None
-        found = self._by_plan[written] = self._judge_plan(draft, plan)
+        found = self._by_plan[key] = self._judge_plan(draft, plan)
         return found
 
     def _judge_plan(self, draft: Draft, plan: PlanSpec) -> Verdict | None:

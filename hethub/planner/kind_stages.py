@@ -59,8 +59,6 @@ class Programme:
         """The plans of the smallest deadline and way through, for every kind in front."""
         ends: dict[int, _State] = {}
         for behind, kind in self._edges():
-            if behind not in self.states:
-                continue
             together = behind | {kind}
             if together == self.all:
                 state = ends.setdefault(kind, self._nothing())

@@ -19,7 +19,7 @@ from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split
 
 MOST_STAGES = 16
-HIDDEN = 0.5  # of a reduction: about what the stage's own time does not hide
+EXPOSED = 0.5  # of a reduction: about what nothing hides
 FLIGHTS = 1.3  # tiles in flight for every stage behind: links take time too
 _NONE = -1_000_000  # layers of a stage that cannot hold one
 
@@ -135,7 +135,8 @@ class KindWays:
         return Table(np.where(able, own.through[self.goals.wave[goal], way] * layers, np.inf), way)
 
     def _held(self, stages: int, ends: Ends) -> np.ndarray:
-        """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none."""
+        """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none. None are
+        behind the model's last."""
         own = self.ways[stages]
         behind, way = np.arange(self.depth - stages + 1), np.arange(len(own.ways))[:, None]
         narrow = np.array([way.num_narrow for way in own.ways])[:, None]
@@ -188,8 +189,8 @@ class KindWays:
         once, each = self._reduction(ways, widths, ends)
         share = -(-self.problem.batch.global_batch // widths)
         extra = once + share * (per_sample[:, :, 1] * ends[0] + per_sample[:, :, 2] * ends[1])[:, :, None]
-        layer = each + share * per_sample[:, :, 0, None]
-        in_time = (self.goals.seconds[:, None, None] - extra[wave]) / layer[wave]
+        per_layer = each + share * per_sample[:, :, 0, None]
+        in_time = (self.goals.seconds[:, None, None] - extra[wave]) / per_layer[wave]
         larger = np.maximum(1.0, self.goals.waves[:, None, None] / (sizes[:, :, None] * widths))[..., None]
         tiles = np.ceil((1 + FLIGHTS * np.arange(self.depth)) * larger)  # [wave, way, wide or narrow, stages behind]
         fixed, layer, tile, layer_tile, state, state_layer = memory.transpose(2, 0, 1)[..., None, None]
@@ -211,8 +212,8 @@ class KindWays:
         first, last = (np.full(len(ways), end) for end in ends)
         one, two = (rank_parameters(self.problem.model, tp, x * ones, first, last)[:, None] for x in (1, 2))
         passes = 1 if self.problem.usual_zero > 0 else 2
-        per_parameter = HIDDEN * passes * per_byte * costs.gradient_width
-        return HIDDEN * passes * latency + per_parameter * (2 * one - two), per_parameter * (two - one)
+        per_parameter = EXPOSED * passes * per_byte * costs.gradient_width
+        return EXPOSED * passes * latency + per_parameter * (2 * one - two), per_parameter * (two - one)
 
 
 def _dealt(total: int, most: Sequence[int], widths: Sequence[int]) -> list[int]:

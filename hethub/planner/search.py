@@ -43,7 +43,7 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
     _judge_start(judge, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
-    apart = [] if effort.whole else kinds_apart(problem, judge, effort, found)
+    apart = [] if effort.whole or judge.out_of_time else kinds_apart(problem, judge, effort, found)
     ends = _descended(judge, apart, (effort.descents + 1) // 2, effort.behind)
     ends += _descended(judge, found, effort.descents, effort.behind, ends)
     _judge_leaders(judge, [*ends, *found, *apart], effort)
@@ -124,7 +124,7 @@ def _climb_leaders(judge: Judge, effort: Effort) -> None:
         leaders = [judge.closest]
     passed: set[Draft] = set()
     for leader in leaders:
-        if not leader.fits or leader.seconds < FAR * judge.best_seconds:
+        if leader.draft not in judge.fitting or leader.seconds < FAR * judge.best_seconds:
             climb(leader, judge, effort, passed)
 
 
@@ -216,8 +216,11 @@ def promising(
 
 def kinds_apart(problem: Problem, judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
     """The best drafts whose stages hold one kind each and every kind its own number of stages, by estimate; none that is far
-    behind those found."""
-    shortest = min(map(judge.surrogate.seconds, found), default=float("inf"))
+    behind those found. Not for GPipe, whose stages hold all their tiles at once."""
+    if problem.schedule == "gpipe":
+        return []
+    fitting = filter(judge.surrogate.likely_fits, found)
+    shortest = min(map(judge.surrogate.seconds, fitting), default=float("inf"))
     drafts = kind_drafts(problem, judge.surrogate, float(judge.table.bound[0]), shortest)
     estimates: dict[Draft, float] = {}
     _add_with_slacks(estimates, problem, judge, [with_room(draft, problem) for draft in drafts], effort.finalists)

@@ -89,6 +89,9 @@ class _Sweep:
             self._time(found)
             if len(found.bounds) < WINDOW:
                 return
+            if found.bounds[-1] <= above:  # more of one bound than a window holds
+                self.leave(above)
+                return
             above = least = float(found.bounds[-1])
 
     def _time(self, found: Points) -> None:

@@ -12,8 +12,8 @@ AT_ONCE = 8192  # points, whose arrays stay small
 
 
 class Chains:
-    """What bounds the points of branches that have as many replicas in every stage: [stage][branch] of options,
-    [boundary][branch] of crossings."""
+    """What bounds the points of branches under one schedule that have as many replicas in every stage: [stage][branch] of
+    options, [boundary][branch] of crossings."""
 
     def __init__(self, stages: Sequence[Sequence[StageOptions]], crossings: Sequence[Sequence[np.ndarray]]) -> None:
         self.stages = [ChainStage(own) for own in stages]

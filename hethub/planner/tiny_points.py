@@ -115,14 +115,15 @@ def _together(parts: Sequence[Points]) -> Points:
 
 
 def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
-    """The points by how many replicas their stages have, with the number of their branch in what bounds them."""
+    """The points by schedule and how many replicas their stages have, with the number of their branch in what bounds them."""
     owners, number_of = np.unique(points.owners, return_inverse=True)
-    sorts: dict[tuple[int, ...], int] = {}
-    widths = (tuple(map(len, points.branches[owner].shape)) for owner in owners.tolist())
-    sort_of = np.array([sorts.setdefault(own, len(sorts)) for own in widths], dtype=np.int64)
-    for sort, own in enumerate(sorts):
+    sorts: dict[tuple[str, tuple[int, ...]], int] = {}
+    owned = (points.branches[owner] for owner in owners.tolist())
+    keys = ((branch.costs.schedule, tuple(map(len, branch.shape))) for branch in owned)
+    sort_of = np.array([sorts.setdefault(key, len(sorts)) for key in keys], dtype=np.int64)
+    for sort, (_, widths) in enumerate(sorts):
         branches = [points.branches[owner] for owner in owners[sort_of == sort].tolist()]
-        crossings = [[branch.crossing(above) for branch in branches] for above in range(len(own) - 1)]
+        crossings = [[branch.crossing(above) for branch in branches] for above in range(len(widths) - 1)]
         chains = Chains(list(zip(*(branch.stages for branch in branches), strict=True)), crossings)
         rows = np.nonzero(sort_of[number_of] == sort)[0]
         yield points.at(rows), np.cumsum(sort_of == sort)[number_of[rows]] - 1, chains

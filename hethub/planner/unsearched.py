@@ -20,7 +20,10 @@ _ALWAYS = (
     Unsearched("tensor_shares", "uneven tensor_shares inside a replica"),
     Unsearched("state_shares", "uneven state_shares, except as the cephalo family proposes them"),
     Unsearched("tp.other", "TP degrees that are no power of two"),
-    Unsearched("micro_batch.other", "micro-batches that are no power of two, except by local improvement"),
+    Unsearched(
+        "micro_batch.other",
+        "micro-batches that are no power of two, except in small spaces, in stages of one kind and by local improvement",
+    ),
     Unsearched(
         "combinations.many",
         "of very many kinds, every TP degree of each with every one of all others, except by local improvement",

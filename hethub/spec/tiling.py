@@ -332,7 +332,7 @@ class _Stage:
 def _over(
     below: _Stage | None, sizes: tuple[tuple[int, int], ...], in_rounds: bool, asked: tuple[tuple[int | None, str], ...]
 ) -> _Stage:
-    """The stage of these replicas and lanes; the same one wherever it stands over the same ones."""
+    """The stage of these replicas and lanes over those below it."""
     tiling = _dealt(sizes)
     return _Stage(below, as_one_replica(tiling) if in_rounds else tiling, asked)
 

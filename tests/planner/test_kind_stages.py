@@ -100,12 +100,6 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
     assert found == pytest.approx(wanted)
 
 
-def _drafts(problem: Problem, kinds: list[KindWays], goals: Goals) -> list[Draft]:
-    from hethub.planner.kind_stages import _Programme
-
-    return _Programme(problem, kinds, goals).drafts()
-
-
 def test_stages_keep_deadline_and_memory() -> None:
     """By their own estimate: the busiest computes within 1.5 times of perfect balance, and nearly all fit."""
     problem = posed()

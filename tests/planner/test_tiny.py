@@ -13,7 +13,7 @@ from hethub.planner.judge import Judge
 from hethub.planner.problem import Batch, Problem, pose
 from hethub.planner.tiny import search_tiny, step_seconds
 from hethub.planner.tiny_chains import Chains
-from hethub.planner.tiny_points import Branch, Point, step_bound
+from hethub.planner.tiny_points import Branch, Point, branches_below, promising_floors, step_bound
 from hethub.planner.tiny_replay import nodes_of
 from hethub.planner.tiny_shapes import is_tiny, shapes_of
 from hethub.planner.tiny_stages import Cuts, StageBounds, StageCosts, bounds_of, count_tilings, tilings
@@ -84,6 +84,20 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         assert floor * (1 - 1e-9) <= timed <= seconds * (1 + 1e-9)
         exact += timed == pytest.approx(seconds, rel=1e-9)
     assert exact == 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> None:
+    """Reductions longer than a bucket's hide behind the last pass, which is another one under zero_bubble."""
+    problem = _problem(ConstraintsSpec(), seed)
+    judge = Judge(problem, UnitCosts(problem), ignore_memory=True)
+    costs = [StageCosts(judge, name) for name in ("zero_bubble", "1f1b")]
+    for shape in (own for own in shapes_of(problem) if len(own) <= 2):
+        branches = [branches_below(np.inf, own, shape)[0][1] for own in costs]
+        together = promising_floors(np.inf, branches, 10**6)
+        for owner, branch in enumerate(branches):
+            alone = promising_floors(np.inf, [branch], 10**6)
+            assert np.array_equal(together.bounds[together.owners == owner], alone.bounds)
 
 
 @pytest.mark.parametrize("seed", range(3))
