@@ -73,6 +73,7 @@ class KindWays:
         self.problem, self.surrogate, self.kind, self.goals = problem, surrogate, kind, goals
         self.depth = min(MOST_STAGES, problem.model.layers)
         self._tables: dict[tuple[int, Ends], Table | None] = {}
+        self._between: dict[int, np.ndarray] = {}
 
     @cached_property
     def ways(self) -> dict[int, Ways]:
@@ -92,7 +93,7 @@ class KindWays:
     @cached_property
     def most(self) -> int:
         """Layers that all stages hold at most under any goal; the model's ends leave room for fewer."""
-        return max(int(self._held(stages, (False, False)).max()) for stages in self.ways)
+        return max(int(self._held_between(stages).max()) for stages in self.ways)
 
     def table(self, stages: int, ends: Ends) -> Table | None:
         """For so many stages; None where no way holds a layer in each."""
@@ -137,18 +138,25 @@ class KindWays:
     def _held(self, stages: int, ends: Ends) -> np.ndarray:
         """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none. None are
         behind the model's last."""
-        own = self.ways[stages]
-        behind, way = np.arange(self.depth - stages + 1), np.arange(len(own.ways))[:, None]
-        narrow = np.array([way.num_narrow for way in own.ways])[:, None]
-        sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
-        np.cumsum(own.middle, axis=3, out=sums[..., 1:])
-        held = sums[:, way, 1, behind + narrow] - sums[:, :, 1, behind]
-        held += sums[:, :, 0, behind + stages] - sums[:, way, 0, behind + narrow]
+        own, held = self.ways[stages], self._held_between(stages)
         if ends[0]:
-            held += (own.first - own.middle)[:, :, 0, behind + stages - 1]
+            held = held + (own.first - own.middle)[:, :, 0, stages - 1 :]
         if ends[1]:
-            held = held[:, :, :1] + (own.last - own.middle)[:, way, (narrow > 0).astype(int), 0]
+            way, narrow = np.arange(len(own.ways)), [int(way.num_narrow > 0) for way in own.ways]
+            held = held[:, :, :1] + (own.last - own.middle)[:, way, narrow, :1]
         return held
+
+    def _held_between(self, stages: int) -> np.ndarray:
+        """The same where none of the stages is the model's first or last."""
+        if stages not in self._between:
+            own, behind = self.ways[stages], np.arange(self.depth - stages + 1)
+            way, narrow = np.arange(len(own.ways))[:, None], np.array([[way.num_narrow] for way in own.ways])
+            sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
+            np.cumsum(own.middle, axis=3, out=sums[..., 1:])
+            held = sums[:, way, 1, behind + narrow] - sums[:, :, 1, behind]
+            held += sums[:, :, 0, behind + stages] - sums[:, way, 0, behind + narrow]
+            self._between[stages] = held
+        return self._between[stages]
 
     def _figures(self, ways: list[Way]) -> Ways:
         costs, sizes = self.surrogate.costs, self._sizes(ways)

@@ -21,6 +21,7 @@ from hethub.spec.plan import ScheduleName
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
 _UNLIMITED = float(1 << 30)
+_BOUNDLESS = float(1 << 60)  # bytes where nobody is: finite, so that they can be taken from each other
 
 
 class Placed(NamedTuple):
@@ -289,7 +290,7 @@ class StageTimes:
     def _capacities(self, own: _Side) -> np.ndarray:
         """[stage, sort]: bytes of a rank."""
         capacities = [[self._capacity[seats.kind] for seats in placed.stage.seats] for placed in own.stages]
-        return np.array(_padded(capacities, own.numbers.shape[1], _UNLIMITED * _UNLIMITED))
+        return np.array(_padded(capacities, own.numbers.shape[1], _BOUNDLESS))
 
     def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> Coefficients:
         key = (own[:3], stage.recompute, stage.zero, schedule, place)

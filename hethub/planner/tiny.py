@@ -71,8 +71,12 @@ class _Sweep:
         self.unseen_seconds = float("inf")
 
     @property
+    def has_judged_enough(self) -> bool:
+        return self.judge.out_of_time or self.judge.candidates > self.enough
+
+    @property
     def is_over(self) -> bool:
-        return self.left <= 0 or self.judge.out_of_time or self.judge.candidates > self.enough
+        return self.left <= 0 or self.has_judged_enough
 
     def leave(self, seconds: float) -> None:
         """Notes that points are left out of which none is faster."""
@@ -113,7 +117,7 @@ class _Sweep:
         for seconds, point in sorted(timed, key=_seconds_of):
             if seconds >= self.judge.best_seconds:
                 return
-            if self.judge.out_of_time or self.judge.candidates > self.enough:
+            if self.has_judged_enough:
                 self.leave(seconds)
                 return
             self.judge(_draft(point, self.judge))

@@ -2,13 +2,15 @@
 at once that knows which samples every tile holds."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from hethub.planner.tiny_stages import StageOptions
 
 AT_ONCE = 8192  # points, whose arrays stay small
+
+T = TypeVar("T")
 
 
 class Chains:
@@ -51,8 +53,7 @@ class ChainStage:
     """A stage of many branches, the modes of all its options as arrays."""
 
     def __init__(self, options: Sequence[StageOptions]) -> None:
-        unlike = {id(own): own for own in options}
-        every = list(unlike.values())
+        every, self._number_of = _unlike(options)
         modes = [mode for own in every for mode in own.modes]
         self.tilings, self.axis = every[0].tilings, every[0].axis
         self.last_pass = modes[0].last_pass
@@ -63,8 +64,6 @@ class ChainStage:
         largest = self.seconds[:, 0, replicas, self.tilings.sizes]  # [mode, way, replica]
         self.able = np.isfinite(largest).all(axis=2)
         firsts = np.cumsum([0, *(len(own.modes) for own in every)])
-        number_of = {key: number for number, key in enumerate(unlike)}
-        self._number_of = np.array([number_of[id(own)] for own in options])  # [branch]
         self._first_of = firsts[self._number_of]
         self._members = np.full((len(every), 2, max(len(own.modes) for own in every)), -1)
         for number, own in enumerate(every):
@@ -93,15 +92,20 @@ class ChainBoundary:
     """What lies between two stages of many branches, in arrays [unlike, replica above, replica below, samples]."""
 
     def __init__(self, crossings: Sequence[np.ndarray]) -> None:
-        unlike = {id(own): own for own in crossings}
-        number_of = {key: number for number, key in enumerate(unlike)}
-        self._seconds = np.stack(list(unlike.values()))
-        self._number_of = np.array([number_of[id(own)] for own in crossings])
+        every, self._number_of = _unlike(crossings)
+        self._seconds = np.stack(every)
 
     def seconds(self, branches: np.ndarray, above: "_Dealt", below: "_Dealt") -> np.ndarray:
         """Seconds of what comes with each sample."""
         shared = np.minimum(above.stops, below.stops) - np.maximum(above.starts, below.starts)
         return self._seconds[self._number_of[branches][:, None], above.replicas, below.replicas, shared]
+
+
+def _unlike(parts: Sequence[T]) -> tuple[list[T], np.ndarray]:
+    """The objects among these, each once, and by branch the number of its own."""
+    unlike = {id(own): own for own in parts}
+    number_of = {key: number for number, key in enumerate(unlike)}
+    return list(unlike.values()), np.array([number_of[id(own)] for own in parts])
 
 
 class _Dealt(NamedTuple):

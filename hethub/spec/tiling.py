@@ -259,13 +259,19 @@ def _stacked(plan: PlanSpec) -> list["_Stage"]:
 
 def _granted(asked: tuple[int | None, str], least: int, default: int, num_tiles: int) -> int:
     """Tiles that a lane may hold: those asked for, with the place that asks; else the default. Raises BadInput."""
+    _check_asked(asked, least, default)
+    given, _ = asked
+    return min(default if given is None else given, num_tiles)
+
+
+def _check_asked(asked: tuple[int | None, str], least: int, default: int) -> None:
+    """Raises BadInput where a lane is asked to hold fewer tiles than it must."""
     given, place = asked
     if given is not None and given < least:
         raise BadInput(
             f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
             f"{least}, or remove it for the default of {default}."
         )
-    return min(default if given is None else given, num_tiles)
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
@@ -306,8 +312,8 @@ class _Stage:
 
     def check(self) -> None:
         """Raises BadInput where fewer tiles are asked for than there must be."""
-        for one in zip(self.asked, self._least, self._default, map(len, self._owned), strict=True):
-            _granted(*one)
+        for one in zip(self.asked, self._least, self._default, strict=True):
+            _check_asked(*one)
 
     @cached_property
     def frontier(self) -> list[int]:

@@ -17,6 +17,7 @@ from hethub.planner.surrogate import Surrogate
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
+from tests.predictor.plans import cluster
 
 MODEL = ModelSpec(
     name="twenty",
@@ -31,19 +32,11 @@ MODEL = ModelSpec(
 )
 
 
-def clusters(*counts: tuple[str, int, int]) -> ClusterSpec:
-    nodes = [
-        {"name": f"n{i}", "accelerator": device, "count": number, "accelerators": own, "nics": 1, "gbps_per_nic": 50}
-        for i, (device, number, own) in enumerate(counts)
-    ]
-    return ClusterSpec.model_validate({"name": "kinds", "nodes": nodes})
+THREE = cluster(("A100-SXM4-40GB", 1, 4), ("V100-SXM2-16GB", 1, 4), ("T4", 2, 4), gbps=12.5)
 
 
-THREE = clusters(("A100-SXM4-40GB", 1, 4), ("V100-SXM2-16GB", 1, 4), ("T4", 2, 4))
-
-
-def posed(constraints: ConstraintsSpec | None = None, cluster: ClusterSpec = THREE) -> Problem:
-    return pose(MODEL, cluster, Batch(128, 1024, "fp16"), constraints)
+def posed(constraints: ConstraintsSpec | None = None, on: ClusterSpec = THREE) -> Problem:
+    return pose(MODEL, on, Batch(128, 1024, "fp16"), constraints)
 
 
 def drafts_of(problem: Problem) -> list[Draft]:
@@ -124,12 +117,11 @@ def test_constraints_are_kept(given: dict[str, int]) -> None:
 
 
 def test_one_kind_needs_no_order() -> None:
-    assert drafts_of(posed(cluster=clusters(("T4", 3, 2)))) == []
+    assert drafts_of(posed(on=cluster(("T4", 3, 2)))) == []
 
 
 def test_unlike_kinds_in_stages_of_unlike_width() -> None:
     """Twelve slow accelerators beside four fast ones: equally wide stages waste either, which the plan does not."""
-    cluster = clusters(("A100-SXM4-40GB", 1, 4), ("T4", 3, 4))
-    found = plan(MODEL, cluster, Batch(128, 1024, "fp16"))
+    found = plan(MODEL, cluster(("A100-SXM4-40GB", 1, 4), ("T4", 3, 4), gbps=12.5), Batch(128, 1024, "fp16"))
     assert found.prediction.percent_of_upper_bound is not None
     assert found.prediction.percent_of_upper_bound > 90
