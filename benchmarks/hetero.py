@@ -35,10 +35,10 @@ from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import check_executable
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule import check_executable
 
 MODEL = ModelSpec(name="pocket", layers=8, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=256, max_seq_len=64)
 ZORSE_MODEL = MODEL.replace(name="state-heavy", layers=16, hidden=128, ffn=352)

@@ -39,7 +39,7 @@ from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
 from hethub.spec.job import TrainSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.ranks import start_ranks, values

@@ -15,7 +15,7 @@ from typing import Any
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import load_job
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, save_plan
 

@@ -36,7 +36,7 @@ from hethub.runtime.together import decided, exchange
 from hethub.runtime.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, TrainSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.ranks import start_ranks, values

@@ -18,7 +18,7 @@ from hethub.runtime.trainer import Trainer
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import RehearsalSpec, TrainSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.ranks import start_ranks, values

@@ -27,7 +27,7 @@ from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 
 GLOBAL_BATCH = 24
 BEST, RANDOM = 8, 8

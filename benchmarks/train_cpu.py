@@ -30,7 +30,7 @@ from hethub.runtime.data import Dataset
 from hethub.runtime.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.ranks import run_ranks

@@ -88,8 +88,8 @@ def model_and_cluster(plan: "PlanSpec", path: Path, job_path: Path | None) -> "t
     """
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import load_job
+    from hethub.spec.lookup import find_named
     from hethub.spec.model import ModelSpec
-    from hethub.spec.named import find_named
 
     if job_path is not None:
         job = load_job(job_path)

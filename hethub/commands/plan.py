@@ -108,7 +108,7 @@ def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
     from hethub.predictor.profile import profile_for
     from hethub.spec.job import load_job
-    from hethub.spec.layout import bind
+    from hethub.spec.layout.bind import bind
 
     check_writable(options.trace, options.alone)
     job = load_job(options.job, options.set)

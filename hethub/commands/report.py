@@ -29,7 +29,7 @@ def _add_report(commands: Any) -> None:
 
 def report(options: argparse.Namespace) -> None:
     from hethub.report.html import report_run, write_page
-    from hethub.spec.layout import bind
+    from hethub.spec.layout.bind import bind
     from hethub.spec.plan import load_plan
 
     check_writable(options.out)

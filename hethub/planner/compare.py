@@ -6,7 +6,7 @@ from typing import Any
 
 from hethub.predictor import Prediction, predict
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, StageSpec
 

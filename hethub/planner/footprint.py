@@ -16,7 +16,7 @@ from hethub.predictor import memory
 from hethub.predictor.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 

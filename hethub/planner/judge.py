@@ -16,10 +16,10 @@ from hethub.predictor.memory import all_fit
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from hethub.spec.tiling import raised_limits
+from hethub.spec.schedule.microbatches import raised_limits
 
 
 @dataclass(frozen=True, eq=False)

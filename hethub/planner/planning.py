@@ -26,7 +26,7 @@ from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 
 FEW = 8  # cuts looked at where the time limit left none

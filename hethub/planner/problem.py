@@ -13,9 +13,9 @@ from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, Recompute, ScheduleName, StageSpec
-from hethub.spec.tensors import tp_degrees
 
 FEW, MANY = 16, 128  # accelerators
 

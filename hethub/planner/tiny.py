@@ -24,7 +24,7 @@ from hethub.planner.tiny_replay import Node, Passed, ends_of, nodes_of
 from hethub.planner.tiny_shapes import schedules_of, shapes_of
 from hethub.planner.tiny_stages import StageCosts, Units
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 
 AT_ONCE = 512  # floors' points whose modes are timed before the best of them are judged
 WINDOW = 131_072  # floors' points listed at once, by their bounds

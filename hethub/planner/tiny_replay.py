@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.spec.action import Kind
-from hethub.spec.layout import Layout
-from hethub.spec.orders import NO_TILE
-from hethub.spec.schedule import lane_order
-from hethub.spec.tiling import overlaps
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import lane_order
+from hethub.spec.schedule.actions import Kind
+from hethub.spec.schedule.microbatches import overlaps
+from hethub.spec.schedule.orders import NO_TILE
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 

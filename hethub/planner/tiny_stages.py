@@ -17,9 +17,9 @@ from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
 from hethub.predictor.state_costs import Reduction
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
-from hethub.spec.tiling import deal
+from hethub.spec.schedule.microbatches import deal
 
 Units = tuple[Unit, ...]  # the replicas of a stage
 Shape = tuple[Units, ...]

@@ -5,9 +5,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.software import Software
-from hethub.spec.layout import Layout, Seat
-from hethub.spec.orders import NO_TILE
-from hethub.spec.schedule import Kind, lane_order, put_off
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.execution import Kind, lane_order, put_off
+from hethub.spec.schedule.orders import NO_TILE
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
 

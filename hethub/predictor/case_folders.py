@@ -9,9 +9,9 @@ from hethub.predictor.prediction import predict
 from hethub.predictor.validate import summary
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
+from hethub.spec.lookup import find_named
 from hethub.spec.model import ModelSpec, load_model
-from hethub.spec.named import find_named
 from hethub.spec.plan import PlanSpec, load_plan
 
 CASE_FILES = ("cluster.yaml", "plan.yaml", "measured.json")

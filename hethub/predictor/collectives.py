@@ -7,8 +7,8 @@ from hethub.predictor.lean import LeanCosts
 from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import Programme
 from hethub.predictor.state_costs import Portion
-from hethub.spec.layout import Layout
-from hethub.spec.schedule import Kind
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind
 
 Pass = tuple[Kind, int]  # all tiles one way through one part
 

@@ -15,7 +15,7 @@ from hethub.predictor.shared_costs import shared_layer_cost
 from hethub.predictor.software import Software, element_bytes
 from hethub.predictor.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from hethub.predictor.costs import PlanCosts, TileCost
 from hethub.predictor.state_costs import Portion
-from hethub.spec.layout import Layout
-from hethub.spec.tiling import crossing
+from hethub.spec.layout.bind import Layout
+from hethub.spec.schedule.microbatches import crossing
 
 Group = tuple[tuple[int, ...], ...]  # replicas by stage
 

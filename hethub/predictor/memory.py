@@ -13,8 +13,8 @@ from hethub.predictor.shard import Shard
 from hethub.predictor.software import HETHUB, Software, element_bytes
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout, Seat
-from hethub.spec.tensors import LOSS_CHUNK_TOKENS
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 # On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
 # buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps (hethub.runtime.accounting).

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hethub.predictor.activations import Tiles
 from hethub.predictor.shard import Holdings, Shard
-from hethub.spec.layout import Seat
+from hethub.spec.layout.bind import Seat
 
 
 class Moment(NamedTuple):

@@ -14,7 +14,7 @@ from hethub.predictor.software import HETHUB, Software
 from hethub.predictor.step import StepTimes, step_times
 from hethub.predictor.timeline import Span, timeline
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

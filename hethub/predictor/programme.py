@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeVar
 from hethub.predictor.costs import Parts, PlanCosts
 from hethub.predictor.lean import LeanCosts
 from hethub.predictor.replay import Programme
-from hethub.spec.layout import Layout
-from hethub.spec.orders import LaneOrder
-from hethub.spec.schedule import Kind, lane_order
-from hethub.spec.tiling import crossing, load_alone
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind, lane_order
+from hethub.spec.schedule.microbatches import crossing, load_alone
+from hethub.spec.schedule.orders import LaneOrder
 
 Place = tuple[int, int]  # stage and replica
 Unit = tuple[int, int]  # stage and part

@@ -1,14 +1,14 @@
 """Bytes of weights, gradients and optimizer state on a rank: what lives there for good, and what comes and goes.
 
 A unit is what moves together where a rank does not hold all of its stage: a layer's matrices, with the embedding in the
-first layer and the head in the last (hethub.spec.state). Norms always stay.
+first layer and the head in the last (hethub.spec.layout.state). Norms always stay.
 """
 
 from typing import NamedTuple
 
 from hethub.predictor.shard import Holdings, Shard
-from hethub.spec.layout import Seat
-from hethub.spec.state import both_ends_step
+from hethub.spec.layout.bind import Seat
+from hethub.spec.layout.state import both_ends_step
 
 
 class Resident(NamedTuple):

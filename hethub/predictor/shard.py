@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from hethub.predictor.activations import KeptPerSample, kept_per_sample, score_bytes
 from hethub.predictor.software import Software
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, from_sizes
-from hethub.spec.state import BUCKET_ELEMENTS
 
 
 class Holdings(NamedTuple):

@@ -9,9 +9,9 @@ from hethub.predictor.links import Group, Network, host_gbytes_per_second
 from hethub.predictor.overlap import beside_backward, beside_forward, exposed
 from hethub.predictor.software import Software, element_bytes
 from hethub.spec.cluster import Place
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import both_ends_step
 from hethub.spec.plan import ReplicaSpec
-from hethub.spec.state import both_ends_step
 
 BUCKET_BYTES = 16 * 2**20  # of fp32 gradients; the last one cannot overlap with any backward
 

@@ -18,8 +18,8 @@ from hethub.predictor.lean import Group, LeanCosts, LeanLayout, copies, extent
 from hethub.predictor.programme import Compute, Place
 from hethub.predictor.replay import idle_times, replay
 from hethub.predictor.simulator import Chain, Ends, interleaved, pipeline
-from hethub.spec.layout import Layout
-from hethub.spec.schedule import Action, Kind, schedule
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Action, Kind, schedule
 
 
 class Timed(NamedTuple):

@@ -11,7 +11,7 @@ from hethub.predictor.software import MathPrecision, Software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from hethub.predictor.step import StepTimes
-from hethub.spec.layout import Layout
-from hethub.spec.schedule import Kind
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind
 
 
 class Span(NamedTuple):

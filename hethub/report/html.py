@@ -16,12 +16,12 @@ from hethub.report.drawing import curve, legend, stacked, timeline
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
 from hethub.report.trace import times_are
-from hethub.spec.action import COMPUTE, UPDATE
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import load_model
 from hethub.spec.plan import load_plan
+from hethub.spec.schedule.actions import COMPUTE, UPDATE
 
 MOST_ROWS = 64  # ranks drawn one by one; beyond, ranks that do the same are one row
 MOST_MACHINES = 256

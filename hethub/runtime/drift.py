@@ -22,9 +22,9 @@ from hethub.runtime.self_measure import tell_apart
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, DriftSpec, Job, JobSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule import Kind
 
 WORTHWHILE_PERCENT = 3.0  # gain below which a plan is not changed
 PLANNING_SECONDS = 30.0  # of search, while all ranks wait

@@ -15,10 +15,10 @@ from hethub.runtime.residency import Residency
 from hethub.runtime.spans import SpanLog
 from hethub.runtime.stage import Stage, TileInput
 from hethub.runtime.transport import WINDOW, Transport
-from hethub.spec.layout import Layout, Seat
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.execution import Action, Kind, actions
 from hethub.spec.ranges import from_sizes
-from hethub.spec.schedule import Action, Kind, actions
-from hethub.spec.tiling import Tile
+from hethub.spec.schedule.microbatches import Tile
 
 
 @dataclass

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.layout.tensors import HEAD, TensorInfo, model_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range
-from hethub.spec.tensors import HEAD, TensorInfo, model_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hethub.runtime.huggingface import open_weights
 from hethub.runtime.storage import FlatStorage
+from hethub.spec.layout.tensors import TensorInfo
 from hethub.spec.model import ModelSpec
-from hethub.spec.tensors import TensorInfo
 
 
 def initial_value(info: TensorInfo, model: ModelSpec, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hethub.runtime.parameter import Parameter
 from hethub.runtime.tensor_parallel import TensorGroup
-from hethub.spec.tensors import LOSS_CHUNK_TOKENS
+from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 IGNORED = -100  # a target that counts for nothing, as torch and Hugging Face have it
 

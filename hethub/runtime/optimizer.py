@@ -14,8 +14,8 @@ from hethub.runtime.offload import Fetch, HostArena
 from hethub.runtime.reduction import LocalPiece, Reducer
 from hethub.runtime.storage import FlatStorage, Held
 from hethub.spec.job import TrainSpec
+from hethub.spec.layout.state import Bucket
 from hethub.spec.ranges import Range
-from hethub.spec.state import Bucket
 
 
 def learning_rate(train: TrainSpec, step: int) -> float:

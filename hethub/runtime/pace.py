@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from time import monotonic
 
 from hethub.kernels.device import Device
-from hethub.spec.layout import Layout
-from hethub.spec.schedule import Action, Kind
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Action, Kind
 
 
 @dataclass(frozen=True, kw_only=True)

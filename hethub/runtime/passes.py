@@ -19,8 +19,8 @@ from hethub.runtime.parameter import Parameter, putting_off
 from hethub.runtime.parked import ParkedInput, ParkedLayer
 from hethub.runtime.residency import Residency
 from hethub.runtime.stage import Stage, TileInput
+from hethub.spec.layout.execution import Kind
 from hethub.spec.ranges import Range
-from hethub.spec.schedule import Kind
 
 
 class Visit(NamedTuple):

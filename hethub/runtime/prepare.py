@@ -30,9 +30,9 @@ from hethub.runtime.together import decided, exchange, together
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, load_job, load_plan_of
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import check_executable
 from hethub.spec.plan import PlanSpec, load_plan
-from hethub.spec.schedule import check_executable
 
 _PLANNING_SECONDS = 3600.0  # how long the other ranks wait for rank 0's plan
 

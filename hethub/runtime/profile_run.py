@@ -9,8 +9,8 @@ from hethub.predictor.profile import ProfileSpec
 from hethub.runtime.profiler import profile_world
 from hethub.runtime.session import session
 from hethub.spec.job import Job, TrainSpec
+from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
-from hethub.spec.tensors import tp_degrees
 
 # Without a job: the layer of an 8 B Llama on devices, a small one on CPUs.
 DEVICE_MODEL = ModelSpec(

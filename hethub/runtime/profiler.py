@@ -23,11 +23,11 @@ from hethub.runtime.storage import DTYPES, FlatStorage
 from hethub.runtime.tensor_parallel import TensorGroup, embed
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
+from hethub.spec.layout.state import StateMap
+from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from hethub.spec.state import StateMap
-from hethub.spec.tensors import tp_degrees
 
 SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 16 * 2**20
 REPEATS = 5

@@ -13,8 +13,8 @@ from torch import Tensor
 from hethub.communicator import World, all_gather_by_ranges, prepare_by_ranges, reduce_scatter_by_ranges
 from hethub.runtime.parameter import Parameter
 from hethub.runtime.storage import FlatMap, FlatStorage, put, take
+from hethub.spec.layout.state import Bucket, Piece, StateMap
 from hethub.spec.ranges import Range
-from hethub.spec.state import Bucket, Piece, StateMap
 
 GroupOf = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
 

@@ -23,8 +23,8 @@ from hethub.runtime.trainer import COUNTED_STEPS, Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import RehearsalSpec
-from hethub.spec.layout import Layout, Seat
-from hethub.spec.schedule import Action, Kind
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.execution import Action, Kind
 
 REAL_SHARE = 0.25  # of the emulated step, that all ranks at once on these cores may really take
 TRIAL_STEPS = COUNTED_STEPS + 1  # the first ones count memory, which slows them

@@ -28,8 +28,8 @@ from hethub.runtime.reduction import Reducer
 from hethub.runtime.stepping import Stepping
 from hethub.runtime.unit_gradients import UnitGradients
 from hethub.runtime.unit_weights import UnitWeights
-from hethub.spec.schedule import Kind
-from hethub.spec.state import chunk_of
+from hethub.spec.layout.execution import Kind
+from hethub.spec.layout.state import chunk_of
 
 
 class Residency:

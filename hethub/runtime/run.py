@@ -22,7 +22,7 @@ from hethub.runtime.stop_signal import StopSignal
 from hethub.runtime.trainer import Trainer
 from hethub.spec.errors import RunFailed
 from hethub.spec.job import Job
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 
 TRACED_STEPS = 3  # the last steps of a run, kept for its trace
 SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time

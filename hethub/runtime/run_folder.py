@@ -9,7 +9,7 @@ from typing import Any
 from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import save_plan
 
 

@@ -29,8 +29,8 @@ from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, TrainSpec
+from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
-from hethub.spec.tensors import tp_degrees
 
 SECONDS_PER_POINT = 0.1
 MOST_SAMPLES = 256  # in a micro-batch: beyond, time per sample no longer falls

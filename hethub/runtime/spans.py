@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from time import monotonic
 
 from hethub.predictor.timeline import Span, stream_of
-from hethub.spec.schedule import Action
+from hethub.spec.layout.execution import Action
 
 
 class SpanLog:

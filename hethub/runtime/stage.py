@@ -11,8 +11,8 @@ from hethub.runtime.parameter import Parameter
 from hethub.runtime.rope import rope_table
 from hethub.runtime.storage import FlatStorage
 from hethub.runtime.tensor_parallel import TensorGroup, column_parallel, embed
-from hethub.spec.layout import Layout, Seat
-from hethub.spec.tensors import EMBEDDING, FINAL_NORM, HEAD, RankShares
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, RankShares
 
 
 @dataclass(frozen=True, kw_only=True)

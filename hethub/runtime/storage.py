@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hethub.runtime.offload import HostArena
 from hethub.runtime.parameter import Parameter
-from hethub.spec.layout import Seat
+from hethub.spec.layout.bind import Seat
+from hethub.spec.layout.state import PlacedTensor, StateMap
 from hethub.spec.ranges import Range, overlap
-from hethub.spec.state import PlacedTensor, StateMap
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

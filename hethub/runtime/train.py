@@ -21,7 +21,7 @@ from hethub.runtime.together import together
 from hethub.runtime.trainer import Trainer
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
 
 _BUILDING_SECONDS = 3600.0  # how long ranks wait for each other's weights; a dead one is noticed by the watch

@@ -29,11 +29,11 @@ from hethub.runtime.tensor_parallel import TensorGroup
 from hethub.runtime.verify import verify_copies, verify_owners
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind
+from hethub.spec.layout.state import StateMap, steps_per_part
 from hethub.spec.ranges import Range
-from hethub.spec.schedule import Kind
-from hethub.spec.state import StateMap, steps_per_part
-from hethub.spec.tiling import Tile
+from hethub.spec.schedule.microbatches import Tile
 
 VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
 COUNTED_STEPS = 2  # steps whose memory is counted tensor by tensor; the following ones are alike

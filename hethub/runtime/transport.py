@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hethub.communicator import World
 from hethub.runtime.stage import Stage
-from hethub.spec.layout import Layout, Seat
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.execution import Action, Kind
 from hethub.spec.ranges import Range
-from hethub.spec.schedule import Action, Kind
-from hethub.spec.tiling import Tile, Transfer
+from hethub.spec.schedule.microbatches import Tile, Transfer
 
 LOOKAHEAD = 2  # tiles whose receives are posted before they are needed, in each direction
 WINDOW = 12  # actions among which those tiles are looked for

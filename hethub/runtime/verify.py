@@ -11,7 +11,7 @@ from hethub.runtime.agreement import fingerprint
 from hethub.runtime.reduction import Reducer
 from hethub.runtime.storage import take
 from hethub.spec.errors import RunFailed
-from hethub.spec.state import StateMap
+from hethub.spec.layout.state import StateMap
 
 _CHUNK = 2**22
 

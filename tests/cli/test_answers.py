@@ -8,9 +8,9 @@ import yaml
 
 from hethub.cli import run
 from hethub.spec.job import load_job
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
+from hethub.spec.layout.execution import actions
 from hethub.spec.plan import load_plan
-from hethub.spec.schedule import actions
 from tests.support.command import HETHUB, PROJECT, Running, one, ranks
 from tests.support.job_files import write_job, write_yaml
 

@@ -229,8 +229,8 @@ def hugging_face_job(folder):
     import torch
 
     from hethub.runtime.huggingface import write_folder
+    from hethub.spec.layout.tensors import model_tensors
     from hethub.spec.model import ModelSpec
-    from hethub.spec.tensors import model_tensors
 
     model = ModelSpec.model_validate(MODEL)
     tensors = ((info.name, torch.randn(info.shape) * 0.02) for info in model_tensors(model))

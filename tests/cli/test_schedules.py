@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hethub.spec.cluster import load_cluster
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
+from hethub.spec.layout.execution import actions
 from hethub.spec.model import load_model
 from hethub.spec.plan import load_plan
-from hethub.spec.schedule import actions
 from tests.support.command import hethub, ranks
 from tests.support.job_files import plan, write_job
 

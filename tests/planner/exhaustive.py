@@ -25,7 +25,7 @@ from hethub.planner.problem import Problem, Unit
 from hethub.planner.surrogate import Surrogate
 from hethub.predictor import predict
 from hethub.predictor.memory import memory
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
 from tests.planner.retimed import Need, ends, nodes_of
 from tests.planner.stage_grid import (

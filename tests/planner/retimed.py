@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.spec.action import Kind
-from hethub.spec.layout import Layout
-from hethub.spec.schedule import dependencies, execution_order
-from hethub.spec.tiling import Tile
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import dependencies, execution_order
+from hethub.spec.schedule.actions import Kind
+from hethub.spec.schedule.microbatches import Tile
 
 Place = tuple[int, int]  # stage and replica
 

@@ -13,9 +13,9 @@ from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
 from hethub.predictor.state_costs import Reduction
-from hethub.spec.action import Kind
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
+from hethub.spec.schedule.actions import Kind
 from tests.planner.tile_paths import Dealt, Division, Stage, dealt
 
 MICRO_BATCHES = (1, 2, 4)

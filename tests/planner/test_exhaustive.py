@@ -13,7 +13,7 @@ from hethub.planner.problem import Batch, Problem, pose
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from tests.planner.exhaustive import (
     Outcome,

@@ -19,10 +19,10 @@ from hethub.planner.surrogate import Surrogate
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import check_executable, execution_order
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ScheduleName
-from hethub.spec.schedule import check_executable, execution_order
 
 MODEL = ModelSpec(name="small", layers=8, hidden=256, heads=8, kv_heads=8, ffn=704, vocab=1024, max_seq_len=256)
 

@@ -29,7 +29,7 @@ from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from tests.planner.test_exhaustive import MODEL, random_cluster
 from tests.planner.test_plan import TINY, cluster

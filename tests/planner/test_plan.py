@@ -8,9 +8,9 @@ from hethub.planner.remedies import fewer_samples
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
+from hethub.spec.layout.execution import execution_order
 from hethub.spec.model import ModelSpec
-from hethub.spec.schedule import execution_order
 
 TINY = ModelSpec(name="tiny", layers=6, hidden=128, heads=8, kv_heads=4, ffn=352, vocab=512, max_seq_len=128)
 

@@ -19,7 +19,7 @@ from hethub.planner.tiny_shapes import is_tiny, shapes_of
 from hethub.planner.tiny_stages import Cuts, StageBounds, StageCosts, bounds_of, count_tilings, tilings
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from hethub.spec.plan import ScheduleName
 from tests.planner.exhaustive import GridJudge, exhaustive
 from tests.planner.test_exhaustive import MODEL, grid_problem, random_cluster

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.spec.plan import ReplicaSpec
-from hethub.spec.tiling import deal
+from hethub.spec.schedule.microbatches import deal
 
 Division = tuple[tuple[int, ...], tuple[int, ...]]  # samples and micro-batches of a stage's replicas
 

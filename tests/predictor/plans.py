@@ -2,7 +2,7 @@
 
 from hethub.predictor import Prediction
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 

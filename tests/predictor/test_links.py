@@ -9,7 +9,7 @@ from hethub.predictor.prediction import predict
 from hethub.predictor.software import HETHUB, Software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from hethub.predictor import memory
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind
+from hethub.spec.layout.state import StateMap
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range
-from hethub.spec.schedule import Kind
-from hethub.spec.state import StateMap
 from tests.predictor.plans import cluster, uniform
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")

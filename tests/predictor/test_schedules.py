@@ -14,9 +14,9 @@ from hethub.predictor.costs import PlanCosts
 from hethub.predictor.software import HETHUB
 from hethub.predictor.step import step_times
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import Kind, dependencies, schedule
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule import Kind, dependencies, schedule
 from tests.predictor.plans import TINY, cluster, last_stops
 from tests.spec.random_plans import any_cases
 

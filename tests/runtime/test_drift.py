@@ -16,8 +16,8 @@ from hethub.runtime.drift import Drifted, DriftWatch, Noted, Remedy, planned_sec
 from hethub.runtime.drifting import Drifting
 from hethub.runtime.pace import WatchedPace
 from hethub.spec.job import DriftSpec
+from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import load_plan
-from hethub.spec.schedule import Kind
 from tests.planner.test_profiled import profile
 from tests.runtime.test_rehearsal import layout
 from tests.support.command import ranks

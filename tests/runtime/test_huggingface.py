@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hethub.runtime.huggingface import INDEX_FILE, SINGLE_FILE, open_weights, write_folder
 from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
 from hethub.spec.model import ModelSpec, from_hugging_face
 from hethub.spec.ranges import Range, split
-from hethub.spec.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
 
 LLAMA_31 = {
     "rope_type": "llama3",

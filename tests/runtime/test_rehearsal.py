@@ -20,10 +20,10 @@ from hethub.runtime import rehearsal
 from hethub.runtime.rehearsal import ClusterNetwork, RankTimes, RehearsedPace, round_up
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
+from hethub.spec.layout.execution import Kind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule import Kind
 from tests.support.command import ranks
 from tests.support.job_files import MODEL, STAGES, plan, write_job
 from tests.support.ranks import start_ranks, values

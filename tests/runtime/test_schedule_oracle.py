@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from hethub.spec.layout.execution import actions
 from hethub.spec.ranges import Range
-from hethub.spec.schedule import actions
 from tests.support.layouts import MODEL, Case, chunked, random_tokens, replica, train
 from tests.support.plain_llama import PlainLlama
 from tests.support.ranks import run_ranks, start_ranks, values

@@ -7,8 +7,8 @@ import pytest
 
 from hethub.runtime.verify import verify_copies
 from hethub.spec.errors import BadInput
+from hethub.spec.layout.execution import check_executable
 from hethub.spec.ranges import Range, merge
-from hethub.spec.schedule import check_executable
 from tests.support.layouts import (
     MODEL,
     Case,

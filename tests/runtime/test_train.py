@@ -16,7 +16,7 @@ from hethub.runtime.run_folder import RunFolder, StepMetrics
 from hethub.runtime.stop_signal import StopSignal
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job, load_plan_of
-from hethub.spec.layout import bind
+from hethub.spec.layout.bind import bind
 from tests.support.job_files import plan, write_job, write_yaml
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hethub.spec.base import dump_yaml
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout, bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec, load_plan, save_plan
 from tests.spec.random_plans import cases
 from tests.support.layouts import MODEL, Case, replica, stage

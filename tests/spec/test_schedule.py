@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout, bind
-from hethub.spec.schedule import Action, Kind, actions, dependencies, execution_order, schedule
-from hethub.spec.tiling import Tile
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.execution import Action, Kind, actions, dependencies, execution_order, schedule
+from hethub.spec.schedule.microbatches import Tile
 from tests.spec.random_plans import any_cases, cases
 from tests.spec.test_tiling import minimum, with_in_flight
 from tests.support.layouts import MODEL, Case, chunked, replica, stage

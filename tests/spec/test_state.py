@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.shares import cut_buckets
+from hethub.spec.layout.state import Piece, StateMap, both_ends_step, slice_runs
 from hethub.spec.ranges import Range, merge, overlap, split_by_shares, tiles_exactly
-from hethub.spec.shares import cut_buckets
-from hethub.spec.state import Piece, StateMap, both_ends_step, slice_runs
 from tests.spec.random_plans import TIED, cases
 from tests.support.layouts import MODEL, Case, replica, stage
 

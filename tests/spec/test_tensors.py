@@ -7,10 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
-from hethub.spec.model import ModelSpec
-from hethub.spec.plan import ReplicaSpec
-from hethub.spec.ranges import Range, tiles_exactly
-from hethub.spec.tensors import (
+from hethub.spec.layout.tensors import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -20,6 +17,9 @@ from hethub.spec.tensors import (
     stage_tensors,
     tp_degrees,
 )
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import ReplicaSpec
+from hethub.spec.ranges import Range, tiles_exactly
 from tests.support.layouts import MODEL
 
 

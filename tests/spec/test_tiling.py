@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hethub.spec.errors import BadInput
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import execution_order
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 from hethub.spec.ranges import Range, overlap
-from hethub.spec.schedule import execution_order
-from hethub.spec.tiling import as_one_replica, deal, in_flight_limits, overlapping, rounds
+from hethub.spec.schedule.microbatches import as_one_replica, deal, in_flight_limits, overlapping, rounds
 from tests.spec.random_plans import cases, replica_specs
 from tests.support.layouts import MODEL, Case, replica, stage
 

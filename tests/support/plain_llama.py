@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hethub.runtime.initial import initial_value
+from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, stage_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range
-from hethub.spec.tensors import EMBEDDING, FINAL_NORM, HEAD, stage_tensors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from hethub.planner.footprint import probe_for
 from hethub.planner.problem import Problem
 from hethub.predictor.memory import RankMemory, all_fit, memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
-from hethub.spec.layout import Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hethub.runtime.checkpoint.dcp import Reader
 from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, entry
+from hethub.spec.layout.tensors import TensorInfo, model_tensors
 from hethub.spec.model import ModelSpec
-from hethub.spec.tensors import TensorInfo, model_tensors
 
 
 def iterate_weights(path: Path, model: ModelSpec) -> Iterator[tuple[TensorInfo, Tensor]]:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from hethub.spec.tiling import Tile
+from hethub.spec.schedule.microbatches import Tile
 
 
 class Kind(StrEnum):

@@ -7,13 +7,12 @@ from typing import Literal, NamedTuple
 
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.interleaving import interleave, interleave_regular, most_held
+from hethub.spec.layout.tensors import RankShares, rank_shares
 from hethub.spec.model import ModelSpec
-from hethub.spec.orders import LaneOrder
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
-from hethub.spec.tensors import RankShares, rank_shares
-from hethub.spec.tiling import (
+from hethub.spec.schedule.interleaved import interleave, interleave_regular, most_held
+from hethub.spec.schedule.microbatches import (
     Load,
     Tile,
     Tiling,
@@ -29,6 +28,7 @@ from hethub.spec.tiling import (
     rounds,
     transfers,
 )  # fmt: skip
+from hethub.spec.schedule.orders import LaneOrder
 
 
 class Seat(NamedTuple):

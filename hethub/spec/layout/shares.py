@@ -25,7 +25,9 @@ def owner_fractions(
     """
     if not shares and len(groups) == 1:
         return [{rank: 1 / len(groups[0][0]) for rank in groups[0][0]}]
-    from hethub.spec.share_programme import ShareProgramme  # local: most plans name no shares, and numpy takes its time
+    from hethub.spec.layout.share_optimization import (
+        ShareProgramme,  # local: most plans name no shares, and numpy takes its time
+    )
 
     programme = ShareProgramme(groups, total, shares)
     amounts = programme.solve()

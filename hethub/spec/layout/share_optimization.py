@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hethub.spec.shares import Owners
+from hethub.spec.layout.shares import Owners
 
 
 class ShareProgramme:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hethub.spec.layout import Layout, Seat
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.shares import cut_buckets, owner_fractions
+from hethub.spec.layout.tensors import EMBEDDING, RankShares, TensorInfo, layer_tensors, stage_tensors
 from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, overlap, refine
-from hethub.spec.shares import cut_buckets, owner_fractions
-from hethub.spec.tensors import EMBEDDING, RankShares, TensorInfo, layer_tensors, stage_tensors
 
 BUCKET_ELEMENTS = 4 * 2**20
 

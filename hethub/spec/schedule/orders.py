@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from hethub.spec.action import UPDATE, Kind, Pass
+from hethub.spec.schedule.actions import UPDATE, Kind, Pass
 
 NO_TILE = -1  # index of what is done once for all tiles
 

@@ -19,11 +19,11 @@ What both may rely on:
 
 from collections.abc import Iterable
 
-from hethub.spec.action import COMPUTE, Action, Kind
-from hethub.spec.layout import Layout
-from hethub.spec.orders import NO_TILE, LaneOrder, part_by_part, pipelined
-from hethub.spec.state import StateMap
-from hethub.spec.tiling import overlapping
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import StateMap
+from hethub.spec.schedule.actions import COMPUTE, Action, Kind
+from hethub.spec.schedule.microbatches import overlapping
+from hethub.spec.schedule.orders import NO_TILE, LaneOrder, part_by_part, pipelined
 
 __all__ = ["COMPUTE", "Action", "Kind", "actions", "check_executable", "dependencies",
            "execution_order", "lane_order", "put_off", "schedule"]  # fmt: skip

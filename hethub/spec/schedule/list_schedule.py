@@ -9,9 +9,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from hethub.spec.action import Kind, Pass
 from hethub.spec.plan import PlanSpec
-from hethub.spec.tiling import Load, Tiling, asked_in_flight, loads
+from hethub.spec.schedule.actions import Kind, Pass
+from hethub.spec.schedule.microbatches import Load, Tiling, asked_in_flight, loads
 
 Step = tuple[Kind, int, int]  # what is done at which station to which of its stage's tiles
 

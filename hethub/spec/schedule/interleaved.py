@@ -1,19 +1,19 @@
 """Interleaved 1F1B: stages of several chunks, every chunk a station of its own on a sample's way.
 
 Where all replicas are alike and have a tile per stage the order is Megatron's (arXiv 2104.04473, §2.2). Anywhere else it
-comes from a run on paper (hethub.spec.paper_run).
+comes from a run on paper (hethub.spec.schedule.list_schedule).
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-from hethub.spec.action import Kind
 from hethub.spec.errors import BadInput
-from hethub.spec.orders import LaneOrder, listed, updated_once
-from hethub.spec.paper_run import PaperRun, depth
 from hethub.spec.plan import PlanSpec
 from hethub.spec.ranges import split
-from hethub.spec.tiling import Tiling, asked_in_flight, deal, load_alone
+from hethub.spec.schedule.actions import Kind
+from hethub.spec.schedule.list_schedule import PaperRun, depth
+from hethub.spec.schedule.microbatches import Tiling, asked_in_flight, deal, load_alone
+from hethub.spec.schedule.orders import LaneOrder, listed, updated_once
 
 
 def interleave(plan: PlanSpec, tilings: Sequence[Tiling]) -> list[list[LaneOrder]]:
