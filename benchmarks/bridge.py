@@ -89,7 +89,7 @@ def in_namespace(
 ) -> Any:
     """As `timed_pairs`, each island in a network namespace of its own."""
     from hethub.communicator import Rendezvous, connect
-    from hethub.communicator.rendezvous import agree_on_token
+    from hethub.communicator.joining.rendezvous import agree_on_token
     from tests.support.namespaces import ADDRESSES
 
     side = next(index for index, island in enumerate(islands) if rank in island)
@@ -166,7 +166,7 @@ def with_a_gpu(rank: int, store: Any, num_bytes: int, repeats: int) -> dict[str,
     import torch.distributed as dist
 
     from hethub.communicator import Rendezvous, connect
-    from hethub.communicator.bridge_bound import bound_call
+    from hethub.communicator.measuring.bound import bound_call
     from hethub.kernels.device import Device, choose_device
 
     device = choose_device(0, 1) if rank == 0 else Device(vendor="cpu")

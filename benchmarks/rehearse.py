@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from hethub.communicator import Rendezvous
-from hethub.communicator.emulated import connect_emulated
 from hethub.kernels.device import choose_device
 from hethub.predictor import predict
 from hethub.runtime.data import Dataset
+from hethub.runtime.emulate.world import connect_emulated
 from hethub.runtime.rehearsal import ClusterNetwork, rehearsed_pace
 from hethub.runtime.trainer import Trainer
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator

@@ -158,7 +158,7 @@ def _add_bench(commands: Any) -> None:
 
 def bench(options: argparse.Namespace) -> None:
     need_torch("bench")
-    from hethub.communicator.bench import DEFAULT_SIZES, run
+    from hethub.communicator.measuring.bench import DEFAULT_SIZES, run
     from hethub.report.tables import print_communication
     from hethub.runtime.session import session
     from hethub.spec.job import load_job

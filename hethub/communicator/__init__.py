@@ -6,15 +6,15 @@ package makes torch know the c10d backend "hethub", so that `init_process_group(
 `reduce_scatter_by_ranges` and `all_gather_by_ranges` are the uneven collectives.
 """
 
-from hethub.communicator.backend import register
-from hethub.communicator.by_ranges import (
+from hethub.communicator.groups.backend import register
+from hethub.communicator.groups.uneven import (
     all_gather_by_ranges,
     all_reduce_with_feedback,
     prepare_by_ranges,
     reduce_scatter_by_ranges,
 )
-from hethub.communicator.liveness import Failure
-from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.joining.liveness import Failure
+from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.world import World, connect
 
 __all__ = [

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.connect_relays import Connector
-from hethub.communicator.context import Context
-from hethub.communicator.islands import Islands, check_islands, islands_by_label
-from hethub.communicator.liveness import Hub, Liveness
-from hethub.communicator.relay_choice import RelayChoice
-from hethub.communicator.rendezvous import Rendezvous
-from hethub.communicator.shm_connect import host_identity
-from hethub.communicator.versions import Software, check_same
-from hethub.communicator.wire import check_wire
+from hethub.communicator.bridge.wire import check_wire
+from hethub.communicator.groups.context import Context
+from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
+from hethub.communicator.joining.liveness import Hub, Liveness
+from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.versions import Software, check_same
+from hethub.communicator.relays.choice import RelayChoice
+from hethub.communicator.relays.connection import Connector
+from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hethub.communicator.versions import Software, check_same
+from hethub.communicator.joining.versions import Software, check_same
 from hethub.runtime.host_memory import host_memory_bytes
 from hethub.spec.accelerator import AcceleratorSpec, catalogue
 from hethub.spec.base import Source, build

@@ -136,7 +136,7 @@ def _gpu_aware() -> str:
     module = importlib.util.find_spec("mpi4py.MPI") if importlib.util.find_spec("torch") is not None else None
     if module is None or module.origin is None:
         return "host-staged: no torch, or no MPI library that mpi4py could load"
-    from hethub.communicator.mpi_relay import ask_open_mpi, is_gpu_aware
+    from hethub.communicator.relays.mpi import ask_open_mpi, is_gpu_aware
     from hethub.kernels.device import detect_vendor
 
     vendor = detect_vendor()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hethub.communicator.shm_connect import host_identity
+from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.device import Device, choose_device
 from hethub.runtime.agreement import Facts, check_cluster, check_versions, own_facts
 from hethub.runtime.doctor import Finding, examine

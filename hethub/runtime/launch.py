@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
-from hethub.communicator.rendezvous import agree_on_token
+from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.runtime.place import LaunchInfo, launch_info
 from hethub.runtime.store import join_store, meet_at_master, serve_store
 from hethub.spec.errors import BadInput

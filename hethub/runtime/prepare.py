@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hethub.communicator import Rendezvous
-from hethub.communicator.islands import parse_islands
+from hethub.communicator.joining.islands import parse_islands
 from hethub.kernels.device import Device, choose_device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.profile import ProfileSpec, profile_for

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
-from hethub.communicator.emulated import EmulatedWorld
-from hethub.communicator.fabric import Way
 from hethub.predictor.constants import packaged
 from hethub.predictor.costs import PlanCosts
 from hethub.predictor.layer_cost import PassSeconds
@@ -18,6 +16,8 @@ from hethub.predictor.links import Network, host_gbytes_per_second
 from hethub.predictor.memory import memory
 from hethub.predictor.profile import ProfileSpec
 from hethub.predictor.software import HETHUB
+from hethub.runtime.emulate.network import Way
+from hethub.runtime.emulate.world import EmulatedWorld
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.trainer import COUNTED_STEPS, Trainer
 from hethub.spec.cluster import ClusterSpec

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
-from hethub.communicator.emulated import EmulatedWorld, connect_emulated
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.drifting import Drifting, Rebuild
+from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.initial import load_hugging_face
 from hethub.runtime.launch import LaunchInfo, launch_info, rendezvous
 from hethub.runtime.pace import Pace, WatchedPace

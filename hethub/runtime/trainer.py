@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hethub.communicator import World
-from hethub.communicator.counters import since
+from hethub.communicator.bridge.counters import since
 from hethub.predictor.timeline import Span
 from hethub.runtime.accounting import MemoryMeter
 from hethub.runtime.checkpoint import CheckpointStore

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.communicator import bench
-from hethub.communicator.bridge_bound import least_messages
-from hethub.communicator.islands import (
+from hethub.communicator.joining.islands import (
     carried_pieces,
     check_islands,
     chunked,
@@ -22,6 +20,8 @@ from hethub.communicator.islands import (
     restrict,
     split_pieces,
 )
+from hethub.communicator.measuring import bench
+from hethub.communicator.measuring.bound import least_messages
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range, from_sizes, split, tiles_exactly
 from tests.support.ranks import run_ranks

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous, connect
-from hethub.communicator.liveness import Liveness
+from hethub.communicator.joining.liveness import Liveness
 from hethub.spec.errors import RunFailed
 from tests.support.ranks import start_ranks, values
 

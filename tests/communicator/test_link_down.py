@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous, connect
-from hethub.communicator.rendezvous import agree_on_token
+from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.spec.errors import RunFailed
 from tests.support.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks

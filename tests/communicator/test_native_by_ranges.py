@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hethub.communicator.by_ranges import native_all_gather, native_reduce_scatter
+from hethub.communicator.groups.uneven import native_all_gather, native_reduce_scatter
 from hethub.spec.ranges import split
 from tests.support.ranks import run_ranks
 

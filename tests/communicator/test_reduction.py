@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.reduction import make_reduction
+from hethub.communicator.bridge.arithmetic import make_reduction
 from hethub.spec.errors import BadInput
 
 

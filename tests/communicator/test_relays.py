@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import relay_choice
-from hethub.communicator.mpi_relay import ask_open_mpi, is_gpu_aware
-from hethub.communicator.relay_choice import RelayChoice, faster_by_size
+from hethub.communicator.relays import choice as relay_choice
+from hethub.communicator.relays.choice import RelayChoice, faster_by_size
+from hethub.communicator.relays.mpi import ask_open_mpi, is_gpu_aware
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 from tests.support.ranks import run_ranks, start_ranks

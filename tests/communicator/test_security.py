@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import Rendezvous, connect, shm_connect
-from hethub.communicator.liveness import proof
-from hethub.communicator.rendezvous import agree_on_token
+from hethub.communicator import Rendezvous, connect
+from hethub.communicator.joining.liveness import proof
+from hethub.communicator.joining.rendezvous import agree_on_token
+from hethub.communicator.relays import shm_connection as shm_connect
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
 from tests.support.ranks import run_ranks, start_ranks, values

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import shm_relay
-from hethub.communicator.relay import PeerError
-from hethub.communicator.shm_relay import ShmLink, ShmRelay
+from hethub.communicator.relays import shm as shm_relay
+from hethub.communicator.relays.relay import PeerError
+from hethub.communicator.relays.shm import ShmLink, ShmRelay
 from tests.support.ranks import run_ranks
 
 

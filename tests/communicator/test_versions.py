@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from hethub.communicator.joining.versions import comparable
 from hethub.communicator.setup import RankFacts, check_facts
-from hethub.communicator.versions import comparable
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 

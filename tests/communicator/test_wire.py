@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import all_reduce_with_feedback
-from hethub.communicator.crossing import encode_pieces
-from hethub.communicator.wire import make_wire
+from hethub.communicator.bridge.crossing import encode_pieces
+from hethub.communicator.bridge.wire import make_wire
 from hethub.kernels.reference import TorchKernels
 from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
@@ -89,7 +89,7 @@ def test_encoding_pieces_is_what_the_receiver_decodes():
 
 
 def test_unknown_wires_are_refused():
-    from hethub.communicator.wire import check_wire
+    from hethub.communicator.bridge.wire import check_wire
     from hethub.spec.errors import BadInput
 
     with pytest.raises(BadInput, match="did you mean 'bf16'"):

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
-from hethub.communicator.emulated import connect_emulated
-from hethub.communicator.fabric import EmulatedClock, Way
 from hethub.kernels.device import choose_device
 from hethub.predictor import predict
 from hethub.predictor.constants import packaged
@@ -17,6 +15,8 @@ from hethub.predictor.costs import PlanCosts
 from hethub.predictor.memory import RankMemory
 from hethub.predictor.software import HETHUB
 from hethub.runtime import rehearsal
+from hethub.runtime.emulate.network import EmulatedClock, Way
+from hethub.runtime.emulate.world import connect_emulated
 from hethub.runtime.rehearsal import ClusterNetwork, RankTimes, RehearsedPace, round_up
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hethub.communicator.liveness import proof
+from hethub.communicator.joining.liveness import proof
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
 

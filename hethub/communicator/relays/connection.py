@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.gloo_relay import GlooRelay
-from hethub.communicator.relay import Relay
-from hethub.communicator.relay_choice import PROBED_BYTES, Carriers, RelayChoice, check_relay, faster_by_size
-from hethub.communicator.rendezvous import Rendezvous
-from hethub.communicator.shm_connect import connect_same_host
+from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.relays.choice import PROBED_BYTES, Carriers, RelayChoice, check_relay, faster_by_size
+from hethub.communicator.relays.gloo import GlooRelay
+from hethub.communicator.relays.relay import Relay
+from hethub.communicator.relays.shm_connection import connect_same_host
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
@@ -78,7 +78,7 @@ class Connector:
             return self._gloo()
         if name == "shm":
             return connect_same_host(self._rendezvous, self._hosts, self._timeout_seconds)
-        from hethub.communicator.mpi_relay import MpiRelay
+        from hethub.communicator.relays.mpi import MpiRelay
 
         return MpiRelay.create(self._rendezvous, self._timeout_seconds, self._device.vendor)
 

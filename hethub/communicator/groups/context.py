@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.bridge import Bridge, Tuning
-from hethub.communicator.counters import Counters
-from hethub.communicator.dispatcher import Dispatcher
-from hethub.communicator.islands import Islands, island_index, restrict
-from hethub.communicator.links import Links
-from hethub.communicator.liveness import Failure, Hub, Liveness
-from hethub.communicator.relay import Relay
-from hethub.communicator.relay_choice import Carriers, RelayChoice
-from hethub.communicator.rendezvous import Rendezvous
-from hethub.communicator.staging import Stager
-from hethub.communicator.work import CallbackThreads
+from hethub.communicator.bridge.collectives import Bridge, Tuning
+from hethub.communicator.bridge.counters import Counters
+from hethub.communicator.bridge.launch_order import Dispatcher
+from hethub.communicator.bridge.links import Links
+from hethub.communicator.bridge.staging import Stager
+from hethub.communicator.groups.work import CallbackThreads
+from hethub.communicator.joining.islands import Islands, island_index, restrict
+from hethub.communicator.joining.liveness import Failure, Hub, Liveness
+from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.relays.choice import Carriers, RelayChoice
+from hethub.communicator.relays.relay import Relay
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
 

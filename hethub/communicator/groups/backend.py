@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.context import Context
-from hethub.communicator.group import HethubGroup
-from hethub.communicator.islands import parse_islands, restrict
-from hethub.communicator.rendezvous import Rendezvous, agree_on_token
+from hethub.communicator.groups.context import Context
+from hethub.communicator.groups.process_group import HethubGroup
+from hethub.communicator.joining.islands import parse_islands, restrict
+from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token
 from hethub.communicator.setup import make_context
 from hethub.kernels.device import choose_device
 from hethub.spec.errors import BadInput

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from hethub.communicator import fingerprint, torch_private
-from hethub.communicator.context import Context
-from hethub.communicator.counters import Leg
-from hethub.communicator.dispatcher import Turn
-from hethub.communicator.native_legs import NativeLegs
-from hethub.communicator.point_to_point import PointToPoint
-from hethub.communicator.reduction import Reduction, make_reduction
-from hethub.communicator.staging import Staged
-from hethub.communicator.work import HethubWork, Job, Operation, Worker
+from hethub.communicator import torch_private
+from hethub.communicator.bridge.arithmetic import Reduction, make_reduction
+from hethub.communicator.bridge.counters import Leg
+from hethub.communicator.bridge.device_legs import NativeLegs
+from hethub.communicator.bridge.launch_order import Turn
+from hethub.communicator.bridge.messages import PointToPoint
+from hethub.communicator.bridge.staging import Staged
+from hethub.communicator.groups import debug as fingerprint
+from hethub.communicator.groups.context import Context
+from hethub.communicator.groups.work import HethubWork, Job, Operation, Worker
 
 _ALIKE = {
     "all_reduce",

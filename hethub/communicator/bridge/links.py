@@ -5,9 +5,9 @@ from enum import IntEnum
 
 import torch
 
-from hethub.communicator.counters import Counters
-from hethub.communicator.relay import Incoming, Outgoing, Relay, Transfer
-from hethub.communicator.relay_choice import Carriers
+from hethub.communicator.bridge.counters import Counters
+from hethub.communicator.relays.choice import Carriers
+from hethub.communicator.relays.relay import Incoming, Outgoing, Relay, Transfer
 
 
 class Stage(IntEnum):

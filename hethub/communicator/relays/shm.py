@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hethub.communicator.relay import Incoming, Outgoing, PeerError, Relay, Transfer
+from hethub.communicator.relays.relay import Incoming, Outgoing, PeerError, Relay, Transfer
 
 _BELL = struct.Struct("=BQQQ")
 _DATA, _FREE, _BLOCK, _INLINE = 1, 2, 3, 4

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.fingerprint import option_words, range_words, reduction_word
-from hethub.communicator.group_core import GroupCore, Run, Tensors, Words
-from hethub.communicator.reduction import Reduction
-from hethub.communicator.staging import Staged
-from hethub.communicator.work import HethubWork
+from hethub.communicator.bridge.arithmetic import Reduction
+from hethub.communicator.bridge.staging import Staged
+from hethub.communicator.groups.debug import option_words, range_words, reduction_word
+from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
+from hethub.communicator.groups.work import HethubWork
 from hethub.spec.ranges import Range, from_sizes, split
 
 __all__ = ["HethubGroup", "Run", "Tensors", "Words"]

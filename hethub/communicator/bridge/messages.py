@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from hethub.communicator import torch_private
-from hethub.communicator.context import Context
-from hethub.communicator.gloo_relay import GlooTransfer
-from hethub.communicator.islands import island_index
-from hethub.communicator.staging import Staged, Stager
-from hethub.communicator.work import HethubWork, Job, NativeWork, Operation, Worker
+from hethub.communicator.bridge.staging import Staged, Stager
+from hethub.communicator.groups.context import Context
+from hethub.communicator.groups.work import HethubWork, Job, NativeWork, Operation, Worker
+from hethub.communicator.joining.islands import island_index
+from hethub.communicator.relays.gloo import GlooTransfer
 from hethub.spec.errors import BadInput
 
 

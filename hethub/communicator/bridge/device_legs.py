@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from hethub.communicator import torch_private
-from hethub.communicator.bridge import Bridge
-from hethub.communicator.counters import Leg
-from hethub.communicator.dispatcher import Dispatcher, Turn
-from hethub.communicator.pipeline import run_pipelined
-from hethub.communicator.reduction import Reduction
+from hethub.communicator.bridge.arithmetic import Reduction
+from hethub.communicator.bridge.chunks import run_pipelined
+from hethub.communicator.bridge.collectives import Bridge
+from hethub.communicator.bridge.counters import Leg
+from hethub.communicator.bridge.launch_order import Dispatcher, Turn
 from hethub.kernels.device import Device, Event
 from hethub.spec.ranges import Range
 

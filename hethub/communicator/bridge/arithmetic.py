@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hethub.communicator import torch_private
+from hethub.communicator.bridge.wire import Wire, make_wire
 from hethub.communicator.torch_private import ReduceKind as _KIND
-from hethub.communicator.wire import Wire, make_wire
 from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import BadInput
 

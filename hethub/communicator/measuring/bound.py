@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from hethub.communicator.islands import Islands
-from hethub.communicator.wire import make_wire
+from hethub.communicator.bridge.wire import make_wire
+from hethub.communicator.joining.islands import Islands
 from hethub.communicator.world import World
 from hethub.spec.ranges import split
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hethub.communicator.relay import PeerError, Relay, Transfer
-from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 from hethub.kernels.device import Vendor
 from hethub.spec.errors import BadInput
 

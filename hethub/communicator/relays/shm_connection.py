@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hethub.communicator.liveness import proof
-from hethub.communicator.rendezvous import Rendezvous
-from hethub.communicator.shm_relay import ShmLink, ShmRelay
+from hethub.communicator.joining.liveness import proof
+from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.relays.shm import ShmLink, ShmRelay
 
 _HELLO = struct.Struct("=i64s")
 _PEER_CREDENTIALS = struct.Struct("3i")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hethub.communicator.relay import Relay
+from hethub.communicator.relays.relay import Relay
 from hethub.spec.errors import BadInput
 
 RELAYS = ("auto", "gloo", "shm", "mpi")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.backend import context_of
-from hethub.communicator.group import HethubGroup
-from hethub.communicator.work import HethubWork
+from hethub.communicator.groups.backend import context_of
+from hethub.communicator.groups.process_group import HethubGroup
+from hethub.communicator.groups.work import HethubWork
 from hethub.spec.ranges import Range, tiles_exactly
 
 

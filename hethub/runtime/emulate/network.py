@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple, Protocol
 
-from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator.joining.rendezvous import Rendezvous
 
 
 class Way(NamedTuple):

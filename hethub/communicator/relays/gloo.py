@@ -3,7 +3,7 @@
 import torch
 
 from hethub.communicator import torch_private
-from hethub.communicator.relay import PeerError, Relay, Transfer
+from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 
 _STRIPE_BYTES = 1 << 20
 

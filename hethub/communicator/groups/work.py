@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from hethub.communicator import torch_private
-from hethub.communicator.relay import PeerError
+from hethub.communicator.relays.relay import PeerError
 from hethub.spec.errors import BadInput, RunFailed
 
 

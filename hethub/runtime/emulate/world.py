@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from hethub.communicator import backend, torch_private
-from hethub.communicator.context import Context
-from hethub.communicator.fabric import EmulatedClock, EmulatedNetwork, Fabric, Way
-from hethub.communicator.group import HethubGroup, Run, Tensors, Words
-from hethub.communicator.rendezvous import Rendezvous
+from hethub.communicator import torch_private
+from hethub.communicator.groups import backend
+from hethub.communicator.groups.context import Context
+from hethub.communicator.groups.process_group import HethubGroup, Run, Tensors, Words
+from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.setup import make_context
 from hethub.communicator.world import World, connecting
 from hethub.kernels.device import Device
+from hethub.runtime.emulate.network import EmulatedClock, EmulatedNetwork, Fabric, Way
 from hethub.spec.errors import BadInput
 
 _STAMP_TAGS = 2**29  # beyond all tags of the runtime's messages

@@ -1,0 +1,5 @@
+"""How ranks become a world: where they meet, what must be equal, which islands there are, who is alive.
+
+Start reading: rendezvous.py.
+May import: .
+"""

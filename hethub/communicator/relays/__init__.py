@@ -1,0 +1,5 @@
+"""What carries bytes between two ranks of unlike vendors: Gloo, shared memory or MPI, and which of them when.
+
+Start reading: relay.py, then choice.py.
+May import: .
+"""
