@@ -29,7 +29,7 @@ from benchmarks.rehearse import LINKS_SMALLER, MOST_OVERRUN_PERCENT, Rehearsed, 
 from hethub.planner import plan
 from hethub.planner.problem import Batch, pose
 from hethub.predictor import layer_rates, predict
-from hethub.predictor.memory import RankMemory, memory
+from hethub.predictor.memory.ranks import RankMemory, memory
 from hethub.report.drawing import stacked
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec

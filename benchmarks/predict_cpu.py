@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-package
 
 from hethub.communicator import Rendezvous, World, connect
 from hethub.predictor import predict
-from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.data import Dataset
 from hethub.runtime.profiler import profile_world
 from hethub.runtime.trainer import Trainer

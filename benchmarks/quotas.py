@@ -29,7 +29,7 @@ from hethub.communicator import Rendezvous, connect
 from hethub.kernels.device import Device
 from hethub.planner import plan
 from hethub.predictor import predict
-from hethub.predictor.profile import DeviceProfile
+from hethub.predictor.cost.profile import DeviceProfile
 from hethub.runtime.data import Dataset
 from hethub.runtime.self_measure import Measured, combine, measure_rank
 from hethub.runtime.together import decided, exchange

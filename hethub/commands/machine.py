@@ -110,7 +110,7 @@ def profile(options: argparse.Namespace) -> None:
     if options.merge is not None:
         return _merge(options)
     need_torch("profile")
-    from hethub.predictor.profile import save_profile
+    from hethub.predictor.cost.profile import save_profile
     from hethub.report.progress import counted
     from hethub.runtime.profile_run import profile_ranks
     from hethub.spec.job import load_job
@@ -124,7 +124,7 @@ def profile(options: argparse.Namespace) -> None:
 
 
 def _merge(options: argparse.Namespace) -> None:
-    from hethub.predictor.profile import load_profile, merge, save_profile
+    from hethub.predictor.cost.profile import load_profile, merge, save_profile
 
     check_writable(options.out)
     if options.job is not None:

@@ -19,7 +19,7 @@ from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from hethub.planner import KindAlone
-    from hethub.predictor.profile import ProfileSpec
+    from hethub.predictor.cost.profile import ProfileSpec
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
     from hethub.spec.plan import PlanSpec
@@ -57,7 +57,7 @@ def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
-    from hethub.predictor.profile import profile_for
+    from hethub.predictor.cost.profile import profile_for
     from hethub.report.alone import save_kinds_alone
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
@@ -106,7 +106,7 @@ def _add_predict(commands: Any) -> None:
 
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
-    from hethub.predictor.profile import profile_for
+    from hethub.predictor.cost.profile import profile_for
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
 

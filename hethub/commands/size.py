@@ -10,8 +10,8 @@ from hethub.commands.common import add_job, add_json, check_writable, command, p
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from hethub.capacity.sizing import CatalogueSpec, Judge
     from hethub.predictor import Prediction
-    from hethub.predictor.capacity import CatalogueSpec, Judge
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
 
@@ -41,8 +41,8 @@ def add(commands: Any) -> None:
 
 
 def size(options: argparse.Namespace) -> None:
-    from hethub.predictor.capacity import Question, load_catalogue
-    from hethub.predictor.capacity import size as look
+    from hethub.capacity.sizing import Question, load_catalogue
+    from hethub.capacity.sizing import size as look
     from hethub.report.capacity import print_sizing, write_sizing
     from hethub.report.progress import counted
     from hethub.spec.cluster import load_cluster
@@ -69,7 +69,7 @@ def size(options: argparse.Namespace) -> None:
 
 
 def _add(options: argparse.Namespace, catalogue: "CatalogueSpec", judge: "Judge", have: "ClusterSpec | None") -> None:
-    from hethub.predictor.capacity import rank_additions
+    from hethub.capacity.sizing import rank_additions
     from hethub.report.capacity import print_additions
     from hethub.report.progress import counted
 

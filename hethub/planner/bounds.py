@@ -11,7 +11,7 @@ from hethub.planner.problem import Batch, Kind, Problem, pose
 from hethub.planner.processes import forked
 from hethub.planner.result import KindAlone
 from hethub.planner.search import search
-from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.problem import Kind, Problem
-from hethub.predictor.constants import packaged
-from hethub.predictor.layer_cost import LayerCost, PassSeconds
-from hethub.predictor.links import Group, Network
-from hethub.predictor.profiled import ProfiledLayerCost
-from hethub.predictor.software import HETHUB, element_bytes
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import LayerCost, PassSeconds
+from hethub.predictor.cost.links import Group, Network
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 

@@ -1,7 +1,7 @@
 """Bytes of a rank by its number of layers: coefficients read off the predictor's own memory on small probes.
 
 A rank's bytes are linear in its layers and in the tiles it holds, and nearly so in the micro-batch; what ZeRO cuts falls
-with the replicas that share it. So a few probes of hethub.predictor.memory give every stage's bytes without a plan,
+with the replicas that share it. So a few probes of hethub.predictor.memory.ranks give every stage's bytes without a plan,
 and stay true when the predictor's memory changes. The predictor judges every answer.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.predictor import memory
-from hethub.predictor.constants import is_cpu
+from hethub.predictor.cost.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout

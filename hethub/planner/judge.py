@@ -12,7 +12,7 @@ from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
 from hethub.planner.table import Table, tabulate
 from hethub.predictor import Prediction, RankMemory, memory, predict
-from hethub.predictor.memory import all_fit
+from hethub.predictor.memory.ranks import all_fit
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec

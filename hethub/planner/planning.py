@@ -21,7 +21,7 @@ from hethub.planner.robust import most_robust
 from hethub.planner.search import search, search_family, search_whole
 from hethub.planner.unsearched import not_searched
 from hethub.predictor import Prediction
-from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hethub.planner.capabilities import RUNTIME, Capabilities
 from hethub.planner.contradictions import check_constraints
 from hethub.planner.footprint import Coefficients, Footprints, Mode
-from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.errors import BadInput

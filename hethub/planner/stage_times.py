@@ -14,8 +14,8 @@ from hethub.planner.draft import DraftStage, Seats
 from hethub.planner.footprint import FIRST, LAST, ONLY, Coefficients, Mode
 from hethub.planner.problem import Problem
 from hethub.planner.samples import earliest_finish, largest_able, within
-from hethub.predictor.links import Group
-from hethub.predictor.state_costs import BUCKET_BYTES
+from hethub.predictor.cost.links import Group
+from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.spec.plan import ScheduleName
 
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them

@@ -13,10 +13,10 @@ from hethub.planner.judge import Judge
 from hethub.planner.problem import Problem, Unit
 from hethub.planner.samples import largest_able
 from hethub.planner.stage_times import NEARLY
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.software import HETHUB
-from hethub.predictor.state_costs import Reduction
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 from hethub.spec.schedule.microbatches import deal

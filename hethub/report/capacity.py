@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hethub.predictor.capacity import Addition, CatalogueSpec, LeftOut, Option, Question, Sizing, best
+from hethub.capacity.sizing import Addition, CatalogueSpec, LeftOut, Option, Question, Sizing, best
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
 from hethub.runtime.console import make_console

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from hethub.predictor.timeline import Span
+from hethub.predictor.pipeline.timeline import Span
 
 WIDTH, ROW, LABEL = 960, 16, 190
 COLOURS = {

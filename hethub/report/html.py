@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from hethub.predictor import Prediction, predict
-from hethub.predictor.profile import ProfileSpec, load_profile
-from hethub.predictor.timeline import Span
+from hethub.predictor.cost.profile import ProfileSpec, load_profile
+from hethub.predictor.pipeline.timeline import Span
 from hethub.report.drawing import curve, legend, stacked, timeline
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows

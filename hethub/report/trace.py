@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hethub.predictor.timeline import Span
+from hethub.predictor.pipeline.timeline import Span
 from hethub.spec.cluster import ClusterSpec
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import hethub
 from hethub.predictor import Prediction, predict
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.layer_cost import LayerCost, PassSeconds
-from hethub.predictor.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec
-from hethub.predictor.software import HETHUB
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import LayerCost, PassSeconds
+from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.rehearsal import RankTimes
 from hethub.runtime.self_measure import tell_apart
 from hethub.spec.accelerator import AcceleratorSpec

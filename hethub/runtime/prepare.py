@@ -10,7 +10,7 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.joining.islands import parse_islands
 from hethub.kernels.device import Device, choose_device
 from hethub.predictor import check_memory, predict
-from hethub.predictor.profile import ProfileSpec, profile_for
+from hethub.predictor.cost.profile import ProfileSpec, profile_for
 from hethub.runtime.agreement import (
     Facts,
     check_cluster,

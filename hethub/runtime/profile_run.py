@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hethub.kernels.device import Device
-from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.profiler import profile_world
 from hethub.runtime.session import session
 from hethub.spec.job import Job, TrainSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 import hethub
 from hethub.communicator import World
 from hethub.kernels.device import Device
-from hethub.predictor.profile import DeviceProfile, LayerTiming, LinkTiming, PartTiming, ProfileSpec, merge
+from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, LinkTiming, PartTiming, ProfileSpec, merge
 from hethub.runtime.initial import initialise
 from hethub.runtime.layers import TokenLayout, rms_norm
 from hethub.runtime.loss import head_loss

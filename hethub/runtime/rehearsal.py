@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.layer_cost import PassSeconds
-from hethub.predictor.links import Network, host_gbytes_per_second
-from hethub.predictor.memory import memory
-from hethub.predictor.profile import ProfileSpec
-from hethub.predictor.software import HETHUB
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import PassSeconds
+from hethub.predictor.cost.links import Network, host_gbytes_per_second
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.ranks import memory
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate.network import Way
 from hethub.runtime.emulate.world import EmulatedWorld
 from hethub.runtime.pace import Pace, StepPace

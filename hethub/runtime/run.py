@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Any
 
 from hethub.communicator import World
-from hethub.predictor.profile import save_profile
-from hethub.predictor.timeline import Span
+from hethub.predictor.cost.profile import save_profile
+from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.clock import clock_offset
 from hethub.runtime.drifting import Drifting, Rebuild

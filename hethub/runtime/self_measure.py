@@ -19,8 +19,8 @@ import torch
 import hethub
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
-from hethub.predictor.links import Network
-from hethub.predictor.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
 from hethub.runtime.accounting import MemoryMeter
 from hethub.runtime.layers import TokenLayout
 from hethub.runtime.profiler import build_bench_stage, measure_device

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from hethub.predictor.timeline import Span, stream_of
+from hethub.predictor.pipeline.timeline import Span, stream_of
 from hethub.spec.layout.execution import Action
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hethub.communicator import World
 from hethub.communicator.bridge.counters import since
-from hethub.predictor.timeline import Span
+from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.accounting import MemoryMeter
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.data import Dataset

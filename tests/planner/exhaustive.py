@@ -24,7 +24,7 @@ from hethub.planner.planning import find
 from hethub.planner.problem import Problem, Unit
 from hethub.planner.surrogate import Surrogate
 from hethub.predictor import predict
-from hethub.predictor.memory import memory
+from hethub.predictor.memory.ranks import memory
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
 from tests.planner.retimed import Need, ends, nodes_of

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.problem import Problem, Unit
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.software import HETHUB
-from hethub.predictor.state_costs import Reduction
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
 from hethub.spec.schedule.actions import Kind

@@ -24,9 +24,9 @@ from hethub.planner.small import ordered_partitions
 from hethub.planner.table import tabulate
 from hethub.planner.tile_sizes import even, fitted, resized
 from hethub.predictor import memory, predict
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.software import HETHUB
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind

@@ -8,7 +8,7 @@ import hethub
 from hethub.planner import plan
 from hethub.planner.families import FAMILIES
 from hethub.planner.problem import Batch, pose
-from hethub.predictor.profile import LayerTiming, ProfileSpec
+from hethub.predictor.cost.profile import LayerTiming, ProfileSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec

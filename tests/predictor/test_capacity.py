@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hethub.predictor.capacity import (
+from hethub.capacity.sizing import (
     Assumptions,
     CatalogueSpec,
     Option,

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from hethub.predictor.constants import packaged
-from hethub.predictor.layer_cost import Device
-from hethub.predictor.links import Network
-from hethub.predictor.software import HETHUB, MathPrecision, Software
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import Device
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.links import through_host
-from hethub.predictor.prediction import predict
-from hethub.predictor.software import HETHUB, Software
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.links import through_host
+from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.predict import predict
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import bind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hethub.cli import run
-from hethub.predictor.validate import validate
+from hethub.predictor.calibration.validate import validate
 from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.plan import save_plan

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hethub.predictor import check_memory, memory, predict
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.lean import copies
-from hethub.predictor.replay import NONE, Programme, replay
-from hethub.predictor.simulator import Chain, pipeline
-from hethub.predictor.software import HETHUB
-from hethub.predictor.step import step_times
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.closed_form import Chain, pipeline
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.replay import NONE, Programme, replay
+from hethub.predictor.pipeline.step import step_times
+from hethub.predictor.pipeline.symmetry import copies
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import schedule

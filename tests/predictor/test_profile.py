@@ -8,8 +8,8 @@ import pytest
 import hethub
 from hethub.cli import run
 from hethub.predictor import LayerCost, predict
-from hethub.predictor.profile import ProfileSpec, load_profile, merge, save_profile
-from hethub.predictor.profiled import ProfiledLayerCost
+from hethub.predictor.cost.profile import ProfileSpec, load_profile, merge, save_profile
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hethub.predictor import predict
-from hethub.predictor.profile import ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
 from tests.predictor.plans import TINY, cluster, uniform
 
 pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")

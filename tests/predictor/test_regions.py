@@ -1,6 +1,6 @@
 """Links between regions: what crosses them is no faster than they are, what stays inside does not notice them."""
 
-from hethub.predictor.links import Network
+from hethub.predictor.cost.links import Network
 from hethub.spec.cluster import ClusterSpec
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="needs torch, which the random layouts' module imports: pip install hethub[train]")
 
 from hethub.predictor import check_memory, predict
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.software import HETHUB
-from hethub.predictor.step import step_times
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.step import step_times
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, dependencies, schedule

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hethub.predictor.goals import Goal
-from hethub.predictor.tables import without_ends
-from hethub.predictor.validate import spearman, summary, validate
+from hethub.predictor.calibration.goals import Goal
+from hethub.predictor.calibration.sources.tables import without_ends
+from hethub.predictor.calibration.validate import spearman, summary, validate
 from hethub.report.tables import print_validation
 from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hethub.predictor.memory import memory
+from hethub.predictor.memory.ranks import memory
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks

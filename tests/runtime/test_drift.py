@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
-from hethub.predictor.profiled import ProfiledLayerCost
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.runtime import drifting, train
 from hethub.runtime.drift import Drifted, DriftWatch, Noted, Remedy, planned_seconds, planning_seconds, slowed
 from hethub.runtime.drifting import Drifting

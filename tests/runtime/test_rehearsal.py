@@ -10,10 +10,10 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import choose_device
 from hethub.predictor import predict
-from hethub.predictor.constants import packaged
-from hethub.predictor.costs import PlanCosts
-from hethub.predictor.memory import RankMemory
-from hethub.predictor.software import HETHUB
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.ranks import RankMemory
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime import rehearsal
 from hethub.runtime.emulate.network import EmulatedClock, Way
 from hethub.runtime.emulate.world import connect_emulated

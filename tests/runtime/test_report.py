@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hethub.predictor import predict
-from hethub.predictor.timeline import Span
+from hethub.predictor.pipeline.timeline import Span
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.trace import chrome_trace
 from hethub.spec.errors import BadInput

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hethub.kernels.device import Device
-from hethub.predictor.profile import DeviceProfile
+from hethub.predictor.cost.profile import DeviceProfile
 from hethub.runtime import self_measure
 from hethub.runtime.self_measure import Cache, combine, largest_batch, measure_rank, speed_classes, tell_apart
 from hethub.spec.accelerator import find_accelerator

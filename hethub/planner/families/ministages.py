@@ -15,7 +15,7 @@ from hethub.planner.families.whole import WholeStage, Worker, draft_of, fits, le
 from hethub.planner.footprint import MIDDLE
 from hethub.planner.problem import Problem
 from hethub.planner.surrogate import Surrogate
-from hethub.predictor.links import host_gbytes_per_second
+from hethub.predictor.cost.links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 

@@ -8,7 +8,7 @@ from hethub.planner.costs import UnitCosts
 from hethub.planner.draft import Draft, DraftStage, Seats, merged
 from hethub.planner.footprint import probe_for
 from hethub.planner.problem import Problem
-from hethub.predictor.memory import RankMemory, all_fit, memory
+from hethub.predictor.memory.ranks import RankMemory, all_fit, memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec

@@ -1,0 +1,57 @@
+"""The first half of the fit: rooflines and scales from measured layer times."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from hethub.predictor.calibration.parameters import Parameter, attention_scales, common, scales, solve
+from hethub.predictor.calibration.sources.layer_table import LayerRow, LayerTable
+from hethub.predictor.cost.constants import Constants, family, precision_class
+
+ROOFLINE = [
+    common("vector_matmul", 0.95, 0.1, upper=1.0),
+    common("matrix_matmul", 0.9, 0.1, upper=1.0),
+    common("vector_traffic", 0.015, 0.5),
+    common("matrix_traffic", 0.003, 0.5),
+    common("vector_attention", 0.3, 0.1, upper=1.0),
+    common("matrix_attention", 0.45, 0.1, upper=1.0),
+    common("passes", 1.3, 0.2),
+    common("backward_fp32", 1.0, 0.1),
+    common("backward_fp16", 1.0, 0.1),
+    common("gradient_bytes", 12.0, 0.5),
+    common("kernel_seconds", 4e-6, 0.3),
+    common("launch_seconds", 1e-5, 0.3),
+    common("narrow", 40.0, 0.5),
+    common("burst_seconds", 0.1, 1.0),
+    common("wave_area", 3e5, 0.7),
+]
+
+
+def layer_parameters(rows: Iterable[LayerRow]) -> list[Parameter]:
+    """Every number that the rows can tell."""
+    rows = list(rows)
+    families = sorted({f"{family(row.accelerator)} {precision_class(row.precision)}" for row in rows})
+    accelerators = sorted({f"{row.accelerator.name} {precision_class(row.precision)}" for row in rows})
+    by_family = [*scales("families", families, 0.06, 0.1), *attention_scales(families, 0.2)]
+    return [*ROOFLINE, *by_family, *scales("accelerators", accelerators, 0.06, 0.3)]
+
+
+def fit_layers(base: Constants, rows: list[LayerRow]) -> Constants:
+    """The constants that price the rows best; residuals are logarithms."""
+    table = LayerTable.of(rows)
+
+    def residuals(constants: Constants) -> np.ndarray:
+        return np.log(table.predict(constants) / table.measured).ravel()
+
+    return solve(base, layer_parameters(rows), residuals, f_scale=0.1)
+
+
+def cross_validate(base: Constants, rows: list[LayerRow], folds: dict[str, int], key: str) -> np.ndarray:
+    """Predicted seconds (2, rows) of each row by a fit without its fold; `key` is the row's attribute that folds name."""
+    predicted = np.zeros((2, len(rows)))
+    of_row = np.array([folds[row.group if key == "group" else row.accelerator.name] for row in rows])
+    for fold in sorted(set(folds.values())):
+        inside = np.flatnonzero(of_row == fold)
+        constants = fit_layers(base, [rows[i] for i in np.flatnonzero(of_row != fold)])
+        predicted[:, inside] = LayerTable.of([rows[i] for i in inside]).predict(constants)
+    return predicted

@@ -1,0 +1,103 @@
+"""The fitted numbers as a vector: names, priors and how a vector becomes `Constants`."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hethub.predictor.cost.constants import Constants
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One fitted number: its place in `Constants`, prior and how far the data may pull it (of a logarithm if `log`)."""
+
+    table: str  # common | links | stacks | families | accelerators
+    key: str
+    field: str  # within families and accelerators: log_scale | throttle
+    prior: float
+    sigma: float
+    log: bool
+    upper: float = np.inf
+
+
+def common(key: str, prior: float, sigma: float, upper: float = np.inf) -> Parameter:
+    return Parameter("common", key, "", prior, sigma, True, upper)
+
+
+def link(key: str, prior: float, sigma: float, upper: float = np.inf) -> Parameter:
+    return Parameter("links", key, "", prior, sigma, True, upper)
+
+
+def stack(name: str, prior: float = 1.0, sigma: float = 0.3) -> Parameter:
+    return Parameter("stacks", name, "", prior, sigma, True)
+
+
+def scales(table: str, keys: Iterable[str], sigma_scale: float, sigma_throttle: float | None) -> list[Parameter]:
+    """A logarithmic scale, and unless None a throttle, for each family or accelerator."""
+    found = []
+    for key in keys:
+        found.append(Parameter(table, key, "log_scale", 0.0, sigma_scale, False))
+        if sigma_throttle is not None:
+            found.append(Parameter(table, key, "throttle", 0.0, sigma_throttle, False))
+    return found
+
+
+def attention_scales(families: Iterable[str], sigma: float) -> list[Parameter]:
+    """How much of the peak fused attention reaches on each family, relative to all."""
+    return [Parameter("families", key, "log_attention", 0.0, sigma, False) for key in families]
+
+
+def values(parameters: list[Parameter], vector: np.ndarray) -> list[float]:
+    """The numbers themselves."""
+    return [float(np.exp(x)) if p.log else float(x) for p, x in zip(parameters, vector, strict=True)]
+
+
+def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> Constants:
+    """`base` with the vector's numbers in their places; scales add to what the base already has."""
+    tables: dict[str, dict[str, float]] = {name: dict(getattr(base, name)) for name in ("common", "links", "stacks")}
+    nested: dict[str, dict[str, dict[str, float]]] = {
+        name: {key: dict(entry) for key, entry in getattr(base, name).items()} for name in ("families", "accelerators")
+    }
+    for parameter, value in zip(parameters, values(parameters, vector), strict=True):
+        if parameter.table in tables:
+            tables[parameter.table][parameter.key] = value
+        else:
+            entry = nested[parameter.table].setdefault(parameter.key, {"log_scale": 0.0, "throttle": 0.0})
+            entry[parameter.field] = entry.get(parameter.field, 0.0) + value
+    return replace(
+        base,
+        common=tables["common"],
+        links=tables["links"],
+        stacks=tables["stacks"],
+        families=nested["families"],
+        accelerators=nested["accelerators"],
+    )
+
+
+def solve(
+    base: Constants,
+    parameters: list[Parameter],
+    residuals: Callable[[Constants], np.ndarray],
+    f_scale: float,
+    max_evaluations: int = 40,
+) -> Constants:
+    """The constants with the least robust sum of squared residuals, priors included (a MAP estimate)."""
+    from scipy.optimize import least_squares
+
+    start = np.array([np.log(p.prior) if p.log else p.prior for p in parameters])
+    sigma = np.array([p.sigma for p in parameters])
+    upper = np.array([np.log(p.upper) if p.log else p.upper for p in parameters])
+
+    def cost(vector: np.ndarray) -> np.ndarray:
+        return np.concatenate([residuals(apply(base, parameters, vector)), (vector - start) / sigma * f_scale])
+
+    found = least_squares(
+        cost,
+        np.minimum(start, upper - 1e-6),
+        bounds=(-np.inf, upper),
+        loss="soft_l1",
+        f_scale=f_scale,
+        max_nfev=max_evaluations,
+    )
+    return apply(base, parameters, found.x)

@@ -1,0 +1,5 @@
+"""Published measurements as cases that the predictor can price.
+
+Start reading: tables.py.
+May import: .
+"""

@@ -1,0 +1,103 @@
+"""Measured runs of one's own as cases: a folder with cluster.yaml, plan.yaml, measured.json and, unless configs/models has
+the model that the plan names, model.yaml."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hethub.predictor.calibration.validate import summary
+from hethub.predictor.predict import predict
+from hethub.spec.cluster import load_cluster
+from hethub.spec.errors import BadInput
+from hethub.spec.layout.bind import bind
+from hethub.spec.lookup import find_named
+from hethub.spec.model import ModelSpec, load_model
+from hethub.spec.plan import PlanSpec, load_plan
+
+CASE_FILES = ("cluster.yaml", "plan.yaml", "measured.json")
+
+
+def validate_folders(folder: Path) -> dict[str, Any]:
+    """The predictions for a case folder, or for every case folder inside it, as `validate` gives them.
+
+    measured.json holds `step_seconds` and, where known, `peak_memory_bytes` of the fullest rank. Raises BadInput where
+    there is no case at all; a case with a fault is skipped with the reason.
+    """
+    folders = (
+        [folder]
+        if (folder / "measured.json").exists()
+        else sorted(f for f in folder.iterdir() if (f / "measured.json").exists())
+    )
+    if not folders:
+        raise BadInput(
+            f"{folder}: no case here; a case is a folder with {', '.join(CASE_FILES)}, or this folder holds such folders."
+        )
+    rows: list[dict[str, Any]] = []
+    skipped = []
+    for case in folders:
+        try:
+            rows.append(_row(case))
+        except BadInput as error:
+            skipped.append({"id": case.name, "why": str(error)})
+    if not rows:
+        raise BadInput(f"{folder}: none of its {len(skipped)} cases can be predicted; the first: {skipped[0]['why']}")
+    memory = [row for row in rows if "measured_bytes" in row]
+    memory_errors = [100.0 * (row["predicted_bytes"] / row["measured_bytes"] - 1.0) for row in memory]
+    return {
+        "rows": rows,
+        **summary([row["error_percent"] for row in rows], [row["source"] for row in rows]),
+        "suspects": [],
+        "skipped": skipped,
+        "covered_percent": 100.0 * len(rows) / (len(rows) + len(skipped)),
+        "memory": summary(memory_errors, [row["source"] for row in memory]),
+        "sweeps": [],
+    }
+
+
+def _row(case: Path) -> dict[str, Any]:
+    measured = _measured(case / "measured.json")
+    plan, cluster = load_plan(case / "plan.yaml"), load_cluster(case / "cluster.yaml")
+    prediction = predict(bind(plan, _model(case, plan), cluster))
+    row: dict[str, Any] = {
+        "id": case.name,
+        "source": case.parent.name,
+        "measured_seconds": measured["step_seconds"],
+        "predicted_seconds": prediction.step_seconds,
+        "error_percent": 100.0 * (prediction.step_seconds / measured["step_seconds"] - 1.0),
+    }
+    if "peak_memory_bytes" in measured:
+        row |= {
+            "measured_bytes": measured["peak_memory_bytes"],
+            "predicted_bytes": max(entry.bytes for entry in prediction.memory),
+        }
+    return row
+
+
+def _model(case: Path, plan: PlanSpec) -> ModelSpec:
+    """model.yaml of the case, else the model of the plan's name in a configs folder."""
+    if (case / "model.yaml").exists():
+        return load_model("model.yaml", case)
+    try:
+        return find_named(ModelSpec, "model", plan.model, case / "plan.yaml")
+    except BadInput:
+        raise BadInput(
+            f"{case}: there is no model.yaml, and no configs/models folder above it or here has the plan's model '{plan.model}'; "
+            "add model.yaml."
+        ) from None
+
+
+def _measured(path: Path) -> dict[str, float]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON: {error}.") from None
+    if (
+        not isinstance(data, dict)
+        or not isinstance(data.get("step_seconds"), (int, float))
+        or not 0 < data["step_seconds"] < 1e7
+    ):
+        raise BadInput(f"{path}: give step_seconds, a positive number of seconds.")
+    peak = data.get("peak_memory_bytes", 1)
+    if not isinstance(peak, (int, float)) or not 0 < peak < 1e18:
+        raise BadInput(f"{path}: peak_memory_bytes is {peak!r}; give a positive number of bytes, or leave it out.")
+    return data

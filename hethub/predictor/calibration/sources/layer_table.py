@@ -1,0 +1,135 @@
+"""Measured layer times as works: published microbenchmarks read into the same operators that the predictor prices."""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.predictor.cost.constants import Constants, Efficiency, peak_flops
+from hethub.predictor.cost.layer import pass_seconds, with_launches
+from hethub.predictor.cost.operators import Shape, Work, layer_work
+from hethub.predictor.cost.software import MathPrecision, Software
+from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.model import ModelSpec
+
+# Query heads and KV heads of the tables' models (their model cards); the rest of the shape is in the table.
+_HEADS = {
+    "bert_base": (12, 12), "bert_large": (16, 16), "bert_xlarge": (24, 24),
+    "gpt_1.3b": (32, 32), "gpt_2.7b": (32, 32), "gpt_175b": (96, 96),
+    "llama_tiny": (32, 32), "llama_3b": (32, 32), "llama_7b": (32, 32), "llama_13b": (40, 40), "llamav2_tiny": (32, 32),
+    "llamav2_7b": (32, 32), "llamav2_13b": (40, 40), "mistral_7b": (32, 8), "vit_e": (16, 16), "vit_g": (16, 16),
+}  # fmt: skip
+_DEFAULT_FFN = {"mistral_7b": 14336}
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One measured layer: its works, where it ran, and the seconds of forward and backward."""
+
+    model: str
+    accelerator: AcceleratorSpec
+    seq_len: int
+    precision: MathPrecision
+    micro_batch: int
+    forward: Work
+    backward: Work
+    seconds: tuple[float, float]
+
+    @property
+    def group(self) -> str:
+        """Model × accelerator: what cross-validation keeps together."""
+        return f"{self.model} x {self.accelerator.name}"
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether it is a language model's layer; the vision models' token counts are not those of their column `seq`."""
+        return not self.model.startswith("vit")
+
+
+def read_layer_times(path: Path) -> list[LayerRow]:
+    """The rows of a table of layer times."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [read_layer_row(row) for row in csv.DictReader(file)]
+
+
+def read_layer_row(row: Mapping[str, str]) -> LayerRow:
+    """One row. Raises ValueError saying what is missing or wrong; a model that is not known names its heads itself."""
+    heads, kv_heads = _heads(row)
+    hidden, gated = int(row["hidden"]), row["model"].startswith(("llama", "mistral"))
+    attention = hidden * (hidden // heads) * (2 * heads + 2 * kv_heads)
+    given = int(row["params_per_layer"] or 0)
+    ffn = (given - attention) // ((3 if gated else 2) * hidden) if given else _DEFAULT_FFN.get(row["model"], 4 * hidden)
+    family = "llama" if gated else "gpt" if row["model"].startswith("gpt") else "bert"
+    model = ModelSpec(name=row["model"], family=family, layers=1, hidden=hidden, heads=heads, kv_heads=kv_heads,
+                      ffn=ffn, vocab=1, max_seq_len=4096)  # fmt: skip
+    eager = family == "gpt"  # Hugging Face's GPT: attention and tanh-GELU kernel by kernel
+    software = Software(
+        fused_attention=not eager, fused_softmax=False, fused_activation=not eager, gradient_pass_bytes=None
+    )
+    precision: MathPrecision = row["precision"]  # type: ignore[assignment]
+    batch, seq = int(row["micro_batch"]), int(row["seq"])
+    forward, backward = layer_work(model, Shape(batch, seq, 1.0), precision, software)
+    seconds = (float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3)
+    if not all(0 < each < 1e7 for each in seconds):
+        raise ValueError(f"forward_ms {row['forward_ms']} and backward_ms {row['backward_ms']} are no positive times")
+    return LayerRow(
+        row["model"], find_accelerator(row["accelerator"]), seq, precision, batch, forward, backward, seconds
+    )
+
+
+def _heads(row: Mapping[str, str]) -> tuple[int, int]:
+    if row.get("heads"):
+        return int(row["heads"]), int(row.get("kv_heads") or row["heads"])
+    if row["model"] not in _HEADS:
+        raise ValueError(f"the heads of model '{row['model']}' are not known; add columns heads and kv_heads")
+    return _HEADS[row["model"]]
+
+
+class LayerTable(NamedTuple):
+    """Rows as columns, for pricing all of them in one expression."""
+
+    rows: list[LayerRow]
+    forward: Work
+    backward: Work
+    peak: np.ndarray
+    bandwidth: np.ndarray
+    measured: np.ndarray  # (2, rows) seconds
+    kinds: list[tuple[AcceleratorSpec, MathPrecision]]  # the distinct ones
+    kind: np.ndarray  # index of each row's kind
+
+    @staticmethod
+    def of(rows: list[LayerRow]) -> "LayerTable":
+        kinds = {f"{row.accelerator.name} {row.precision}": (row.accelerator, row.precision) for row in rows}
+        index = {key: position for position, key in enumerate(kinds)}
+        return LayerTable(
+            rows,
+            Work(*(np.array(column, dtype=float) for column in zip(*(row.forward for row in rows), strict=True))),  # type: ignore[arg-type]
+            Work(*(np.array(column, dtype=float) for column in zip(*(row.backward for row in rows), strict=True))),  # type: ignore[arg-type]
+            np.array([peak_flops(row.accelerator, row.precision) for row in rows]),
+            np.array([row.accelerator.memory_gbytes_per_second * 1e9 for row in rows]),
+            np.array([row.seconds for row in rows]).T,
+            list(kinds.values()),
+            np.array([index[f"{row.accelerator.name} {row.precision}"] for row in rows]),
+        )
+
+    def predict(self, constants: Constants) -> np.ndarray:
+        """Seconds (2, rows) of forward and backward as a short benchmark sees them: a burst before the throttle."""
+        each = [constants.efficiency(*kind) for kind in self.kinds]
+        fit = Efficiency(
+            **{name: np.array([getattr(e, name) for e in each])[self.kind] for name in Efficiency.__dataclass_fields__}
+        )
+        passes = [
+            pass_seconds(self.forward, fit, self.peak, self.peak, self.bandwidth, False),
+            pass_seconds(self.backward, fit, self.peak, self.peak, self.bandwidth, True),
+        ]
+        burst = constants.common["burst_seconds"]
+        sustained = [seconds * (1.0 + fit.throttle * seconds / (seconds + burst)) for seconds in passes]
+        return np.array(
+            [
+                with_launches(seconds, work, fit)
+                for seconds, work in zip(sustained, (self.forward, self.backward), strict=True)
+            ]
+        )

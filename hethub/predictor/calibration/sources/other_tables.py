@@ -1,0 +1,199 @@
+"""Other published tables as the same rows: vTrain's single-node set and measured plans on mixed clusters."""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hethub.predictor.calibration.sources.tables import (
+    HALF_GRADIENT_BYTES,
+    LARGEST,
+    WITH_OWN_HEAD,
+    Case,
+    collect,
+    read_lines,
+    read_row,
+    stage_specs,
+    without_ends,
+)
+from hethub.predictor.cost.links import through_host
+from hethub.predictor.cost.software import Software
+from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.layout.bind import Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
+
+SINGLE_NODE_TIME = "iteration time (ms)"
+_SINGLE_NODE = {
+    "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
+    "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism", "pp": "pipeline parallelism",
+}  # fmt: skip
+
+
+def read_single_node(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
+    """vTrain's steps on 2, 4 and 8 A100 (GPT, fp16, full recompute, Megatron-DeepSpeed).
+
+    They are sums: at equal shapes they are linear in layers and micro-batches to the last digit, so each was composed
+    from one profiled layer. They count as layer times of that software, not as measured steps.
+    Returned as `read_table` does.
+    """
+    columns = ("# GPUs", SINGLE_NODE_TIME, *_SINGLE_NODE.values())
+    return collect(read_lines(path, columns), _single_node_row)
+
+
+def _single_node_row(name: str, line: Mapping[str, str]) -> Case:
+    """One of those steps. Raises ValueError saying what is wrong."""
+    row = {ours: line[theirs] for ours, theirs in _SINGLE_NODE.items()}
+    ranks = line["# GPUs"]
+    fixed = {
+        "id": name, "source": "vTrain, single node", "family": "gpt", "model": f"GPT-{row['layers']}x{row['hidden']}",
+        "ffn": str(4 * int(row["hidden"])), "vocab": "51200", "accelerator": "A100-SXM4-80GB", "n_accelerators": ranks,
+        "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": "megatron-deepspeed", "flash_attention": "0",
+        "step_seconds": str(float(line[SINGLE_NODE_TIME]) / 1e3),
+    }  # fmt: skip
+    return read_row({**row, **fixed})
+
+
+def read_mixed(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
+    """Measured plans on clusters of unlike accelerators: AMP's in modules over nodes in order, Sailor's stage by stage.
+
+    Returned as `read_table` does. Raises BadInput where the file is no list.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON: {error}.") from None
+    if not isinstance(rows, list):
+        raise BadInput(f"{path}: measured plans on mixed clusters are a list; this holds {type(rows).__name__}.")
+    return collect([(_name(row, index), row) for index, row in enumerate(rows)], _mixed_row)
+
+
+def _name(row: Any, index: int) -> str:
+    return str(row.get("case", f"case {index}")) if isinstance(row, dict) else f"case {index}"
+
+
+def _mixed_row(name: str, row: dict[str, Any]) -> Case:
+    """One measured plan. Raises ValueError saying what is missing or inconsistent."""
+    try:
+        case = _amp(row, name) if "tp" in row else _sailor(row, name)
+    except (KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"no measured plan as AMP or Sailor published theirs: {error!r}") from None
+    for key in ("micro_batch", "global_batch"):
+        if not isinstance(row[key], int) or not 1 <= row[key] <= LARGEST:
+            raise ValueError(f"{key} is {row[key]!r}; a whole number is needed, up to {LARGEST:,}")
+    plan, size = case.layouts[0].plan, case.layouts[0].cluster.size
+    if sorted(plan.ranks) != list(range(size)):
+        raise ValueError(f"the stages hold {len(plan.ranks)} accelerators, the cluster {size}")
+    held = [stage.num_layers for stage in plan.stages]
+    if min(held) < 0 or sum(held) != case.layouts[0].model.layers:
+        raise ValueError(f"the stages hold {held} layers, the model has {case.layouts[0].model.layers}")
+    if plan.global_batch < max(len(stage.replicas) for stage in plan.stages):
+        raise ValueError(f"global_batch {plan.global_batch} leaves a replica without a sample")
+    if not 0 < case.measured_seconds < 1e7:
+        raise ValueError(f"step_seconds {case.measured_seconds} is no positive time")
+    return case
+
+
+def _model(row: dict[str, Any]) -> ModelSpec:
+    shape = {key: row["model"][key] for key in ("family", "layers", "hidden", "heads", "ffn", "vocab")}
+    return ModelSpec(
+        name="mixed", max_seq_len=row["model"]["seq"], tied_head=not row["source"].startswith(WITH_OWN_HEAD), **shape
+    )
+
+
+def _linked(name: str, measured_gbps: float) -> AcceleratorSpec:
+    """The accelerator with a measured in-node link where that is a slower dedicated one than its data sheet's.
+
+    PCIe stays as the sheet has it: the fitted fraction is one of sheets.
+    """
+    accelerator = find_accelerator(name)
+    measured = measured_gbps / 8
+    if through_host(accelerator, measured):
+        return accelerator
+    return accelerator.replace(name=name, link_gbytes_per_second=measured)
+
+
+def _amp(row: dict[str, Any], name: str) -> Case:
+    given = row["cluster"]
+    nodes = [
+        {"name": f"n{i}", "accelerator": _linked(kind, inside), "accelerators": count,
+         "nics": 1, "gbps_per_nic": outside}
+        for i, ((kind, count), inside, outside) in enumerate(zip(given["nodes"], given["intra_gbps"], given["inter_gbps"], strict=True))
+    ]  # fmt: skip
+    cluster = ClusterSpec.model_validate({"name": row["source"], "nodes": nodes})
+    model, cuts = _model(row), row["cut_points_of_30_modules"]
+    modules = [b - a for a, b in pairwise(cuts)]
+    layers = without_ends(modules, sum(modules) - model.layers)
+    stages = stage_specs(layers, row["tp"], row["dp"], row["micro_batch"], row["global_batch"], 0, "none")
+    software = Software(stack="deepspeed", gradient_wire_bytes=4, attention_dropout=True, **_EAGER_MEGATRON)
+    return _case(row, name, model, cluster, stages, software)
+
+
+_EAGER_MEGATRON: dict[str, Any] = {
+    "math": "fp16", "fused_attention": False, "fused_elementwise": True, "overlapped_reduction": False, "chunked_loss": False,
+    "gradient_pass_bytes": HALF_GRADIENT_BYTES, "spread_boundaries": True, "gathers_ahead": False,
+}  # fmt: skip
+
+
+def _sailor(row: dict[str, Any], name: str) -> Case:
+    """One machine per replica, as Sailor's cluster was; stages count embedding and head as layers."""
+    model = _model(row)
+    layers = without_ends(
+        [stage["layers"] for stage in row["stages"]], sum(stage["layers"] for stage in row["stages"]) - model.layers
+    )
+    nodes: list[dict[str, Any]] = []
+    stages, rank, first = [], 0, 0
+    for stage, count in zip(row["stages"], layers, strict=True):
+        replicas = []
+        for replica in stage["replicas"]:
+            samples = row["global_batch"] // len(stage["replicas"])
+            ranks = tuple(range(rank, rank + replica["tp"]))
+            replicas.append(ReplicaSpec(ranks=ranks, micro_batch=row["micro_batch"], samples=samples))
+            nodes.append({"name": f"n{len(nodes)}", "accelerator": find_accelerator(replica["accelerator"]), "accelerators": replica["tp"],
+                          "gbps_per_nic": SAILOR_GBPS})  # fmt: skip
+            rank += replica["tp"]
+        stages.append(StageSpec(layers=((first, first + count),), replicas=tuple(replicas)))
+        first += count
+    cluster = ClusterSpec.model_validate({"name": row["source"], "nodes": nodes})
+    software = Software(stack="megatron-deepspeed", gradient_wire_bytes=2, **_EAGER_MEGATRON)
+    return _case(row, name, model, cluster, tuple(stages), software)
+
+
+SAILOR_GBPS = 0.13  # between the machines of Sailor's mixed cluster: not published; what its three cases agree on
+
+
+def _case(
+    row: dict[str, Any],
+    name: str,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    stages: tuple[StageSpec, ...],
+    software: Software,
+) -> Case:
+    plan = PlanSpec.model_construct(
+        model=model.name, cluster=cluster.name, global_batch=row["global_batch"], seq_len=model.max_seq_len, precision="fp16",
+        schedule="1f1b", stages=stages,
+    )  # fmt: skip
+    return Case(
+        id=name,
+        source=row["source"],
+        group=row["source"],
+        layouts=(Layout(plan, model, cluster),),
+        software=software,
+        measured_seconds=row["step_seconds"],
+        measured_memory_bytes=row.get("peak_memory_bytes"),
+        suspect=False,
+        row={
+            "micro_batch": str(row["micro_batch"]),
+            "source": row["source"],
+            "model": model.name,
+            "accelerator": cluster.name,
+            "n_accelerators": str(len(cluster.places)),
+            "global_batch": str(row["global_batch"]),
+            "seq": str(model.max_seq_len),
+            "precision": "fp16",
+        },
+    )

@@ -1,0 +1,59 @@
+"""Predicted beside measured layer times: a table of microbenchmarks instead of whole steps."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hethub.predictor.calibration.goals import fit_goals
+from hethub.predictor.calibration.sources.layer_table import LayerRow, LayerTable, read_layer_row
+from hethub.predictor.calibration.sources.tables import read_lines
+from hethub.predictor.calibration.validate import LAYER_TIME, summary
+from hethub.predictor.cost.constants import Constants
+from hethub.spec.errors import BadInput
+
+COLUMNS = ("model", "hidden", "accelerator", "seq", "precision", "micro_batch", LAYER_TIME, "backward_ms")
+
+
+def validate_layers(path: Path, by: str, constants: Constants) -> dict[str, Any]:
+    """Forward + backward of every row, errors grouped by a column (by accelerator unless another is named).
+
+    Vision models are skipped: their column `seq` is not the number of their tokens. Raises BadInput where no row is left.
+    """
+    by = "accelerator" if by == "source" else by
+    found: list[tuple[str, Mapping[str, str], LayerRow]] = []
+    skipped = []
+    for name, row in read_lines(path, (*COLUMNS, by)):
+        try:
+            layer = read_layer_row(row)
+            if not layer.is_transformer:
+                raise ValueError("a vision model, whose tokens the table does not give")
+            found.append((name, row, layer))
+        except ValueError as error:
+            skipped.append({"id": name, "why": " ".join(str(error).split())})
+    if not found:
+        raise BadInput(
+            f"{path}: none of its {len(skipped)} rows can be predicted; {skipped[0]['why'] if skipped else 'it is empty'}."
+        )
+    seconds = LayerTable.of([layer for _, _, layer in found]).predict(constants).sum(axis=0)
+    rows = [_row(name, layer, float(value)) for (name, _, layer), value in zip(found, seconds, strict=True)]
+    return {
+        "rows": rows,
+        **summary([row["error_percent"] for row in rows], [line[by] or "(empty)" for _, line, _ in found]),
+        "suspects": [],
+        "skipped": skipped,
+        "covered_percent": 100.0 * len(rows) / (len(rows) + len(skipped)),
+        "constants": constants.count,
+        "fitted_on": constants.provenance,
+        "goals": [goal.to_dict() for goal in fit_goals(constants.residuals) if goal.what.startswith("layer times")],
+    }
+
+
+def _row(name: str, layer: LayerRow, predicted: float) -> dict[str, Any]:
+    measured = sum(layer.seconds)
+    return {
+        "id": name,
+        "source": layer.group,
+        "measured_seconds": measured,
+        "predicted_seconds": predicted,
+        "error_percent": 100.0 * (predicted / measured - 1.0),
+    }

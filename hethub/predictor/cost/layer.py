@@ -1,0 +1,190 @@
+"""Seconds of a layer, the embedding, the head and the optimizer on one accelerator: a roofline per operator."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
+from hethub.predictor.cost.operators import (
+    Shape,
+    Work,
+    attention_share,
+    embedding_work,
+    head_work,
+    layer_work,
+    weight_work,
+)
+from hethub.predictor.cost.software import HETHUB, MathPrecision, Software, element_bytes
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Recompute
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Number = TypeVar("Number", float, "np.ndarray")
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of one forward and one backward, compute only."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def pass_seconds(work: Work, fit: Efficiency, peak: Any, attention_peak: Any, bandwidth: Any, backward: bool) -> Any:
+    """Seconds of a pass that on a cool device that the host keeps busy.
+
+    Products take their FLOPs at the peak's attainable fraction, slower where a dimension is narrow, plus what blocked
+    products move through memory. Arrays are welcome: the fit runs this same line over all measured rows.
+    """
+    products = fit.backward if backward else 1.0
+    device = products * (
+        (work.flops + fit.narrow * work.narrow_flops + fit.wave_area * work.wave_depth) / (fit.matmul * peak)
+        + (fit.traffic * work.flops + work.operand_bytes / fit.memory) / bandwidth
+    )
+    device += work.attention_flops / (fit.attention * attention_peak) + work.kernels * fit.kernel_seconds
+    moved = (
+        fit.passes * work.elementwise_bytes
+        + fit.gradient_bytes * work.gradients
+        + fit.logit_bytes * work.logits
+        + work.fused_bytes
+    )
+    return fit.scale * (device + moved / (fit.memory * bandwidth))
+
+
+def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
+    """Device seconds where the host feeds it: the longer of both counts, rounded off where they are close."""
+    return (device**4 + (work.kernels * fit.launch_seconds) ** 4) ** 0.25
+
+
+def _gradient_bytes(fit: Efficiency, precision: MathPrecision, software: Software) -> float:
+    """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in place."""
+    if element_bytes(precision) > 2:
+        return 0.0
+    return float(fit.gradient_bytes) if software.gradient_pass_bytes is None else software.gradient_pass_bytes
+
+
+class Device:
+    """An accelerator under sustained load in one precision under one software stack."""
+
+    def __init__(
+        self, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software, constants: Constants
+    ) -> None:
+        if precision == "tf32" and not accelerator.tf32_tflops:
+            precision = "fp32"
+        fit = constants.efficiency(accelerator, precision)
+        scale = fit.scale * constants.stack(software.stack) * (1.0 + fit.throttle)
+        self.fit = replace(fit, scale=scale, gradient_bytes=_gradient_bytes(fit, precision, software))
+        self.peak = peak_flops(accelerator, precision)
+        self.attention_peak = attention_peak_flops(accelerator, precision)
+        self.bandwidth = accelerator.memory_gbytes_per_second * 1e9
+
+    def seconds(self, work: Work, backward: bool = False) -> float:
+        """Seconds of one pass: the device's, or the host's where launching takes longer."""
+        device = float(pass_seconds(work, self.fit, self.peak, self.attention_peak, self.bandwidth, backward))
+        return float(with_launches(device, work, self.fit))
+
+    def both(self, passes: tuple[Work, Work]) -> PassSeconds:
+        """Seconds of a forward and its backward."""
+        return PassSeconds(self.seconds(passes[0]), self.seconds(passes[1], backward=True))
+
+
+class LayerCost:
+    """Seconds of every part of a model on one kind of accelerator; equal questions are answered from memory.
+
+    Build one per (model, accelerator, sequence length, precision) and keep it: the planner asks it many times.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        accelerator: AcceleratorSpec,
+        seq_len: int,
+        precision: Precision,
+        software: Software = HETHUB,
+        constants: Constants | None = None,
+    ) -> None:
+        self.model, self.accelerator, self.seq_len, self.software = model, accelerator, seq_len, software
+        self.precision = software.math_precision(precision)
+        self.device = Device(accelerator, self.precision, software, constants or packaged())
+        self._layers: dict[tuple[float, float, int, Recompute], PassSeconds] = {}
+
+    def layer(
+        self, samples: float, tp: int = 1, recompute: Recompute = "none", share: float | None = None
+    ) -> PassSeconds:
+        """One layer, forward and backward, of a micro-batch of `samples` on one rank that holds `share` (default 1/tp).
+
+        Recompute adds the forward (full) or the attention (selective) to the backward.
+        """
+        share = 1.0 / tp if share is None else share
+        key = (samples, share, tp, recompute)
+        found = self._layers.get(key)
+        if found is None:
+            once = self._layer_once(samples, self.seq_len, share)
+            again = self._recompute_fraction(recompute) * once.forward
+            found = self._layers[key] = PassSeconds(once.forward, once.backward + again)
+        return found
+
+    def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
+        return self.device.both(layer_work(self.model, Shape(samples, seq_len, share), self.precision, self.software))
+
+    def _recompute_fraction(self, recompute: Recompute) -> float:
+        """Which part of a forward runs again in the backward. hethub's selective recompute runs attention again."""
+        if recompute == "selective":
+            given = self.software.selective_fraction
+            return attention_share(self.model, self.seq_len, self.software) if given is None else given
+        return 1.0 if recompute == "full" else 0.0
+
+    def weight_share(self, samples: float, share: float) -> float:
+        """The part of a layer's backward that is its weights' gradients, which zero_bubble puts off."""
+        shape = Shape(samples, self.seq_len, share)
+        whole = layer_work(self.model, shape, self.precision, self.software)[1]
+        weights = weight_work(self.model, shape, self.precision, self.software)
+        return self.device.seconds(weights, backward=True) / self.device.seconds(whole, backward=True)
+
+    def embedding(self, samples: float) -> PassSeconds:
+        """Looking tokens up, and adding their gradients."""
+        return self.device.both(embedding_work(self.model, samples * self.seq_len, self.precision))
+
+    def head(self, samples: float, share: float = 1.0) -> PassSeconds:
+        """Final norm, output matrix and loss on a rank that holds `share` of the vocabulary."""
+        return self.device.both(head_work(self.model, samples * self.seq_len, share, self.precision))
+
+    def optimizer(self, parameters: Number) -> Number:
+        """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW.
+
+        Bytes per parameter read and written: gradient 3 times (zeroed, norm, step), master and two moments read and
+        written, the weight written in its precision.
+        """
+        width = max(4, element_bytes(self.precision))
+        return (
+            parameters * 10.0 * width / (self.device.bandwidth * self.device.fit.memory)
+            + 30 * self.device.fit.launch_seconds
+        )
+
+    def best_layer_samples_per_second(self, max_samples: int) -> float:
+        """The rank's best rate of layer-samples, without any communication: what the ceiling is made of.
+
+        The largest share and micro-batch waste least on ramps and narrow products, and recompute only adds, so the
+        best is the whole layer at the largest micro-batch; smaller powers of two are looked at for profiles' sake.
+        """
+        sizes = {max_samples} | {1 << i for i in range(max_samples.bit_length())}
+        return max(size / self.layer(size).total for size in sizes)
+
+
+def layer_rates(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    seq_len: int,
+    precision: Precision,
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16),
+    tps: tuple[int, ...] = (1,),
+    recompute: Recompute = "none",
+) -> dict[tuple[int, int], float]:
+    """Seconds of forward and backward of one layer per sample, by (micro_batch, tp); compute only."""
+    cost = LayerCost(model, accelerator, seq_len, precision)
+    return {(b, tp): cost.layer(b, tp, recompute).total / b for b in micro_batches for tp in tps}

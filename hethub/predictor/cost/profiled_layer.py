@@ -1,0 +1,75 @@
+"""Layer costs where a profile measured them: the roofline corrected by measured ratios."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+from hethub.predictor.cost.layer import LayerCost, Number, PassSeconds
+from hethub.predictor.cost.operators import embedding_work, head_work
+from hethub.predictor.cost.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
+
+Part = Literal["layer", "embedding", "head"]
+
+
+class ProfiledLayerCost(LayerCost):
+    """As `LayerCost`, corrected by what one kind of accelerator measured; `extrapolated` once it was asked beyond that."""
+
+    def use(self, profile: DeviceProfile) -> "ProfiledLayerCost":
+        """Takes a profile's measurements as ratios to the roofline's estimates."""
+        self.extrapolated = False
+        self._optimizer_seconds = profile.optimizer_seconds_per_parameter
+        timings: dict[Part, Sequence[LayerTiming | PartTiming]] = {"layer": profile.layers}
+        timings["embedding"] = [timing for timing in profile.parts if timing.part == "embedding"]
+        timings["head"] = [timing for timing in profile.parts if timing.part == "head"]
+        self._ratios = {part: self._corrections(part, measured) for part, measured in timings.items() if measured}
+        return self
+
+    def _corrections(self, part: Part, timings: Sequence[LayerTiming | PartTiming]) -> tuple[Corrections, Corrections]:
+        forward, backward = (partial(self._estimate_pass, part, which) for which in (0, 1))
+        return Corrections.of(timings, "forward_seconds", forward), Corrections.of(
+            timings, "backward_seconds", backward
+        )
+
+    def _estimate_pass(self, part: Part, which: int, samples: int, seq_len: int, tp: int) -> float:
+        return self._estimate(part, samples, seq_len, 1.0 / tp)[which]
+
+    def _estimate(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
+        if part == "layer":
+            return super()._layer_once(samples, seq_len, share)
+        if part == "embedding":
+            return self.device.both(embedding_work(self.model, samples * seq_len, self.precision))
+        return self.device.both(head_work(self.model, samples * seq_len, share, self.precision))
+
+    def _corrected(self, part: Part, samples: float, seq_len: int, share: float) -> PassSeconds:
+        ratios = self._ratios.get(part)
+        if ratios is None:
+            return self._estimate(part, samples, seq_len, share)
+        self.extrapolated |= ratios[0].extrapolates(samples, seq_len, 1.0 / share)
+        if samples > (most := ratios[0].most_samples):  # a sample gets no cheaper than any measurement has shown
+            forward, backward = self._corrected(part, most, seq_len, share)
+            return PassSeconds(forward * samples / most, backward * samples / most)
+        seconds = self._estimate(part, samples, seq_len, share)
+        forward, backward = (ratio.at(samples, seq_len, 1.0 / share) for ratio in ratios)
+        return PassSeconds(seconds.forward * forward, seconds.backward * backward)
+
+    def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
+        return self._corrected("layer", samples, seq_len, share)
+
+    def embedding(self, samples: float) -> PassSeconds:
+        return self._corrected("embedding", samples, self.seq_len, 1.0)
+
+    def head(self, samples: float, share: float = 1.0) -> PassSeconds:
+        return self._corrected("head", samples, self.seq_len, share)
+
+    def optimizer(self, parameters: Number) -> Number:
+        if self._optimizer_seconds is None:
+            return super().optimizer(parameters)
+        return parameters * self._optimizer_seconds
+
+    def best_layer_samples_per_second(self, max_samples: int) -> float:
+        """As the roofline's; measured ratios need not fall with size or share, so many of each are looked at."""
+        sizes = (
+            {max_samples} | {1 << i for i in range(max_samples.bit_length())} | set(range(1, min(64, max_samples) + 1))
+        )
+        shares = [1.0 / tp for tp in range(1, 9)]
+        return max(size * share / self.layer(size, share=share).total for size in sizes for share in shares)

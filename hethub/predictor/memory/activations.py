@@ -1,0 +1,163 @@
+"""What tiles keep between forward and backward, at the peak of a replica's schedule."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from hethub.predictor.cost.software import Software
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.execution import Kind, lane_order, put_off
+from hethub.spec.schedule.orders import NO_TILE
+
+KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
+
+
+class KeptPerSample(NamedTuple):
+    """Bytes that one sample keeps on a rank: of a layer in full, of its input, and at the model's ends."""
+
+    layer: float
+    input: float
+    first: float
+    last: float
+    put_off: float  # of a layer between backward and weight gradients, where these are put off
+
+
+class Tiles(NamedTuple):
+    """Activations when a rank is fullest: of all tiles, and what a tile frees with each of its layers, or a part with all
+    its tiles."""
+
+    activations: float
+    freed_by_layer: float
+    freed_by_part: tuple[float, ...]
+
+
+def held_tiles(
+    layout: Layout, seat: Seat, kept: KeptPerSample, sizes: list[int], fraction: float = 1.0
+) -> tuple[Tiles, float]:
+    """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the stage's
+    parts; `fraction` of a layer is kept (selective recompute)."""
+    stage, spec = layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
+    again = stage.recompute == "full"
+    layer = kept.input if again else fraction * kept.layer
+    held, put_off = _held(layout, seat, sizes)
+    head = held[-1] * kept.last * (seat.stage == layout.num_stages - 1)  # gone with the topmost part
+    ends = held[0] * kept.first * (seat.stage == 0) + head
+    by_part = [
+        size * (samples * layer + later * kept.put_off)
+        for samples, later, size in zip(held, put_off, sizes, strict=True)
+    ]
+    running = spec.micro_batch * (kept.layer - kept.input) if again else 0.0
+    if "activations" not in stage.offload:
+        freed = (*by_part[:-1], by_part[-1] + head)
+        return Tiles(ends + sum(by_part) + running, spec.micro_batch * layer, freed), 0.0
+    near = min(sum(by_part), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
+    return Tiles(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_part)
+
+
+def _held(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
+    """Samples held by each part of the stage, and between backward and weight gradients, when most layers are held."""
+    spec, name = layout.replica(seat.stage, seat.replica), layout.plan.schedule
+    if layout.plan.goes_part_by_part:
+        return [float(spec.samples)] * len(sizes), [0.0] * len(sizes)
+    unlike_rounds = layout.plan.runs_in_rounds(seat.stage) and not layout.joins_every_round(seat.stage, seat.replica)
+    if name == "interleaved" or (name == "zero_bubble" and unlike_rounds):
+        return _walked(layout, seat, sizes)
+    if unlike_rounds:
+        return [float(_most_in_rounds(layout, seat))], [0.0]
+    flight, lane = layout.in_flight[seat.stage][seat.replica], layout.lane_of(seat.stage, seat.replica)
+    later = 0
+    if name == "zero_bubble":  # forwards go on while weight parts are put off
+        num_tiles = layout.loads[seat.stage][lane].num_tiles
+        later = min(put_off(layout, seat.stage, lane), num_tiles - flight) * spec.micro_batch
+    return [float(min(flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
+
+
+def _most_in_rounds(layout: Layout, seat: Seat) -> int:
+    """Samples of the rounds under way when these hold most of a replica that has no tile in some of them."""
+    limit, sizes = layout.lane_limits[seat.stage][0], _samples_by_turn(layout, seat)
+    held = sum(sizes[:limit])
+    return max(accumulate((new - old for new, old in zip(sizes[limit:], sizes, strict=False)), initial=held))
+
+
+def _samples_by_turn(layout: Layout, seat: Seat) -> list[int]:
+    """The samples of the replica's own tile for each tile of its lane; 0 where it has none."""
+    spec, load = layout.replica(seat.stage, seat.replica), layout.loads[seat.stage]
+    found = [0] * load[layout.lane_of(seat.stage, seat.replica)].num_tiles
+    numbers: Sequence[int] = range(len(found))
+    if layout.plan.runs_in_rounds(seat.stage):
+        numbers = layout.round_numbers(seat.stage, seat.replica)
+    for number in numbers:
+        found[number] = spec.micro_batch
+    found[numbers[-1]] = spec.samples - spec.micro_batch * (len(numbers) - 1)
+    return found
+
+
+def _walked(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
+    """As `_held`, pass by pass."""
+    held, later = [0.0] * len(sizes), [0.0] * len(sizes)
+    now, most, found = 0, -1, (held, later)
+    weighs, samples = layout.plan.schedule == "zero_bubble", _samples_by_turn(layout, seat)
+    lane = layout.lane_of(seat.stage, seat.replica)
+    order, limit = lane_order(layout, seat.stage, lane), layout.lane_limits[seat.stage][lane]
+    utmost = (limit + weighs * len(samples)) * max(samples) * max(sizes)
+    for way, index in zip(order.way_of, order.index_of, strict=True):
+        if index == NO_TILE:
+            continue
+        (kind, part), own = order.computing[way], samples[index]
+        if kind is Kind.FORWARD:
+            held[part] += own
+            now += own * sizes[part]
+            if now > most:
+                most, found = now, (list(held), list(later))
+            if now == utmost:
+                break
+        elif kind is Kind.BACKWARD:
+            held[part] -= own
+            later[part] += own * weighs
+            now -= own * sizes[part] * (not weighs)
+        else:
+            later[part] -= own
+            now -= own * sizes[part]
+    return found
+
+
+def kept_per_sample(layout: Layout, share: float, software: Software, width: int) -> KeptPerSample:
+    """What a sample keeps on a rank with `share` of the heads and columns."""
+    model = layout.model
+    tokens = layout.plan.seq_len / software.context_parallel
+    hidden = model.hidden * (share if software.sequence_parallel else 1.0)
+    layer = tokens * _layer_bytes_per_token(layout, share, hidden, software, width)
+    query, kv, columns = _widths(layout, share)
+    put_off = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * columns)
+    return KeptPerSample(
+        layer=layer,
+        input=tokens * hidden * width,
+        first=tokens * 9.0,  # token ids and which of them are held
+        last=tokens * 2 * hidden * width,  # the final norm's input, the loss's gradient
+        put_off=put_off,
+    )
+
+
+def score_bytes(layout: Layout, share: float, software: Software, width: int) -> float:
+    """What unfused attention keeps of a sample's scores in a layer: softmax's result, dropout's mask and result."""
+    heads, seq = layout.model.heads * share, layout.plan.seq_len
+    kept = 2 * width + 1 if software.attention_dropout else width
+    return kept * heads * seq**2 / software.context_parallel
+
+
+def _widths(layout: Layout, share: float) -> tuple[float, float, float]:
+    """Elements per token of queries, of keys (as many as values), and of the MLP, on a rank."""
+    model = layout.model
+    kv = max(model.num_kv_heads * share, 1.0) * model.head_size
+    return model.heads * model.head_size * share, kv, model.ffn * share
+
+
+def _layer_bytes_per_token(layout: Layout, share: float, hidden: float, software: Software, width: int) -> float:
+    """What one layer keeps per token (method of arXiv 2205.05198, §4), for hethub's layers or an eager framework's.
+
+    Ours: both norms' inputs and results, rotated queries and keys, values, attention's result, and for SwiGLU gate, up
+    and their product; norms' scales and attention's log-sums in fp32.
+    """
+    model, (query, kv, columns) = layout.model, _widths(layout, share)
+    columns *= (3 if software.stack == "hethub" else 4) if model.is_gated else 2
+    return width * (4 * hidden + 2 * query + 2 * kv + columns) + max(4, width) * (2 + model.heads * share)

@@ -1,0 +1,169 @@
+"""What collectives over replicas add to a programme: gathers and reductions beside compute, steps, and waits for both."""
+
+from collections.abc import Iterable
+
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.replay import Programme
+from hethub.predictor.pipeline.state_costs import Portion
+from hethub.predictor.pipeline.symmetry import LeanCosts
+from hethub.predictor.pipeline.task_graph import Compute, Place
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind
+
+Pass = tuple[Kind, int]  # all tiles one way through one part
+
+
+class Stage:
+    """The passes of one stage's replicas: their first and last nodes, once for replicas that go together."""
+
+    def __init__(self, compute: Compute, stage: int) -> None:
+        self.index, self.portions = stage, compute.costs.state.portions[stage]
+        runs = {place: run for place, run in compute.runs.items() if place[0] == stage}
+        self.runs, self.apart = runs, list({run.actor: run for run in runs.values()}.values())
+        ways = self.apart[0].order.computing
+        self.first = {way: [run.nodes[run.order.spans[way][0]] for run in self.apart] for way in ways}
+        self.last = {way: [run.nodes[run.order.spans[way][1]] for run in self.apart] for way in ways}
+
+    def updates(self, kind: Kind) -> dict[int, list[int]]:
+        """By part, or under 0 for all of them at once, the nodes of an update."""
+        found: dict[int, list[int]] = {}
+        for run in self.apart:
+            for (own, part), position in run.order.updates.items():
+                if own is kind:
+                    found.setdefault(part, []).append(run.nodes[position])
+        return found
+
+    def portion(self, part: int) -> Portion | None:
+        return self.portions[part] if len(self.portions) > 1 else None
+
+    def parts(self) -> list[int]:
+        """Its parts in the order in which their gradients are complete."""
+        parts = [part for kind, part in self.last if kind is Kind.BACKWARD]
+        return sorted(parts, key=lambda part: self.completing(part)[0])
+
+    def reduces(self, part: int) -> list[int]:
+        """The REDUCE nodes that wait for a part: its own, or the one that is for all parts."""
+        found = self.updates(Kind.REDUCE)
+        return found[part] if len(found) > 1 else next(iter(found.values()))
+
+    def completing(self, part: int) -> list[int]:
+        """The last nodes that add to the part's gradients, on every replica."""
+        return self.last.get((Kind.WEIGHT, part), self.last[Kind.BACKWARD, part])
+
+
+class Collectives:
+    """Wires the REDUCE, STEP and GATHER actions of a programme, and adds the streams they wait for.
+
+    `shown[n]` are the seconds of communication that an actor waiting for node n sees at most; `optimizer_seconds` what
+    each replica spends on its own steps.
+    """
+
+    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts, compute: Compute) -> None:
+        self.layout, self.costs, self.compute = layout, costs, compute
+        self.programme: Programme = compute.programme
+        self.shown: dict[int, float] = {}
+        self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
+        self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
+        stages = [Stage(compute, stage) for stage in range(layout.num_stages)]
+        for stage in stages:
+            if costs.state.in_rounds(stage.index):
+                self._wait_after_rounds(stage)
+                continue
+            by_pass, sharded = costs.state.in_passes(stage.index), costs.state.level(stage.index) >= 2
+            if by_pass:
+                self._collect_by_pass(stage, sharded)
+            if not (by_pass and sharded):
+                self._reduce_beside(stage)
+        self.norm = self._meet([n for stage in stages for nodes in stage.updates(Kind.REDUCE).values() for n in nodes])
+        for stage in stages:
+            self._step_and_gather(stage)
+
+    @property
+    def steps_by_part(self) -> bool:
+        """Whether some replica steps before all its tiles are through."""
+        return self.layout.plan.steps_part_by_part and self.layout.plan.num_chunks > 1
+
+    def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
+        """A node that ends `seconds` after the last of `nodes`."""
+        node = self.programme.add(self.programme.add_actor(), 0.0, [(source, seconds) for source in nodes])
+        self.shown[node] = seconds
+        return node
+
+    def _beside(self, stream: int, seconds: float, after: list[int], ahead: float = 1.0) -> int:
+        """A node on a stream, begun while the last `ahead` of each of the nodes `after` still runs."""
+        needs = [(source, -ahead * self.programme.seconds[source]) for source in after]
+        node = self.programme.add(stream, seconds, needs)
+        self.shown[node] = seconds
+        return node
+
+    def _wait(self, waiting: Iterable[int], *sources: int) -> None:
+        for node in waiting:
+            self.programme.needs[node] += [(source, 0.0) for source in sources]
+
+    def _wait_after_rounds(self, stage: Stage) -> None:
+        """In rounds only the last layer's reduction is still under way when compute ends."""
+        for part in stage.parts():
+            tail = self.costs.state.reduction(stage.index, stage.portion(part)).tail_seconds
+            self._wait(stage.reduces(part), self._meet(stage.completing(part), tail))
+
+    def _reduce_beside(self, stage: Stage) -> None:
+        """A part's gradients are summed from its last tile's backward on; the last bucket cannot start before its end."""
+        stream = self.programme.add_actor()
+        for part in stage.parts():
+            reduction = self.costs.state.reduction(stage.index, stage.portion(part))
+            if reduction.seconds:
+                node = self._beside(stream, reduction.seconds, stage.completing(part))
+                tail = self._meet(stage.completing(part), reduction.tail_seconds)
+                self._wait(stage.reduces(part), node, tail)
+
+    def _collect_by_pass(self, stage: Stage, sharded: bool) -> None:
+        """Weights brought once per part and pass while the pass before runs; where gradients are `sharded`, one reduction per
+        part while the next pass runs.
+
+        Two slots of memory: the pass after the next waits for a reduction. Ranks that communicate with the cores that
+        compute do one after the other.
+        """
+        stream = self.programme.add_actor()
+        passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
+        slots = 1 if self.costs.state.by_turns[stage.index] else 2
+        reduced: list[int] = []
+        for index, (kind, part) in enumerate(passes):
+            portion = self.costs.state.portions[stage.index][part]
+            gather = sum(self.costs.state.gather_seconds(stage.index, portion))
+            if gather:
+                started = stage.last[passes[index - slots]] if index >= slots else []
+                self._wait(stage.first[kind, part], self._beside(stream, gather, started, ahead=0.0))
+            if sharded and index and passes[index - 1][0] is Kind.BACKWARD:
+                reduced.append(self._reduce_pass(stage, stream, passes[index - 1][1]))
+                if len(reduced) >= slots:
+                    self._wait(stage.first[kind, part], reduced[-slots])
+        if sharded:
+            self._reduce_pass(stage, stream, passes[-1][1])
+
+    def _reduce_pass(self, stage: Stage, stream: int, part: int) -> int:
+        """Adds the reduction of a part, layer by layer while the last tile passes it, where ranks can do both."""
+        layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][part])
+        last, by_turns = stage.completing(part), self.costs.state.by_turns[stage.index]
+        node = self._beside(stream, sum(layers), last, ahead=0.0 if by_turns else 1.0 - 1.0 / len(layers))
+        self._wait(stage.reduces(part), node, self._meet(last, layers[0]))
+        return node
+
+    def _step_and_gather(self, stage: Stage) -> None:
+        """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
+        seconds, gathers = self.programme.seconds, stage.updates(Kind.GATHER)
+        for part, steps in stage.updates(Kind.STEP).items():
+            portion = stage.portion(part) if self.steps_by_part else None
+            for place, run in stage.runs.items():
+                own, node = self.costs.optimizer(*place, portion), run.nodes[run.order.updates[Kind.STEP, part]]
+                self.optimizer_seconds[place] += own
+                seconds[node] = max(seconds[node], own)
+            if not self.steps_by_part:
+                self._wait(steps, self.norm)
+            gather = self.costs.state.reduction(stage.index, portion).gather_seconds
+            if gather:  # else nobody steps for others
+                self._wait(gathers[part], self._meet(steps))
+                for node in gathers[part]:
+                    seconds[node] = gather
+            slowest = max(seconds[node] for node in steps)
+            for run, node in zip(stage.apart, steps, strict=True):
+                self.update_seconds[run.actor] = slowest + gather if gather else seconds[node]

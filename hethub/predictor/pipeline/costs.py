@@ -1,0 +1,252 @@
+"""What each part of a bound plan costs: tiles, boundaries and the optimizer, from layer and link costs."""
+
+from collections import Counter
+from functools import cached_property
+from typing import NamedTuple
+
+from hethub.predictor.cost.cache import shared_layer_cost
+from hethub.predictor.cost.constants import Constants, packaged
+from hethub.predictor.cost.layer import LayerCost
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.software import Software, element_bytes
+from hethub.predictor.memory.activations import kept_per_sample
+from hethub.predictor.pipeline.overlap import exposed
+from hethub.predictor.pipeline.state_costs import Portion, StateCosts
+from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import ReplicaSpec
+
+
+class Parts(NamedTuple):
+    """Seconds of one pass of one tile by what they are spent on."""
+
+    compute: float
+    tp: float
+    dp: float  # gathers and reductions inside the pass (ZeRO-2/3) that compute does not hide
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tp + self.dp
+
+
+class TileCost(NamedTuple):
+    """Forward and backward of one tile on one replica; where weight gradients are put off, they are apart."""
+
+    forward: Parts
+    backward: Parts
+    weight: Parts = Parts(0.0, 0.0, 0.0)
+
+
+class PlanCosts:
+    """Costs of a layout under one software stack. Equal replicas are computed once."""
+
+    def __init__(
+        self, layout: Layout, software: Software, constants: Constants, profile: ProfileSpec | None = None
+    ) -> None:
+        self.layout, self.software, self.profile = layout, software, profile
+        self.plan, self.model = layout.plan, layout.model
+        self._kinds: dict[tuple[int, int], tuple[object, ...]] = {}
+        self._shared_exits: dict[int, Counter[int]] = {}
+        self.set_constants(constants)
+        self.width = element_bytes(software.math_precision(self.plan.precision))
+
+    def set_constants(self, constants: Constants) -> None:
+        """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
+        self.constants = constants
+        self.network = Network(self.layout.cluster, constants, self.profile)
+        self.state = StateCosts(self.layout, self.software, self.network)
+        self._layer_costs: dict[str, LayerCost] = {}
+        self._tiles: dict[tuple[object, ...], TileCost] = {}
+        self._optimizers: dict[tuple[object, ...], float] = {}
+
+    def layer_cost(self, rank: int) -> LayerCost:
+        """The layer costs of a rank's accelerator."""
+        accelerator = self.layout.cluster.places[rank].accelerator
+        found = self._layer_costs.get(accelerator.name)
+        if found is None:
+            found = self._layer_costs[accelerator.name] = self._build_layer_cost(accelerator)
+        return found
+
+    def _build_layer_cost(self, accelerator: AcceleratorSpec) -> LayerCost:
+        asked = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software)
+        measured = self.profile.device(accelerator.name, self.plan.precision) if self.profile else None
+        if measured is not None:
+            return ProfiledLayerCost(*asked, self.constants).use(measured)
+        return shared_layer_cost(*asked) if self.constants is packaged() else LayerCost(*asked, self.constants)
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether a profile was asked beyond what it measured."""
+        return any(isinstance(cost, ProfiledLayerCost) and cost.extrapolated for cost in self._layer_costs.values())
+
+    def kind(self, stage: int, replica: int) -> tuple[object, ...]:
+        """What a replica's costs depend on: equal kinds cost the same."""
+        found = self._kinds.get((stage, replica))
+        if found is None:
+            spec = self.layout.replica(stage, replica)
+            places = [self.layout.cluster.places[rank] for rank in spec.ranks]
+            names, machines = [place.node.device.name for place in places], [place.machine for place in places]
+            found = self._kinds[stage, replica] = (
+                stage,
+                tuple(names if len(set(names)) > 1 else names[:1]),
+                tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
+                spec.tensor_shares,
+            )
+        return found
+
+    @cached_property
+    def tiles_alike(self) -> bool:
+        """Whether all stages tile the samples alike, so that replica r talks only to replica r of its neighbours."""
+        first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
+        return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
+
+    @cached_property
+    def chains(self) -> tuple[int, ...]:
+        """Where all stages tile alike: the first replica of every kind of chain through the stages."""
+        found: dict[object, int] = {}
+        stages = range(self.layout.num_stages)
+        for replica, spec in enumerate(self.plan.stages[0].replicas):
+            kinds = tuple(self.kind(stage, replica) for stage in stages)
+            levels = tuple(self.crossing(stage, replica, replica) for stage in stages[:-1])
+            given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
+            found.setdefault((kinds, levels, given, spec.micro_batch, spec.samples), replica)
+        return tuple(found.values())
+
+    @cached_property
+    def chains_apart(self) -> bool:
+        """Whether no collective of a round ties unlike chains of replicas together."""
+        return len(self.chains) == 1 or not any(map(self.state.in_rounds, range(self.layout.num_stages)))
+
+    def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
+        """What the cost of a boundary between two replicas depends on, beside its bytes."""
+        places = self.layout.cluster.places
+        a, b = (
+            places[self.layout.replica(stage, source).ranks[0]],
+            places[self.layout.replica(stage + 1, target).ranks[0]],
+        )
+        return (a.machine == b.machine, a.node.name, b.node.name, self._exits(stage)[a.machine])
+
+    def tile(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> TileCost:
+        """Seconds of forward and backward of a tile of `samples` through a portion of the stage, by default all of it."""
+        key = (self.kind(stage, replica), samples, portion)
+        found = self._tiles.get(key)
+        if found is None:
+            found = self._tiles[key] = self._tile(stage, replica, samples, portion or self.state.whole(stage))
+        return found
+
+    def _tile(self, stage: int, replica: int, samples: int, portion: Portion) -> TileCost:
+        spec = self.layout.replica(stage, replica)
+        fractions = self.state.rank_fractions(spec)
+        unlike = {
+            (self.layer_cost(rank).accelerator.name, fraction): rank
+            for rank, fraction in zip(spec.ranks, fractions, strict=True)
+        }
+        each = [self._rank_passes(stage, spec, rank, share, samples, portion) for (_, share), rank in unlike.items()]
+        forward, backward, weight = map(max, zip(*each, strict=True))
+        tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, samples, portion)
+        passes = (forward + tp_forward, backward + tp_backward)
+        dp_forward, dp_backward = self.state.round_seconds(stage, passes, portion)
+        if "activations" in self.layout.stages[stage].offload:
+            shown = [self._offloading(stage, spec, samples, portion.layers, seconds) for seconds in passes]
+            dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
+        return TileCost(
+            Parts(forward, tp_forward, dp_forward),
+            Parts(backward - weight, tp_backward, dp_backward),
+            Parts(weight, 0.0, 0.0),
+        )
+
+    def _rank_passes(
+        self, stage: int, spec: ReplicaSpec, rank: int, fraction: float, samples: int, portion: Portion
+    ) -> tuple[float, float, float]:
+        """Forward and backward compute seconds of a tile on one rank, and the part of backward that is put off."""
+        cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
+        layer = cost.layer(samples, self.state.tensor_parallel(spec), stage_spec.recompute, fraction)
+        forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
+        weight = backward * cost.weight_share(samples, fraction) if self.plan.schedule == "zero_bubble" else 0.0
+        if portion.first:
+            embedding = cost.embedding(samples)
+            forward, backward = forward + embedding.forward, backward + embedding.backward
+        if portion.last:
+            head = cost.head(samples, fraction)
+            forward, backward = forward + head.forward, backward + head.backward
+        return forward, backward, weight
+
+    def _offloading(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
+        """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
+        share = max(self.state.rank_fractions(spec))
+        kept = kept_per_sample(self.layout, share, self.software, self.width)
+        each = samples * (kept.input if self.layout.stages[stage].recompute == "full" else kept.layer)
+        places = self.layout.cluster.places
+        slowest = max(self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks)
+        return exposed(compute, [each * slowest] * layers)
+
+    def _activation_bytes(self, samples: float) -> float:
+        """Bytes of the hidden states of `samples` on one rank."""
+        return samples * self.plan.seq_len * self.model.hidden * self.width / self.software.context_parallel
+
+    def _tensor_parallel_seconds(
+        self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion
+    ) -> tuple[float, float]:
+        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and loss add one each."""
+        tp = self.state.tensor_parallel(spec)
+        if tp == 1:
+            return 0.0, 0.0
+        stage_spec = self.layout.stages[stage]
+        group = self.network.group(spec.ranks[:tp])
+        once = self.network.all_reduce(group, self._activation_bytes(samples), self.state.groups_per_machine(group))
+        layers, ends = portion.layers, portion.first + portion.last
+        again = 2 * layers if stage_spec.recompute == "full" else 0
+        return (2 * layers + ends) * once, (2 * layers + ends + again) * once
+
+    def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
+        """Seconds of the optimizer on a portion, by default on all of the stage, on the replica's slowest rank."""
+        if not self.software.optimizer_included:
+            return 0.0
+        stage_spec, spec = self.layout.stages[stage], self.layout.replica(stage, replica)
+        shared = tuple(map(stage_spec.state_shares.get, spec.ranks)) if stage_spec.state_shares else ()
+        key = (self.kind(stage, replica), portion, shared)
+        found = self._optimizers.get(key)
+        if found is None:
+            owned = max(
+                self.state.owned(stage, spec, rank, portion) for rank in (spec.ranks if shared else spec.ranks[:1])
+            )
+            found = self.layer_cost(spec.ranks[0]).optimizer(owned)
+            if "optimizer" in stage_spec.offload:  # fetched and stored, bucket by bucket, beside the step
+                wide = max(4, self.width)
+                moved = 2.0 * owned * (2 * wide + (wide if self.width < 4 else 0))
+                places = self.layout.cluster.places
+                found = max(found, *(moved * self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks))
+            self._optimizers[key] = found
+        return found
+
+    def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' link, then
+        inside the target."""
+        sender = self.layout.replica(stage, source)
+        receiver = self.layout.replica(stage + 1 if below is None else below, target)
+        num_bytes = self._activation_bytes(samples)
+        sharing: float = self._exits(stage)[self.layout.cluster.places[sender.ranks[0]].machine]
+        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
+            return self._spread_boundary(sender, receiver, num_bytes, sharing)
+        seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing).seconds(num_bytes)
+        if receiver.tp > 1:
+            seconds += self.network.link(receiver.ranks[0], receiver.ranks[1]).seconds(num_bytes)
+        return seconds
+
+    def _spread_boundary(self, sender: ReplicaSpec, receiver: ReplicaSpec, num_bytes: float, sharing: float) -> float:
+        """Seconds where every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather)."""
+        part = num_bytes / sender.tp
+        seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing * sender.tp).seconds(part)
+        return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
+
+    def _exits(self, stage: int) -> Counter[int]:
+        """Per machine, how many replicas of the stage send from it."""
+        found = self._shared_exits.get(stage)
+        if found is None:
+            places = self.layout.cluster.places
+            found = self._shared_exits[stage] = Counter(
+                places[replica.ranks[0]].machine for replica in self.layout.stages[stage].replicas
+            )
+        return found

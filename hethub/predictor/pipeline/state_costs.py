@@ -1,0 +1,330 @@
+"""What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+from hethub.predictor.cost.constants import is_cpu
+from hethub.predictor.cost.links import Group, Network, host_gbytes_per_second
+from hethub.predictor.cost.software import Software, element_bytes
+from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, exposed
+from hethub.spec.cluster import Place
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import both_ends_step
+from hethub.spec.plan import ReplicaSpec
+
+BUCKET_BYTES = 16 * 2**20  # of fp32 gradients; the last one cannot overlap with any backward
+
+
+class Portion(NamedTuple):
+    """Layers that one action runs: how many, whether the embedding comes before them and the head behind."""
+
+    layers: int
+    first: bool
+    last: bool
+
+
+class Reduction(NamedTuple):
+    """A stage's gradients summed over replicas: all of it, what no backward can hide, and new weights sent back."""
+
+    seconds: float
+    tail_seconds: float
+    gather_seconds: float
+
+
+class StateCosts:
+    """Seconds of a layout's collectives over replicas, whatever the tiles."""
+
+    def __init__(self, layout: Layout, software: Software, network: Network) -> None:
+        self.layout, self.software, self.network, self.model = layout, software, network, layout.model
+        self.width = element_bytes(software.math_precision(layout.plan.precision))
+        self._parameters: dict[tuple[object, ...], float] = {}
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._unlike: dict[int, list[ReplicaSpec]] = {}
+        self._reductions: dict[tuple[int, Portion | None], Reduction] = {}
+        self._layers: dict[tuple[int, Portion, int], list[float]] = {}
+
+    @cached_property
+    def portions(self) -> tuple[tuple[Portion, ...], ...]:
+        """Per stage, what each of its parts runs: a chunk, or under `layered` a layer."""
+        return tuple(
+            tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.parts(stage))
+            for stage in range(self.layout.num_stages)
+        )
+
+    def whole(self, stage: int) -> Portion:
+        """All layers of a stage at once."""
+        stage_spec = self.layout.stages[stage]
+        return Portion(stage_spec.num_layers, stage == 0, stage == self.layout.num_stages - 1)
+
+    def tensor_parallel(self, replica: ReplicaSpec) -> int:
+        """The replica's tensor-parallel degree; context-parallel ranks are the rest of it."""
+        return replica.tp // self.software.context_parallel
+
+    def rank_fractions(self, replica: ReplicaSpec) -> list[float]:
+        """Each rank's fraction of heads, columns and vocabulary."""
+        tp = self.tensor_parallel(replica)
+        if replica.tensor_shares is None:
+            return [1.0 / tp] * replica.tp
+        whole = sum(replica.tensor_shares)
+        return [share / whole for share in replica.tensor_shares]
+
+    @property
+    def gradient_wire_bytes(self) -> int:
+        """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (design rule 11)."""
+        return self.software.gradient_wire_bytes or max(4, self.width)
+
+    def replica_group(self, stage: int, position: int) -> Group:
+        """The ranks at one position of every replica: who sums one shard's gradients."""
+        found = self._groups.get((stage, position))
+        if found is None:
+            replicas = self.layout.stages[stage].replicas
+            ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
+            found = self._groups[stage, position] = self.network.group(ranks)
+        return found
+
+    def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
+        """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
+        found = self._unlike.get(stage)
+        if found is None:
+            replicas = self.layout.stages[stage].replicas
+            found = self._unlike[stage] = list({(len(r.ranks), r.tensor_shares): r for r in replicas}.values())
+        return max(self.rank_parameters(stage, replica, portion) for replica in found)
+
+    def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
+        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a tied
+        head sum and step it together, without that."""
+        key = (stage, spec.tp, spec.tensor_shares, portion)
+        found = self._parameters.get(key)
+        if found is None:
+            found = self._parameters[key] = self._count_parameters(spec, portion or self.whole(stage))
+        return found
+
+    def _count_parameters(self, spec: ReplicaSpec, portion: Portion) -> float:
+        model = self.model
+        fraction = max(self.rank_fractions(spec))
+        count = float(portion.layers * model.layer_parameters)
+        tied = model.vocab * model.hidden if self.layout.head_is_apart else 0
+        if portion.first:
+            count += model.embedding_parameters - (tied if self.tied_group else 0)
+        if portion.last:
+            count += model.head_parameters + (0 if self.tied_group else tied)
+        return count * fraction
+
+    @cached_property
+    def tied_group(self) -> Group | None:
+        """The ranks at one position of every replica at both ends, who sum and step a tied head together; None where there
+        is none apart, or where it is summed in pairs, as by other frameworks."""
+        layout = self.layout
+        if not both_ends_step(layout) or not self.software.gathers_ahead:
+            return None
+        return self.network.group([replica.ranks[0] for end in (0, -1) for replica in layout.stages[end].replicas])
+
+    def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
+        """Parameters that a rank steps: all it holds, an equal part of them, or its share of the stage's state."""
+        stage_spec = self.layout.stages[stage]
+        held, shares = self.rank_parameters(stage, spec, portion), stage_spec.state_shares
+        tied, whole = 0.0, portion or self.whole(stage)
+        if self.tied_group and (whole.first or whole.last):
+            tied = self.model.vocab * self.model.hidden * max(self.rank_fractions(spec)) / self.tied_group.size
+        if not stage_spec.zero:
+            return held + tied
+        if not shares:
+            return held / (len(stage_spec.replicas) * self.software.context_parallel) + tied
+        rest = (1.0 - sum(shares.values())) / max(len(stage_spec.ranks) - len(shares), 1)
+        return shares.get(rank, rest) * held / max(self.rank_fractions(spec))
+
+    def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
+        """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
+        other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
+        tiles."""
+        found = self._reductions.get((stage, portion))
+        if found is None:
+            found = self._reductions[stage, portion] = self._reduction(stage, portion)
+        return found
+
+    def _reduction(self, stage: int, portion: Portion | None) -> Reduction:
+        found, ends = self._over_replicas(stage, portion), portion or self.whole(stage)
+        is_end = ends.first or ends.last
+        tied = self.tied_seconds if is_end else 0.0
+        spread = found.gather_seconds
+        if self.tied_group and is_end:
+            spread += tied * self.width / self.gradient_wire_bytes
+        if "parameters" in self.layout.stages[stage].offload and self.level(stage) < 3:
+            spread += self._copied(
+                stage, portion, 2 * self.width
+            )  # new weights pass the accelerator to the others' hosts
+        return Reduction(found.seconds + tied, found.tail_seconds + tied, spread)
+
+    @cached_property
+    def tied_seconds(self) -> float:
+        """Seconds to sum the gradients of a tied head with those of the embedding, on other ranks than it."""
+        layout = self.layout
+        if not layout.head_is_apart:
+            return 0.0
+        first, last = layout.stages[0].replicas, layout.stages[-1].replicas
+        if self.tied_group:
+            most = max(max(self.rank_fractions(replica)) for replica in (*first, *last))
+            num_bytes = self.model.vocab * self.model.hidden * most * self.gradient_wire_bytes
+            return self.network.reduce_scatter(self.tied_group, num_bytes, self.groups_per_machine(self.tied_group))
+        places = layout.cluster.places
+        machines = [places[rank].machine for replica in first for rank in replica.ranks]
+        width = self.width if self.software.gradient_wire_bytes else max(4, self.width)
+        num_bytes = self.model.vocab * self.model.hidden * width
+        slowest: dict[tuple[int, int], float] = {}
+        for a, b in zip(first, last, strict=False):
+            ends = (places[a.ranks[0]].machine, places[b.ranks[0]].machine)
+            if ends not in slowest:
+                held = max(*self.rank_fractions(a), *self.rank_fractions(b))
+                group = self.network.group([a.ranks[0], b.ranks[0]])
+                slowest[ends] = self.network.all_reduce(group, num_bytes * held, machines.count(ends[0]))
+        return max(slowest.values())
+
+    def _over_replicas(self, stage: int, portion: Portion | None) -> Reduction:
+        stage_spec = self.layout.stages[stage]
+        if len(stage_spec.replicas) * self.software.context_parallel == 1:
+            return Reduction(0.0, 0.0, 0.0)
+        parameters = self.most_parameters(stage, portion)
+        group = self.replica_group(stage, 0)
+        sharing = self.groups_per_machine(group)
+        num_bytes = parameters * self.gradient_wire_bytes
+        tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
+        if stage_spec.zero == 0:
+            seconds = self.network.all_reduce(group, num_bytes, sharing)
+            return Reduction(seconds, seconds * tail, 0.0)
+        uneven = self._unevenness(stage)
+        gather = uneven * self.network.all_gather(group, parameters * self.width, sharing)
+        if stage_spec.zero == 1:
+            seconds = uneven * self.network.reduce_scatter(group, num_bytes, sharing)
+            return Reduction(seconds, seconds * tail, gather)
+        last = self.reduce_seconds(stage, portion or self.whole(stage))[0] if self.software.gathers_ahead else 0.0
+        return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
+
+    def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
+        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a tile's forward and backward, beyond
+        what compute hides."""
+        (forward, backward), in_rounds = passes, self.in_rounds(stage)
+        offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
+        if not in_rounds and not offloaded:
+            return 0.0, 0.0
+        gathers = self.gather_seconds(stage, portion)
+        reductions = self.reduce_seconds(stage, portion)[::-1] if in_rounds else [0.0] * portion.layers
+        if not self.software.gathers_ahead:
+            gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
+            return (
+                self._shown(stage, gather, _exposed(gather, forward, layers)),
+                self._shown(stage, gather + reduce, _exposed(gather + reduce, backward, layers)),
+            )
+        ahead, behind = beside_forward(gathers), beside_backward(gathers[::-1], reductions)
+        return (
+            self._shown(stage, sum(ahead), exposed(forward, ahead)),
+            self._shown(stage, sum(behind), exposed(backward, behind)),
+        )
+
+    def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
+        """What communication adds to a pass: all that compute does not hide, and a part of what it does, for collectives
+        take processors and memory bandwidth from the compute beside them."""
+        part = 1.0 if self.by_turns[stage] else self.network.fit["overlap_cost"]
+        return exposed_seconds + part * (seconds - exposed_seconds)
+
+    def in_rounds(self, stage: int) -> bool:
+        """Whether every tile of a stage goes with collectives of its own."""
+        shared = self.layout.stages[stage].zero >= 2 and self.software.context_parallel > 1
+        return shared or self.layout.plan.runs_in_rounds(stage)
+
+    def in_passes(self, stage: int) -> bool:
+        """Whether what a stage fetches and sums goes once per part and pass, whatever the tiles."""
+        stage_spec = self.layout.stages[stage]
+        moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
+        return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
+
+    @cached_property
+    def by_turns(self) -> tuple[bool, ...]:
+        """Per stage, whether its ranks communicate with the cores they compute with: CPUs, which copy and sum themselves,
+        unless their time is emulated."""
+        places, real = self.layout.cluster.places, not self.layout.cluster.emulated
+        return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
+
+    def level(self, stage: int) -> int:
+        """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""
+        zero, replicas = self.layout.stages[stage].zero, len(self.layout.stages[stage].replicas)
+        return zero if replicas * self.software.context_parallel > 1 else min(zero, 1)
+
+    def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
+        """Seconds to bring each layer's weights, in model order: gathered under ZeRO-3, from the host where offloaded; ends
+        of the model go with their layer."""
+        level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
+        found = self._by_layer(stage, portion, self.width) if level == 3 else [0.0] * portion.layers
+        if offloaded:
+            shards = len(self.layout.stages[stage].replicas) if level == 3 else 1
+            fetched = self._each_layer(portion, lambda of: self._copied(stage, of, self.width / shards))
+            found = [a + b for a, b in zip(found, fetched, strict=True)]
+        return found
+
+    def _copied(self, stage: int, portion: Portion | None, bytes_per_parameter: float) -> float:
+        """Seconds to copy a portion's state between host and accelerator, on the rank where it takes longest."""
+        stage_spec, places = self.layout.stages[stage], self.layout.cluster.places
+        return max(
+            self.rank_parameters(stage, replica, portion)
+            * bytes_per_parameter
+            * self.host_seconds_per_byte(places[rank])
+            for replica in stage_spec.replicas
+            for rank in replica.ranks
+        )
+
+    def host_seconds_per_byte(self, place: Place) -> float:
+        """Of one byte between an accelerator and its host, either way."""
+        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit)
+
+    def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
+        """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""
+        return self._by_layer(stage, portion, self.gradient_wire_bytes)
+
+    def _by_layer(self, stage: int, portion: Portion, bytes_per_parameter: int) -> list[float]:
+        """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
+        found = self._layers.get((stage, portion, bytes_per_parameter))
+        if found is None:
+            group = self.replica_group(stage, 0)
+            sharing = self.groups_per_machine(group)
+
+            def seconds(of: Portion) -> float:
+                num_bytes = self.most_parameters(stage, of) * bytes_per_parameter
+                return self._unevenness(stage) * self.network.reduce_scatter(group, num_bytes, sharing)
+
+            found = self._layers[stage, portion, bytes_per_parameter] = self._each_layer(portion, seconds)
+        return found
+
+    @staticmethod
+    def _each_layer(portion: Portion, seconds: Callable[[Portion], float]) -> list[float]:
+        """`seconds` of each layer of a portion, in model order; equal ones are asked once."""
+        one = Portion(1, False, False)
+        if portion.layers == 1:
+            return [seconds(portion)]
+        middle = seconds(one) if portion.layers > 2 or not (portion.first and portion.last) else 0.0
+        times = [middle] * portion.layers
+        if portion.first:
+            times[0] = seconds(one._replace(first=True))
+        if portion.last:
+            times[-1] = seconds(one._replace(last=True))
+        return times
+
+    def _unevenness(self, stage: int) -> float:
+        """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut evenly,
+        the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
+        stage_spec = self.layout.stages[stage]
+        shares, count = stage_spec.state_shares, len(stage_spec.ranks)
+        if not shares:
+            return 1.0
+        rest = (1.0 - sum(shares.values())) / max(count - len(shares), 1)
+        even = count * min([*shares.values(), *([rest] if count > len(shares) else [])])
+        return 1.0 + 0.25 * (1.0 - min(1.0, max(0.0, even)))
+
+    def groups_per_machine(self, group: Group) -> int:
+        """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""
+        machine = group.machines[0][0]
+        return max(1, self.network.machines[machine].accelerators // group.most_per_machine)
+
+
+def _exposed(communication: float, compute: float, layers: int) -> float:
+    """What stays visible of communication that runs one layer ahead of compute: the first layer's, and any excess."""
+    return max(0.0, communication - compute * (layers - 1) / layers) if layers > 1 else communication

@@ -1,0 +1,236 @@
+"""A whole step from a layout's costs: every action replayed, and where the bottleneck's time went.
+
+A step takes as long as it is from one step's first forward to the next one's. Ranks do not begin together: who has the
+shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
+
+Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, and equal ones are
+replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does. Where
+stages tile unlike, groups of replicas that are copies of each other are replayed once.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hethub.predictor.pipeline.closed_form import Chain, Ends, interleaved, pipeline
+from hethub.predictor.pipeline.collectives import Collectives
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.replay import idle_times, replay
+from hethub.predictor.pipeline.symmetry import Group, LeanCosts, LeanLayout, copies, extent
+from hethub.predictor.pipeline.task_graph import Compute, Place
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Action, Kind, schedule
+
+
+class Timed(NamedTuple):
+    """An action of a replica and when it ran."""
+
+    action: Action
+    start_seconds: float
+    stop_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step, and its parts on the bottleneck's own clock (they sum to `seconds`)."""
+
+    seconds: float
+    breakdown: dict[str, float]
+    bottleneck: Place
+    timed: dict[Place, list[Timed]] | None = None  # every replica's actions, where all were replayed
+
+
+def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
+    """The step from its first forward to the next one's. `full` replays every action, as a timeline needs."""
+    if full:
+        return _replayed_times(layout, costs, full)
+    if not costs.tiles_alike:
+        groups = copies(layout, costs)
+        return _lean_replay(layout, costs, groups, None) if len(groups) > 1 else _replayed_times(layout, costs, full)
+    if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
+        # The last tile is short, which no extrapolation knows.
+        return _lean_replay(layout, costs, _of_chains(layout, costs), None)
+    if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
+        return _chain_times(layout, costs)
+    return _lean_times(layout, costs)
+
+
+# -- some of equal actions ----------------------------------------------------------------------------------------------
+
+
+def _lean_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+    """One replica of each kind of chain stands for all, and where there are many tiles, few of them."""
+    num_tiles, period, repeats = extent(layout, costs.chains)
+    chains = _of_chains(layout, costs)
+    first = _lean_replay(layout, costs, chains, num_tiles)
+    if not repeats:
+        return first
+    assert num_tiles is not None
+    second = _lean_replay(layout, costs, chains, num_tiles + period)
+    seconds = first.seconds + repeats * (second.seconds - first.seconds)
+    parts = {key: one + repeats * (second.breakdown[key] - one) for key, one in first.breakdown.items()}
+    parts["bubble"] = 0.0
+    return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=second.bottleneck)
+
+
+def _of_chains(layout: Layout, costs: PlanCosts) -> list[Group]:
+    """One replica of each kind of chain."""
+    return [(costs.chains,) * layout.num_stages]
+
+
+def _lean_replay(layout: Layout, costs: PlanCosts, groups: Sequence[Group], num_tiles: int | None) -> StepTimes:
+    """The first group replayed, of which the others are copies."""
+    group = groups[0]
+    times = _replayed_times(LeanLayout.of(layout, group, num_tiles), LeanCosts(costs, group), False)
+    stage, place = times.bottleneck
+    replica = min(own[stage][place] for own in groups)
+    return StepTimes(seconds=times.seconds, breakdown=times.breakdown, bottleneck=(stage, replica))
+
+
+# -- every action -------------------------------------------------------------------------------------------------------
+
+
+def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) -> StepTimes:
+    """Every action of every replica, in the order that the executor runs them."""
+    compute = Compute(layout, costs, full)
+    collectives = Collectives(layout, costs, compute)
+    begins = {} if collectives.steps_by_part else _begins(collectives.update_seconds)
+    programme, ends = compute.programme, replay(compute.programme, begins)
+    over = [ends[programme.orders[run.actor][-1]] for run in compute.runs.values()]
+    seconds = max(over) if collectives.steps_by_part else min(over)
+    bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
+    parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
+    run = compute.runs[bottleneck]
+    gathers = [run.nodes[position] for (kind, _), position in run.order.updates.items() if kind is Kind.GATHER]
+    parts["dp"] += sum(programme.seconds[node] for node in gathers)
+    for _, idle, source, under_way in idle_times(programme, ends, run.actor, begins.get(run.actor, 0.0)):
+        if source in collectives.shown:
+            parts["dp"] += min(idle, collectives.shown[source])
+        else:
+            parts["pp"] += min(idle, max(0.0, under_way))
+    timed = _timed(compute, ends) if full else None
+    return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=timed)
+
+
+def _begins(update_seconds: dict[int, float]) -> dict[int, float]:
+    """By actor, how much later than the first it begins a step, its update being done so much later after the norm."""
+    first = min(update_seconds.values())
+    return {actor: seconds - first for actor, seconds in update_seconds.items()}
+
+
+def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
+    """When each replica's actions ran; waits for collectives belong to them, as they do in a run's trace."""
+    found: dict[Place, list[Timed]] = {}
+    for place, acts in schedule(compute.layout).items():
+        own: list[Timed] = []
+        run = compute.runs[place]
+        for position, action in enumerate(acts):
+            node = run.nodes[position]
+            waited = action.kind in (Kind.REDUCE, Kind.GATHER)
+            start = own[-1].stop_seconds if waited and own else ends[node] - compute.programme.seconds[node]
+            own.append(Timed(action, start, ends[node] - run.early(position)))
+        found[place] = own
+    return found
+
+
+def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
+    """The parts in their usual order, what is left over being waits for others."""
+    parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+    return {key: parts[key] for key in ("compute", "bubble", "tp", "pp", "dp", "optimizer")}
+
+
+# -- chains of equal tiles ----------------------------------------------------------------------------------------------
+
+
+def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+    """One pipeline per kind of replica chain; the ends stand under the chain's first replica."""
+    reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
+    optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, costs.chains)}
+    updates = _updates(optimizer, [reduction.gather_seconds for reduction in reductions])
+    first = min(updates.values())
+    busy = {place: _busy(layout, costs, place) for place in _distinct(layout, costs)}
+    bottleneck = max(busy, key=lambda place: sum(busy[place].values()))
+    begins = {place: seconds - first for place, seconds in updates.items()}
+    ends = _replay_chains(layout, costs, begins, bottleneck)
+    reduce_end, ready = [], []
+    for stage, reduction in enumerate(reductions):
+        own = [found for (s, _), found in ends.items() if s == stage]
+        ready.append(max(e.last_backward_end for e in own))
+        window = max(e.last_backward_start for e in own)
+        reduce_end.append(max(ready[stage] + reduction.tail_seconds, window + reduction.seconds))
+    # The gradient norm is global: nobody steps before every stage is reduced.
+    seconds = max(reduce_end) + first
+    parts, stage = busy[bottleneck], bottleneck[0]
+    parts["pp"] = ends[bottleneck].transfer_wait_seconds
+    parts["dp"] += reduce_end[stage] - ready[stage] + reductions[stage].gather_seconds
+    parts["optimizer"] = optimizer[bottleneck]
+    return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck)
+
+
+def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place, float]:
+    """By place, the seconds from the norm to its next step: its own update, or where weights are gathered, all owners'."""
+    slowest = [max(t for (s, _), t in optimizer.items() if s == stage) for stage in range(len(gathers))]
+    return {
+        place: slowest[place[0]] + gathers[place[0]] if gathers[place[0]] else own for place, own in optimizer.items()
+    }
+
+
+def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float], watched: Place) -> dict[Place, Ends]:
+    """The ends of each kind of chain's replicas, with the waits of the one that is `watched`."""
+    ends: dict[Place, Ends] = {}
+    for replica in costs.chains:
+        spec = layout.replica(0, replica)
+        num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
+        own = tuple(begins[stage, replica] for stage in range(layout.num_stages))
+        chain = _chain(layout, costs, replica)._replace(begins=own)
+        stage = watched[0] if replica == watched[1] else None
+        if interleave == 1:
+            found = pipeline(chain, num_tiles, stage)
+        else:
+            found = interleaved(chain, num_tiles, interleave, stage)
+        ends |= {(stage, replica): found[stage] for stage in range(layout.num_stages)}
+    return ends
+
+
+def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
+    stages, micro_batch = range(layout.num_stages), layout.replica(0, replica).micro_batch
+    tiles = [costs.tile(stage, replica, micro_batch) for stage in stages]
+    across = tuple(costs.boundary(stage, replica, replica, micro_batch) for stage in stages[:-1])
+    return Chain(
+        forward=tuple(tile.forward.total for tile in tiles),
+        backward=tuple(tile.backward.total for tile in tiles),
+        down=across,
+        up=across,
+        in_flight=tuple(layout.in_flight[stage][replica] for stage in stages),
+    )
+
+
+def _shared_alike(layout: Layout, chains: Iterable[int]) -> list[Place]:
+    """The places replayed, and those whose share of the state may make their step longer."""
+    replayed = [(stage, replica) for stage in range(layout.num_stages) for replica in chains]
+    named = [
+        (stage, replica)
+        for stage, spec in enumerate(layout.stages)
+        if spec.state_shares
+        for replica in range(len(spec.replicas))
+    ]
+    return list(dict.fromkeys([*replayed, *named]))
+
+
+def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:
+    """One place of each kind of replica and load among those replayed: equal ones are equally busy."""
+    seen: dict[object, Place] = {}
+    for replica in costs.chains:
+        for stage in range(layout.num_stages):
+            spec = layout.replica(stage, replica)
+            seen.setdefault((costs.kind(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
+    return list(seen.values())
+
+
+def _busy(layout: Layout, costs: PlanCosts, place: Place) -> dict[str, float]:
+    """Seconds a replica spends on all its tiles by part."""
+    spec = layout.replica(*place)
+    tile, count = costs.tile(*place, spec.micro_batch), spec.samples // spec.micro_batch
+    return {
+        key: count * float(getattr(tile.forward, key) + getattr(tile.backward, key)) for key in ("compute", "tp", "dp")
+    }

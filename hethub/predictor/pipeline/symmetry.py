@@ -1,0 +1,148 @@
+"""Layouts whose replicas repeat, with one replica of each sort and few of its tiles: what a replay of them tells of all.
+
+Where all stages tile the samples alike, a replica talks only to its own kind of chain, and once every chain is in its
+steady state, the rest of the tiles adds the same time each. Elsewhere replicas may form groups that talk among themselves
+alone; where these are copies of each other, one stands for all.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from hethub.predictor.pipeline.costs import PlanCosts, TileCost
+from hethub.predictor.pipeline.state_costs import Portion
+from hethub.spec.layout.bind import Layout
+from hethub.spec.schedule.microbatches import crossing
+
+Group = tuple[tuple[int, ...], ...]  # replicas by stage
+
+
+class LeanLayout(Layout):
+    """Some replicas of another layout's stages, each with `num_tiles` tiles, held as many at a time as there."""
+
+    held: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(layout: Layout, group: Group, num_tiles: int | None) -> "LeanLayout":
+        """The layout of a group, with all its tiles where `num_tiles` is None."""
+        plan = layout.plan.of_replicas(group, num_tiles)
+        lean = LeanLayout(plan, layout.model, layout.cluster)
+        held = tuple(
+            tuple([layout.lane_limits[stage][layout.lane_of(stage, r)] for r in own]) for stage, own in enumerate(group)
+        )
+        object.__setattr__(lean, "held", held)
+        return lean
+
+    @cached_property
+    def lane_limits(self) -> list[list[int]]:
+        if self.plan.schedule not in ("1f1b", "zero_bubble"):
+            return super().lane_limits
+        return [
+            [min(held, load.num_tiles) for held, load in zip(own, loads, strict=False)]
+            for own, loads in zip(self.held, self.loads, strict=True)
+        ]
+
+
+class LeanCosts(NamedTuple):
+    """Costs of a lean layout's replicas: those of the replicas they stand for."""
+
+    costs: PlanCosts
+    group: Group
+
+    @property
+    def state(self) -> Any:
+        return self.costs.state
+
+    def tile(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> TileCost:
+        return self.costs.tile(stage, self.group[stage][replica], samples, portion)
+
+    def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
+        target_stage = stage + 1 if below is None else below
+        return self.costs.boundary(stage, self.group[stage][source], self.group[target_stage][target], samples, below)
+
+    def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
+        return self.costs.optimizer(stage, self.group[stage][replica], portion)
+
+
+def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
+    """The replicas in groups that talk among themselves alone, if all are copies of one; else all in one group.
+
+    Tiles are dealt in an order that leaving other replicas out does not change, so a group alone runs as among others.
+    """
+    stages = range(layout.num_stages)
+    tied = layout.plan.goes_part_by_part or layout.plan.num_chunks > 1 or any(map(costs.state.in_rounds, stages))
+    if not tied and min(len(stage.replicas) for stage in layout.stages) > 1:
+        crossings = [crossing(a.replicas, b.replicas).sorts for a, b in pairwise(layout.stages)]
+        groups = _groups(layout, crossings)
+        if len({_sort(layout, costs, group, crossings) for group in groups}) == 1:
+            return groups
+    return [tuple(tuple(range(len(stage.replicas))) for stage in layout.stages)]
+
+
+def _groups(layout: Layout, crossings: Sequence[Sequence[tuple[int, int, int]]]) -> list[Group]:
+    """The replicas in groups that talk among themselves alone."""
+    joined: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def first(place: tuple[int, int]) -> tuple[int, int]:
+        while place in joined:
+            place = joined[place]
+        return place
+
+    for stage, sorts in enumerate(crossings):
+        for above, below, _ in sorts:
+            a, b = sorted((first((stage, above)), first((stage + 1, below))))
+            if a != b:
+                joined[b] = a
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    for stage, spec in enumerate(layout.stages):
+        for replica in range(len(spec.replicas)):
+            found.setdefault(first((stage, replica)), [[] for _ in layout.stages])[stage].append(replica)
+    return [tuple(map(tuple, group)) for group in found.values()]
+
+
+def _sort(
+    layout: Layout, costs: PlanCosts, group: Group, crossings: Sequence[Sequence[tuple[int, int, int]]]
+) -> tuple[object, ...]:
+    """What the times of a group depend on."""
+    replicas = [(stage, replica) for stage, own in enumerate(group) for replica in own]
+    specs = [layout.replica(*place) for place in replicas]
+    loads = [(costs.kind(*place), spec.micro_batch, spec.samples) for place, spec in zip(replicas, specs, strict=True)]
+    held = [(layout.in_flight[stage][replica], costs.optimizer(stage, replica)) for stage, replica in replicas]
+    levels = [
+        costs.crossing(stage, above, below)
+        for stage, sorts in enumerate(crossings)
+        for above, below, _ in sorts
+        if above in group[stage]
+    ]
+    return (*loads, *held, *levels)
+
+
+class Extent(NamedTuple):
+    """How many tiles are replayed, and again with `period` more, which is what each of `repeats` periods adds."""
+
+    num_tiles: int | None  # None: all
+    period: int
+    repeats: int
+
+
+def extent(layout: Layout, replicas: tuple[int, ...]) -> Extent:
+    """How much of alike chains must be replayed to know the rest.
+
+    Circuits through k stages repeat within k tiles, interleaved groups are as large as the pipeline; only waits that
+    take longer to settle than the warm-up are approximated.
+    """
+    counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
+    stages, num_tiles = layout.num_stages, max(counts)
+    in_turn = layout.plan.schedule in ("interleaved", "zero_bubble", "1f1b")
+    period = (4 * stages if stages <= 6 else stages) if in_turn else 2
+    held = max(layout.in_flight[stage][r] for stage in range(stages) for r in replicas)
+    warm = 2 * stages + (2 * min(held, stages if stages > 6 else 2 * stages) if in_turn else 2)
+    if not in_turn and any(stage.zero >= 2 or stage.offload for stage in layout.stages):
+        warm += 32  # what goes on beside a pass takes as long whatever its tiles, and few of them do not hide it
+    if layout.plan.schedule == "interleaved":
+        warm += stages * (num_tiles % stages)  # what is left over makes so many groups larger
+    if len(counts) > 1 or num_tiles <= warm + 2 * period:
+        return Extent(None, 0, 0)
+    base = warm + (num_tiles - warm) % period
+    return Extent(base, period, (num_tiles - base) // period)

@@ -1,0 +1,34 @@
+"""What every rank does when: the replayed schedule as spans, with the names that the runtime's trace uses."""
+
+from typing import NamedTuple
+
+from hethub.predictor.pipeline.step import StepTimes
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind
+
+
+class Span(NamedTuple):
+    """One action of one rank on one stream (compute or communication), seconds from the step's start."""
+
+    rank: int
+    stream: str
+    name: str
+    start_seconds: float
+    stop_seconds: float
+
+
+def timeline(layout: Layout, times: StepTimes) -> tuple[Span, ...]:
+    """All spans, rank by rank in the order of each rank's schedule. Needs times replayed in full."""
+    assert times.timed is not None
+    spans = [
+        Span(rank, stream_of(action.kind), action.name, start, stop)
+        for place, timed in times.timed.items()
+        for rank in layout.replica(*place).ranks
+        for action, start, stop in timed
+    ]
+    return tuple(sorted(spans, key=lambda span: span.rank))
+
+
+def stream_of(kind: Kind) -> str:
+    """The row of a trace that an action of this kind belongs to."""
+    return "communication" if kind in (Kind.REDUCE, Kind.GATHER) else "compute"

@@ -1,0 +1,147 @@
+"""The predictor's answer: how long a step takes, where the time goes, what it needs, and how sure that is."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hethub.predictor.cost.constants import Constants, packaged, precision_class
+from hethub.predictor.cost.intervals import interval
+from hethub.predictor.cost.operators import model_flops
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.memory.ranks import RankMemory, all_fit, memory
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.step import StepTimes, step_times
+from hethub.predictor.pipeline.timeline import Span, timeline
+from hethub.spec.errors import BadInput
+from hethub.spec.layout.bind import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step of a plan. Percent figures are percents; `breakdown` sums to `step_seconds`."""
+
+    fits: bool
+    step_seconds: float
+    step_seconds_interval: tuple[float, float]  # 80 %
+    tokens_per_second: float
+    mfu: float
+    breakdown: dict[str, float]
+    memory: tuple[RankMemory, ...]
+    bottleneck: str
+    ceiling_tokens_per_second: float
+    percent_of_ceiling: float
+    upper_bound_tokens_per_second: float | None
+    extrapolated: bool  # a profile was asked beyond what it measured
+    percent_of_upper_bound: float | None
+    timeline: tuple[Span, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without the timeline."""
+        # Not asdict(): it would copy every rank's memory in depth first.
+        data = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("memory", "timeline")}
+        data["step_seconds_interval"] = list(self.step_seconds_interval)
+        data["memory"] = [entry._asdict() for entry in self.memory]
+        return data
+
+
+def predict(
+    layout: Layout,
+    *,
+    reserve: float = 0.06,
+    upper_bound_tokens_per_second: float | None = None,
+    with_timeline: bool = False,
+    software: Software = HETHUB,
+    constants: Constants | None = None,
+    profile: ProfileSpec | None = None,
+    used: tuple[RankMemory, ...] | None = None,
+) -> Prediction:
+    """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit; `used` is
+    the layout's memory, where it is known.
+
+    The upper bound needs the planner, so it is passed in where known. Raises BadInput where the cluster lacks a link
+    speed that the plan needs, or the profile measured another model.
+    """
+    constants = constants or packaged()
+    if profile is not None:
+        profile.check_model(layout.model)
+        profile.check_version()
+    costs = PlanCosts(layout, software, constants, profile)
+    times = step_times(layout, costs, full=with_timeline)
+    extrapolated = costs.extrapolated  # asked now: the ceiling looks at every size
+    used = used or tuple(memory(layout, software))
+    plan, model = layout.plan, layout.model
+    tokens = plan.global_batch * plan.seq_len
+    tokens_per_second = tokens / times.seconds
+    peaks = sum(place.accelerator.peak_flops(plan.precision) for place in layout.cluster.places)
+    ceiling = ceiling_tokens_per_second(layout, costs)
+    if not 0 < times.seconds < math.inf:
+        raise BadInput(
+            f"cluster '{layout.cluster.name}': the step would take {times.seconds} s; a rate of an accelerator or a link is "
+            "absurdly small or large: look at *_tflops, memory_gbytes_per_second, link_gbytes_per_second and gbps_per_nic."
+        )
+    return Prediction(
+        fits=all_fit(layout, used, reserve),
+        step_seconds=times.seconds,
+        step_seconds_interval=_interval(layout, times.seconds, software, constants, profile),
+        tokens_per_second=tokens_per_second,
+        mfu=100.0 * model_flops(model, plan.global_batch, plan.seq_len) / times.seconds / peaks,
+        breakdown=times.breakdown,
+        memory=used,
+        bottleneck=_bottleneck(layout, times),
+        ceiling_tokens_per_second=ceiling,
+        percent_of_ceiling=100.0 * tokens_per_second / ceiling,
+        upper_bound_tokens_per_second=upper_bound_tokens_per_second,
+        extrapolated=extrapolated,
+        percent_of_upper_bound=None
+        if upper_bound_tokens_per_second is None
+        else 100.0 * tokens_per_second / upper_bound_tokens_per_second,
+        timeline=timeline(layout, times) if with_timeline else None,
+    )
+
+
+def _interval(
+    layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
+) -> tuple[float, float]:
+    kind = precision_class(software.math_precision(layout.plan.precision))
+    names = {node.device.name for node in layout.cluster.nodes}
+    known = all(f"{name} {kind}" in constants.accelerators for name in names)
+    if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
+        width = math.exp(constants.interval["profiled"])
+        return seconds / width, seconds * width
+    return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
+
+
+def ceiling_tokens_per_second(layout: Layout, costs: PlanCosts) -> float:
+    """The throughput no plan can exceed: every rank at its best layer rate, without bubble or communication."""
+    rates: dict[str, float] = {}
+    total = 0.0
+    for place in layout.cluster.places:
+        name = place.accelerator.name
+        if name not in rates:
+            rates[name] = costs.layer_cost(place.rank).best_layer_samples_per_second(layout.plan.global_batch)
+        total += rates[name]
+    return total / layout.model.layers * layout.plan.seq_len
+
+
+_WORDS = {
+    "compute": "computing",
+    "bubble": "waiting for other stages and replicas",
+    "tp": "tensor-parallel communication",
+    "pp": "waiting for activations and gradients under way between stages",
+    "dp": "summing gradients, gathering weights over replicas and fetching what was offloaded",
+    "optimizer": "the optimizer",
+}
+
+
+def _bottleneck(layout: Layout, times: StepTimes) -> str:
+    stage, replica = times.bottleneck
+    ranks = layout.replica(stage, replica).ranks
+    accelerator = layout.cluster.places[ranks[0]].accelerator.name
+    largest, second = sorted(times.breakdown, key=lambda part: -times.breakdown[part])[:2]
+    share = {part: 100.0 * times.breakdown[part] / times.seconds for part in (largest, second)}
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    return (
+        f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {_WORDS[largest]}, "
+        f"{share[second]:.0f} % {_WORDS[second]}."
+    )
