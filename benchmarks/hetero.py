@@ -27,7 +27,7 @@ sys.path.append(
 from benchmarks.quotas import measured_rows
 from benchmarks.rehearse import LINKS_SMALLER, MOST_OVERRUN_PERCENT, Rehearsed, pocket, rehearse_in_pace
 from hethub.planner import plan
-from hethub.planner.problem import Batch, pose
+from hethub.planner.problem.problem import Batch, pose
 from hethub.predictor import layer_rates, predict
 from hethub.predictor.memory.ranks import RankMemory, memory
 from hethub.report.drawing import stacked

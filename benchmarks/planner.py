@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import search_times  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import PlanResult, plan  # noqa: E402
-from hethub.planner.costs import UnitCosts  # noqa: E402
-from hethub.planner.problem import Batch, pose  # noqa: E402
-from hethub.planner.scaled import Scale, scaled  # noqa: E402
+from hethub.planner.estimate.costs import UnitCosts  # noqa: E402
+from hethub.planner.explain.scaled import Scale, scaled  # noqa: E402
+from hethub.planner.problem.problem import Batch, pose  # noqa: E402
 from hethub.spec.cluster import ClusterSpec  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
 from hethub.spec.job import ConstraintsSpec  # noqa: E402

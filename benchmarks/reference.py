@@ -29,7 +29,7 @@ sys.path.append(str(ROOT))  # behind all packages: the link `kernels` answers fo
 from benchmarks.planner import CASES  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import plan  # noqa: E402
-from hethub.planner.problem import Batch  # noqa: E402
+from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.spec.base import dump_yaml  # noqa: E402
 
 FOLDER = ROOT / "tests" / "reference"

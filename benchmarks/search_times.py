@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from hethub.commands.common import processors  # noqa: E402
 from hethub.planner import plan  # noqa: E402
-from hethub.planner.problem import Batch  # noqa: E402
-from hethub.planner.scaled import Scale, scaled  # noqa: E402
+from hethub.planner.explain.scaled import Scale, scaled  # noqa: E402
+from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.report.drawing import COLOURS, svg, text  # noqa: E402
 from hethub.spec.cluster import ClusterSpec, load_cluster  # noqa: E402
 from hethub.spec.model import ModelSpec, load_model  # noqa: E402

@@ -165,7 +165,7 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
     plan = load_plan_of(job, file)
     if not options.bounds and options.alone is None:
         return _Chosen("plan file", plan, None, None)
-    from hethub.planner.bounds import kinds_alone_for, upper_bound_tokens_per_second
+    from hethub.planner.explain.homogeneous_sum import kinds_alone_for, upper_bound_tokens_per_second
 
     alone = kinds_alone_for(*question, profile, processors())
     return _Chosen("plan file", plan, alone or (), upper_bound_tokens_per_second(alone))

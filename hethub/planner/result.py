@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hethub.planner.reasons import Reason
-from hethub.planner.unsearched import Unsearched
+from hethub.planner.explain.bottlenecks import Reason
+from hethub.planner.explain.unsearched import Unsearched
 from hethub.predictor import Prediction
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.plan import PlanSpec

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft
-from hethub.planner.judge import Judge, Verdict
-from hethub.planner.planning import find
-from hethub.planner.problem import Problem, Unit
-from hethub.planner.surrogate import Surrogate
+from hethub.planner.candidate.candidate import Draft
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.evaluate.evaluator import Judge, Verdict
+from hethub.planner.plan import find
+from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor import predict
 from hethub.predictor.memory.ranks import memory
 from hethub.spec.layout.bind import bind

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.problem import Problem, Unit
+from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts

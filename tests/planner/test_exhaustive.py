@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hethub.planner.capabilities import RUNTIME
-from hethub.planner.problem import Batch, Problem, pose
+from hethub.planner.problem.capabilities import RUNTIME
+from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec

@@ -2,10 +2,11 @@
 
 import pytest
 
-from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft
-from hethub.planner.families import FAMILIES
-from hethub.planner.families.whole import (
+from hethub.planner.candidate.candidate import Draft
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.generate.families import FAMILIES
+from hethub.planner.generate.families.whole import (
     WholeStage,
     Worker,
     held_alone,
@@ -14,8 +15,7 @@ from hethub.planner.families.whole import (
     ranks_by_kind,
     shared_bytes,
 )
-from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.surrogate import Surrogate
+from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec

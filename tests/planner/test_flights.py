@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.flights import default_flights, enough_flights, round_trips, slowest_circuit
-from hethub.planner.judge import Judge
-from hethub.planner.problem import Batch, pose
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.problem.problem import Batch, pose
 from tests.planner.test_plan import TINY, cluster
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft
-from hethub.planner.judge import Judge
-from hethub.planner.kind_stages import Programme, kind_drafts
-from hethub.planner.kind_ways import Goals, KindWays
-from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.settings import main_orders
-from hethub.planner.surrogate import Surrogate
+from hethub.planner.candidate.candidate import Draft
+from hethub.planner.candidate.settings import main_orders
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.generate.kind_stages import Programme, kind_drafts
+from hethub.planner.generate.kind_ways import Goals, KindWays
+from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec

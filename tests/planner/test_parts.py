@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.planner.costs import UnitCosts
-from hethub.planner.cuts import best_cuts
-from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.footprint import PROBE, Footprints, Mode, _Probe
-from hethub.planner.judge import AlikeLayout, Judge, is_alike, is_equal, raised
-from hethub.planner.partition import DEADLINES, Partitioner, Setting
-from hethub.planner.planning import answer
-from hethub.planner.problem import Batch, pose
-from hethub.planner.samples import Worker, divide, earliest_finish, largest_able
-from hethub.planner.scaled import Scale, scaled
-from hethub.planner.settings import MOST_DEGREES, Line, degree_choices, degrees_by_kind, micro_batch_choices
-from hethub.planner.small import ordered_partitions
-from hethub.planner.table import tabulate
-from hethub.planner.tile_sizes import even, fitted, resized
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.candidate.samples import Worker, divide, earliest_finish, largest_able
+from hethub.planner.candidate.settings import MOST_DEGREES, Line, degree_choices, degrees_by_kind, micro_batch_choices
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.memory_model import PROBE, Footprints, Mode, _Probe
+from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
+from hethub.planner.evaluate.evaluator import AlikeLayout, Judge, is_alike, is_equal, raised
+from hethub.planner.explain.scaled import Scale, scaled
+from hethub.planner.generate.cuts import best_cuts
+from hethub.planner.generate.partition import DEADLINES, Partitioner, Setting
+from hethub.planner.generate.small import ordered_partitions
+from hethub.planner.generate.table import tabulate
+from hethub.planner.plan import answer
+from hethub.planner.problem.problem import Batch, pose
 from hethub.predictor import memory, predict
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB

@@ -6,8 +6,8 @@ import pytest
 
 import hethub
 from hethub.planner import plan
-from hethub.planner.families import FAMILIES
-from hethub.planner.problem import Batch, pose
+from hethub.planner.generate.families import FAMILIES
+from hethub.planner.problem.problem import Batch, pose
 from hethub.predictor.cost.profile import LayerTiming, ProfileSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from hethub.planner.costs import UnitCosts
-from hethub.planner.draft import Draft, DraftStage, Seats
-from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.stage_times import Placed, StageTimes
-from hethub.planner.surrogate import Surrogate
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.estimate.stage_times import Placed, StageTimes
+from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.spec.job import ConstraintsSpec
 from tests.planner.test_plan import TINY, cluster
 

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.capabilities import RUNTIME
-from hethub.planner.costs import UnitCosts
-from hethub.planner.judge import Judge
-from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.tiny import search_tiny, step_seconds
-from hethub.planner.tiny_chains import Chains
-from hethub.planner.tiny_points import Branch, Point, branches_below, promising_floors, step_bound
-from hethub.planner.tiny_replay import nodes_of
-from hethub.planner.tiny_shapes import is_tiny, shapes_of
-from hethub.planner.tiny_stages import Cuts, StageBounds, StageCosts, bounds_of, count_tilings, tilings
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.exhaustive.chains import Chains
+from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising_floors, step_bound
+from hethub.planner.exhaustive.replay import nodes_of
+from hethub.planner.exhaustive.search import search_tiny, step_seconds
+from hethub.planner.exhaustive.shapes import is_tiny, shapes_of
+from hethub.planner.exhaustive.stages import Cuts, StageBounds, StageCosts, bounds_of, count_tilings, tilings
+from hethub.planner.problem.capabilities import RUNTIME
+from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
@@ -114,7 +114,7 @@ def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypa
     whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
     search_tiny(problem, whole)
     for name, size in (("AT_ONCE", 8), ("MOST_TIMED", 32)):
-        monkeypatch.setattr(f"hethub.planner.tiny.{name}", size)
+        monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
     search_tiny(problem, part)
     assert part.fitting
     assert part.space_bound_seconds is not None
@@ -126,7 +126,7 @@ def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatc
     whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
     search_tiny(problem, whole)
     for name, size in (("AT_ONCE", 8), ("WINDOW", 16), ("FEW", 1)):
-        monkeypatch.setattr(f"hethub.planner.tiny.{name}", size)
+        monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
     search_tiny(problem, part)
     assert part.best_seconds == whole.best_seconds == part.space_bound_seconds
 

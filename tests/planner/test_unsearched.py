@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from hethub.planner.capabilities import RUNTIME
-from hethub.planner.problem import Batch, Problem, pose
-from hethub.planner.unsearched import not_searched
+from hethub.planner.explain.unsearched import not_searched
+from hethub.planner.problem.capabilities import RUNTIME
+from hethub.planner.problem.problem import Batch, Problem, pose
 from tests.planner.test_plan import MIXED, TINY
 
 

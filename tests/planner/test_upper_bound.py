@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.bounds import kinds_alone_for, upper_bound_tokens_per_second
-from hethub.planner.families import FAMILIES
+from hethub.planner.explain.homogeneous_sum import kinds_alone_for, upper_bound_tokens_per_second
+from hethub.planner.generate.families import FAMILIES
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import LLAMA_8B, TINY, cluster
 

@@ -1,0 +1,126 @@
+"""Seconds of tiles on units of each kind, from the predictor's own layer and link costs: what guides the search.
+
+The judge of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.problem.problem import Kind, Problem
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import LayerCost, PassSeconds
+from hethub.predictor.cost.links import Group, Network
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.software import HETHUB, element_bytes
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Recompute
+
+
+class Rate(NamedTuple):
+    """Seconds of one micro-batch on a unit: per layer, and what embedding and head add."""
+
+    layer: PassSeconds
+    embedding: PassSeconds
+    head: PassSeconds
+
+    def tile(self, layers: int, first: bool, last: bool) -> PassSeconds:
+        """Forward and backward of one tile of a stage."""
+        forward, backward = layers * self.layer.forward, layers * self.layer.backward
+        for there, part in ((first, self.embedding), (last, self.head)):
+            if there:
+                forward, backward = forward + part.forward, backward + part.backward
+        return PassSeconds(forward, backward)
+
+
+def _layer_cost(problem: Problem, kind: Kind) -> LayerCost:
+    """A kind's layer costs, measured where there is a profile of it."""
+    args = (problem.model, kind.accelerator, problem.batch.seq_len, problem.batch.precision)
+    measured = problem.profile and problem.profile.device(kind.accelerator.name, problem.batch.precision)
+    return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
+
+
+class UnitCosts:
+    """Rates by kind, TP degree, micro-batch and recompute, each computed once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.network = Network(problem.cluster, packaged(), problem.profile)
+        self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
+        self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
+        self._rates: dict[tuple[int, int, int, str], Rate] = {}
+        self._put_off: dict[tuple[int, int, int, str], float] = {}
+        self._reduce: dict[tuple[int, int, int], float] = {}
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of a gradient on the wire: fp32 at least."""
+        return max(4, self.width)
+
+    def rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
+        """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the kind."""
+        key = (kind, tp, samples, recompute)
+        found = self._rates.get(key)
+        if found is None:
+            found = self._rates[key] = self._rate(kind, tp, samples, recompute)
+        return found
+
+    def _rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
+        cost = self.layer_costs[kind]
+        once = self.all_reduce(kind, tp, samples)
+        layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
+        again = 2 * once if recompute == "full" else 0.0
+        return Rate(
+            PassSeconds(layer.forward + 2 * once, layer.backward + 2 * once + again),
+            PassSeconds(embedding.forward + once, embedding.backward + once),
+            PassSeconds(head.forward + once, head.backward + once),
+        )
+
+    def put_off(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
+        """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
+        key = (kind, tp, samples, recompute)
+        found = self._put_off.get(key)
+        if found is None:
+            cost = self.layer_costs[kind]
+            found = self._put_off[key] = cost.layer(samples, tp, recompute).backward * cost.weight_share(
+                samples, 1 / tp
+            )
+        return found
+
+    def all_reduce(self, kind: int, tp: int, samples: int) -> float:
+        """Seconds to sum a micro-batch's hidden states over a unit."""
+        if tp == 1:
+            return 0.0
+        key = (kind, tp, samples)
+        found = self._reduce.get(key)
+        if found is None:
+            group = self.network.group(next(m for m in self.problem.kinds[kind].machines if len(m) >= tp)[:tp])
+            sharing = self.sharing(group)
+            num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
+            found = self._reduce[key] = self.network.all_reduce(group, num_bytes, sharing)
+        return found
+
+    def sharing(self, group: Group) -> int:
+        """How many groups like this one share a machine's interfaces."""
+        return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)
+
+    def layer_rate(self, kind: int) -> float:
+        """The kind's best layer-samples per second, which weights its part of the batch in the upper bound."""
+        return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)
+
+
+def rank_parameters(
+    model: ModelSpec, tp: np.ndarray, layers: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> np.ndarray:
+    """Parameters, by stage, that it sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
+    A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
+    matrices = (3 if model.is_gated else 2) * model.ffn
+    cut = 2 * model.heads * model.head_size + matrices
+    kv = 2 * model.num_kv_heads * model.head_size
+    kept = model.layer_parameters - model.hidden * (cut + kv)
+    count = layers * (kept + model.hidden * (cut / tp + np.maximum(kv / tp, 2 * model.head_size)))
+    apart = first & ~last if model.tied_head else np.zeros_like(first)
+    embedding = model.embedding_parameters - apart * (model.vocab * model.hidden)
+    count += np.where(first, embedding / tp, 0.0)
+    count += np.where(last, model.head_parameters / tp, 0.0)
+    return count

@@ -1,0 +1,330 @@
+"""A step's seconds in closed form: ranks drafts before the predictor judges the best of them.
+
+Per stage (`stage_times`): the exact busy time of its slowest replica, one tile's latency, the gradients' reduction. Over
+stages: the slowest way from the first forward to the last backward through each stage under 1F1B, and the slowest
+circuit that tiles in flight allow; for many drafts at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import compress, groupby, repeat
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, chains, merged
+from hethub.planner.candidate.samples import earliest_finish, within
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
+from hethub.planner.estimate.stage_rows import StageRows
+from hethub.planner.estimate.stage_times import StageEstimate, StageTimes
+from hethub.planner.estimate.transfers import Crossings
+from hethub.planner.problem.problem import Problem
+from hethub.spec.plan import ScheduleName
+
+
+class Weighed(NamedTuple):
+    """What is estimated of a draft: its step, tiles in flight per stage, whether they fit, the stage that works longest, what
+    it works at least, and what the estimate is not below, however many tiles are in flight under 1F1B or zero_bubble."""
+
+    seconds: float
+    holds: tuple[int, ...]
+    fits: bool
+    slowest: int
+    least: float
+    floor: float
+
+
+class Surrogate:
+    """Estimates drafts; stages and drafts seen before cost nothing. Many drafts at once cost little more than one."""
+
+    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
+        self.problem, self.costs = problem, costs
+        self.times, self.crossings = StageTimes(problem, costs), Crossings(problem, costs)
+        self._rows = StageRows(self.times)
+        self._weighed: dict[Draft, Weighed] = {}
+        self._least: dict[Draft, float] = {}
+
+    def seconds(self, draft: Draft) -> float:
+        """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must not."""
+        return self._of(draft).seconds
+
+    def holds(self, draft: Draft) -> tuple[int, ...]:
+        """Tiles in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the pace of
+        the busiest stage, where they fit; never fewer than the stage below holds."""
+        return self._of(draft).holds
+
+    def likely_fits(self, draft: Draft) -> bool:
+        """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
+        return self._of(draft).fits
+
+    def slowest(self, draft: Draft) -> int:
+        """The stage whose busiest replica works longest."""
+        return self._of(draft).slowest
+
+    def is_faster(self, draft: Draft, seconds: float) -> bool:
+        """Whether the estimate is below `seconds` and the draft likely fits."""
+        return self.least(draft) < seconds and self.seconds(draft) < seconds and self.likely_fits(draft)
+
+    def below(self, drafts: Iterable[Draft], seconds: float) -> list[Draft]:
+        """The unlike ones of the drafts whose estimate is below `seconds` and that likely fit; those that are proved to take
+        longer are not weighed."""
+        unlike = list(dict.fromkeys(drafts))
+        self.bound(unlike)
+        self.weigh(draft for draft in unlike if self.least(draft) < seconds)
+        return [draft for draft in unlike if self.is_faster(draft, seconds)]
+
+    def least(self, draft: Draft) -> float:
+        """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
+        if draft in self._weighed:
+            return self._weighed[draft].least
+        if draft not in self._least:
+            self.bound([draft])
+        return self._least[draft]
+
+    def floor(self, draft: Draft) -> float:
+        """What the estimate is not below, however many tiles are in flight, under 1F1B or zero_bubble."""
+        return self._of(draft).floor
+
+    def bound(self, drafts: Iterable[Draft]) -> None:
+        """Finds for all drafts at once what they compute at least."""
+        new = [draft for draft in drafts if draft not in self._weighed and draft not in self._least]
+        for draft, stages in zip(new, self._rows.divided(new), strict=True):
+            self._least[draft] = max([own.seconds for own in stages])
+
+    def least_in_passes(self, draft: Draft) -> float:
+        """The same where every replica gathers new weights and steps between its tiles, as under ministages."""
+        stages = self._rows.figures(self._rows.of([draft], ["1f1b"]))
+        return float((stages.least + stages.finish).max())
+
+    def samples(self, draft: Draft, index: int) -> list[int]:
+        """About how many samples each of a stage's replicas takes, by seats."""
+        return self._rows.divided_at(draft, index).samples
+
+    def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None, held: int) -> int:
+        """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles, by the
+        closed form; 0 where one sample is too much."""
+        return self.times.largest(stage, own, place, schedule or self.problem.schedule, held)
+
+    def weigh(self, drafts: Iterable[Draft]) -> None:
+        """Estimates all drafts at once, so that asking for each costs nothing."""
+        new = [draft for draft in dict.fromkeys(drafts) if draft not in self._weighed]
+        rows = self._rows.of(new, map(self._schedule, new))
+        ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
+        for _, alike in groupby(ranked, key=_depth):
+            own, stages = zip(*alike, strict=True)
+            self._weighed.update(zip(own, self._weigh(own, stages), strict=True))
+
+    def _of(self, draft: Draft) -> Weighed:
+        if draft not in self._weighed:
+            self.weigh([draft])
+        return self._weighed[draft]
+
+    def is_possible(self, draft: Draft) -> bool:
+        """Whether every replica can have a sample and no stage mixes what it must not."""
+        return max(draft.replica_counts) <= self.problem.batch.global_batch and not self.problem.forbids_any(
+            draft.mixtures
+        )
+
+    def _weigh(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> list[Weighed]:
+        """Drafts whose stages stand in these rows."""
+        own = self._side_by_side(drafts, rows)
+        held, fits = self._held(own)
+        seconds, floor = self._seconds(own, held)
+        seconds[[not self.is_possible(draft) for draft in drafts]] = np.inf
+        holds = [tuple(each[first:]) for each, first in zip(held.astype(int).tolist(), own.first.tolist(), strict=True)]
+        slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
+        least = own.stages.least.max(axis=1).tolist()
+        return list(map(Weighed, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
+
+    def _side_by_side(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> "_Together":
+        """The drafts with their stages in arrays that end with the last. In front of the first stage of shorter ones stands a
+        blank: the stage once more, without any work."""
+        depth = len(rows[-1])  # the largest, of drafts in order
+        first = np.array([depth - len(own) for own in rows])
+        table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
+        crossing = np.array([[0.0] * (depth - len(draft.stages)) + self.crossings.of(draft) for draft in drafts])
+        crossing = crossing.reshape(len(drafts), -1)
+        blank = np.arange(depth) < first[:, None]
+        stages = self._stages(drafts, table, blank)
+        filled = np.array([self._schedule(draft) == "zero_bubble" for draft in drafts])
+        trips = round_trips(stages.tile, stages.wave, crossing)
+        return _Together(drafts, table, first, blank, stages, crossing, trips, filled)
+
+    def _seconds(self, own: "_Together", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[draft]: the step with so many tiles in flight, and what it is not below with any."""
+        stages, crossing, trips, several = own.stages, own.crossing, own.trips, own.several
+        # Who has the shorter update begins the next step while others still step (predictor/step.py).
+        first = stages.finish.min(axis=1)
+        away = np.where(own.blank, 0.0, trips[:, :, -1] - stages.tile)  # until a tile is back from all later stages
+        slack = np.maximum(0.0, away - (held - 1) * stages.forward)
+        gap = slack + np.maximum(0.0, away - (held - 1) * stages.backward)
+        drain = np.zeros_like(away)
+        np.cumsum(stages.backward[:, :-1] + crossing, axis=1, out=drain[:, 1:])
+        fill = stages.finish - first[:, None]
+        for s in range(1, fill.shape[1]):
+            below = fill[:, s - 1] + stages.forward[:, s - 1] + crossing[:, s - 1]
+            np.maximum(fill[:, s], below, out=fill[:, s])
+        floor = (fill + stages.busy).max(axis=1) + first
+        # Under zero_bubble, weights' gradients fill the drain.
+        end = (fill + stages.busy + np.where(own.filled[:, None], slack, gap + drain)).max(axis=1)
+        if several.any():
+            around = slowest_circuit(trips, stages.wave, held, self.problem.batch.global_batch, own.first)
+            end = np.where(several, np.maximum(end, stages.finish[:, 0] - first + around), end)
+        reduce = np.maximum(stages.tail, stages.reduce - stages.backward)
+        if self.problem.model.tied_head:
+            tied = np.array([self._tied(draft) if len(draft.stages) > 1 else 0.0 for draft in own.drafts])
+            reduce[np.arange(len(tied)), own.first] += tied
+            reduce[:, -1] += tied
+        shown = np.maximum(0.0, (reduce - drain).max(axis=1))
+        return end + shown + first, floor
+
+    def _schedule(self, draft: Draft) -> ScheduleName:
+        return draft.schedule or self.problem.schedule
+
+    def _stages(self, drafts: Sequence[Draft], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
+        """Every stage of every draft by itself, and where replica i of every stage gets the same samples, what waiting for
+        the slowest of a chain adds."""
+        stages = self._rows.figures(rows)
+        if blank.any():
+            for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
+                work[blank] = 0.0
+        self._wait_for_chains(drafts, stages)
+        return stages
+
+    def _wait_for_chains(self, drafts: Sequence[Draft], stages: StageEstimate) -> None:
+        """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest stage,
+        and all others of it wait."""
+        found = [_Chained(row, draft, chains(draft)) for row, draft in enumerate(drafts) if _is_chained(draft)]
+        alike = sorted((own for own in found if own.has_one_size), key=_extent)
+        for _, own in groupby(alike, key=_extent):
+            self._pace(list(own), stages)
+
+    def _pace(self, own: Sequence["_Chained"], stages: StageEstimate) -> None:
+        """Writes into `stages` how long drafts of equally many stages and chains take."""
+        total = self.problem.batch.global_batch
+        per_sample = np.array([self._along(one) for one in own])  # [draft, chain, stage]
+        numbers = np.array([[count for count, _ in one.chains] for one in own])
+        sizes = np.array([[sorts[0].micro_batch for _, sorts in one.chains] for one in own])
+        slowest = per_sample.max(axis=2)
+        taken = np.clip(within(earliest_finish(total, slowest, numbers), slowest), 1, total)
+        busy, index = (taken[:, :, None] * per_sample).max(axis=1), [one.row for one in own]
+        depth = busy.shape[1]
+        stages.busy[index, -depth:] = np.maximum(stages.busy[index, -depth:], busy)
+        stages.tiles[index] = (taken / sizes).max(axis=1)[:, None]
+
+    def _along(self, own: "_Chained") -> list[list[float]]:
+        """[chain, stage]: seconds per sample."""
+        (stages,) = self._rows.divided([own.draft])
+        return [[one.per_sample[sort] for one, sort in zip(stages, sorts, strict=True)] for _, sorts in own.chains]
+
+    def _held(self, own: "_Together") -> tuple[np.ndarray, np.ndarray]:
+        """Tiles in flight [draft, stage], and whether they fit [draft]."""
+        stages, filled = own.stages, own.filled
+        held = default_flights(stages.wave)
+        roomy = np.array([draft.roomy for draft in own.drafts]) & own.several
+        if roomy.any():
+            held[roomy] = self._enough(own.at(roomy))
+        able = np.ones(len(held), dtype=bool)
+        if filled.any():
+            held[filled], able[filled] = self._put_off(own.at(filled), held[filled], roomy[filled])
+        return held, able & ((held <= stages.most) | own.blank).all(axis=1)
+
+    def _enough(self, own: "_Together") -> np.ndarray:
+        """[draft, stage]: as many tiles in flight as hide what can be hidden. Where weights' gradients are put off, as many as
+        if they were not keep the gaps to be filled few."""
+        plain, trips = own.stages, own.trips
+        if own.filled.any():
+            rows = self._rows.of(own.drafts, repeat(self.problem.schedule, len(own.drafts)))
+            table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
+            plain = self._stages(own.drafts, np.array(table), own.blank)
+            trips = round_trips(plain.tile, plain.wave, own.crossing)
+        pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
+        return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.tiles))
+
+    def _put_off(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tiles in flight under zero_bubble, of roomy drafts as many as leave memory for what is put off, and whether there is
+        [draft]."""
+        most, wave = self._most_under_way(own, held), own.stages.wave
+        short = roomy & (most < own.widest(held))
+        if short.any():
+            held = np.where(short[:, None], np.minimum(held, np.maximum(most[:, None] // wave, 1)), held)
+            most = self._most_under_way(own, held)
+        return held, own.widest(held) <= most
+
+    def _most_under_way(self, own: "_Together", held: np.ndarray) -> np.ndarray:
+        """[draft]: up to how many samples every stage has memory for under zero_bubble, where all others may put off as many as
+        are under way in one of them, beside the tiles it holds."""
+        free, tile, each = self._rows.rooms(own.rows)  # [draft, stage, sort]
+        put_off = np.trunc((free - held[:, :, None] * tile) / np.maximum(each, 1.0)).min(axis=2)
+        most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + put_off + 1) - 1).min(axis=1)
+        return most
+
+    def _tied(self, draft: Draft) -> float:
+        """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
+        seats = merged([*draft.stages[0].seats, *draft.stages[-1].seats])
+        latency, per_byte = self.times.collective(seats)
+        each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in seats)
+        return 2 * latency + per_byte * each * (self.costs.gradient_width + self.costs.width)
+
+
+class _Together(NamedTuple):
+    """Drafts side by side: the rows of their stages, where the first of these is and where none, their figures, seconds of
+    one tile over each boundary [draft, boundary] and around [draft, s, t], and whose weights' gradients fill the drain
+    [draft]."""
+
+    drafts: Sequence[Draft]
+    rows: np.ndarray
+    first: np.ndarray
+    blank: np.ndarray
+    stages: StageEstimate
+    crossing: np.ndarray
+    trips: np.ndarray
+    filled: np.ndarray
+
+    @property
+    def several(self) -> np.ndarray:
+        """[draft]: whether it has several stages."""
+        return self.first < self.rows.shape[1] - 1
+
+    def widest(self, held: np.ndarray) -> np.ndarray:
+        """[draft]: the most samples that are under way in a stage."""
+        most: np.ndarray = np.where(self.blank, 0.0, self.stages.wave * held).max(axis=1)
+        return most
+
+    def at(self, chosen: np.ndarray) -> "_Together":
+        """Some of the drafts."""
+        if chosen.all():
+            return self
+        drafts = list(compress(self.drafts, chosen))
+        places = (self.rows[chosen], self.first[chosen], self.blank[chosen])
+        stages = StageEstimate(*(figure[chosen] for figure in self.stages))
+        return _Together(drafts, *places, stages, self.crossing[chosen], self.trips[chosen], self.filled[chosen])
+
+
+class _Chained(NamedTuple):
+    """A draft, where it stands among others, and its chains: how many are alike, and their sort on each stage."""
+
+    row: int
+    draft: Draft
+    chains: list[tuple[int, list[Seats]]]
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether every chain has one micro-batch all the way."""
+        return all(own.micro_batch == sorts[0].micro_batch for _, sorts in self.chains for own in sorts)
+
+
+def _depth(own: tuple[Draft, list[int]]) -> int:
+    """By which drafts are estimated together: up to twice as many stages."""
+    return (len(own[1]) - 1).bit_length()
+
+
+def _extent(own: _Chained) -> tuple[int, int]:
+    return len(own.draft.stages), len(own.chains)
+
+
+def _is_chained(draft: Draft) -> bool:
+    """Whether replica i of every stage gets the same samples, and it matters."""
+    if not draft.alike or draft.even or len(draft.stages) == 1 or len(set(draft.replica_counts)) > 1:
+        return False
+    return max([len(stage.seats) for stage in draft.stages]) > 1

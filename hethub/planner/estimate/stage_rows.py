@@ -1,0 +1,117 @@
+"""The stages of all drafts seen so far, each estimated once: rows of figures, in which drafts are looked up."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.estimate.memory_model import position
+from hethub.planner.estimate.stage_times import ANY_ROOM, Division, Placed, Room, StageEstimate, StageTimes
+from hethub.spec.plan import ScheduleName
+
+
+class Divided(NamedTuple):
+    """A stage's seconds on its busiest replica's tiles alone, and by seats samples and seconds of each."""
+
+    seconds: float
+    samples: list[int]
+    per_sample: dict[Seats, float]
+
+
+class StageRows:
+    """Figures of stages. Many new ones at once cost little more than one."""
+
+    def __init__(self, times: StageTimes) -> None:
+        self._times = times
+        self._rows: dict[object, int] = {}
+        self._figures = np.zeros((len(StageEstimate._fields), 0))  # [figure, row]
+        self._rooms = np.zeros((len(Room._fields), 0, 1))  # [figure, row, sort]
+        self._divided: dict[object, Divided] = {}
+
+    def of(self, drafts: Iterable[Draft], schedules: Iterable[ScheduleName]) -> list[list[int]]:
+        """The rows of every stage of every draft under its schedule."""
+        known, found = self._rows, []
+        new: list[Placed] = []
+        for draft, schedule in zip(drafts, schedules, strict=True):
+            own, even = [], draft.even
+            for stage, place in _placed(draft):
+                key = (stage.core, place, even, schedule)
+                row = known.get(key)
+                if row is None:
+                    row = known[key] = len(known)
+                    new.append(Placed(stage, place, even, schedule))
+                own.append(row)
+            found.append(own)
+        if new:
+            self._fill(new)
+        return found
+
+    def figures(self, rows: Sequence[list[int]] | np.ndarray) -> StageEstimate:
+        """The figures of rows, in their shape."""
+        return StageEstimate(*self._figures[:, np.asarray(rows)])
+
+    def rooms(self, rows: np.ndarray) -> Room:
+        """What the ranks of every sort have for tiles, or nearly so, [*rows, sort]."""
+        return Room(*self._rooms[:, rows])
+
+    def divided(self, drafts: Sequence[Draft]) -> list[list[Divided]]:
+        """How the stages of every draft divide the samples."""
+        known = self._divided
+        every = [[(stage.core, place, draft.even) for stage, place in _placed(draft)] for draft in drafts]
+        new = {
+            key: Placed(stage, key[1], key[2], "1f1b")
+            for draft, keys in zip(drafts, every, strict=True)
+            for stage, key in zip(draft.stages, keys, strict=True)
+            if key not in known
+        }
+        if new:
+            self._remember(list(new.values()), self._times.divided(list(new.values())))
+        return [[known[key] for key in keys] for keys in every]
+
+    def divided_at(self, draft: Draft, index: int) -> Divided:
+        """How one of a draft's stages divides the samples."""
+        key = (draft.stages[index].core, _places(len(draft.stages))[index], draft.even)
+        return self._divided[key] if key in self._divided else self.divided([draft])[0][index]
+
+    def _fill(self, new: Sequence[Placed]) -> None:
+        """Fills the last rows."""
+        figures, division, room = self._times.estimates(new)
+        start = len(self._rows) - len(new)
+        self._figures = _with_rows(self._figures, start, np.stack(figures))
+        width = max(room.free.shape[1], self._rooms.shape[2])
+        self._rooms = _with_rows(_with_sorts(self._rooms, width), start, _with_sorts(np.stack(room), width))
+        self._remember(new, division)
+
+    def _remember(self, stages: Sequence[Placed], division: Division) -> None:
+        for one, seconds, taken, per_sample in zip(stages, *(part.tolist() for part in division), strict=True):
+            seats = one.stage.seats
+            samples = [int(count) for count in taken[: len(seats)]]
+            found = Divided(seconds, samples, dict(zip(seats, per_sample, strict=False)))
+            self._divided[one.stage.core, one.place, one.even] = found
+
+
+def _placed(draft: Draft) -> Iterator[tuple[DraftStage, int]]:
+    """The stages with their places."""
+    return zip(draft.stages, _places(len(draft.stages)), strict=True)
+
+
+@cache
+def _places(count: int) -> tuple[int, ...]:
+    return tuple(position(s == 0, s == count - 1) for s in range(count))
+
+
+def _with_rows(table: np.ndarray, start: int, rows: np.ndarray) -> np.ndarray:
+    """The table [figure, row, …] with these rows from `start` on, larger where it is too small."""
+    stop = start + rows.shape[1]
+    if stop > table.shape[1]:
+        table = np.concatenate([table, np.zeros((len(table), stop, *table.shape[2:]))], axis=1)
+    table[:, start:stop] = rows
+    return table
+
+
+def _with_sorts(rooms: np.ndarray, width: int) -> np.ndarray:
+    """What ranks have for tiles [figure, row, sort], for so many sorts; those who are nobody have room for any."""
+    more = np.broadcast_to(np.reshape(ANY_ROOM, (-1, 1, 1)), (*rooms.shape[:2], width - rooms.shape[2]))
+    return np.concatenate([rooms, more], axis=2) if more.shape[2] else rooms

@@ -1,0 +1,5 @@
+"""A small space searched to its end: every plan that no bound excludes is timed.
+
+Start reading: search.py.
+May import: .
+"""

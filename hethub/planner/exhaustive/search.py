@@ -1,0 +1,208 @@
+"""A small space searched to its end: every plan of a handful of accelerators that a bound does not exclude is timed.
+
+The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in steps of
+one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of tiles in
+flight. A point is left out where a bound of its step is no shorter than the best plan known: a rough one over what its
+stages take at least, then that of its chains of tiles. All others are replayed with the predictor's own costs, those of one
+tiling at once, and judged in order of these times. The best are then tried with more tiles in flight.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.candidate.materialize import complete
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
+from hethub.planner.exhaustive.replay import Node, Passed, ends_of, nodes_of
+from hethub.planner.exhaustive.shapes import schedules_of, shapes_of
+from hethub.planner.exhaustive.stages import StageCosts, Units
+from hethub.planner.problem.problem import Problem
+from hethub.spec.errors import BadInput
+from hethub.spec.layout.bind import Layout
+
+AT_ONCE = 512  # floors' points whose modes are timed before the best of them are judged
+WINDOW = 131_072  # floors' points listed at once, by their bounds
+MOST_TIMED = 65_536
+FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
+MOST_JUDGED = 1000  # where memory holds few of them
+MOST_DEEPENED = 128  # points tried with more tiles in flight
+
+
+def search_tiny(problem: Problem, judge: Judge) -> None:
+    """Judges what may be better than the best plan known, most promising first. The judge knows then what no plan of the
+    space is below: the best plan where it was searched to its end, else the smallest bound that was not looked at."""
+    costs = [StageCosts(judge, schedule) for schedule in schedules_of(problem)]
+    shapes = list(shapes_of(problem))
+    bounded = [own for each in costs for shape in shapes for own in branches_below(judge.best_seconds, each, shape)]
+    sweep = _Sweep(judge)
+    for part in _parts(sorted(bounded, key=itemgetter(0))):
+        sweep.search(part)
+    if judge.fitting and not judge.out_of_time:
+        judge.space_bound_seconds = min(judge.best_seconds, sweep.unseen_seconds)
+    if problem.capabilities.chooses_in_flight:
+        deeper = [point for _, own in sweep.near for point in _deeper(problem, own)]
+        sweep.enough += MOST_JUDGED
+        sweep.judge_timed(_timed(problem, deeper, sweep.orders))
+
+
+def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[float, Branch]]]:
+    """Branches in their order, few of them first: these tell how fast a plan can be before most are looked at."""
+    first, count = 0, FEW
+    while first < len(bounded):
+        yield bounded[first : first + count]
+        first, count = first + count, GROWTH * count
+
+
+class _Sweep:
+    """Times points and judges the best, as many as may be, and knows how fast those may be that it left out."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.orders: dict[object, list[Node]] = {}
+        self.enough = judge.candidates + MOST_JUDGED
+        self.left = MOST_TIMED
+        self.near: list[tuple[float, Point]] = []  # the fastest points with their seconds
+        self.unseen_seconds = float("inf")
+
+    @property
+    def has_judged_enough(self) -> bool:
+        return self.judge.out_of_time or self.judge.candidates > self.enough
+
+    @property
+    def is_over(self) -> bool:
+        return self.left <= 0 or self.has_judged_enough
+
+    def leave(self, seconds: float) -> None:
+        """Notes that points are left out of which none is faster."""
+        self.unseen_seconds = min(self.unseen_seconds, seconds)
+
+    def search(self, bounded: Sequence[tuple[float, Branch]]) -> None:
+        """Looks at all points of branches that may be better than the best plan, a window of them after the other."""
+        branches, above, least = [branch for _, branch in bounded], 0.0, bounded[0][0]
+        while least < self.judge.best_seconds:
+            if self.is_over:
+                self.leave(least)
+                return
+            found = promising_floors(self.judge.best_seconds, branches, WINDOW, above)
+            self._time(found)
+            if len(found.bounds) < WINDOW:
+                return
+            if found.bounds[-1] <= above:  # more of one bound than a window holds
+                self.leave(above)
+                return
+            above = least = float(found.bounds[-1])
+
+    def _time(self, found: Points) -> None:
+        """Times what points of floors stand for, in order of their bounds."""
+        for first in range(0, len(found.bounds), AT_ONCE):
+            if found.bounds[first] >= self.judge.best_seconds:
+                return
+            if self.is_over:
+                self.leave(float(found.bounds[first]))
+                return
+            some = refined(found.at(slice(first, first + AT_ONCE)), self.judge.best_seconds)
+            self.left -= len(some.bounds)
+            timed = _timed(self.judge.problem, some.points(), self.orders)
+            self.judge_timed(timed)
+            self.near = heapq.nsmallest(MOST_DEEPENED, [*self.near, *timed], key=_seconds_of)
+
+    def judge_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
+        """Judges points in order of their times until none can be better."""
+        for seconds, point in sorted(timed, key=_seconds_of):
+            if seconds >= self.judge.best_seconds:
+                return
+            if self.has_judged_enough:
+                self.leave(seconds)
+                return
+            self.judge(_draft(point, self.judge))
+
+
+def _seconds_of(timed: tuple[float, Point]) -> float:
+    return timed[0]
+
+
+def _deeper(problem: Problem, point: Point) -> list[Point]:
+    """The point with more tiles in flight than by default in all stages but the last."""
+    plan = point.plan
+    if plan.schedule == "gpipe":
+        return []
+    usual = tuple(map(tuple, Layout(plan, problem.model, problem.cluster).in_flight))
+    found: dict[object, Point] = {}
+    for more in (1, 2, problem.batch.global_batch):
+        held = tuple(
+            tuple(min(own + more, -(-r.samples // r.micro_batch)) for own, r in zip(stage, spec.replicas, strict=True))
+            for stage, spec in zip(usual[:-1], plan.stages[:-1], strict=True)
+        )
+        found[held] = point._replace(held=(*held, usual[-1]))
+    return [own for own in found.values() if own.held != usual and _runs(problem, own)]
+
+
+def _runs(problem: Problem, point: Point) -> bool:
+    """Whether the tiles in flight are enough for those held further down."""
+    try:
+        return bool(Layout(point.plan, problem.model, problem.cluster).in_flight)
+    except BadInput:
+        return False
+
+
+def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[Node]]) -> list[tuple[float, Point]]:
+    """The points with the seconds of their step, all of one tiling at once."""
+    alike: dict[object, list[Point]] = {}
+    for point in points:
+        alike.setdefault(point.tiling, []).append(point)
+    found: list[tuple[float, Point]] = []
+    for tiling, own in alike.items():
+        if tiling not in orders:
+            orders[tiling] = nodes_of(Layout(own[0].plan, problem.model, problem.cluster))
+        found += zip(step_seconds(own, orders[tiling]), own, strict=True)
+    return found
+
+
+def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
+    """The step of points that tile alike."""
+    stages = list(zip(*(point.modes for point in points), strict=True))
+    crossings = [np.stack([point.branch.crossing(above) for point in points]) for above in range(len(stages) - 1)]
+    updates = [np.stack([mode.updates for mode in own]) for own in stages]
+    first = np.minimum.reduce([own.min(axis=1) for own in updates])
+    passed = [
+        Passed(np.stack([mode.seconds for mode in own]), update - first[:, None])
+        for own, update in zip(stages, updates, strict=True)
+    ]
+    reduced = [
+        np.maximum(
+            ends.stop + [mode.reduction.tail_seconds for mode in own],
+            ends.start + [mode.reduction.seconds for mode in own],
+        )
+        for ends, own in zip(ends_of(nodes, passed, crossings), stages, strict=True)
+    ]
+    seconds: list[float] = (np.maximum.reduce(reduced) + first).tolist()
+    return seconds
+
+
+def _draft(point: Point, judge: Judge) -> Draft:
+    """The point's draft, movable where drafts can express its plan: they list like units by their micro-batch."""
+    problem, plan = judge.problem, point.plan
+    stages = [
+        DraftStage(x, _seats(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)
+        for units, x, mode, spec in zip(point.branch.shape, point.branch.layers, point.modes, plan.stages, strict=True)
+    ]
+    schedule = None if plan.schedule == problem.schedule else plan.schedule
+    draft = Draft(tuple(stages), alike=False, schedule=schedule)
+    if (usual := complete(draft, problem, judge.costs, None)) is not None:
+        for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
+            more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))
+            draft = draft.with_stage(index, replace(stage, nudges=more if any(more) else ()))
+        if complete(draft, problem, judge.costs, None) == plan:
+            return draft
+    return replace(draft, name=f"point {plan.stages}", plan=plan)
+
+
+def _seats(units: Units, sizes: Sequence[int]) -> tuple[Seats, ...]:
+    counts = Counter((unit.kind, unit.tp, size) for unit, size in zip(units, sizes, strict=True))
+    return merged([Seats(*sort, number) for sort, number in counts.items()])

@@ -1,0 +1,365 @@
+"""What one stage of a small space's plans may do, as arrays: its replicas' samples and tiles, and seconds under every mode."""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
+from itertools import combinations, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import DraftStage, Seats, merged
+from hethub.planner.candidate.samples import largest_able
+from hethub.planner.estimate.memory_model import position
+from hethub.planner.estimate.stage_times import NEARLY
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.problem.problem import Problem, Unit
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.state_costs import Reduction
+from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.schedule.microbatches import deal
+
+Units = tuple[Unit, ...]  # the replicas of a stage
+Shape = tuple[Units, ...]
+
+LEVELS = (0, 1, 3)  # of ZeRO: replicas of a round run ahead of each other under 2, which the replay does not know
+
+
+class Tilings(NamedTuple):
+    """All ways to divide the samples over a stage's replicas and to cut them into tiles: arrays [way, replica]."""
+
+    samples: np.ndarray
+    sizes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class Axis(NamedTuple):
+    """The tiles of all ways, dealt along the sample axis."""
+
+    replicas: np.ndarray  # [way, sample], of the tile that holds it
+    starts: np.ndarray
+    stops: np.ndarray
+    firsts: np.ndarray  # [way, replica], the first sample of its first tile
+    lasts: np.ndarray  # the last sample of its last tile
+
+
+class Cuts(NamedTuple):
+    """Which tile sizes are looked at: these, and if `even` those that make a number of tiles as equal as can be."""
+
+    micro_batches: tuple[int, ...]
+    even: bool
+
+    def of(self, samples: int) -> list[int]:
+        """The unlike tile sizes of a replica with so many samples."""
+        found = {min(size, samples) for size in self.micro_batches}
+        if self.even:
+            found |= {-(-samples // number) for number in range(1, samples + 1)}
+        return sorted(found)
+
+
+@cache
+def tilings(total: int, replicas: int, cuts: Cuts) -> Tilings:
+    """All samples in steps of one with all tile sizes."""
+    found = [
+        (samples, sizes)
+        for edges in combinations(range(1, total), replicas - 1)
+        for samples in [tuple(b - a for a, b in pairwise((0, *edges, total)))]
+        for sizes in product(*map(cuts.of, samples))
+    ]
+    return Tilings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
+
+
+@cache
+def axis_of(total: int, replicas: int, cuts: Cuts) -> Axis:
+    """Where the tiles of all `tilings` lie on the sample axis."""
+    rows = []
+    for samples, sizes in zip(*(part.tolist() for part in tilings(total, replicas, cuts)), strict=True):
+        replicas_of = enumerate(zip(samples, sizes, strict=True))
+        dealt = deal([ReplicaSpec(ranks=(rank,), micro_batch=size, samples=own) for rank, (own, size) in replicas_of])
+        counts = np.subtract(dealt.stops, dealt.starts)
+        rows.append([np.repeat(part, counts) for part in (dealt.replicas, dealt.starts, dealt.stops)])
+    owners, starts, stops = np.array(rows).transpose(1, 0, 2)
+    own = owners[:, None, :] == np.arange(replicas)[:, None]  # [way, replica, sample]
+    return Axis(owners, starts, stops, own.argmax(axis=2), total - 1 - own[..., ::-1].argmax(axis=2))
+
+
+def count_tilings(total: int, replicas: int, cuts: Cuts) -> float:
+    """How many there are, without making them."""
+    each = np.array([0.0, *(len(cuts.of(count)) for count in range(1, total + 1))])
+    found = each
+    for _ in range(replicas - 1):
+        found = np.convolve(found, each)[: total + 1]
+    return float(found[total])
+
+
+def cuts_of(problem: Problem) -> Cuts:
+    """The tile sizes of a problem."""
+    given = problem.constraints
+    free = problem.capabilities.any_micro_batch and not given.micro_batch and not given.max_micro_batch
+    return Cuts(problem.micro_batches, free)
+
+
+def levels(problem: Problem, units: Units) -> tuple[int, ...]:
+    """A stage's ZeRO levels: a single replica has nothing to shard, a stage over islands shards its optimizer state at
+    least."""
+    if len(units) == 1:
+        return (0,)
+    islands = {problem.kinds[unit.kind].island for unit in units}
+    able = {*problem.zeros, *(problem.capabilities.family_zero if problem.constraints.zero is None else ())}
+    return tuple(level for level in LEVELS if level in able and (level or len(islands) == 1))
+
+
+def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute]:
+    """Weights' gradients cannot be put off where what layers computed is thrown away."""
+    return [mode for mode in problem.recomputes if mode != "full" or schedule != "zero_bubble"]
+
+
+def count_options(problem: Problem, units: Units) -> float:
+    """How many options a stage has."""
+    ways = count_tilings(problem.batch.global_batch, len(units), cuts_of(problem))
+    return ways * len(problem.recomputes) * len(levels(problem, units))
+
+
+class Mode(NamedTuple):
+    """A stage under a recompute and a ZeRO level."""
+
+    recompute: Recompute
+    zero: int
+    seconds: np.ndarray  # [pass, replica, samples] of one tile; weights' gradients are a pass where they are put off
+    reduction: Reduction
+    updates: np.ndarray  # per replica, from the gradient norm to its next step
+
+    @property
+    def last_pass(self) -> int:
+        return 2 if self.seconds[2].any() else 1
+
+
+def limited(mode: Mode, fits: np.ndarray) -> Mode:
+    """The mode with tiles that never end where they are beyond memory, as `fits` [replica, samples] tells."""
+    seconds = mode.seconds.copy()
+    seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
+    return mode._replace(seconds=seconds)
+
+
+class StageBounds(NamedTuple):
+    """Seconds that a stage's part of a step takes at least, in arrays of one shape."""
+
+    busy: np.ndarray  # the replica that works longest, on all its tiles
+    passed: np.ndarray  # the same without what is put off
+    forward: np.ndarray  # its shortest tile
+    backward: np.ndarray
+    weight: np.ndarray
+    reduced: np.ndarray  # from its last pass to the end of the reduction
+    update: np.ndarray  # of the replica that has the shortest
+
+    def at(self, rows: np.ndarray | slice) -> "StageBounds":
+        return StageBounds(*(each[rows] for each in self))
+
+    def shaped(self, shape: Sequence[int]) -> "StageBounds":
+        return StageBounds(*(each.reshape(shape) for each in self))
+
+    @property
+    def least(self) -> "StageBounds":
+        """What none is below; a shape with one element."""
+        return StageBounds(*(each.min(keepdims=True) for each in self))
+
+
+class StageOptions(NamedTuple):
+    """All options of a stage [mode x tiling]. The first of the modes are floors, which stand for those behind them and are
+    nowhere above; bounded are those of the floors, the first."""
+
+    modes: tuple[Mode, ...]
+    members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
+    tilings: Tilings
+    axis: Axis
+    bounds: StageBounds
+    least: StageBounds  # what none of the bounds is below
+
+    def mode(self, option: int) -> Mode:
+        return self.modes[option // len(self.tilings)]
+
+
+def floor_of(modes: Sequence[Mode]) -> Mode:
+    """A mode that is nowhere above these. They share the order of their actions, so no plan is shorter than with it in
+    their place."""
+    return modes[0]._replace(
+        seconds=np.minimum.reduce([mode.seconds for mode in modes]),
+        reduction=Reduction(*(min(own) for own in zip(*(mode.reduction for mode in modes), strict=True))),
+        updates=np.minimum.reduce([mode.updates for mode in modes]),
+    )
+
+
+def options_of(modes: Sequence[Mode], ways: Tilings, axis: Axis) -> StageOptions:
+    """The options of a stage from what it costs in every mode."""
+    sorts = [[index for index, mode in enumerate(modes) if (mode.zero >= 2) == rounds] for rounds in (False, True)]
+    members = [own for own in sorts if own]
+    floors = [floor_of([modes[index] for index in own]) for own in members]
+    behind = tuple(tuple(len(floors) + index for index in own) for own in members)
+    found = zip(*(bounds_of(floor, ways) for floor in floors), strict=True)
+    bounds = StageBounds(*(np.concatenate(part) for part in found))
+    return StageOptions((*floors, *modes), behind, ways, axis, bounds, bounds.least)
+
+
+def bounds_of(mode: Mode, ways: Tilings) -> StageBounds:
+    """What a mode's part of a step takes at least, by tiling."""
+    whole, rest = np.divmod(ways.samples, ways.sizes)
+    replicas = np.arange(ways.sizes.shape[1])
+    full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
+    spent = whole * full + short
+    least = np.where(rest > 0, np.minimum(full, short), full).min(axis=2)
+    reduced = np.maximum(mode.reduction.tail_seconds, mode.reduction.seconds - full[mode.last_pass].max(axis=1))
+    update = np.full(len(ways), mode.updates.min())
+    busy, passed = spent.sum(axis=0).max(axis=1), spent[:2].sum(axis=0).max(axis=1)
+    forward, backward, weight = least
+    return StageBounds(busy, passed, forward, backward, weight, reduced, update)
+
+
+class StageCosts:
+    """The options of all stages of a problem under one schedule, and what lies between two of them, each asked once of the
+    predictor."""
+
+    def __init__(self, judge: Judge, schedule: ScheduleName) -> None:
+        self.judge, self.problem, self.schedule = judge, judge.problem, schedule
+        self.cuts = cuts_of(judge.problem)
+        self.recomputes = recomputes_under(schedule, judge.problem)
+        self._options: dict[object, StageOptions] = {}
+        self._tiles: dict[object, np.ndarray] = {}
+        self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
+        self._nearest: dict[Shape, list[float]] = {}
+
+    @property
+    def most(self) -> int:
+        """Samples of the largest tile."""
+        return max(self.cuts.of(self.problem.batch.global_batch))
+
+    def options(self, shape: Shape, layers: Sequence[int], stage: int) -> StageOptions:
+        """A stage's options. They depend on its replicas and the ends of the model that it holds; with a tied head also on
+        who holds the other end."""
+        ends = (stage == 0, stage == len(shape) - 1)
+        others = (shape[0], shape[-1]) if self.problem.model.tied_head and any(ends) else None
+        key = (shape[stage], layers[stage], *ends, others)
+        found = self._options.get(key)
+        if found is None:
+            modes = [
+                mode
+                for level in levels(self.problem, shape[stage])
+                for mode in self._modes(shape, layers, stage, level)
+            ]
+            able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
+            modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
+            division = self.problem.batch.global_batch, len(shape[stage]), self.cuts
+            found = self._options[key] = options_of(modes, tilings(*division), axis_of(*division))
+        return found
+
+    def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:
+        """Whether a rank may run tiles of so many samples and has memory for one: [replica, samples]."""
+        most = [min(self.most, self.problem.at_most(unit.kind, self.most)) for unit in units]
+        if not self.judge.ignore_memory:
+            seats = [Seats(unit.kind, unit.tp, 1, 1) for unit in units]
+            stage = DraftStage(layers, merged(seats), mode.recompute, mode.zero)
+
+            def holds(own: Seats, size: int) -> bool:
+                sized = own._replace(micro_batch=size)
+                room = self.judge.surrogate.times.room(stage, sized, place, self.schedule, NEARLY)
+                return bool(room.tile <= room.free)
+
+            most = [largest_able(partial(holds, own), limit) for own, limit in zip(seats, most, strict=True)]
+        return np.arange(self.most + 1) <= np.array(most)[:, None]
+
+    def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:
+        return [self._mode(shape, layers, stage, zero, recompute) for recompute in self.recomputes]
+
+    def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
+        costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
+        ends = (stage == 0, stage == len(shape) - 1)
+        seconds = np.stack([self._tile_seconds(costs, stage, replica, ends) for replica in replicas], axis=1)
+        reduction = costs.state.reduction(stage)
+        updates = np.array([costs.optimizer(stage, replica) for replica in replicas])
+        if reduction.gather_seconds or zero >= 2:  # all wait for the weights of all owners
+            updates = np.full(len(updates), updates.max() + reduction.gather_seconds)
+        return Mode(recompute, zero, seconds, reduction, updates)
+
+    def _tile_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
+        """Seconds of a replica's tiles: [pass, samples]. Without gathers they are those of any other of its kind."""
+        spec, own = costs.layout.stages[stage], costs.layout.replica(stage, replica)
+        node = costs.layout.cluster.places[own.ranks[0]].node
+        others = spec.ranks if spec.zero >= 2 else None
+        key = (node.name, own.tp, spec.num_layers, ends, spec.recompute, others)
+        found = self._tiles.get(key)
+        if found is None:
+            tiles = [costs.tile(stage, replica, size) for size in range(1, self.most + 1)]
+            passes = zip(*tiles, strict=True)
+            found = self._tiles[key] = np.array([[0.0, *(parts.total for parts in each)] for each in passes])
+        return found
+
+    def nearest(self, shape: Shape) -> list[float]:
+        """By boundary, seconds of one sample between the replicas that are nearest to each other."""
+        found = self._nearest.get(shape)
+        if found is None:
+            boundaries = range(len(shape) - 1)
+            found = self._nearest[shape] = [float(self.crossing(shape, above)[..., 1].min()) for above in boundaries]
+        return found
+
+    def crossing(self, shape: Shape, above: int) -> np.ndarray:
+        """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
+        key = (shape[above], shape[above + 1])
+        found = self._crossings.get(key)
+        if found is None:
+            layers = [1] * (len(shape) - 1)
+            costs = self._costs(shape, [*layers, self.problem.model.layers - len(layers)], 1, self.recomputes[0])
+            found = self._crossings[key] = np.array(
+                [
+                    [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]
+                    for a in range(len(key[0]))
+                ]
+            )
+        return found
+
+    def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
+        """The predictor's costs of any plan with these stages; what is read of them depends on no tile."""
+        total, options = self.problem.batch.global_batch, []
+        for units in shape:
+            able = levels(self.problem, units)
+            samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
+            options.append(StageChoice(samples, (1,) * len(units), recompute, zero if zero in able else able[0]))
+        layout = Layout(
+            plan_of(self.problem, self.schedule, shape, layers, options), self.problem.model, self.problem.cluster
+        )
+        return PlanCosts(layout, HETHUB, packaged(), self.problem.profile)
+
+
+class StageChoice(NamedTuple):
+    """What a plan says of a stage beside its layers and ranks; tiles held None for the default."""
+
+    samples: Sequence[int]
+    sizes: Sequence[int]
+    recompute: Recompute
+    zero: int
+    held: Sequence[int] | None = None
+
+
+def plan_of(
+    problem: Problem, schedule: ScheduleName, shape: Shape, layers: Sequence[int], choices: Sequence[StageChoice]
+) -> PlanSpec:
+    """The plan of one choice per stage."""
+    start, stages = 0, []
+    for units, x, own in zip(shape, layers, choices, strict=True):
+        held: Sequence[int | None] = own.held or [None] * len(units)
+        replicas = tuple(
+            _replica(unit.ranks, int(size), int(count), most)
+            for unit, count, size, most in zip(units, own.samples, own.sizes, held, strict=True)
+        )
+        stages.append(
+            StageSpec(layers=((start, start + x),), replicas=replicas, zero=own.zero, recompute=own.recompute)
+        )
+        start += x
+    return problem.plan(schedule, stages)
+
+
+@lru_cache(maxsize=4096)
+def _replica(ranks: tuple[int, ...], size: int, count: int, most: int | None) -> ReplicaSpec:
+    return ReplicaSpec(ranks=ranks, micro_batch=size, samples=count, in_flight=most)

@@ -1,0 +1,5 @@
+"""Why this plan: the makers alone, bottlenecks, what would fit, what differs.
+
+Start reading: homogeneous_sum.py, then bottlenecks.py.
+May import: .
+"""

@@ -1,0 +1,99 @@
+"""HETHUB's upper bound: the sum over kinds of the throughput that each reaches alone in its best plan."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.problem.problem import Batch, Kind, Problem, pose
+from hethub.planner.result import KindAlone
+from hethub.planner.search.auto import search
+from hethub.planner.search.effort import effort_for
+from hethub.planner.search.processes import forked
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.spec.accelerator import Precision
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.model import ModelSpec
+
+Alone = tuple[KindAlone, ...] | None  # every kind's part; None where the bound is undefined
+
+
+def kinds_alone_for(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    train: Batch | tuple[int, int, Precision],
+    constraints: ConstraintsSpec | None = None,
+    profile: ProfileSpec | None = None,
+    processes: int = 1,
+) -> Alone:
+    """The parts of the upper bound for a job, whatever its plan; None where the bound is undefined."""
+    problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
+    with kinds_alone(problem, UnitCosts(problem), processes) as found:
+        return found()
+
+
+@contextmanager
+def kinds_alone(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
+    """What gives every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no
+    sample. With several processes the kinds are planned beside what the caller does before it asks."""
+    parts = _parts(problem, costs)
+    with forked(processes) as run:
+        planned = run(_alone, parts)
+        yield lambda: _complete(planned)
+
+
+def upper_bound_tokens_per_second(alone: Alone) -> float | None:
+    """The sum of the kinds' throughputs."""
+    return sum(kind.tokens_per_second for kind in alone) if alone else None
+
+
+class _Part(NamedTuple):
+    """One kind of the whole problem, and the problem on it alone; no problem where its part of the batch is no sample."""
+
+    kind: Kind
+    problem: Problem | None
+
+
+def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
+    weights = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
+    found = []
+    for index, (kind, weight) in enumerate(zip(problem.kinds, weights, strict=True)):
+        samples = round(problem.batch.global_batch * weight / sum(weights))
+        alone = problem.part(index)
+        own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples)) if samples else None
+        found.append(_Part(kind, own))
+    return found
+
+
+def _complete(planned: Iterable[KindAlone | None]) -> Alone:
+    """All kinds, or None where one has no part."""
+    found = []
+    for kind in planned:
+        if kind is None:
+            return None
+        found.append(kind)
+    return tuple(found)
+
+
+def _alone(part: _Part) -> KindAlone | None:
+    """The kind's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
+    kind, problem = part
+    if problem is None:
+        return None
+    for lifted in (False, True):
+        judge = Judge(problem, UnitCosts(problem), ignore_memory=lifted)
+        best = search(problem, judge, effort_for(problem))
+        if best is not None:
+            return KindAlone(
+                accelerator=kind.accelerator.name,
+                island=kind.island,
+                count=kind.size,
+                global_batch=problem.batch.global_batch,
+                tokens_per_second=best.prediction.tokens_per_second,
+                memory_lifted=lifted,
+                cluster=problem.cluster,
+                plan=best.plan,
+            )
+    return None

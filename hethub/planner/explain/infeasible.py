@@ -1,0 +1,145 @@
+"""No plan fits: by how much on what, and the smallest changes with which one does, each verified by planning with it."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.generate.cuts import best_cuts
+from hethub.planner.generate.families import FAMILIES
+from hethub.planner.generate.table import tabulate
+from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.search.auto import search_whole, thriftiest
+from hethub.spec.job import ConstraintsSpec
+
+TRIED = 6  # cuts of a changed question that are judged
+
+
+class Change(NamedTuple):
+    """A change of the question in words, and the question it leads to."""
+
+    words: str
+    problem: Problem
+
+
+def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
+    """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would help."""
+    closest = judge.closest
+    if closest is None and judge.out_of_time:
+        return (
+            f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before a plan that fits "
+            "was found; allow more time."
+        )
+    if closest is None:
+        return (
+            f"strategy '{strategy}' has no plan for cluster '{problem.cluster.name}' ({problem.size} accelerators) and global_batch "
+            f"{problem.batch.global_batch} {_constraints(problem)}: every accelerator needs a layer and a sample. Raise global_batch, "
+            "use fewer accelerators, relax the constraints or choose another strategy."
+        )
+    reserve = problem.constraints.reserve
+    misses: dict[str, tuple[int, int]] = {}
+    for entry in closest.prediction.memory:
+        over = entry.bytes - int(entry.limit * (1 - reserve))
+        if over > 0:
+            number, worst = misses.get(entry.accelerator, (0, 0))
+            misses[entry.accelerator] = (number + 1, max(worst, over))
+    listed = "; ".join(
+        f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
+        for name, (number, worst) in misses.items()
+    )
+    helps = [change.words for change in verified(problem)]
+    return (
+        f"no plan fits: model '{problem.model.name}' with global_batch {problem.batch.global_batch} and seq_len {problem.batch.seq_len} on "
+        f"cluster '{problem.cluster.name}'. The plan that comes closest exceeds the memory (of which {reserve:.0%} stay free) of {listed}. "
+        + (
+            f"A plan fits with {'; or with '.join(helps)}."
+            if helps
+            else "No single change tried makes one fit: take a smaller model."
+        )
+    )
+
+
+def _constraints(problem: Problem) -> str:
+    """The constraints given, in words."""
+    given = problem.constraints.model_dump(mode="json", exclude_defaults=True)
+    return f"under constraints {given}" if given else "without any constraint"
+
+
+def verified(problem: Problem) -> list[Change]:
+    """The smallest change of each sort with which a plan was found."""
+    found = (next(filter(_fits, series), None) for series in _series(problem))
+    return [change for change in found if change is not None]
+
+
+def _fits(change: Change) -> bool:
+    """Whether a plan is found among the thriftiest cuts, or by the families whose schedule is asked for."""
+    problem, judge = change.problem, Judge(change.problem, UnitCosts(change.problem))
+    if problem.constraints.schedule in problem.capabilities.family_schedules:
+        return search_whole(problem, judge, FAMILIES) is not None
+    few = thriftiest(problem, tabulate(problem, judge.costs))
+    for memory_counts in (True, False):
+        for entry in best_cuts(problem, few, TRIED, memory_counts=memory_counts).cuts:
+            judge(entry.draft(problem))
+            if judge.fitting:
+                return True
+    return False
+
+
+def _series(problem: Problem) -> list[Iterator[Change]]:
+    """For each sort of change, its steps from the smallest up."""
+    return [
+        _free_constraints(problem),
+        _less_reserve(problem),
+        fewer_samples(problem),
+        _shorter(problem),
+        _more_nodes(problem),
+    ]
+
+
+def _free_constraints(problem: Problem) -> Iterator[Change]:
+    free = ConstraintsSpec()
+    for key in ("recompute", "zero", "micro_batch", "schedule", "forbid", "tp", "pp", "dp"):
+        if getattr(problem.constraints, key) != getattr(free, key):
+            relaxed = problem.with_constraints(problem.constraints.replace(**{key: getattr(free, key)}))
+            yield Change(f"constraints.{key} left free", relaxed)
+
+
+def _less_reserve(problem: Problem) -> Iterator[Change]:
+    if problem.constraints.reserve > 0.02:
+        yield Change("constraints.reserve: 0.02", problem.with_constraints(problem.constraints.replace(reserve=0.02)))
+
+
+def fewer_samples(problem: Problem) -> Iterator[Change]:
+    """A half, a quarter, … of the batch: fewer tiles can be in flight."""
+    batch = problem.batch
+    for part in (2, 4, 8) if not problem.constraints.keep_global_batch else ():
+        if samples := batch.global_batch // part:
+            smaller = Batch(samples, batch.seq_len, batch.precision)
+            yield Change(f"global_batch {samples}", problem.on(problem.cluster, smaller))
+
+
+def _shorter(problem: Problem) -> Iterator[Change]:
+    """Sequences of three quarters, a half, … of the length."""
+    batch = problem.batch
+    for eighths in (6, 4, 3, 2, 1):
+        seq_len = batch.seq_len * eighths // 8
+        if seq_len:
+            yield Change(
+                f"seq_len {seq_len}", problem.on(problem.cluster, Batch(batch.global_batch, seq_len, batch.precision))
+            )
+
+
+def _more_nodes(problem: Problem) -> Iterator[Change]:
+    """More nodes of the kind with the most memory: an eighth more, a quarter, … up to four times as many."""
+    nodes = problem.cluster.nodes
+    index = max(range(len(nodes)), key=lambda i: nodes[i].device.memory_bytes * nodes[i].accelerators)
+    count = nodes[index].count
+    wanted = dict.fromkeys(max(1, round(count * part)) for part in (0.125, 0.25, 0.5, 1, 2, 3))
+    for more in wanted:
+        grown = nodes[index].replace(count=count + more)
+        cluster = problem.cluster.replace(nodes=(*nodes[:index], grown, *nodes[index + 1 :]))
+        if cluster.size <= problem.batch.global_batch * problem.model.layers:
+            yield Change(
+                f"{more} more of node '{grown.name}' ({grown.accelerators} {grown.device.name} each)",
+                problem.on(cluster),
+            )

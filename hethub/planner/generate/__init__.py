@@ -1,0 +1,5 @@
+"""Where candidates come from.
+
+Start reading: families/, then cuts.py.
+May import: .
+"""

@@ -1,0 +1,212 @@
+"""The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Draft, to_draft
+from hethub.planner.candidate.settings import Line, main_orders, orders
+from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
+from hethub.planner.generate.table import Table
+from hethub.planner.problem.problem import Combination, Problem
+
+PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ
+REORDERED = 8  # leading cuts tried with the kinds in every order
+ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
+PURE_CUTS = 32  # kept of those whose stages hold one kind each
+FIRST_LOOK, BATCH = 512, 4096  # lines cut at once
+
+SIDE_BY_SIDE = -1  # in place of an order
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cut with its setting and estimated step."""
+
+    seconds: float
+    row: int
+    combination: Combination
+    line: Line
+    layers: tuple[int, ...]
+
+    def draft(self, problem: Problem) -> Draft:
+        sizes = [(layers, self.line.replicas) for layers in self.layers]
+        return to_draft(problem, sizes, self.line.units(problem, self.combination.degrees), self.combination)
+
+
+class Lines(NamedTuple):
+    """Lines of equally many replicas per stage, as arrays: combination, order (an index, or side by side), stages."""
+
+    rows: np.ndarray
+    orders: np.ndarray
+    stages: np.ndarray
+
+    def at(self, chosen: np.ndarray) -> "Lines":
+        return Lines(*(part[chosen] for part in self))
+
+    def replicas(self, table: Table) -> np.ndarray:
+        replicas: np.ndarray = table.units[self.rows] // self.stages
+        return replicas
+
+
+class Best(NamedTuple):
+    """The best cuts of all, and of those whose stages hold one kind each; best first."""
+
+    cuts: list[Entry]
+    pure: list[Entry]
+
+
+class _Kept:
+    """The `number` best entries so far, few of each combination, and below which estimate a new one would enter."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.limit, self.worst = number, float("inf"), float("inf")
+        self.entries: list[Entry] = []
+
+    def add(self, rows: np.ndarray, seconds: np.ndarray, entry: Callable[[int], Entry]) -> None:
+        """Takes in what is good enough of some cuts, given their combinations and estimates; `entry` makes one by index."""
+        near = np.flatnonzero(seconds < self.worst)
+        new = zip(seconds[near].tolist(), rows[near].tolist(), near.tolist(), strict=True)
+        old: list[tuple[float, int, Entry | int]] = [(entry.seconds, entry.row, entry) for entry in self.entries]
+        per_combination: Counter[int] = Counter()
+        kept: list[Entry] = []
+        for _, row, one in sorted([*old, *new], key=itemgetter(0)):
+            if len(kept) == self.number:
+                break
+            if per_combination[row] < PER_COMBINATION:
+                per_combination[row] += 1
+                kept.append(one if isinstance(one, Entry) else entry(one))
+        self.entries = kept
+        if kept:
+            self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
+            self.limit = min(self.worst, ESTIMATE_ERR * kept[0].seconds)
+
+
+def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: bool = True) -> Best:
+    """The `number` best cuts, and the best pure ones, in one pass over all settings.
+
+    A setting is not cut where one tile's way through all layers and the busy time of perfect balance exceed the worst
+    kept, or the best by more than the estimate can err.
+    """
+    tried = main_orders(problem)
+    lines = _all_lines(problem, table, len(tried), memory_counts=memory_counts)
+    least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
+    ranked = np.argsort(least, kind="stable")
+    lines, least = lines.at(ranked), least[ranked]
+    kept, kept_pure = _Kept(number), _Kept(PURE_CUTS)
+    start, stop = 0, FIRST_LOOK
+    while start < len(least) and least[start] < max(kept.limit, kept_pure.limit):
+        own = np.arange(start, min(stop, len(least)))
+        own = own[np.argsort(lines.stages[own], kind="stable")]  # the shallow ones first among equals
+        pure = _is_pure(table, lines.at(own))
+        worth = least[own] < np.where(pure, max(kept.limit, kept_pure.limit), kept.limit)
+        if worth.any():
+            found = _cut(problem, table, lines.at(own[worth]), tried, memory_counts=memory_counts)
+            kept.add(found.lines.rows, found.seconds, found.entry)
+            kept_pure.add(found.lines.rows, np.where(pure[worth], found.seconds, np.inf), found.entry)
+        start, stop = stop, stop + BATCH
+    return Best(kept.entries, kept_pure.entries)
+
+
+def reordered(problem: Problem, table: Table, leaders: Sequence[Entry], *, memory_counts: bool) -> list[Entry]:
+    """The leading cuts with the kinds in every order that was not looked at before."""
+    every = orders(problem)
+    seen = {(entry.row, entry.line) for entry in leaders}
+    wanted = []
+    for entry in leaders[:REORDERED]:
+        for index, order in enumerate(every):
+            line = replace(entry.line, order=order)
+            if not entry.line.side_by_side and len(entry.layers) > 1 and (entry.row, line) not in seen:
+                seen.add((entry.row, line))
+                wanted.append((entry.row, index, len(entry.layers)))
+    if not wanted:
+        return []
+    lines = Lines(*np.array(sorted(wanted, key=itemgetter(2))).T)
+    found = _cut(problem, table, lines, every, memory_counts=memory_counts)
+    return [found.entry(index) for index in np.flatnonzero(np.isfinite(found.seconds)).tolist()]
+
+
+def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts: bool) -> Lines:
+    """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for what
+    memory has no room for by far."""
+    given, units = problem.constraints, table.units
+    unlike = (table.counts > 0).sum(axis=1) > 1
+    found = []
+    for stages in range(1, min(problem.model.layers, int(units.max())) + 1):
+        if given.pp not in (None, stages):
+            continue
+        able = units % stages == 0
+        if given.dp is not None:
+            able &= units // stages == given.dp
+        rows = np.flatnonzero(able)
+        if memory_counts:
+            rows = rows[room_for(problem, table, rows, stages)]
+        found += [(rows, order, stages) for order in range(num_orders if stages > 1 else 1)]
+        if stages > 1:
+            even = unlike[rows] & (table.counts[rows] % stages == 0).all(axis=1)
+            found.append((rows[even], SIDE_BY_SIDE, stages))
+    return Lines(
+        np.concatenate([rows for rows, _, _ in found] or [np.zeros(0, dtype=np.int64)]),
+        np.concatenate([np.full(len(rows), order) for rows, order, _ in found] or [np.zeros(0, dtype=np.int64)]),
+        np.concatenate([np.full(len(rows), stages) for rows, _, stages in found] or [np.zeros(0, dtype=np.int64)]),
+    )
+
+
+def _is_pure(table: Table, lines: Lines) -> np.ndarray:
+    """Whether every stage holds one kind of unit only, as HETHUB's stages do."""
+    counts = table.counts[lines.rows]
+    pure: np.ndarray = (counts % lines.replicas(table)[:, None] == 0).all(axis=1) & (lines.orders != SIDE_BY_SIDE)
+    return pure | ((counts > 0).sum(axis=1) == 1)
+
+
+def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> Arrangements:
+    """The replicas of each sort in each of the lines' stages."""
+    counts, kinds, stages = table.counts[lines.rows], table.kinds[lines.rows], Stages(lines.stages)
+    rank = np.array([[order.index(kind) for kind in range(len(order))] for order in tried])
+    place = rank[np.maximum(lines.orders, 0)[:, None], kinds] * counts.shape[1] + np.arange(counts.shape[1])
+    before = place[:, None, :] < place[:, :, None]  # [line, sort, other]: whether the other comes first
+    start = (before * counts[:, None, :]).sum(axis=2)
+    replicas = lines.replicas(table).take(stages.of)
+    edge = stages.before * replicas
+    stop = np.minimum((start + counts).T.take(stages.of, axis=1), edge + replicas)
+    composition = np.maximum(stop - np.maximum(start.T.take(stages.of, axis=1), edge), 0)
+    beside = np.flatnonzero((lines.orders == SIDE_BY_SIDE).take(stages.of))
+    composition[:, beside] = (counts // lines.stages[:, None]).T.take(stages.of[beside], axis=1)
+    return Arrangements(lines.rows, stages, composition)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Lines with the layers of their stages and estimated steps, infinite where nothing fits."""
+
+    table: Table
+    lines: Lines
+    tried: Sequence[tuple[int, ...]]
+    layers: np.ndarray
+    first: np.ndarray  # [line]: its first stage
+    seconds: np.ndarray
+
+    def entry(self, index: int) -> Entry:
+        row, order, stages = (int(part[index]) for part in self.lines)
+        together = order == SIDE_BY_SIDE
+        kinds = tuple(range(len(self.tried[0]))) if together else self.tried[order]
+        return Entry(
+            seconds=float(self.seconds[index]),
+            row=row,
+            combination=self.table.combinations[row],
+            line=Line(kinds, int(self.table.units[row]) // stages, together),
+            layers=tuple(self.layers[self.first[index] :][:stages].tolist()),
+        )
+
+
+def _cut(
+    problem: Problem, table: Table, lines: Lines, tried: Sequence[tuple[int, ...]], *, memory_counts: bool
+) -> _Found:
+    """The best cuts of all lines."""
+    own = compositions(table, lines, tried)
+    cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
+    return _Found(table, lines, tried, cuts.layers, own.stages.first, cuts.seconds)

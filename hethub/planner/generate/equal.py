@@ -1,0 +1,203 @@
+"""Stages of given replicas: the best layers for each, exactly, for thousands of arrangements at once.
+
+With the units of every stage given, a stage's busy time is linear in its layers, so the smallest deadline that holds
+all layers follows by bisection. Arrangements have unlike numbers of stages: arrays by stage hold those of one arrangement
+behind those of another.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.samples import earliest_finish
+from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE, ONLY
+from hethub.planner.generate.table import Table
+from hethub.planner.problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where the stages of arrangements of `numbers` [arrangement] stages stand in arrays by stage."""
+
+    numbers: np.ndarray
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """[arrangement]: its first stage."""
+        found: np.ndarray = np.cumsum(self.numbers) - self.numbers
+        return found
+
+    @cached_property
+    def last(self) -> np.ndarray:
+        """[arrangement]: its last stage."""
+        found: np.ndarray = np.cumsum(self.numbers) - 1
+        return found
+
+    @cached_property
+    def of(self) -> np.ndarray:
+        """[stage]: its arrangement."""
+        return np.repeat(np.arange(len(self.numbers)), self.numbers)
+
+    @cached_property
+    def before(self) -> np.ndarray:
+        """[stage]: how many stages of its arrangement come before it."""
+        found: np.ndarray = np.arange(len(self.of)) - self.first[self.of]
+        return found
+
+
+@dataclass(frozen=True)
+class Arrangements:
+    """Combinations `rows` [arrangement] in stages; `composition` [sort, stage] counts the replicas of each sort."""
+
+    rows: np.ndarray
+    stages: Stages
+    composition: np.ndarray
+
+    @cached_property
+    def replicas(self) -> np.ndarray:
+        """[stage]."""
+        found: np.ndarray = self.composition.sum(axis=0)
+        return found
+
+    def only(self, chosen: np.ndarray) -> "Arrangements":
+        """Those where `chosen` [arrangement] is true."""
+        composition = self.composition.compress(chosen.take(self.stages.of), axis=1)
+        return Arrangements(self.rows[chosen], Stages(self.stages.numbers[chosen]), composition)
+
+
+class Cuts(NamedTuple):
+    """Layers [stage] and the estimated step [arrangement], infinite where nothing fits."""
+
+    layers: np.ndarray
+    seconds: np.ndarray
+
+
+def cut_equally(problem: Problem, table: Table, own: Arrangements, *, memory_counts: bool) -> Cuts:
+    """The best layers of every stage."""
+    total, stages = problem.model.layers, own.stages
+    cuts = Cuts(np.zeros(len(stages.of), dtype=np.int64), np.full(len(own.rows), np.inf))
+    most = _most_layers(problem, table, own) if memory_counts else np.full(len(stages.of), float(total))
+    able = stages.numbers <= total
+    able &= np.minimum.reduceat(most, stages.first) >= 1
+    able &= np.add.reduceat(most, stages.first) >= total
+    able &= np.maximum.reduceat(own.replicas, stages.first) <= problem.batch.global_batch
+    if not able.any():
+        return cuts
+    kept = able.take(stages.of)
+    own, most = own.only(able), most[kept]
+    per_layer, extra, latency = _linear(problem, table, own)
+    found = _spread(total, own.stages, per_layer, extra, most)
+    busy, through = per_layer * found + extra, latency * found
+    first = own.stages.first
+    cuts.layers[kept] = found
+    cuts.seconds[able] = (
+        np.maximum.reduceat(busy, first) + _sums(own.stages, through) - np.maximum.reduceat(through, first)
+    )
+    return cuts
+
+
+def _sums(stages: Stages, values: np.ndarray) -> np.ndarray:
+    """[arrangement]: the sum over its stages, pairwise, which reduceat's is not: near ties are told apart by their last
+    digits."""
+    edges = np.flatnonzero(np.diff(stages.numbers, prepend=0, append=0))  # of runs of equally deep arrangements
+    parts = np.split(values, stages.first[edges[1:-1]])
+    alike = zip(parts, stages.numbers[edges[:-1]].tolist(), strict=True)
+    return np.concatenate([part.reshape(-1, number).sum(axis=1) for part, number in alike])
+
+
+def room_for(problem: Problem, table: Table, rows: np.ndarray, stages: int) -> np.ndarray:
+    """Whether so many stages together could hold the layers if only one tile were held and nothing but layers: what fails
+    here needs no cut. A stage that straddles sorts counts in full for each."""
+    replicas = table.units[rows, None] // stages
+    shards = replicas if problem.usual_zero > 0 else np.ones_like(replicas)
+    memory, counts = table.memory, table.counts[rows]
+    per_layer = memory.layer[rows, :, MIDDLE] + memory.layer_tile[rows, :, MIDDLE]
+    per_layer = per_layer + memory.state_layer[rows, :, MIDDLE] / shards
+    most = np.where(counts > 0, np.ceil(counts / replicas) + 1, 0.0)
+    held = np.divide(table.capacity[rows], per_layer, out=np.zeros_like(per_layer), where=counts > 0)
+    room: np.ndarray = (most * held).sum(axis=1) >= problem.model.layers
+    return room
+
+
+def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[stage]: busy seconds per layer and beyond the layers, and one tile's seconds per layer."""
+    samples, composition, rows = problem.batch.global_batch, own.composition, own.rows[own.stages.of]
+    present = composition > 0
+    layer = np.where(present, table.layer.T.take(rows, axis=1), 0.0)  # [sort, stage]
+    # Samples come whole: alike replicas end with the one that has the most.
+    per_layer = np.ceil(samples / own.replicas) * layer.sum(axis=0)
+    mixed = np.flatnonzero(present.sum(axis=0) > 1)
+    if len(mixed):
+        numbers = composition.take(mixed, axis=1)
+        per_layer[mixed] = earliest_finish(samples, table.layer[rows[mixed]], numbers.T)
+    extra = np.zeros(len(rows))
+    for stage, figures in ((own.stages.first, table.embedding), (own.stages.last, table.head)):
+        numbers = composition.take(stage, axis=1)
+        part = (numbers * figures[own.rows].T).sum(axis=0) / (numbers * layer.take(stage, axis=1)).sum(axis=0)
+        extra[stage] += per_layer[stage] * part
+    latency: np.ndarray = np.where(present, table.tile.T.take(rows, axis=1), 0.0).max(axis=0)
+    return per_layer, extra, latency
+
+
+def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarray:
+    """[stage]: the most layers that fit into every present sort's memory, tiles in flight by depth."""
+    stages = own.stages
+    place = np.full(len(stages.of), MIDDLE)
+    place[stages.first], place[stages.last] = FIRST, LAST
+    place[stages.first[stages.numbers == 1]] = ONLY
+    held = stages.numbers[stages.of] - stages.before
+    shards = own.replicas if problem.usual_zero > 0 else np.ones_like(own.replicas)
+    rows = own.rows[stages.of]
+    _, num_sorts, num_places = table.memory.once.shape
+    memory = [part.ravel() for part in table.memory[:6]]
+    most = np.full(len(rows), float(problem.model.layers))
+    for sort, replicas in enumerate(own.composition):
+        stage = np.flatnonzero(replicas)
+        row, tiles, shared = rows.take(stage), held.take(stage), shards.take(stage)
+        at = (row * num_sorts + sort) * num_places + place.take(stage)
+        once, layer, tile, layer_tile, state_once, state_layer = (part.take(at) for part in memory)
+        per_layer = layer + tiles * layer_tile + state_layer / shared
+        room = table.capacity[:, sort].take(row) - (once + tiles * tile + state_once / shared)
+        most[stage] = np.minimum(most.take(stage), np.floor(room / per_layer))
+    return np.maximum(most, -1)
+
+
+def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """[stage]: whole layers, at least one and at most `most`, that sum to `total` with the smallest largest time."""
+
+    def held(deadline: np.ndarray) -> np.ndarray:
+        return np.minimum(np.maximum(np.floor((deadline.take(stages.of) - extra) / per_layer + 1e-9), 1), most)
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.add.reduceat(values, stages.first)
+        return found
+
+    low = (total + sums(extra / per_layer)) / sums(1 / per_layer)
+    high = low + np.maximum.reduceat(per_layer, stages.first)
+    while (short := sums(held(high)) < total).any():
+        low, high = np.where(short, high, low), np.where(short, 1.3 * high, high)
+    while ((high - low) > ROUGHLY * high).any():
+        middle = (low + high) / 2
+        enough = sums(held(middle)) >= total
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    layers = held(high)
+    while (surplus := sums(layers) - total).any():
+        own = np.flatnonzero((surplus > 0).take(stages.of) & (layers > 1))
+        layers[own[_latest(surplus, stages.of[own], per_layer[own] * layers[own] + extra[own], per_layer[own])]] -= 1
+    return layers.astype(np.int64)
+
+
+def _latest(surplus: np.ndarray, of: np.ndarray, ends: np.ndarray, per_layer: np.ndarray) -> np.ndarray:
+    """Up to `surplus` [arrangement] stages of every arrangement that end last, the first ones among equals, and end last
+    also without the last layers of the others: these layers would be taken away if it were done one by one."""
+    order = np.lexsort((-ends, of))
+    of, ends = of[order], ends[order]
+    first = np.flatnonzero(np.diff(of, prepend=-1))
+    own = Stages(np.diff(first, append=len(of)))
+    later = ends > np.maximum.reduceat(ends - per_layer[order], first)[own.of]
+    return order[later & (own.before < surplus[of])]
+
+
+ROUGHLY = 1e-3  # how near the deadline is bisected; what it leaves too many of is taken away

@@ -1,0 +1,158 @@
+"""`cephalo`: Cephalo's plans (arXiv 2411.01075). One stage, no TP; samples and training state divided independently.
+
+ZeRO-3 with layered accumulation: all micro-batches pass a layer before the next, so a layer is gathered once per pass.
+Every accelerator gets a micro-batch and a number of samples for speed, whatever state it holds; the state is then cut so
+that all fit, evenly where possible; what layers keep is recomputed and offloaded where that is needed. Faults of the
+published planner are not repeated: communication is priced, and no plan over memory is proposed.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from hethub.planner.candidate import samples as division
+from hethub.planner.candidate.candidate import Draft
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.generate.families.uniform import allowed
+from hethub.planner.generate.families.whole import (
+    WholeStage,
+    Worker,
+    draft_of,
+    held_alone,
+    levels,
+    meeting_seconds,
+    offers,
+    ranks_by_kind,
+    shared_bytes,
+)
+from hethub.planner.problem.problem import Problem
+from hethub.spec.plan import Offload, Recompute, ScheduleName
+
+ATTEMPTS = 12  # at samples that leave every rank room
+# Of what the framework leaves of a memory: shares are met to an element, buffers are not counted in full.
+ROUNDING = 0.985
+
+
+def whole(
+    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
+) -> Iterator[Draft]:
+    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none that
+    would compute as long as the limit."""
+    zero, costs = max(levels(problem)), surrogate.costs
+    if (
+        problem.constraints.tp not in (None, 1)
+        or not allowed(problem, 1, problem.size)
+        or problem.size == 1
+        or not zero
+        or (zero >= 2 and meeting_seconds(problem, costs, zero) >= limit_seconds)
+    ):
+        return
+    layered = zero == 3 and offers(problem, "layered")
+    schedule: ScheduleName = "layered" if layered else "1f1b"
+    state = shared_bytes(problem, zero)
+    offloads: list[tuple[Offload, ...]] = [(), ("activations",)]
+    for recompute in problem.recomputes:
+        for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
+            wanted = WholeStage((), (), zero, recompute, offload)
+            most, stage, cut = _largest(problem, costs, state, wanted, schedule, limit_seconds)
+            if stage is not None:
+                yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
+                if not cut and not stage.state_shares:
+                    break  # more room would change nothing
+
+
+def _largest(
+    problem: Problem, costs: UnitCosts, state: float, wanted: WholeStage, schedule: ScheduleName, limit_seconds: float
+) -> tuple[int, WholeStage | None, bool]:
+    """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be fastest;
+    no stage where none fits or can take less than the limit."""
+    for most in reversed(problem.micro_batches):
+        curves = _curves(problem, costs, wanted.recompute, most)
+        if _least_seconds(problem, curves) >= limit_seconds:
+            break  # smaller ones only compute more slowly
+        stage, cut = _stage(problem, curves, state, wanted, schedule)
+        if stage is not None:
+            return most, stage, cut or most < problem.micro_batches[-1]
+    return 0, None, True
+
+
+def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float:
+    """Seconds of all samples if they could be divided exactly by speed."""
+    best = [max(b / seconds for b, seconds in enumerate(curve.tile_seconds, start=1)) for curve in curves]
+    return problem.batch.global_batch / sum(kind.size * rate for kind, rate in zip(problem.kinds, best, strict=True))
+
+
+def _stage(
+    problem: Problem, curves: list[division.Worker], state: float, stage: WholeStage, schedule: ScheduleName
+) -> tuple[WholeStage | None, bool]:
+    """Samples for speed, fewer where memory asks for it, and state where there is room; None where there is too little.
+    And whether there are fewer samples somewhere."""
+    limits: dict[int, int] = {}
+    for _ in range(ATTEMPTS):
+        workers = _workers(problem, curves, limits)
+        if workers is None:
+            break
+        placed = stage._replace(chunks=((0, problem.model.layers),), workers=workers)
+        rooms = _rooms(problem, schedule, placed, state)
+        shares = _state_shares(rooms)
+        if shares is not None:
+            even = max(shares) - min(shares) < 1e-9
+            named = {own.rank: share for own, share in zip(workers, shares, strict=True)}
+            return placed if even else placed._replace(state_shares=named), bool(limits)
+        limits |= {own.rank: 3 * own.samples // 4 for own, room in zip(workers, rooms, strict=True) if room < 0.0}
+        if min(rooms) >= 0.0 or 0 in limits.values():
+            break
+    return None, True
+
+
+def _curves(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
+    """Every kind at its fastest micro-batch up to `most`."""
+    curves = []
+    for kind in range(len(problem.kinds)):
+        rates = (costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
+        tiles = list(accumulate((rate.tile(problem.model.layers, True, True).total for rate in rates), max))
+        size = max(
+            (b for b in problem.micro_batches if b <= problem.at_most(kind, most)), key=lambda b: b / tiles[b - 1]
+        )
+        curves.append(division.Worker(size, tuple(tiles[:size])))
+    return curves
+
+
+def _workers(problem: Problem, curves: Sequence[division.Worker], limits: Mapping[int, int]) -> list[Worker] | None:
+    """Every rank with samples for the earliest finish, those with a limit at it; None where the others cannot take all."""
+    own = ranks_by_kind(problem)
+    free = [(kind, rank) for kind, rank in own if rank not in limits]
+    left = problem.batch.global_batch - sum(limits.values())
+    if left < len(free) or not free:
+        return None
+    divided = division.divide(left, [curves[kind] for kind, _ in free])
+    loads = dict(limits) | {rank: n for (_, rank), n in zip(free, divided, strict=True)}
+    return [Worker(kind, rank, min(curves[kind].micro_batch, loads[rank]), loads[rank]) for kind, rank in own]
+
+
+def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: float) -> list[float]:
+    """What every rank has left for state, as a fraction of all of it."""
+    room = {}
+    for load, held in held_alone(problem, schedule, stage).items():
+        free = problem.capacity(load.kind) - held.framework
+        room[load] = (ROUNDING * free - (held.alone - held.framework)) / state
+    return [room[own.load] for own in stage.workers]
+
+
+def _state_shares(rooms: Sequence[float]) -> list[float] | None:
+    """A fraction for every rank, equal but for those without room; None where all rooms together do not suffice."""
+
+    alike = Counter(rooms)
+
+    def held(most: float) -> float:
+        return sum(count * min(room, most) for room, count in alike.items())
+
+    if min(rooms) < 0.0 or held(1.0) < 1.0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if held(middle) >= 1.0 else (middle, high)
+    shared = held(high)
+    return [min(room, high) / shared for room in rooms]

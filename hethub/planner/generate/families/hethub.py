@@ -1,0 +1,15 @@
+"""`hethub`: HETHUB's plans (arXiv 2405.16256). TP inside a node, one DP degree, every stage of one kind, uneven layers."""
+
+from collections.abc import Iterator
+
+from hethub.planner.candidate.candidate import Draft
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.generate.cuts import best_cuts
+from hethub.planner.generate.table import tabulate
+from hethub.planner.problem.problem import Problem
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """The best cuts over orders of kinds, TP degrees and DP degrees whose stages hold one kind each."""
+    for entry in best_cuts(problem, tabulate(problem, costs), 1).pure:
+        yield entry.draft(problem)

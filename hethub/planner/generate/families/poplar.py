@@ -1,0 +1,196 @@
+"""`poplar`: Poplar's plans (arXiv 2408.12596). One stage, no TP.
+
+ZeRO-0 and 1 meet once per step: every accelerator works at the micro-batch of its peak speed within its memory, samples
+in proportion to speed. ZeRO-2 and 3 meet at every micro-step, so all accelerators share a number of steps, each at the
+largest batch that it ends within the step's time; that time is searched. State is cut evenly.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from heapq import nsmallest
+from itertools import accumulate
+from typing import NamedTuple
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.candidate.samples import largest_able
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.estimate.memory_model import ONLY, probe_for
+from hethub.planner.generate.families.uniform import allowed
+from hethub.planner.generate.families.whole import (
+    WholeStage,
+    Worker,
+    draft_of,
+    held_alone,
+    levels,
+    meeting_seconds,
+    ranks_by_kind,
+    shared_bytes,
+)
+from hethub.planner.problem.problem import Problem
+from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.plan import Recompute
+from hethub.spec.ranges import split_by_shares
+
+JUDGED = 3  # micro-step times that the predictor judges
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """A draft per recompute at ZeRO-0 and 1, where every accelerator can hold the model."""
+    if not _is_allowed(problem):
+        return
+    for recompute in problem.recomputes:
+        for zero in (level for level in levels(problem) if level < 2):
+            sizes = [_peak(problem, costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
+            if all(sizes):
+                seats = [Seats(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
+                yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
+
+
+def whole(
+    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
+) -> Iterator[Draft]:
+    """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the limit."""
+    if not _is_allowed(problem) or problem.size == 1:
+        return
+    found = [
+        (steps, recompute, zero)
+        for recompute in problem.recomputes
+        for zero in levels(problem)
+        if zero >= 2
+        for steps in _shared_steps(problem, surrogate.costs, recompute, zero, limit_seconds)
+    ]
+    for index, (steps, recompute, zero) in enumerate(nsmallest(JUDGED, found)):
+        workers = _workers(problem, steps)
+        if workers is not None:
+            stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
+            yield draft_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+
+
+def _is_allowed(problem: Problem) -> bool:
+    return problem.constraints.tp in (None, 1) and allowed(problem, 1, problem.size)
+
+
+def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, zero: int) -> int | None:
+    """The micro-batch at which an accelerator of the kind is fastest among those that fit; None where none does."""
+    layers = problem.model.layers
+    capacity = problem.capacity(kind)
+    fitting = [
+        b
+        for b in problem.micro_batches
+        if problem.coefficients(kind, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
+        <= problem.size
+    ]
+    most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole tile
+    able = [b for b in fitting if b <= problem.at_most(kind, most)]
+    return max(able, key=lambda b: b / costs.rate(kind, 1, b, recompute).tile(layers, True, True).total, default=None)
+
+
+class _Steps(NamedTuple):
+    """A number of micro-steps and every kind's batch in them."""
+
+    seconds: float
+    number: int
+    batches: tuple[int, ...]
+    least: float  # seconds that all but the last one take at least
+
+
+def _shared_steps(
+    problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
+) -> set[_Steps]:
+    """All micro-step times with the largest batches that end within them and fit."""
+    kinds = range(len(problem.kinds))
+    widest = [_widest(problem, kind) for kind in kinds]
+    fast = [steps for steps in _every_step(problem, costs, recompute, zero, widest) if steps.least < limit_seconds]
+    if not fast:
+        return set()
+    fitting = _Fitting(problem, recompute, zero)
+    tops = [fitting.largest(kind, min(steps.batches[kind] for steps in fast)) for kind in kinds]
+    return set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
+
+
+class _Ends(NamedTuple):
+    """When tiles of all sizes end, ascending, and the largest that has ended by then."""
+
+    seconds: list[float]
+    largest: list[int]
+
+    @staticmethod
+    def of(curve: Mapping[int, float]) -> "_Ends":
+        ordered = sorted((seconds, size) for size, seconds in curve.items())
+        return _Ends([seconds for seconds, _ in ordered], list(accumulate((size for _, size in ordered), max)))
+
+    def within(self, seconds: float) -> int:
+        """The largest tile that ends within `seconds`; 0 where none does."""
+        ended = bisect_right(self.seconds, seconds)
+        return self.largest[ended - 1] if ended else 0
+
+
+def _every_step(
+    problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
+) -> list[_Steps]:
+    """Every micro-step time with the largest batches that end within it, up to `tops` by kind."""
+    total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
+    curves = [
+        {b: costs.rate(k, 1, b, recompute).tile(problem.model.layers, True, True).total for b in range(1, top + 1)}
+        for k, top in enumerate(tops)
+    ]
+    ends = [_Ends.of(curve) for curve in curves]
+    beside = meeting_seconds(problem, costs, zero)
+
+    def shown(computing: float) -> float:
+        """Seconds of a micro-step: collectives go on beside compute, and slow it down."""
+        return max(computing, beside) + costs.network.fit["overlap_cost"] * min(computing, beside)
+
+    found = []
+    for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
+        batches = [ended.within(seconds) for ended in ends]
+        if 0 not in batches and (fixed is None or set(batches) == {fixed}):
+            together = sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True))
+            count = -(-total // together)
+            computing = max(curve[b] for curve, b in zip(curves, batches, strict=True))
+            left = (total - (count - 1) * together) / together  # of a batch, in the last step
+            ending = max(curve[max(1, round(left * b))] for curve, b in zip(curves, batches, strict=True))
+            step = (count - 1) * shown(computing) + shown(ending)
+            found.append(_Steps(step, count, tuple(batches), max((count - 1) * computing, count * beside)))
+    return found
+
+
+def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
+    """Every rank's samples: a batch in all steps but the last, which takes what is left; None where that is nothing."""
+    own = [(kind, rank, steps.batches[kind]) for kind, rank in ranks_by_kind(problem)]
+    left = problem.batch.global_batch - (steps.number - 1) * sum(batch for _, _, batch in own)
+    last = [part.size for part in split_by_shares(left, [batch for _, _, batch in own])]
+    samples = [(steps.number - 1) * batch + more for (_, _, batch), more in zip(own, last, strict=True)]
+    if min(samples) < 1:
+        return None
+    return [Worker(kind, rank, batch, n) for (kind, rank, batch), n in zip(own, samples, strict=True)]
+
+
+def _widest(problem: Problem, kind: int) -> int:
+    """The largest micro-batch that the job allows on the kind."""
+    widest = min(max(problem.micro_batches), problem.batch.global_batch)
+    return problem.constraints.micro_batch or problem.at_most(kind, widest)
+
+
+class _Fitting:
+    """Which micro-batches fit on the ranks of a kind at a ZeRO level."""
+
+    def __init__(self, problem: Problem, recompute: Recompute, zero: int) -> None:
+        self._problem, self._recompute, self._zero = problem, recompute, zero
+        self._part = shared_bytes(problem, zero) / problem.size
+        self._alone: dict[tuple[AcceleratorSpec, int], float] = {}
+
+    def largest(self, kind: int, needed: int) -> int | None:
+        """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` do."""
+        found = largest_able(partial(self._fits, kind), _widest(self._problem, kind))
+        return found if found >= needed else None
+
+    def _fits(self, kind: int, batch: int) -> bool:
+        key = (probe_for(self._problem.kinds[kind].accelerator), batch)
+        if key not in self._alone:
+            twice = Worker(kind, 0, batch, 2 * batch)  # a tile's last reduction goes on beside the next one
+            stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
+            self._alone[key] = held_alone(self._problem, "1f1b", stage)[twice.load].alone
+        return self._alone[key] + self._part <= self._problem.capacity(kind)

@@ -1,0 +1,57 @@
+"""`uniform`: the base line. One TP, DP and PP degree, even layers, even samples, ranks in the cluster's order."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.problem.problem import Problem, Unit
+from hethub.spec.ranges import split
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """Every even division of the cluster."""
+    degrees = [problem.constraints.tp] if problem.constraints.tp else problem.degrees
+    for tp in degrees:
+        units = units_in_order(problem, tp)
+        if any(unit.tp != tp for unit in units):
+            continue
+        for stages in range(1, min(len(units), problem.model.layers) + 1):
+            if len(units) % stages == 0 and allowed(problem, stages, len(units) // stages):
+                yield from _variants(problem, units, stages)
+
+
+def units_in_order(problem: Problem, tp: int) -> list[Unit]:
+    """All units of one TP degree by rank."""
+    units = [unit for kind in range(len(problem.kinds)) for unit in problem.units(kind, tp)]
+    return sorted(units, key=lambda unit: unit.ranks)
+
+
+def sorts_of(units: Iterable[Unit]) -> Counter[tuple[int, int]]:
+    """How many of the units are of each kind and TP degree."""
+    return Counter([(unit.kind, unit.tp) for unit in units])
+
+
+def seats_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[Seats, ...]:
+    """Counted units as a stage's replicas, all with one micro-batch, or what their kind measured to fit."""
+    return merged([Seats(kind, tp, problem.at_most(kind, micro_batch), number) for (kind, tp), number in sorts.items()])
+
+
+def allowed(problem: Problem, stages: int, replicas: int) -> bool:
+    """Whether fixed degrees allow this many stages and replicas."""
+    return problem.constraints.pp in (None, stages) and problem.constraints.dp in (None, replicas)
+
+
+def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draft]:
+    replicas = len(units) // stages
+    sizes = [part.size for part in split(problem.model.layers, stages)]
+    sorts = [tuple(sorts_of(units[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
+    unlike = list(zip(sizes, sorts, strict=True))
+    for micro_batch in problem.micro_batches:
+        fits = all(problem.at_most(kind, micro_batch) == micro_batch for kind in range(len(problem.kinds)))
+        if micro_batch * replicas > problem.batch.global_batch or not fits:
+            break
+        held = {own: seats_of(problem, dict(own), micro_batch) for own in set(sorts)}
+        for recompute in problem.recomputes:
+            made = {own: DraftStage(own[0], held[own[1]], recompute, problem.usual_zero) for own in set(unlike)}
+            yield Draft(tuple([made[own] for own in unlike]), even=True)

@@ -1,0 +1,148 @@
+"""Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move about."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.memory_model import probe_for
+from hethub.planner.problem.problem import Problem
+from hethub.predictor.memory.ranks import RankMemory, all_fit, memory
+from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+
+
+class Worker(NamedTuple):
+    """A rank that is a replica by itself, and its load."""
+
+    kind: int
+    rank: int
+    micro_batch: int
+    samples: int
+
+    @property
+    def load(self) -> "Load":
+        return Load(self.kind, self.micro_batch, self.samples)
+
+
+class Load(NamedTuple):
+    """What a worker's memory depends on."""
+
+    kind: int
+    micro_batch: int
+    samples: int
+
+
+class Held(NamedTuple):
+    """Bytes of a rank without its part of the state that ranks share, and what of them the framework takes."""
+
+    alone: float
+    framework: int
+
+
+class WholeStage(NamedTuple):
+    """A stage of one-rank replicas, its layers as chunks."""
+
+    chunks: tuple[tuple[int, int], ...]
+    workers: Sequence[Worker]
+    zero: int
+    recompute: Recompute
+    offload: tuple[Offload, ...] = ()
+    state_shares: Mapping[int, float] = {}
+
+
+def levels(problem: Problem) -> tuple[int, ...]:
+    """The ZeRO levels that families may use."""
+    chosen = problem.constraints.zero
+    return problem.capabilities.family_zero if chosen is None else (chosen,)
+
+
+def offers(problem: Problem, schedule: ScheduleName) -> bool:
+    """Whether a family's own schedule may be used: it is executable, and the job asks for no other."""
+    return schedule in problem.capabilities.family_schedules and problem.constraints.schedule in (None, schedule)
+
+
+def ranks_by_kind(problem: Problem) -> list[tuple[int, int]]:
+    """(kind, rank) of every accelerator, by rank."""
+    return sorted(((k, rank) for k, kind in enumerate(problem.kinds) for rank in kind.ranks), key=lambda own: own[1])
+
+
+def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStage]) -> PlanSpec:
+    """The plan of these stages."""
+    return problem.plan(schedule, (_stage(problem, stage) for stage in stages))
+
+
+def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
+    islands = {problem.kinds[own.kind].island for own in stage.workers}
+    zero = 0 if len(stage.workers) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
+    return StageSpec(
+        layers=stage.chunks,
+        replicas=tuple(
+            ReplicaSpec(ranks=(own.rank,), micro_batch=min(own.micro_batch, own.samples), samples=own.samples)
+            for own in stage.workers
+        ),
+        zero=zero,
+        state_shares=dict(stage.state_shares) if zero else {},
+        recompute=stage.recompute,
+        offload=stage.offload,
+    )
+
+
+def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Draft:
+    """The plan as a draft that is judged as it stands."""
+    drafted = tuple(
+        DraftStage(
+            sum(stop - start for start, stop in stage.chunks),
+            merged([Seats(own.kind, 1, own.micro_batch, 1) for own in stage.workers]),
+            stage.recompute,
+            stage.zero,
+        )
+        for stage in stages
+    )
+    return Draft(drafted, name=name, plan=plan_of(problem, schedule, stages))
+
+
+def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
+    """What the plan's ranks hold."""
+    return memory(Layout(plan, problem.model, problem.cluster))
+
+
+def fits(problem: Problem, plan: PlanSpec) -> bool:
+    """Whether the plan's ranks fit, and what they offload into their hosts' memory."""
+    layout = Layout(plan, problem.model, problem.cluster)
+    return all_fit(layout, memory(layout), problem.constraints.reserve)
+
+
+def shared_bytes(problem: Problem, zero: int) -> float:
+    """Bytes of state that the ranks of an only stage share at a ZeRO level: the sum of all their parts."""
+    return problem.footprints.state(problem.kinds[0].accelerator, problem.model.layers, zero)
+
+
+def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> dict[Load, Held]:
+    """What workers of an only stage hold beside their part of the state, by load: read off a plan of one of every sort.
+
+    Exact, since nothing but the parts of the state depends on how many ranks there are.
+    """
+    sorts = {own.load: own for own in stage.workers}
+    few = list(sorts.values()) * (2 if len(sorts) == 1 else 1)
+    nodes = tuple(
+        NodeSpec(name=f"probe-{i}", accelerator=probe_for(problem.kinds[own.kind].accelerator), accelerators=1)
+        for i, own in enumerate(few)
+    )
+    cluster = ClusterSpec(name="probe", emulated=True, nodes=nodes)
+    batch = problem.batch._replace(global_batch=sum(own.samples for own in few))
+    asked = replace(problem, cluster=cluster, batch=batch)
+    probed = stage._replace(workers=[own._replace(rank=rank) for rank, own in enumerate(few)], state_shares={})
+    part = shared_bytes(problem, stage.zero) / len(few)
+    used = memory_of(asked, plan_of(asked, schedule, [probed]))
+    return {load: Held(one.bytes - part, one.parts["framework"]) for load, one in zip(sorts, used, strict=False)}
+
+
+def meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
+    """Seconds of the collectives of a tile on all ranks at ZeRO-2 or 3: gathers for both passes, and sums. Layer by layer
+    they take longer, and at uneven shares too."""
+    model, group = problem.model, costs.network.group(range(problem.size))
+    gathered = 2 * costs.width if zero == 3 else 0
+    return costs.network.reduce_scatter(group, model.parameters * (gathered + costs.gradient_width))

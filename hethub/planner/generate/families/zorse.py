@@ -1,0 +1,162 @@
+"""`zorse`: Zorse's plans (arXiv 2507.10392). Groups of machines by a minimum k-cut of the bandwidth graph, a stage per
+group, layers in proportion to its speed, no TP, unlike accelerators of a stage with samples in proportion to speed."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.generate.families.uniform import allowed, seats_of, units_in_order
+from hethub.planner.problem.problem import Problem, Unit
+from hethub.spec.plan import Recompute
+from hethub.spec.ranges import split_by_shares
+
+MOST_NODES = 48  # of the graph: with more machines, neighbours of one kind are one node
+
+
+def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+    """A draft per number of groups, micro-batch and recompute."""
+    if problem.constraints.tp not in (None, 1):
+        return
+    nodes = _nodes(problem)
+    weights = _bandwidths(problem, costs, nodes)
+    groups = [list(range(len(nodes)))]
+    known: dict[tuple[int, ...], Cut] = {}
+    counted: dict[tuple[int, ...], Sort] = {}
+    while len(groups) <= min(len(nodes), problem.model.layers):
+        for group in groups:
+            if tuple(group) not in counted:
+                counted[tuple(group)] = _count(nodes, group)
+        sorts = _by_memory(problem, [counted[tuple(group)] for group in groups])
+        if allowed(problem, len(groups), sum(number for _, number in sorts[0])):
+            for micro_batch in problem.micro_batches:
+                seats = {own: seats_of(problem, {(kind, 1): n for kind, n in own}, micro_batch) for own in set(sorts)}
+                for recompute in problem.recomputes:
+                    yield _draft(problem, costs, [(own, seats[own]) for own in sorts], recompute)
+        if len(groups) == len(nodes):
+            return
+        groups = _split_once(groups, weights, known)
+
+
+Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (kind, how many)
+
+
+def _count(nodes: list[list[Unit]], group: list[int]) -> Sort:
+    own: Counter[int] = Counter()
+    for node in sorted(group):
+        own[nodes[node][0].kind] += len(nodes[node])
+    return tuple(own.items())
+
+
+def _by_memory(problem: Problem, groups: list[Sort]) -> list[Sort]:
+    """Groups from the most memory per accelerator to the least: the first stages hold the most tiles."""
+    memory = {
+        group: sum(problem.kinds[kind].memory_bytes * n for kind, n in group) / sum(n for _, n in group)
+        for group in set(groups)
+    }
+    return sorted(groups, key=memory.__getitem__, reverse=True)
+
+
+def _nodes(problem: Problem) -> list[list[Unit]]:
+    """Machines as lists of single-rank units; few of one kind together where there are many machines."""
+    machines: dict[int, list[Unit]] = {}
+    for unit in units_in_order(problem, 1):
+        machines.setdefault(problem.cluster.places[unit.ranks[0]].machine, []).append(unit)
+    together = -(-len(machines) // MOST_NODES)
+    nodes: list[list[Unit]] = []
+    for units in machines.values():
+        if nodes and nodes[-1][0].kind == units[0].kind and len(nodes[-1]) < together * len(units):
+            nodes[-1] = nodes[-1] + units
+        else:
+            nodes.append(units)
+    return nodes
+
+
+def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> np.ndarray:
+    """Bytes per second between nodes of the graph, as all pairs reach them together: what a cut weighs is then what its
+    wires carry, so that groups are parted where the network is slow. By pairs one at a time, every cut would part a node
+    from all others, and never a region from a region."""
+    weights = np.zeros((len(nodes), len(nodes)))
+    firsts = [node[0].ranks[0] for node in nodes]
+    places = [problem.cluster.places[rank] for rank in firsts]
+    regions = problem.cluster.links.regions
+    here = [regions.of_node[place.node.name] if regions else "" for place in places]
+    known: dict[tuple[int, int], float] = {}
+    for a in range(len(nodes)):
+        for b in range(a):
+            key = (nodes[a][0].kind, nodes[b][0].kind)
+            if key not in known:
+                known[key] = 1.0 / costs.network.link(firsts[a], firsts[b], sharing=len(nodes) - 1).seconds_per_byte
+                if regions and here[a] != here[b]:
+                    wire = regions.gbps[regions.names.index(here[a])][regions.names.index(here[b])] / 8 * 1e9
+                    known[key] = min(known[key], wire / (here.count(here[a]) * here.count(here[b])))
+            weights[a, b] = weights[b, a] = known[key]
+    return weights
+
+
+Cut = tuple[float, list[int]]  # its weight and one side
+
+
+def _split_once(groups: list[list[int]], weights: np.ndarray, known: dict[tuple[int, ...], Cut]) -> list[list[int]]:
+    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT), which `known` keeps."""
+    for group in groups:
+        if len(group) > 1 and tuple(group) not in known:
+            known[tuple(group)] = _minimum_cut(weights[np.ix_(group, group)])
+    cuts = [(*known[tuple(group)], index) for index, group in enumerate(groups) if len(group) > 1]
+    _, side, index = min(cuts, key=lambda cut: (cut[0], cut[2]))
+    chosen = [groups[index][i] for i in side]
+    rest = [node for node in groups[index] if node not in set(chosen)]
+    return sorted([*groups[:index], chosen, rest, *groups[index + 1 :]], key=min)
+
+
+def _minimum_cut(weights: np.ndarray) -> Cut:
+    """Weight and one side of a global minimum cut (Stoer and Wagner 1997)."""
+    first = weights[0, 1]
+    if (weights == first).sum() == weights.size - len(weights):  # all alike: any node apart, here the last one
+        return sum([first] * (len(weights) - 1)), [len(weights) - 1]
+    weights = weights.copy()
+    merged = [[i] for i in range(len(weights))]
+    alive = list(range(len(weights)))
+    best: Cut = (float("inf"), [])
+    while len(alive) > 1:
+        attached = np.full(len(weights), -np.inf)  # of those not yet in order
+        attached[alive[1:]] = weights[alive[0], alive[1:]]
+        order, last = [alive[0]], 0.0
+        for _ in alive[1:]:
+            chosen = int(attached.argmax())
+            order.append(chosen)
+            last = float(attached[chosen])
+            attached += weights[chosen]
+            attached[chosen] = -np.inf
+        end, before = order[-1], order[-2]
+        if last < best[0]:
+            best = (last, list(merged[end]))
+        weights[before] += weights[end]
+        weights[:, before] += weights[:, end]
+        weights[before, before] = 0.0
+        merged[before] += merged[end]
+        alive.remove(end)
+    return best
+
+
+def _draft(
+    problem: Problem, costs: UnitCosts, stages: list[tuple[Sort, tuple[Seats, ...]]], recompute: Recompute
+) -> Draft:
+    """Layers in proportion to the groups' speed, rounded, at least one each."""
+    seats = dict(stages)
+    known = {sort: _speed(costs, own, recompute) for sort, own in seats.items()}
+    speeds = [known[sort] for sort, _ in stages]
+    whole, spare = sum(speeds), problem.model.layers - len(stages)
+    shares = [max(speed / whole * problem.model.layers - 1.0, 0.0) for speed in speeds]
+    extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
+    drafted = [(more, sort) for more, (sort, _) in zip(extra, stages, strict=True)]
+    made = {own: DraftStage(1 + own[0], seats[own[1]], recompute, problem.usual_zero) for own in set(drafted)}
+    return Draft(tuple([made[own] for own in drafted]), alike=False)
+
+
+def _speed(costs: UnitCosts, seats: tuple[Seats, ...], recompute: Recompute) -> float:
+    """Samples per second on a layer."""
+    layer = [costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
+    return sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True))

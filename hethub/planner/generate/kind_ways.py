@@ -1,0 +1,233 @@
+"""What one kind of accelerator can hold in stages of its own, in every way to form them, under many goals at once.
+
+A goal is a deadline, seconds that a stage may compute and reduce its gradients, with a wave, samples that the replicas of a
+stage take together: with micro-batches that come near it no stage waits for larger tiles of another.
+"""
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import DraftStage, Seats
+from hethub.planner.estimate.costs import rank_parameters
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE
+from hethub.planner.problem.problem import Problem
+from hethub.spec.plan import Recompute
+from hethub.spec.ranges import split
+
+MOST_STAGES = 16
+EXPOSED = 0.5  # of a reduction: about what nothing hides
+FLIGHTS = 1.3  # tiles in flight for every stage behind: links take time too
+_NONE = -1_000_000  # layers of a stage that cannot hold one
+
+Ends = tuple[bool, bool]  # whether one of the stages is the model's first, and one its last
+
+
+class Goals(NamedTuple):
+    """Deadlines and waves side by side [goal]: seconds, and an index of `waves` [wave], samples."""
+
+    seconds: np.ndarray
+    wave: np.ndarray
+    waves: np.ndarray
+
+
+class Way(NamedTuple):
+    """How a kind's units form a number of stages."""
+
+    tp: int
+    widths: tuple[int, ...]  # replicas of each stage, the wider ones first
+    recompute: Recompute
+
+    @property
+    def num_narrow(self) -> int:
+        """How many of the stages are one replica narrower than the others."""
+        return len(self.widths) - self.widths.count(self.widths[0])
+
+
+class Ways(NamedTuple):
+    """All ways of a kind to form a number of stages: micro-batches and seconds of a tile through a layer [wave, way], and how
+    many layers a stage holds at most, by where it stands [goal, way, wide or narrow, stages behind]."""
+
+    ways: Sequence[Way]
+    sizes: np.ndarray
+    through: np.ndarray
+    middle: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+class Table(NamedTuple):
+    """Seconds of a tile through so many layers [goal, stages behind, layers], and on which way they are the fewest."""
+
+    seconds: np.ndarray
+    way: np.ndarray
+
+
+class KindWays:
+    """The ways of one kind."""
+
+    def __init__(self, problem: Problem, surrogate: Surrogate, kind: int, goals: Goals) -> None:
+        self.problem, self.surrogate, self.kind, self.goals = problem, surrogate, kind, goals
+        self.depth = min(MOST_STAGES, problem.model.layers)
+        self._tables: dict[tuple[int, Ends], Table | None] = {}
+        self._between: dict[int, np.ndarray] = {}
+
+    @cached_property
+    def ways(self) -> dict[int, Ways]:
+        """By number of stages."""
+        problem, given = self.problem, self.problem.constraints
+        found: dict[int, list[Way]] = {}
+        for tp in [given.tp] if given.tp else problem.degrees_of(self.kind):
+            units = problem.units(self.kind, tp)
+            if any(unit.tp != tp for unit in units):
+                continue
+            for stages in range(1, min(len(units), self.depth) + 1):
+                widths = tuple(part.size for part in split(len(units), stages))
+                if widths[0] <= problem.batch.global_batch and (given.dp is None or set(widths) == {given.dp}):
+                    found.setdefault(stages, []).extend(Way(tp, widths, mode) for mode in problem.recomputes)
+        return {stages: self._figures(own) for stages, own in found.items()}
+
+    @cached_property
+    def most(self) -> int:
+        """Layers that all stages hold at most under any goal; the model's ends leave room for fewer."""
+        return max(int(self._held_between(stages).max()) for stages in self.ways)
+
+    def table(self, stages: int, ends: Ends) -> Table | None:
+        """For so many stages; None where no way holds a layer in each."""
+        key = (stages, ends)
+        if key not in self._tables:
+            self._tables[key] = self._table(*key)
+        return self._tables[key]
+
+    def stages(self, number: int, ends: Ends, goal: int, behind: int, layers: int) -> list[DraftStage]:
+        """The stages that hold so many layers soonest, so that the busiest is as little busy as can be."""
+        own, table = self.ways[number], self.table(number, ends)
+        assert table is not None  # asked for what the table holds
+        index = int(table.way[goal, behind, layers])
+        way, size = own.ways[index], int(own.sizes[self.goals.wave[goal], index])
+        most = [
+            own.middle[goal, index, int(width < way.widths[0]), behind + number - 1 - i]
+            for i, width in enumerate(way.widths)
+        ]
+        if ends[0]:
+            most[0] = own.first[goal, index, 0, behind + number - 1]
+        if ends[1]:
+            most[-1] = own.last[goal, index, int(way.num_narrow > 0), 0]
+        return [
+            DraftStage(x, (Seats(self.kind, way.tp, size, width),), way.recompute, self.problem.usual_zero)
+            for x, width in zip(_dealt(layers, most, way.widths), way.widths, strict=True)
+        ]
+
+    def _table(self, stages: int, ends: Ends) -> Table | None:
+        own, held = self.ways[stages], self._held(stages, ends)
+        most = min(int(held.max()), self.problem.model.layers)
+        if most < stages:
+            return None
+        soonest = np.argsort(own.through, axis=1, kind="stable")[self.goals.wave]
+        held = np.maximum.accumulate(np.take_along_axis(held, soonest[:, :, None], axis=1), axis=1)
+        layers = np.arange(most + 1)
+        place = (held[..., None] < layers).sum(axis=1)  # [goal, stages behind, layers]: of the soonest that holds them
+        able = (place < len(own.ways)) & (layers >= stages)
+        goal = np.arange(len(soonest))[:, None, None]
+        way = soonest[goal, np.minimum(place, len(own.ways) - 1)]
+        return Table(np.where(able, own.through[self.goals.wave[goal], way] * layers, np.inf), way)
+
+    def _held(self, stages: int, ends: Ends) -> np.ndarray:
+        """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none. None are
+        behind the model's last."""
+        own, held = self.ways[stages], self._held_between(stages)
+        if ends[0]:
+            held = held + (own.first - own.middle)[:, :, 0, stages - 1 :]
+        if ends[1]:
+            way, narrow = np.arange(len(own.ways)), [int(way.num_narrow > 0) for way in own.ways]
+            held = held[:, :, :1] + (own.last - own.middle)[:, way, narrow, :1]
+        return held
+
+    def _held_between(self, stages: int) -> np.ndarray:
+        """The same where none of the stages is the model's first or last."""
+        if stages not in self._between:
+            own, behind = self.ways[stages], np.arange(self.depth - stages + 1)
+            way, narrow = np.arange(len(own.ways))[:, None], np.array([[way.num_narrow] for way in own.ways])
+            sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
+            np.cumsum(own.middle, axis=3, out=sums[..., 1:])
+            held = sums[:, way, 1, behind + narrow] - sums[:, :, 1, behind]
+            held += sums[:, :, 0, behind + stages] - sums[:, way, 0, behind + narrow]
+            self._between[stages] = held
+        return self._between[stages]
+
+    def _figures(self, ways: list[Way]) -> Ways:
+        costs, sizes = self.surrogate.costs, self._sizes(ways)
+
+        @cache
+        def rate(tp: int, size: int, mode: Recompute) -> list[float]:
+            return [part.total for part in costs.rate(self.kind, tp, size, mode)]
+
+        @cache
+        def memory(tp: int, size: int, mode: Recompute) -> np.ndarray:
+            return np.array(self.problem.coefficients(self.kind, tp, size, mode)[:6])
+
+        asked = [[(way.tp, size, way.recompute) for way, size in zip(ways, own, strict=True)] for own in sizes.tolist()]
+        rates = np.array([[rate(*one) for one in own] for own in asked])  # [wave, way, layer, embedding or head]
+        held = np.array([[memory(*one) for one in own] for own in asked])  # [wave, way, coefficient, place]
+        most = [
+            self._most_layers(ways, sizes, rates / sizes[:, :, None], held[..., place], ends)
+            for place, ends in ((MIDDLE, (False, False)), (FIRST, (True, False)), (LAST, (False, True)))
+        ]
+        return Ways(ways, sizes, rates[:, :, 0], *most)
+
+    def _sizes(self, ways: Sequence[Way]) -> np.ndarray:
+        """[wave, way]: the largest micro-batches whose wave is not too large, or the smallest."""
+        problem, fixed = self.problem, self.problem.constraints.micro_batch
+        free = problem.capabilities.any_micro_batch and not fixed
+        able = sorted({problem.at_most(self.kind, size) for size in problem.micro_batches})
+
+        def size(wanted: int) -> int:
+            return min(wanted, able[-1]) if free else max([each for each in able if each <= wanted], default=able[0])
+
+        return np.array([[size(max(1, wave // way.widths[0])) for way in ways] for wave in self.goals.waves.tolist()])
+
+    def _most_layers(
+        self, ways: Sequence[Way], sizes: np.ndarray, per_sample: np.ndarray, memory: np.ndarray, ends: Ends
+    ) -> np.ndarray:
+        """[goal, way, wide or narrow, stages behind]: layers that a stage holds within the deadline and its memory."""
+        widths, wave = np.array([(way.widths[0], way.widths[-1]) for way in ways]), self.goals.wave
+        once, each = self._reduction(ways, widths, ends)
+        share = -(-self.problem.batch.global_batch // widths)
+        extra = once + share * (per_sample[:, :, 1] * ends[0] + per_sample[:, :, 2] * ends[1])[:, :, None]
+        per_layer = each + share * per_sample[:, :, 0, None]
+        in_time = (self.goals.seconds[:, None, None] - extra[wave]) / per_layer[wave]
+        larger = np.maximum(1.0, self.goals.waves[:, None, None] / (sizes[:, :, None] * widths))[..., None]
+        tiles = np.ceil((1 + FLIGHTS * np.arange(self.depth)) * larger)  # [wave, way, wide or narrow, stages behind]
+        fixed, layer, tile, layer_tile, state, state_layer = memory.transpose(2, 0, 1)[..., None, None]
+        shards = widths[..., None] if self.problem.usual_zero > 0 else 1
+        room = self.problem.capacity(self.kind) - (fixed + tiles * tile + state / shards)
+        in_memory = (room / (layer + tiles * layer_tile + state_layer / shards))[wave]
+        found = np.floor(np.minimum(in_time[..., None], in_memory) + 1e-9)
+        return np.where(found >= 1, found, _NONE).astype(np.int64)
+
+    def _reduction(self, ways: Sequence[Way], widths: np.ndarray, ends: Ends) -> tuple[np.ndarray, np.ndarray]:
+        """[way, wide or narrow]: seconds to reduce a stage's gradients that it waits for, of any, and more per layer."""
+        times, costs = self.surrogate.times, self.surrogate.costs
+        met = [
+            [times.collective((Seats(self.kind, way.tp, 1, width),)) if width > 1 else (0.0, 0.0) for width in own]
+            for way, own in zip(ways, widths.tolist(), strict=True)
+        ]
+        latency, per_byte = np.array(met).transpose(2, 0, 1)
+        tp, ones = np.array([way.tp for way in ways]), np.ones(len(ways))
+        first, last = (np.full(len(ways), end) for end in ends)
+        one, two = (rank_parameters(self.problem.model, tp, x * ones, first, last)[:, None] for x in (1, 2))
+        passes = 1 if self.problem.usual_zero > 0 else 2
+        per_parameter = EXPOSED * passes * per_byte * costs.gradient_width
+        return EXPOSED * passes * latency + per_parameter * (2 * one - two), per_parameter * (two - one)
+
+
+def _dealt(total: int, most: Sequence[int], widths: Sequence[int]) -> list[int]:
+    """Layers of stages, one at least and none beyond its most, so that the busiest is as little busy as can be."""
+    found = [1] * len(widths)
+    for _ in range(total - len(widths)):
+        able = [stage for stage, held in enumerate(found) if held < most[stage]]
+        found[min(able, key=lambda stage: (found[stage] + 1) / widths[stage])] += 1
+    return found

@@ -1,0 +1,159 @@
+"""Small clusters: every way to put a handful of units into stages, not only consecutive or equal ones."""
+
+import heapq
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import count, islice, product
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
+from hethub.planner.generate.table import Table
+from hethub.planner.problem.problem import Combination, Problem, Unit
+
+MOST_UNITS = 5
+MOST_WEIGHED = 2_000  # drafts
+TOGETHER = 128  # arrangements
+CUT_ERR = 1.15  # a balanced cut's seconds over those of the best one, estimated with communication
+WORTH_MOVING = 1.2  # times the shortest estimate: balanced cuts whose layers are moved
+
+Layers = tuple[int, ...]  # of every stage
+Composition = tuple[tuple[int, ...], ...]  # per stage, how many units of each sort
+
+
+@cache
+def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
+    """All sequences of non-empty stages that use up `counts` units of each sort; equal units are not told apart."""
+    if not any(counts):
+        return ((),)
+    found = []
+    for stage in product(*(range(number + 1) for number in counts)):
+        if any(stage):
+            rest = tuple(number - used for number, used in zip(counts, stage, strict=True))
+            found += [(stage, *tail) for tail in ordered_partitions(rest)]
+    return tuple(found)
+
+
+class _Arrangement(NamedTuple):
+    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes drafts of cuts."""
+
+    seconds: float
+    layers: Layers
+    make: Callable[[Layers], Draft]
+
+
+def small_drafts(
+    problem: Problem, table: Table, surrogate: Surrogate, best: float, memory_counts: bool
+) -> Iterator[tuple[Draft, float]]:
+    """Cuts of ordered partitions of few units with their estimates: the partitions that can be fastest first, as long as
+    these may be better than `best` and the estimates so far, until many were weighed."""
+    shortest, weighed = best, 0
+
+    def noted(draft: Draft) -> tuple[Draft, float]:
+        nonlocal shortest, weighed
+        estimate = surrogate.seconds(draft)
+        weighed += 1
+        if estimate < shortest and surrogate.likely_fits(draft):
+            shortest = estimate
+        return draft, estimate
+
+    for some in _batches(_in_order(problem, table, memory_counts, lambda: shortest)):
+        balanced = {arrangement.make(arrangement.layers): arrangement for arrangement in some}
+        surrogate.weigh(balanced)
+        yield from map(noted, balanced)
+        near = [of for draft, of in balanced.items() if surrogate.seconds(draft) <= WORTH_MOVING * shortest]
+        surrogate.weigh(of.make(cut) for of in near for cut in _near(of.layers))
+        for of in near:
+            yield from map(noted, _downhill(of.layers, of.make, surrogate))
+        if weighed > MOST_WEIGHED:
+            return
+
+
+def _batches(every: Iterator[_Arrangement]) -> Iterator[list[_Arrangement]]:
+    while some := list(islice(every, TOGETHER)):
+        yield some
+
+
+def _in_order(
+    problem: Problem, table: Table, memory_counts: bool, shortest: Callable[[], float]
+) -> Iterator[_Arrangement]:
+    """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a combination
+    takes less than its bound, so those of the next need not be cut before."""
+    queue: list[tuple[float, int, _Arrangement]] = []
+    number = count()  # where seconds are equal, who came first
+    for row in np.nonzero(table.units <= MOST_UNITS)[0].tolist():
+        while queue and queue[0][0] <= table.bound[row]:
+            yield heapq.heappop(queue)[2]
+        if table.bound[row] >= shortest():
+            break
+        for arrangement in _cut(problem, table, row, memory_counts, CUT_ERR * shortest()):
+            heapq.heappush(queue, (arrangement.seconds, next(number), arrangement))
+    while queue and queue[0][0] < CUT_ERR * shortest():
+        yield heapq.heappop(queue)[2]
+
+
+def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: float) -> Iterator[_Arrangement]:
+    """Every ordered partition of a combination that takes less than the limit, with its balanced cut."""
+    combination, examples = table.combinations[row], table.examples[row]
+    counts = tuple(table.counts[row, : len(examples)].tolist())
+    allowed = [composition for composition in ordered_partitions(counts) if _is_allowed(problem, composition)]
+    if not allowed:
+        return
+    stages = Stages(np.array([len(composition) for composition in allowed]))
+    replicas = np.zeros((table.counts.shape[1], len(stages.of)), dtype=np.int64)
+    replicas[: len(counts)] = np.concatenate(allowed).T
+    own = Arrangements(np.full(len(allowed), row), stages, replicas)
+    cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
+    for index in np.nonzero(cuts.seconds < limit)[0].tolist():
+        layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
+        make = cache(partial(_draft, problem, combination, examples, allowed[index]))
+        yield _Arrangement(float(cuts.seconds[index]), layers, make)
+
+
+def _downhill(layers: Layers, make: Callable[[Layers], Draft], surrogate: Surrogate) -> Iterator[Draft]:
+    """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples that
+    cannot be divided count as well as balance."""
+    seen = {layers: surrogate.seconds(make(layers))}
+    while True:
+        least = seen[layers]
+        new = {near: make(near) for near in _near(layers) if near not in seen}
+        surrogate.weigh(new.values())
+        seen.update((near, surrogate.seconds(draft)) for near, draft in new.items())
+        yield from new.values()
+        layers = min(seen, key=seen.__getitem__)
+        if seen[layers] >= least:
+            return
+
+
+def _is_allowed(problem: Problem, composition: Composition) -> bool:
+    """Whether fixed degrees allow these stages."""
+    given = problem.constraints
+    return given.pp in (None, len(composition)) and all(given.dp in (None, sum(stage)) for stage in composition)
+
+
+def _near(layers: Layers) -> Iterator[Layers]:
+    """The cuts with one layer moved."""
+    for giver in range(len(layers)):
+        for taker in range(len(layers)):
+            if giver != taker and layers[giver] > 1:
+                yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(layers))
+
+
+def _draft(
+    problem: Problem,
+    combination: Combination,
+    examples: tuple[Unit, ...],
+    composition: Composition,
+    layers: Layers,
+) -> Draft:
+    stages = []
+    for counts, x in zip(composition, layers, strict=True):
+        seats = [
+            Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], number)
+            for unit, number in zip(examples, counts, strict=True)
+        ]
+        stages.append(DraftStage(x, merged(seats), combination.recompute, problem.usual_zero))
+    return Draft(tuple(stages))

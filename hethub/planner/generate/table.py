@@ -1,0 +1,134 @@
+"""All combinations of TP degrees, micro-batches and recompute as arrays, so that thousands are weighed at once."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.settings import degree_choices, degrees_by_kind, micro_batch_choices
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.memory_model import Coefficients
+from hethub.planner.problem.problem import Combination, Problem, Unit
+from hethub.spec.plan import Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Combinations, the one of the smallest bound first, and the sorts of units that each makes of the cluster.
+
+    Arrays are [combination, sort]; where a combination has fewer sorts than others, the count of the rest is 0.
+    """
+
+    combinations: tuple[Combination, ...]
+    examples: tuple[tuple[Unit, ...], ...]  # a unit of every sort
+    kinds: np.ndarray
+    counts: np.ndarray
+    layer: np.ndarray  # seconds of one layer per sample
+    embedding: np.ndarray  # seconds per sample
+    head: np.ndarray
+    tile: np.ndarray  # seconds of one layer of one micro-batch
+    capacity: np.ndarray  # bytes
+    memory: Coefficients  # each [combination, sort, position]
+    bound: np.ndarray  # [combination], seconds of perfect balance, which no plan of the combination beats
+    through: np.ndarray  # [combination], seconds of one micro-batch through all layers on the fastest sort
+
+    def __len__(self) -> int:
+        return len(self.combinations)
+
+    @cached_property
+    def units(self) -> np.ndarray:
+        """[combination]: how many units it makes of the cluster."""
+        found: np.ndarray = self.counts.sum(axis=1)
+        return found
+
+    def only(self, rows: np.ndarray | Sequence[int]) -> "Table":
+        """Some of the combinations, in the order given."""
+        rows = np.asarray(rows, dtype=np.int64)
+        arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
+        return Table(
+            combinations=tuple(self.combinations[row] for row in rows),
+            examples=tuple(self.examples[row] for row in rows),
+            memory=Coefficients(*(part[rows] for part in self.memory)),
+            **arrays,
+        )
+
+
+_FIGURES = ("layer", "embedding", "head", "tile", "capacity")
+_ARRAYS = ("kinds", "counts", *_FIGURES, "bound", "through")
+
+
+def tabulate(problem: Problem, costs: UnitCosts) -> Table:
+    """The table of all combinations that the problem's constraints allow."""
+    settings = tuple(product(micro_batch_choices(problem), problem.recomputes))
+    records = _Records(problem, costs)
+    sorts = [{tp: records.sorts(kind, tp, settings) for tp in own} for kind, own in enumerate(degrees_by_kind(problem))]
+    every = degree_choices(problem)
+    groups = [[sort for kind, tp in enumerate(degrees) for sort in sorts[kind][tp]] for degrees in every]
+    width = max(map(len, groups))
+    kinds, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
+    numbered = np.zeros((len(every), len(settings), width), dtype=np.int64)  # 0: a blank record
+    for row, group in enumerate(groups):
+        for place, (example, number, own) in enumerate(group):
+            kinds[row, place], counts[row, place], numbered[row, :, place] = example.kind, number, own
+    index, counts = numbered.reshape(-1, width), counts.repeat(len(settings), axis=0)
+    figures = dict(zip(_FIGURES, np.array(records.figures)[index].transpose(2, 0, 1), strict=True))
+    present = counts > 0
+    rate = np.where(present, counts / figures["layer"], 0.0).sum(axis=1)
+    table = Table(
+        combinations=tuple(Combination(degrees, *setting) for degrees in every for setting in settings),
+        examples=tuple(own for group in groups for own in [tuple(sort.example for sort in group)] * len(settings)),
+        kinds=kinds.repeat(len(settings), axis=0),
+        counts=counts,
+        memory=Coefficients(*(np.array(part)[index] for part in zip(*records.memory, strict=True))),
+        bound=problem.batch.global_batch * problem.model.layers / rate,
+        through=problem.model.layers * np.where(present, figures["tile"], np.inf).min(axis=1),
+        **figures,
+    )
+    return table.only(np.argsort(table.bound, kind="stable"))
+
+
+class _Sort(NamedTuple):
+    """Like units of a kind: one of them, how many there are, and by setting the number of their record."""
+
+    example: Unit
+    number: int
+    records: list[int]
+
+
+class _Records:
+    """Figures and memory of every sort of unit under every micro-batch and recompute, each once; number 0 is blank."""
+
+    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
+        self.problem, self.costs = problem, costs
+        self.figures: list[tuple[float, ...]] = [(1.0,) * len(_FIGURES)]
+        self.memory: list[Coefficients] = [Coefficients(*(np.zeros(4) for _ in Coefficients._fields))]
+        self._known: dict[tuple[int, int, int, Recompute], int] = {}
+
+    def sorts(self, kind: int, tp: int, settings: Sequence[tuple[tuple[int, ...], Recompute]]) -> list[_Sort]:
+        """The sorts of unit that a degree makes of a kind: a machine's rest beside the units of the wanted degree."""
+        units = self.problem.units(kind, tp)
+        return [
+            _Sort(
+                example=next(unit for unit in units if unit.tp == size),
+                number=number,
+                records=[
+                    self._index(kind, size, micro_batches[kind], recompute) for micro_batches, recompute in settings
+                ],
+            )
+            for size, number in Counter(unit.tp for unit in units).items()
+        ]
+
+    def _index(self, kind: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
+        key = (kind, tp, micro_batch, recompute)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = len(self.figures)
+            rate = self.costs.rate(kind, tp, micro_batch, recompute)
+            layer, embedding, head = (part.total / micro_batch for part in rate)
+            self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(kind)))
+            self.memory.append(self.problem.coefficients(kind, tp, micro_batch, recompute))
+        return found

@@ -1,0 +1,294 @@
+"""What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from hethub.planner.estimate.memory_model import Coefficients, Footprints, Mode
+from hethub.planner.problem.capabilities import RUNTIME, Capabilities
+from hethub.planner.problem.contradictions import check_constraints
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.cluster import ClusterSpec, Place
+from hethub.spec.errors import BadInput
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout.tensors import tp_degrees
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec, Recompute, ScheduleName, StageSpec
+
+FEW, MANY = 16, 128  # accelerators
+
+
+class Batch(NamedTuple):
+    """What of a job's training the plan depends on."""
+
+    global_batch: int
+    seq_len: int
+    precision: Precision
+
+
+class Unit(NamedTuple):
+    """Ranks of one machine that form a replica: the smallest thing the planner moves. `kind` indexes the kinds."""
+
+    kind: int
+    ranks: tuple[int, ...]
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+
+class Combination(NamedTuple):
+    """What does not depend on the line: TP degree and micro-batch of every kind, and recompute."""
+
+    degrees: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    recompute: Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Accelerators that are interchangeable for the planner: same device, same island, equally placed nodes."""
+
+    accelerator: AcceleratorSpec
+    island: str
+    machines: tuple[tuple[int, ...], ...]  # the ranks of each
+    memory_bytes: int  # per accelerator, what others reserve taken off
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.machines))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for machine in self.machines for rank in machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything a search needs. Build it with `pose`, which refuses what no plan can answer."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    batch: Batch
+    constraints: ConstraintsSpec = field(default_factory=ConstraintsSpec)
+    capabilities: Capabilities = RUNTIME
+    kinds: tuple[Kind, ...] = ()
+    profile: ProfileSpec | None = None
+    footprints: Footprints
+
+    def capacity(self, kind: int) -> float:
+        """Bytes of an accelerator that a rank may use."""
+        return self.kinds[kind].memory_bytes * (1 - self.constraints.reserve)
+
+    def coefficients(
+        self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
+    ) -> Coefficients:
+        """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
+        mode = mode or Mode(self.usual_zero)
+        return self.footprints.coefficients(self.kinds[kind].accelerator, tp, micro_batch, recompute, mode)
+
+    @property
+    def usual_zero(self) -> int:
+        """The ZeRO level that drafts start with: 1 costs nothing but the owners' new weights on the way."""
+        return 1 if 1 in self.zeros else max(self.zeros)
+
+    @property
+    def size(self) -> int:
+        return self.cluster.size
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that some machine can hold and the model's heads allow, ascending."""
+        widest = max(len(machine) for kind in self.kinds for machine in kind.machines)
+        return tuple(d for d in tp_degrees(self.model) if d <= widest)
+
+    def degrees_of(self, kind: int) -> list[int]:
+        """The powers of two among the degrees that a machine of the kind can hold."""
+        widest = max(map(len, self.kinds[kind].machines))
+        return [d for d in self.degrees if d <= widest and d & (d - 1) == 0]
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Micro-batch sizes the search tries: powers of two up to what the job allows."""
+        if self.constraints.micro_batch:
+            return (self.constraints.micro_batch,)
+        usual = (
+            64 if self.size <= FEW else 16 if self.size <= MANY else 8
+        )  # many accelerators leave few samples to each
+        top = min(self.batch.global_batch, self.constraints.max_micro_batch or usual)
+        return tuple(1 << i for i in range(top.bit_length()) if 1 << i <= top)
+
+    @cached_property
+    def _largest(self) -> tuple[int | None, ...]:
+        """Per kind, the largest micro-batch that its ranks measured to fit, None where they did not look for it or where
+        the job names a micro-batch, which then counts."""
+        if self.profile is None or self.constraints.micro_batch:
+            return (None,) * len(self.kinds)
+        found = (self.profile.device(kind.accelerator.name, self.batch.precision) for kind in self.kinds)
+        return tuple(None if own is None else own.largest_micro_batch for own in found)
+
+    def at_most(self, kind: int, micro_batch: int) -> int:
+        """The micro-batch, or the largest that a rank of the kind measured to fit, if that is smaller."""
+        largest = self._largest[kind]
+        return micro_batch if largest is None else min(micro_batch, largest)
+
+    @cached_property
+    def forbidden(self) -> frozenset[frozenset[int]]:
+        """Pairs of kinds that may not share a stage."""
+        named = [{kind.accelerator.name, kind.accelerator.vendor} for kind in self.kinds]
+        return frozenset(
+            frozenset((a, b))
+            for one, other in self.constraints.forbid
+            for a, first in enumerate(named)
+            for b, second in enumerate(named)
+            if a != b and one in first and other in second
+        )
+
+    def forbids_any(self, mixtures: Iterable[Iterable[int]]) -> bool:
+        """Whether one of these mixtures of kinds holds a pair that may not share a stage."""
+        return bool(self.forbidden) and any(pair <= set(kinds) for kinds in mixtures for pair in self.forbidden)
+
+    @property
+    def schedule(self) -> ScheduleName:
+        return self.constraints.schedule or "1f1b"
+
+    @property
+    def other_schedules(self) -> tuple[ScheduleName, ...]:
+        """Schedules that may be better than 1F1B for the same stages."""
+        free = self.constraints.schedule is None and "zero_bubble" in self.capabilities.schedules
+        return ("zero_bubble",) if free else ()
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        chosen = self.constraints.recompute
+        return (chosen,) if chosen else self.capabilities.recompute
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        chosen = self.constraints.zero
+        return self.capabilities.zero if chosen is None else (chosen,)
+
+    def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec]) -> PlanSpec:
+        """The plan of these stages for this model, cluster and batch."""
+        return PlanSpec(
+            model=self.model.name,
+            cluster=self.cluster.name,
+            global_batch=self.batch.global_batch,
+            seq_len=self.batch.seq_len,
+            precision=self.batch.precision,
+            schedule=schedule,
+            stages=tuple(stages),
+        )
+
+    def units(self, kind: int, tp: int) -> tuple[Unit, ...]:
+        """The kind's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
+        the largest groups that the heads allow."""
+        if (kind, tp) not in self._units:
+            self._units[kind, tp] = self._grouped(kind, tp)
+        return self._units[kind, tp]
+
+    @cached_property
+    def _units(self) -> dict[tuple[int, int], tuple[Unit, ...]]:
+        return {}
+
+    def _grouped(self, kind: int, tp: int) -> tuple[Unit, ...]:
+        found = []
+        for machine in self.kinds[kind].machines:
+            start = 0
+            while start < len(machine):
+                size = max(d for d in self.degrees if d <= min(tp, len(machine) - start))
+                found.append(Unit(kind, machine[start : start + size]))
+                start += size
+        return tuple(found)
+
+    def part(self, kind: int) -> "Problem":
+        """The same problem on one kind's accelerators alone, for the upper bound."""
+        return self.on(_only(self.cluster, self.kinds[kind]))
+
+    def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
+        """The same question under other constraints."""
+        return replace(self, constraints=constraints)
+
+    def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
+        """The same question on another cluster, or for another batch."""
+        batch = batch or self.batch
+        alike = batch[1:] == self.batch[1:]
+        footprints = self.footprints if alike else Footprints(self.model, batch.seq_len, batch.precision)
+        return replace(self, cluster=cluster, batch=batch, kinds=collapse(cluster), footprints=footprints)
+
+
+def pose(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    batch: Batch,
+    constraints: ConstraintsSpec | None = None,
+    capabilities: Capabilities = RUNTIME,
+    profile: ProfileSpec | None = None,
+) -> Problem:
+    """The problem, checked. Raises BadInput where precision, batch or constraints leave no plan at all.
+
+    What `profile` measured counts instead of estimates; it raises too where it measured another model.
+    """
+    if profile is not None:
+        profile.check_model(model)
+        profile.check_version()
+    problem = Problem(
+        model=model,
+        cluster=cluster,
+        batch=batch,
+        constraints=constraints or ConstraintsSpec(),
+        capabilities=capabilities,
+        kinds=collapse(cluster),
+        profile=profile,
+        footprints=Footprints(model, batch.seq_len, batch.precision),
+    )
+    _check_precision(problem)
+    check_constraints(problem)
+    if batch.seq_len > model.max_seq_len:
+        raise BadInput(
+            f"seq_len is {batch.seq_len}, but model '{model.name}' takes at most {model.max_seq_len} tokens; shorten seq_len."
+        )
+    return problem
+
+
+def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
+    """The cluster's accelerators by kind, in order of first appearance."""
+    regions = cluster.links.regions
+    found: dict[object, dict[int, list[Place]]] = {}
+    for place in cluster.places:
+        node = place.node
+        region = regions.of_node[node.name] if regions else None
+        key = (node.device.name, place.island, node.accelerators, node.gbps, node.reserved_memory_gb, region)
+        found.setdefault(key, {}).setdefault(place.machine, []).append(place)
+    return tuple(_kind(machines) for machines in found.values())
+
+
+def _kind(machines: dict[int, list[Place]]) -> Kind:
+    first = next(iter(machines.values()))[0]
+    return Kind(
+        accelerator=first.accelerator,
+        island=first.island,
+        machines=tuple(tuple(place.rank for place in places) for places in machines.values()),
+        memory_bytes=first.accelerator.memory_bytes - int(first.node.reserved_memory_gb * 2**30),
+    )
+
+
+def _only(cluster: ClusterSpec, kind: Kind) -> ClusterSpec:
+    """The nodes of one kind as a cluster of their own."""
+    wanted = {cluster.places[rank].node.name for rank in kind.ranks}
+    nodes = tuple(node for node in cluster.nodes if node.name in wanted)
+    return cluster.replace(name=f"{cluster.name}, {kind.accelerator.name} ({kind.island}) alone", nodes=nodes)
+
+
+def _check_precision(problem: Problem) -> None:
+    precision = problem.batch.precision
+    for kind in problem.kinds:
+        if not kind.accelerator.peak_flops(precision):
+            node = problem.cluster.places[kind.ranks[0]].node.name
+            able = [p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.kinds)]
+            raise BadInput(
+                f"precision {precision}: accelerator {kind.accelerator.name} (node '{node}') does not compute in it. All of cluster "
+                f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
+            )
