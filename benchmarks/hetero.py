@@ -7,7 +7,7 @@ zorse     ministages and offload: memory saved, time lost
 quotas    measured, not rehearsed: two CPU ranks on 100 % and 40 % of a core, by cgroups
 
 All but `quotas` are rehearsed: CPU processes compute the real model and take the time that the emulated accelerators would
-(hethub/runtime/rehearsal.py). Accelerators are a catalogue's, made slow enough for a tiny model (rehearse.pocket). Prints
+(hethub/runtime/emulate/pace.py). Accelerators are a catalogue's, made slow enough for a tiny model (rehearse.pocket). Prints
 markdown; with --out also writes hetero.md and hetero.svg there.
 """
 

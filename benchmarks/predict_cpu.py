@@ -33,8 +33,8 @@ from hethub.communicator import Rendezvous, World, connect
 from hethub.predictor import predict
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.data import Dataset
-from hethub.runtime.profiler import profile_world
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.measure.profiler import profile_world
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed

@@ -31,9 +31,9 @@ from hethub.planner import plan
 from hethub.predictor import predict
 from hethub.predictor.cost.profile import DeviceProfile
 from hethub.runtime.data import Dataset
-from hethub.runtime.self_measure import Measured, combine, measure_rank
-from hethub.runtime.together import decided, exchange
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.launch.consensus import decided, exchange
+from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.measure.autotune import Measured, combine, measure_rank
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, TrainSpec
 from hethub.spec.layout.bind import Layout, bind

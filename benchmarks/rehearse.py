@@ -12,9 +12,9 @@ from hethub.communicator import Rendezvous
 from hethub.kernels.device import choose_device
 from hethub.predictor import predict
 from hethub.runtime.data import Dataset
+from hethub.runtime.emulate.pace import ClusterNetwork, rehearsed_pace
 from hethub.runtime.emulate.world import connect_emulated
-from hethub.runtime.rehearsal import ClusterNetwork, rehearsed_pace
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import RehearsalSpec, TrainSpec

@@ -27,7 +27,7 @@ sys.path.append(
 
 from benchmarks.plain_llama import PlainLlama, token_loss
 from hethub.runtime.data import Dataset
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import bind

@@ -26,7 +26,7 @@ def _add_tokenise(commands: Any) -> None:
 
 
 def tokenise(options: argparse.Namespace) -> None:
-    from hethub.runtime.tokenise import tokenise as make_tokens
+    from hethub.runtime.data.tokenise import tokenise as make_tokens
 
     check_writable(options.out)
     print(make_tokens(options.text, options.tokenizer, options.out))
@@ -46,6 +46,6 @@ def _add_export(commands: Any) -> None:
 
 def export(options: argparse.Namespace) -> None:
     need_torch("export")
-    from hethub.runtime.export import export as write_folder
+    from hethub.runtime.checkpoint.hugging_face import export as write_folder
 
     print(f"exported {write_folder(options.run, options.to)} to {options.to}")

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
-    from hethub.runtime.launcher import LAUNCHERS
+    from hethub.runtime.launch.command import LAUNCHERS
 
     parser = command(
         commands,
@@ -33,7 +33,7 @@ def _add_launch(commands: Any) -> None:
 
 
 def launch(options: argparse.Namespace) -> None:
-    from hethub.runtime.launcher import launch_commands, run_here
+    from hethub.runtime.launch.command import launch_commands, run_here
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
@@ -61,8 +61,8 @@ def _add_doctor(commands: Any) -> None:
 
 def doctor(options: argparse.Namespace) -> None:
     from hethub.report.tables import print_findings, print_ranks
-    from hethub.runtime.doctor import examine
-    from hethub.runtime.place import launch_info
+    from hethub.runtime.doctor.machine import examine
+    from hethub.runtime.launch.launcher_environment import launch_info
     from hethub.spec.job import load_job
 
     job = None if options.job is None else load_job(options.job)
@@ -75,7 +75,7 @@ def doctor(options: argparse.Namespace) -> None:
             print_findings(findings)
         return
     need_torch("doctor")
-    from hethub.runtime.doctor_ranks import examine_ranks
+    from hethub.runtime.doctor.ranks import examine_ranks
 
     relay = "auto" if job is None else job.spec.communicator.relay
     examined = examine_ranks(info, None if job is None else job.cluster, relay)
@@ -112,7 +112,7 @@ def profile(options: argparse.Namespace) -> None:
     need_torch("profile")
     from hethub.predictor.cost.profile import save_profile
     from hethub.report.progress import counted
-    from hethub.runtime.profile_run import profile_ranks
+    from hethub.runtime.measure.profile_run import profile_ranks
     from hethub.spec.job import load_job
 
     check_writable(options.out)
@@ -160,7 +160,7 @@ def bench(options: argparse.Namespace) -> None:
     need_torch("bench")
     from hethub.communicator.measuring.bench import DEFAULT_SIZES, run
     from hethub.report.tables import print_communication
-    from hethub.runtime.session import session
+    from hethub.runtime.launch.session import session
     from hethub.spec.job import load_job
 
     if options.lanes < 1:

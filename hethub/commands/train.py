@@ -31,7 +31,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     need_torch("train")
     from hethub.report.run import finish_run
-    from hethub.runtime.train import TrainRequest, train
+    from hethub.runtime.loop.train import TrainRequest, train
 
     if options.resume is not None and options.run_dir is not None:
         raise BadInput(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from hethub.runtime.console import make_console
+from hethub.runtime.loop.console import make_console
 
 
 @contextmanager

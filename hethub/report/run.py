@@ -4,9 +4,9 @@ from rich.table import Table
 
 from hethub.report.html import report_run
 from hethub.report.trace import chrome_trace, times_are, write_trace
-from hethub.runtime.console import make_console
+from hethub.runtime.loop.console import make_console
+from hethub.runtime.loop.train import RunSummary
 from hethub.runtime.run_folder import RunFolder
-from hethub.runtime.train import RunSummary
 
 
 def finish_run(summary: RunSummary) -> None:

@@ -12,14 +12,14 @@ from rich.table import Table
 from hethub.predictor import Prediction
 from hethub.report.alone import print_kinds_alone
 from hethub.report.explanation import print_explanation
-from hethub.runtime.console import make_console
+from hethub.runtime.loop.console import make_console
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 
 if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
     from hethub.planner import KindAlone, PlanDiff, PlanResult
-    from hethub.runtime.doctor_ranks import RanksExamined
+    from hethub.runtime.doctor.ranks import RanksExamined
 
 GIB = 2**30
 MOST_NAMES = 10  # of rows skipped for one reason

@@ -191,7 +191,7 @@ def test_a_mistake_in_the_arguments_is_one_paragraph(name, tmp_path):
 
 def little_host_memory(rank):
     """Hosts of which the ranks find 4 KiB of memory."""
-    from hethub.runtime import agreement
+    from hethub.runtime.launch.rendezvous import preflight as agreement
 
     agreement.host_memory_bytes = lambda: 4096
 
@@ -228,7 +228,7 @@ def hugging_face_job(folder):
     """A job that starts from a Hugging Face folder of a tiny random Llama."""
     import torch
 
-    from hethub.runtime.huggingface import write_folder
+    from hethub.runtime.model.huggingface import write_folder
     from hethub.spec.layout.tensors import model_tensors
     from hethub.spec.model import ModelSpec
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
 from tests.support.command import needs_mpirun, ranks, start_mpirun
 from tests.support.job_files import write_job
 
@@ -62,7 +62,7 @@ def test_a_ranks_own_exception_shows_its_traceback_once(failing, tmp_path):
 def fail_before_the_world(rank):
     """Rank 0, which serves the store and plans for all, fails while the others wait for it."""
     if rank == 0:
-        import hethub.runtime.prepare as prepare
+        import hethub.runtime.loop.prepare as prepare
 
         def failing(*_):
             raise ZeroDivisionError("of the planner")
@@ -84,7 +84,7 @@ def test_a_failure_before_the_ranks_are_connected_ends_all(tmp_path):
 def die_before_the_world(rank):
     """Rank 2 dies when the ranks have met and are to tell what they have read."""
     if rank == 2:
-        import hethub.runtime.prepare as prepare
+        import hethub.runtime.loop.prepare as prepare
 
         prepare.open_dataset = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 

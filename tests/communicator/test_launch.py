@@ -2,8 +2,8 @@
 
 import pytest
 
-from hethub.runtime.place import LaunchInfo, expand_tasks_per_node, first_host, launch_info
-from hethub.runtime.store import master, serve_store
+from hethub.runtime.launch.launcher_environment import LaunchInfo, expand_tasks_per_node, first_host, launch_info
+from hethub.runtime.launch.store import master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import Interface, choose_interface, interfaces

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 SOCKETS = Path(__file__).resolve().parents[1] / "support" / "sockets.py"
 REDUCE = f"""
 import importlib.util, json, sys, torch, torch.distributed as dist
-from hethub.runtime.launch import launch_info, rendezvous
+from hethub.runtime.launch.rendezvous import launch_info, rendezvous
 from hethub.communicator import connect, mpi_relay
 spec = importlib.util.spec_from_file_location("sockets", {str(SOCKETS)!r})
 sockets = importlib.util.module_from_spec(spec)
@@ -43,7 +43,7 @@ HIDE_MPI4PY = """
 import importlib.util
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "mpi4py" else find_spec(name, package)
-from hethub.runtime.launch import launch_info, rendezvous
+from hethub.runtime.launch.rendezvous import launch_info, rendezvous
 rendezvous(launch_info())
 """
 

@@ -29,7 +29,7 @@ PROGRAM = f"""
 import importlib.util, json, sys
 import torch, torch.distributed as dist
 from hethub.communicator import connect
-from hethub.runtime.launch import launch_info, rendezvous
+from hethub.runtime.launch.rendezvous import launch_info, rendezvous
 spec = importlib.util.spec_from_file_location("sockets", {str(ROOT / "tests/support/sockets.py")!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)

@@ -12,15 +12,15 @@ from tests.predictor.plans import cluster, uniform
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
 
-from hethub.runtime.accounting import MemoryMeter  # noqa: E402
-from hethub.runtime.initial import initialise  # noqa: E402
+from hethub.runtime.memory.accounting import MemoryMeter  # noqa: E402
+from hethub.runtime.model.initial import initialise  # noqa: E402
+from hethub.runtime.model.stage import Stage, TileInput  # noqa: E402
+from hethub.runtime.model.tensor_parallel import TensorGroup  # noqa: E402
 from hethub.runtime.pace import Pace  # noqa: E402
-from hethub.runtime.passes import Itinerary, TilePass, Visit  # noqa: E402
-from hethub.runtime.reduction import Reducer  # noqa: E402
-from hethub.runtime.residency import Residency  # noqa: E402
-from hethub.runtime.stage import Stage, TileInput  # noqa: E402
-from hethub.runtime.storage import FlatStorage  # noqa: E402
-from hethub.runtime.tensor_parallel import TensorGroup  # noqa: E402
+from hethub.runtime.pipeline.passes import Itinerary, TilePass, Visit  # noqa: E402
+from hethub.runtime.state.reduction import Reducer  # noqa: E402
+from hethub.runtime.state.storage import FlatStorage  # noqa: E402
+from hethub.runtime.state.zero import Residency  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
 PLAIN = ModelSpec(

@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 
 
 def profile_on_rank(world: Any) -> dict[str, Any]:
-    from hethub.runtime.profiler import profile_world
+    from hethub.runtime.measure.profiler import profile_world
     from hethub.spec.accelerator import find_accelerator
 
     return profile_world(
@@ -44,7 +44,7 @@ def test_passes_of_a_process_held_to_a_part_of_a_core_count_with_the_time_it_sta
     stands_still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three passes fit into what a period grants, the third waits for the next: a clock of its own tells how long."""
-    from hethub.runtime import profiler
+    from hethub.runtime.measure import profiler
 
     wall, cpu, passes = [0.0], [0.0], [1.0, 1.0, 4.0] * 10
     monkeypatch.setattr(profiler, "perf_counter", lambda: wall[0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hethub.runtime.accounting import MemoryMeter
+from hethub.runtime.memory.accounting import MemoryMeter
 from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hethub.communicator import Rendezvous
-from hethub.runtime.agreement import Facts, check_cluster, check_versions, detect_cluster, facts_from, to_row
-from hethub.runtime.host_memory import host_memory_bytes
-from hethub.runtime.together import decided, exchange, together
+from hethub.runtime.launch.consensus import decided, exchange, together
+from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, detect_cluster, facts_from, to_row
+from hethub.runtime.memory.host_limit import host_memory_bytes
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.support.ranks import start_ranks, values

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hethub.kernels import device as device_layer
-from hethub.runtime import doctor
-from hethub.runtime.doctor_ranks import RankReport, judged
+from hethub.runtime.doctor.machine import machine as doctor
+from hethub.runtime.doctor.ranks import RankReport, judged
 from hethub.spec.cluster import ClusterSpec
 
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
-from hethub.runtime import drifting, train
-from hethub.runtime.drift import Drifted, DriftWatch, Noted, Remedy, planned_seconds, planning_seconds, slowed
-from hethub.runtime.drifting import Drifting
+from hethub.runtime.loop import straggler_watch as drifting
+from hethub.runtime.loop import train
+from hethub.runtime.loop.straggler_watch import Drifting
+from hethub.runtime.measure.straggler import (
+    Drifted,
+    DriftWatch,
+    Noted,
+    Remedy,
+    planned_seconds,
+    planning_seconds,
+    slowed,
+)
 from hethub.runtime.pace import WatchedPace
 from hethub.spec.job import DriftSpec
 from hethub.spec.layout.execution import Kind

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hethub.runtime.huggingface import INDEX_FILE, SINGLE_FILE, open_weights, write_folder
+from hethub.runtime.model.huggingface import INDEX_FILE, SINGLE_FILE, open_weights, write_folder
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
 from hethub.spec.model import ModelSpec, from_hugging_face

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hethub.runtime import loss as loss_module
-from hethub.runtime.layers import LlamaLayer, TokenLayout, document_mask, rms_norm
-from hethub.runtime.layers import _SwiGLU as SwiGLU
-from hethub.runtime.loss import IGNORED, head_loss
-from hethub.runtime.parameter import Parameter
-from hethub.runtime.rope import rope_table, rotate
-from hethub.runtime.tensor_parallel import TensorGroup, column_parallel, embed, row_parallel
+from hethub.runtime.model import loss as loss_module
+from hethub.runtime.model.layers import LlamaLayer, TokenLayout, document_mask, rms_norm
+from hethub.runtime.model.layers import _SwiGLU as SwiGLU
+from hethub.runtime.model.loss import IGNORED, head_loss
+from hethub.runtime.model.rope import rope_table, rotate
+from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, embed, row_parallel
+from hethub.runtime.state.parameter import Parameter
 from hethub.spec.ranges import Range
 from tests.support import plain_llama as plain
 from tests.support.layouts import MODEL

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hethub.runtime.optimizer import LossScale, clip_scale, learning_rate, ordered_sum
+from hethub.runtime.state.optimizer import LossScale, clip_scale, learning_rate, ordered_sum
 from hethub.spec.errors import RunFailed
 from hethub.spec.job import TrainSpec
 from tests.support.layouts import Case, build_trainer, replica, shards, stage

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hethub.runtime.data import open_dataset
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.job import DataSpec, TrainSpec
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, replica, stage

@@ -14,10 +14,10 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.ranks import RankMemory
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.runtime import rehearsal
+from hethub.runtime.emulate import pace as rehearsal
 from hethub.runtime.emulate.network import EmulatedClock, Way
+from hethub.runtime.emulate.pace import ClusterNetwork, RankTimes, RehearsedPace, round_up
 from hethub.runtime.emulate.world import connect_emulated
-from hethub.runtime.rehearsal import ClusterNetwork, RankTimes, RehearsedPace, round_up
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
 from hethub.spec.layout.bind import bind

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import DeviceProfile
-from hethub.runtime import self_measure
-from hethub.runtime.self_measure import Cache, combine, largest_batch, measure_rank, speed_classes, tell_apart
+from hethub.runtime.measure import autotune as self_measure
+from hethub.runtime.measure.autotune import Cache, combine, largest_batch, measure_rank, speed_classes, tell_apart
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput

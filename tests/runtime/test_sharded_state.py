@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hethub.runtime.verify import verify_copies
+from hethub.runtime.state.verify import verify_copies
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.ranges import Range, merge

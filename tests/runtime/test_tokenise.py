@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hethub.runtime import tokenise as tokenise_module
 from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data import tokenise as tokenise_module
 from hethub.runtime.data.sources import Piece
 from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC
-from hethub.runtime.tokenise import tokenise
+from hethub.runtime.data.tokenise import tokenise
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
 
@@ -179,7 +179,7 @@ def test_tokens_outside_the_vocabulary_are_refused_at_open_and_at_use(token_file
 
 
 def test_tokenising_needs_no_torch() -> None:
-    program = "import sys, hethub.runtime.tokenise; sys.exit('torch' in sys.modules)"
+    program = "import sys, hethub.runtime.data.tokenise; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

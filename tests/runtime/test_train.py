@@ -10,10 +10,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from hethub.runtime.prepare import TrainRequest, _plan_file
-from hethub.runtime.progress import TerminalReporter, describe
+from hethub.runtime.loop.prepare import TrainRequest, _plan_file
+from hethub.runtime.loop.progress import TerminalReporter, describe
+from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.run_folder import RunFolder, StepMetrics
-from hethub.runtime.stop_signal import StopSignal
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job, load_plan_of
 from hethub.spec.layout.bind import bind

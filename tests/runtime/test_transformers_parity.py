@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from hethub.runtime.checkpoint import CheckpointStore
-from hethub.runtime.export import export
-from hethub.runtime.initial import load_hugging_face
+from hethub.runtime.checkpoint.hugging_face import export
+from hethub.runtime.model.initial import load_hugging_face
+from hethub.runtime.model.stage import TileInput
 from hethub.runtime.run_folder import RunFolder
-from hethub.runtime.stage import TileInput
 from hethub.spec.model import ModelSpec, from_hugging_face
 from tests.support.layouts import Case, Shards, build_trainer, random_tokens, replica, shards, stage
 from tests.support.ranks import run_ranks

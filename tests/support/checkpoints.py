@@ -9,7 +9,7 @@ import torch
 
 from hethub.runtime.checkpoint import CheckpointStore, elements
 from hethub.runtime.checkpoint.elements import Chunk, held_chunks, owned_chunks, state_of
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
 from tests.support.layouts import Case, build_trainer
 
 Parts = list[tuple[str, int, np.ndarray]]  # key, first element, values

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hethub.runtime.data import Dataset
-from hethub.runtime.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import Layout, bind

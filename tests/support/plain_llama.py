@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hethub.runtime.initial import initial_value
+from hethub.runtime.model.initial import initial_value
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, stage_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range

@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 # What ranks import sooner or later; torch's optimizers pull in torch._dynamo, state shares scipy.optimize (seconds each).
 IMPORTS = (
     "pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint",
-    "scipy.optimize", "hethub.communicator", "hethub.cli", "hethub.runtime.train", "hethub.report.run",
+    "scipy.optimize", "hethub.communicator", "hethub.cli", "hethub.runtime.loop.train", "hethub.report.run",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from hethub.spec.layout.bind import Layout, Seat
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 # On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
-# buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps (hethub.runtime.accounting).
+# buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps (hethub.runtime.memory.accounting).
 CONTEXT_BYTES = int(1.2 * 2**30)
 COMMUNICATOR_BYTES = int(2.5 * 2**30)
 LOSS_BYTES_PER_LOGIT = 10  # half-precision logits, their fp32 copy, and its gradient

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hethub.kernels.device import Device
-from hethub.runtime.optimizer import Optimizer, OwnedRun
-from hethub.runtime.storage import FlatStorage
+from hethub.runtime.state.optimizer import Optimizer, OwnedRun
+from hethub.runtime.state.storage import FlatStorage
 from hethub.spec.ranges import Range
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"

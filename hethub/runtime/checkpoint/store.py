@@ -15,7 +15,7 @@ from hethub.runtime.checkpoint import dcp, integrity
 from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, Snapshot, held_chunks, owned_chunks, state_of
 from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
 from hethub.runtime.checkpoint.shared import require_shared
-from hethub.runtime.optimizer import Optimizer
+from hethub.runtime.state.optimizer import Optimizer
 from hethub.spec.errors import RunFailed
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,183 @@
+"""The command that starts a job on its cluster: mpirun contexts, torchrun on every node, or a Slurm het-job."""
+
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hethub.runtime.launch.launcher_environment import first_host
+from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.network import TOKEN_VARIABLE, choose_interface
+
+LauncherName = Literal["mpirun", "torchrun", "srun", "sbatch"]
+LAUNCHERS: tuple[LauncherName, ...] = ("mpirun", "torchrun", "srun", "sbatch")
+MASTER_PORT = 29400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command to run, and where: None is here, else the host it belongs on."""
+
+    words: tuple[str, ...]
+    host: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    script: str | None = None
+    """What the command reads from its standard input."""
+
+    def __str__(self) -> str:
+        settings = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        text = settings + shlex.join(self.words).replace(" : ", " \\\n  : ")
+        if self.script is not None:
+            text = f"{text} <<'SCRIPT'\n{self.script}SCRIPT"
+        return text if self.host is None else f"# on {self.host}\n{text}"
+
+
+def launch_commands(
+    job: Path, cluster: ClusterSpec, launcher: LauncherName, extra: Sequence[str] = ()
+) -> list[Command]:
+    """The commands that start `hethub train JOB` with one rank per accelerator, ranks in the order of the cluster file.
+
+    mpirun: one command, a context per node entry, each with its own environment. torchrun: one command per machine.
+    srun: one command, a component per node entry. sbatch: the batch script whose components srun then fills. `extra` is
+    added to `hethub train`. Raises BadInput where the cluster file lacks the host names that the launcher needs.
+    """
+    train = ("train", str(job), *extra)
+    if launcher == "mpirun":
+        return [Command(words=_mpirun(cluster, train))]
+    if launcher == "srun":
+        return [Command(words=_srun(cluster, train), environment=_srun_environment(cluster))]
+    if launcher == "sbatch":
+        return [Command(words=("sbatch",), script=_batch_script(job, cluster, extra))]
+    return _torchrun(cluster, train)
+
+
+def _mpirun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
+    """`--continuous` leaves it to hethub to end all ranks with a reason when one dies."""
+    local = is_local(cluster)
+    words = [_beside_python("mpirun"), "--continuous", *(("--oversubscribe", "--bind-to", "none") if local else ())]
+    if cluster.network is not None and not local:
+        words += ["--prtemca", "prte_if_include", cluster.network]
+    for index, node in enumerate(cluster.nodes):
+        where = () if local else ("--host", ",".join(f"{host}:{node.accelerators}" for host in hosts_of(node)))
+        words += [*((":",) if index else ()), "-n", str(node.count * node.accelerators), *where, *_hethub(node), *train]
+    return tuple(words)
+
+
+def _srun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
+    """`--kill-on-bad-exit=0` leaves it to hethub to end all ranks with a reason when one dies."""
+    words = ["srun", "--kill-on-bad-exit=0"]
+    if is_local(cluster):
+        return (*words, f"--ntasks={cluster.size}", *_hethub(cluster.nodes[0]), *train)
+    for index, node in enumerate(cluster.nodes):
+        group = (f"--het-group={index}",) if len(cluster.nodes) > 1 else ()
+        words += [*((":",) if index else ()), *group, *_tasks(node), *_hethub(node), *train]
+    return tuple(words)
+
+
+def _tasks(node: NodeSpec) -> tuple[str, ...]:
+    return (f"--nodes={node.count}", f"--ntasks={node.count * node.accelerators}")
+
+
+def _srun_environment(cluster: ClusterSpec) -> dict[str, str]:
+    """The job's secret; and inside an allocation, on its first node, where rank 0 will serve the store.
+
+    A rank knows the first node by its name only, and that may lead to another network than the job's.
+    """
+    found = {TOKEN_VARIABLE: secrets.token_hex(16)}
+    nodes = os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0", os.environ.get("SLURM_JOB_NODELIST", ""))
+    if nodes and first_host(nodes) == os.environ.get("SLURMD_NODENAME") and "MASTER_ADDR" not in os.environ:
+        network = cluster.network_of(0)
+        if network is not None:
+            found["MASTER_ADDR"] = choose_interface(network, is_multi_node=True).address
+    return found
+
+
+def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
+    """A script of one component per node entry; on the first node of the first it starts srun over all of them."""
+    lines = ["#!/bin/bash", "#SBATCH --job-name=hethub"]
+    if is_local(cluster):
+        lines.append(f"#SBATCH --nodes=1 --ntasks={cluster.size}")
+    for index, node in enumerate(() if is_local(cluster) else cluster.nodes):
+        tasks = [*_tasks(node), f"--ntasks-per-node={node.accelerators}"]
+        if node.unnamed_device.vendor != "cpu":
+            tasks.append(f"--gpus-per-node={node.accelerators}")
+        if node.hosts is not None:
+            tasks.append(f"--nodelist={','.join(node.hosts)}")
+        lines += [*(("#SBATCH hetjob",) if index else ()), f"#SBATCH {' '.join(tasks)}"]
+    lines.append(f"exec {shlex.join([*_hethub(cluster.nodes[0]), 'launch', str(job), '--with', 'srun', *extra])}")
+    return "\n".join(lines) + "\n"
+
+
+def _torchrun(cluster: ClusterSpec, train: Sequence[str]) -> list[Command]:
+    token = {TOKEN_VARIABLE: secrets.token_hex(16)}
+    if is_local(cluster):
+        words = (_beside_python("torchrun"), "--standalone", f"--nproc-per-node={cluster.size}", "-m", "hethub", *train)
+        return [Command(words=words, environment=token)]
+    counts = {node.accelerators for node in cluster.nodes}
+    machines = [(host, node) for node in cluster.nodes for host in hosts_of(node)]
+    if len(counts) > 1:
+        raise BadInput(
+            f"torchrun starts equally many ranks on every machine, but cluster '{cluster.name}' has machines with "
+            f"{' and '.join(map(str, sorted(counts)))} accelerators; use --with mpirun or --with sbatch."
+        )
+    commands = []
+    for index, (host, node) in enumerate(machines):
+        words = (
+            f"{_bin(node)}torchrun", f"--nnodes={len(machines)}", f"--node-rank={index}", f"--nproc-per-node={node.accelerators}",
+            f"--master-addr={machines[0][0]}", f"--master-port={MASTER_PORT}", "-m", "hethub", *train,
+        )  # fmt: skip
+        commands.append(Command(words=words, host=host, environment=token))
+    return commands
+
+
+def hosts_of(node: NodeSpec) -> tuple[str, ...]:
+    """The host names of a node entry. Raises BadInput where several machines share one entry without names."""
+    if node.hosts is not None:
+        return node.hosts
+    if node.count > 1:
+        raise BadInput(
+            f"node '{node.name}' stands for {node.count} machines, and starting on them needs their host names; give "
+            f"`hosts: [{node.name}1, {node.name}2, …]` with one name per machine."
+        )
+    return (node.name,)
+
+
+def is_local(cluster: ClusterSpec) -> bool:
+    """Whether all nodes are this machine: CPU nodes with neither hosts nor an environment of their own."""
+    return all(
+        node.hosts is None and node.environment is None and node.unnamed_device.vendor == "cpu"
+        for node in cluster.nodes
+    )
+
+
+def _beside_python(program: str) -> str:
+    """The program of this very environment where it has one: an mpirun of another MPI would not fit mpi4py."""
+    here = Path(sys.executable).with_name(program)
+    return str(here) if here.exists() else program
+
+
+def _bin(node: NodeSpec) -> str:
+    return f"{node.environment}/bin/" if node.environment is not None else ""
+
+
+def _hethub(node: NodeSpec) -> tuple[str, ...]:
+    return (f"{node.environment}/bin/hethub",) if node.environment is not None else (sys.executable, "-m", "hethub")
+
+
+def run_here(commands: Sequence[Command]) -> int:
+    """Runs the command and returns its exit code. Raises BadInput where the commands belong on several machines."""
+    if len(commands) > 1 or commands[0].host not in (None, socket.gethostname(), "localhost"):
+        raise BadInput(
+            f"torchrun is started once on every machine ({', '.join(str(c.host) for c in commands)}); run each command there "
+            "(--dry-run prints them), or use --with mpirun, which reaches all machines from here."
+        )
+    (command,) = commands
+    environment = {**os.environ, **command.environment}
+    return subprocess.run(command.words, env=environment, input=command.script, text=True, check=False).returncode

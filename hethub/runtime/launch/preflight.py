@@ -1,0 +1,154 @@
+"""What all ranks must agree on before a run: versions, vendors, data; the same judgement on every rank."""
+
+import hashlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hethub.communicator.joining.versions import Software, check_same
+from hethub.runtime.memory.host_limit import host_memory_bytes
+from hethub.spec.accelerator import AcceleratorSpec, catalogue
+from hethub.spec.base import Source, build
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Software):
+    """What one rank says of itself."""
+
+    rank: int
+    host: str
+    local_rank: int
+    vendor: str
+    device: str
+    memory_bytes: int | None
+    job: str
+    tokens: str
+    host_memory_bytes: int | None = None  # that ranks of the host may use together
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def own_facts(
+    *, rank: int, local_rank: int, vendor: str, device: str, memory_bytes: int | None, job: str, tokens: str
+) -> Facts:
+    """This process's facts; `job` and `tokens` are the fingerprints of what it read."""
+    return Facts(
+        rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
+        job=job, tokens=tokens, host_memory_bytes=host_memory_bytes(), **Facts.versions(),
+    )  # fmt: skip
+
+
+def fingerprint(data: Any) -> str:
+    """A hash of JSON-able data, equal for equal data."""
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def check_versions(facts: Sequence[Facts]) -> list[str]:
+    """Warnings about small differences between ranks.
+
+    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, MPI, job or tokens.
+    """
+    return check_same([(own.where, own) for own in facts], also=_READ_ALIKE)
+
+
+_READ_ALIKE = {
+    "job": "Every rank must read the same job, model, cluster and plan; copy the files to every node.",
+    "tokens": "Every rank must read the same data (python-stdlib differs between Python versions); copy one token file "
+    "made by `hethub tokenise` to every node.",
+}
+
+
+def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
+    """Raises BadInput naming the first rank whose accelerator is not of the vendor the cluster file gives it."""
+    for place, own in zip(cluster.places, facts, strict=True):
+        named = (cluster.emulated or place.node.vendor is not None) and own.vendor == "cpu"
+        if own.vendor != place.island and not named:
+            raise BadInput(
+                f"{own.where} runs on {own.device} ({own.vendor}), but cluster '{cluster.name}' places {place.accelerator.name} "
+                f"({place.island}) there, in node '{place.node.name}'. List the nodes in the order in which the launcher numbers "
+                "the ranks; to emulate an island on CPUs, describe the node with a CPU accelerator and give it a vendor."
+            )
+
+
+ASSUMED_GBPS = 10.0  # between hosts of a detected cluster; a cluster file says what the interfaces really do
+
+
+def detect_cluster(facts: Sequence[Facts], islands: Sequence[Sequence[int]] | None = None) -> ClusterSpec:
+    """The cluster that the ranks found, for `cluster: detect`: one node per host, accelerators by their names. Nodes
+    that share a host share its memory, by their ranks.
+
+    `islands` (ranks of each) emulates vendors on CPUs, named a, b, c… Raises BadInput for a device that is not in the
+    catalogue.
+    """
+    island_of = {rank: index for index, ranks in enumerate(islands or []) for rank in ranks}
+    nodes: list[dict[str, Any]] = []
+    on_host = Counter(own.host for own in facts)
+    for own in facts:
+        name = "CPU-core" if own.vendor == "cpu" else _catalogue_name(own, catalogue())
+        vendor = chr(ord("a") + island_of[own.rank]) if island_of else None
+        key = (own.host, name, vendor)
+        if not nodes or nodes[-1]["key"] != key:
+            nodes.append(
+                {
+                    "key": key,
+                    "name": f"{own.host}-{len(nodes)}",
+                    "accelerator": name,
+                    "accelerators": 0,
+                    "gbps_per_nic": ASSUMED_GBPS,
+                    "vendor": vendor,
+                    "host_memory_gb": None if own.host_memory_bytes is None else 0.0,
+                }
+            )
+        nodes[-1]["accelerators"] += 1
+        if own.host_memory_bytes is not None:
+            nodes[-1]["host_memory_gb"] += own.host_memory_bytes / 2**30 / on_host[own.host]
+    listed = [{key: value for key, value in node.items() if key != "key"} for node in nodes]
+    return build(ClusterSpec, {"name": "detected", "nodes": listed}, Source("cluster: detect"), "cluster")
+
+
+def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:
+    """The catalogue's accelerator that a device's own name means, of several variants the one nearest in memory.
+
+    Makers add words ("NVIDIA GeForce RTX 3090") and leave words out ("NVIDIA H200"), but the model's number is there.
+    """
+    spoken = set(_words(own.device))
+    fitting = [name for name in known if _model_number(name) <= spoken]
+    if not fitting:
+        raise BadInput(
+            f"device '{own.device}' ({own.where}) is not in the accelerator catalogue, so `cluster: detect` cannot describe it; "
+            "write a cluster file with the accelerator's data in place."
+        )
+    memory = own.memory_bytes or 0
+
+    def unlike(name: str) -> tuple[int, bool, int]:
+        words = set(_words(name))
+        # Only PCIe cards say what they are: "NVIDIA H100 80GB HBM3" is the SXM module, the card is "NVIDIA H100 PCIe".
+        return -len(spoken & words), "pcie" in words - spoken, abs(known[name].memory_bytes - memory)
+
+    return min(fitting, key=unlike)
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").split()
+
+
+def _model_number(name: str) -> set[str]:
+    """The first word with a digit (a100, 3090, mi250x); names without one are meant as a whole."""
+    words = _words(name)
+    numbered = [word for word in words if any(character.isdigit() for character in word)]
+    return set(numbered[:1] or words)
+
+
+def facts_from(rows: Sequence[dict[str, Any]]) -> list[Facts]:
+    return [Facts(**row) for row in rows]
+
+
+def to_row(facts: Facts) -> dict[str, Any]:
+    return asdict(facts)

@@ -1,0 +1,72 @@
+"""A world of the started ranks for commands that measure: meet, agree who is who, connect; and end together."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hethub.communicator import World, connect
+from hethub.kernels.device import Device
+from hethub.runtime.launch.consensus import exchange, together
+from hethub.runtime.launch.preflight import check_versions, facts_from, own_facts, to_row
+from hethub.runtime.launch.rendezvous import LaunchInfo, launch_info, rendezvous
+from hethub.runtime.loop.prepare import agreed_cluster, device_in
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.job import CommunicatorSpec, Job
+
+
+@contextmanager
+def session(
+    job: Job | None, communicator: CommunicatorSpec | None = None, num_lanes: int = 1
+) -> Iterator[tuple[World, ClusterSpec]]:
+    """The connected world and its cluster: the job's, or what the ranks find (HETHUB_ISLANDS emulates islands).
+
+    The network is the job's, too; relay, wire and timeout are `communicator`'s, and `num_lanes` connections per pair
+    carry gloo's large messages.
+    Raises BadInput where the ranks do not fit together or the cluster, RunFailed where one fails later.
+    """
+    info = launch_info()
+    cluster = None if job is None else job.cluster
+    meeting = rendezvous(info, network=None if cluster is None else cluster.network_of(info.rank))
+    device = together(meeting, "device", lambda: _real_device(cluster, info))
+    own = own_facts(
+        rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
+        memory_bytes=device.memory_bytes(), job="", tokens="",
+    )  # fmt: skip
+    facts = facts_from(exchange(meeting, "who", to_row(own)))
+    together(meeting, "versions", lambda: check_versions(facts))
+    found = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
+    bridged = communicator or CommunicatorSpec()
+    world = connect(
+        meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
+        timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes,
+    )  # fmt: skip
+    with watched(world, "measure"):
+        yield world, found
+
+
+def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
+    if cluster is not None and cluster.emulated:
+        raise BadInput(
+            f"cluster '{cluster.name}' is marked emulated: on these CPUs there is nothing of it to measure. `hethub train` rehearses it "
+            "with predicted times; measure on the real accelerators."
+        )
+    return device_in(cluster, info)
+
+
+@contextmanager
+def watched(world: World, what: str) -> Iterator[World]:
+    """The world for the block; when this rank fails in it, all others are told why and end too.
+
+    What all ranks found alike ends them cleanly, without one of them passing for dead.
+    """
+    world.watch()
+    try:
+        with world.guard(what):
+            yield world
+    except BaseException as error:
+        if isinstance(error, BadInput | RunFailed) and error.agreed:
+            world.close()
+        else:
+            world.abort(f"{type(error).__name__}: {error}")
+        raise
+    world.close()

@@ -1,0 +1,88 @@
+"""The store of a job: rank 0 serves it on the job's own interface, the others join it there."""
+
+import ipaddress
+import json
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hethub.runtime.launch.launcher_environment import LaunchInfo, first_host
+from hethub.spec.errors import RunFailed
+from hethub.spec.network import Interface
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 20_000
+_LOOPBACK = "127.0.0.1"
+
+
+def serve_store(address: str, timeout_seconds: float, port: int = 0) -> dist.TCPStore:
+    """A store served from here, listening on `address` only (torch's own server listens on every interface)."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise RunFailed(
+            f"rank 0 ({socket.gethostname()}) cannot listen on {address}:{port}: {error}. Another job may have the port:"
+            " set MASTER_PORT; the address must be one of this host's: set MASTER_ADDR, or name the network."
+        ) from None
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
+    """The store that rank 0 serves at `address`. Raises RunFailed where it does not answer."""
+    try:
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    except dist.DistError as error:
+        raise RunFailed(
+            f"rank {info.rank} ({socket.gethostname()}) could not reach rank 0's store at {address}:{port}: {error}."
+            " Check that the nodes share that network, or name the right one as a CIDR in the cluster file."
+        ) from None
+
+
+def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> dist.Store:
+    """The job's store, found through MASTER_ADDR and MASTER_PORT; under Slurm through the step's nodes and number.
+
+    torchrun's agent has a store of its own there, open to every interface: it only tells where ours is.
+    """
+    host, port = master(info, interface)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if info.rank == 0:
+            return serve_store(_listening(host, interface), timeout_seconds, port)
+        return join_store(host, port, timeout_seconds, info)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agents = join_store(os.environ["MASTER_ADDR"], port, timeout_seconds, info)
+    signpost = dist.PrefixStore(f"hethub/{attempt}", agents)
+    if info.rank == 0:
+        store = serve_store(interface.address, timeout_seconds)
+        signpost.set("store", json.dumps([interface.address, store.port]))
+        return store
+    address, port = json.loads(signpost.get("store"))
+    return join_store(address, port, timeout_seconds, info)
+
+
+def master(info: LaunchInfo, interface: Interface) -> tuple[str, int]:
+    """Where rank 0 serves: what the environment says, else (Slurm) the step's first node and a port from its number."""
+    if info.launcher == "slurm":
+        job, step = (int(os.environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        first = first_host(os.environ.get("SLURM_STEP_NODELIST", _LOOPBACK))
+        port = _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
+    else:
+        first, port = _LOOPBACK, 29_500
+    host = os.environ.get("MASTER_ADDR", first) if info.is_multi_node else interface.address
+    return host, int(os.environ.get("MASTER_PORT", port))
+
+
+def _listening(host: str, interface: Interface) -> str:
+    """The address named where one is; a name may mean loopback on its own host, so then the interface's."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return interface.address

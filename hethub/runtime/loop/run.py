@@ -1,0 +1,231 @@
+"""The steps of a run on one rank, and what is kept and shown of them."""
+
+import gc
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from hethub.communicator import World
+from hethub.predictor.cost.profile import save_profile
+from hethub.predictor.pipeline.timeline import Span
+from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.loop.prepare import Agreed
+from hethub.runtime.loop.progress import Reporter, Silent, TerminalReporter
+from hethub.runtime.loop.stop_signal import StopSignal
+from hethub.runtime.loop.straggler_watch import Drifting, Rebuild
+from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.measure.clock import clock_offset
+from hethub.runtime.pace import Pace, StepPace
+from hethub.spec.errors import RunFailed
+from hethub.spec.job import Job
+from hethub.spec.layout.bind import Layout
+
+TRACED_STEPS = 3  # the last steps of a run, kept for its trace
+SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """How a run ended, on rank 0; `spans` are every rank's actions of the last steps, on rank 0's clock."""
+
+    folder: Path
+    last_step: int
+    stopped_early: bool
+    first_loss: float
+    last_loss: float
+    predicted_step_seconds: float
+    measured_step_seconds: float  # median
+    layout: Layout
+    rehearsal: dict[str, Any] | None  # how the pace was kept, where accelerators were emulated
+    spans: list[Span] = field(repr=False)
+
+
+class Run:
+    """A trainer with its weights in place, `done` steps behind them; rank 0 writes the run folder and speaks."""
+
+    def __init__(
+        self,
+        job: Job,
+        agreed: Agreed,
+        world: World,
+        trainer: Trainer,
+        store: CheckpointStore,
+        done: int,
+        drifting: Drifting | None,
+        rebuild: Rebuild,
+    ) -> None:
+        self.agreed, self.world, self.trainer, self.store = agreed, world, trainer, store
+        self.job, self.done, self.last = job, done, job.spec.train.steps
+        self._drifting, self._rebuild = drifting, rebuild
+        self._begun = done  # the step behind which the present trainer began
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._spans: list[list[Span]] = []
+        self._paces: list[StepPace] = []
+
+    @property
+    def _speaks(self) -> bool:
+        return self.world.rank == 0
+
+    def train(self) -> RunSummary | None:
+        """Trains up to the job's last step, or until a signal asks to save and exit."""
+        first, stopped, step = self.done + 1, False, self.done
+        reporter: Reporter = TerminalReporter(first, self.last) if self._speaks else Silent()
+        if self._speaks:
+            self._open()
+        before = clock_offset(self.world)
+        with StopSignal() as signals, reporter:
+            for line in self._opening():
+                self._say(line, reporter)
+            with self._saving():
+                for step in range(first, self.last + 1):
+                    stopped = self._step(step, signals, reporter)
+                    if stopped:
+                        break
+        offset = (before + clock_offset(self.world)) / 2
+        return self._finish(step, stopped and step < self.last, offset) if self._losses else None
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A checkpoint under way is completed, also where all ranks together find that training cannot go on."""
+        try:
+            yield
+        except RunFailed as error:
+            if error.agreed:
+                self.store.wait()
+            raise
+        self.store.wait()
+
+    def _open(self) -> None:
+        folder = self.agreed.folder
+        chosen = {"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()}
+        folder.start(self.job, self.agreed.layout, self.agreed.prediction, chosen)
+        if self.agreed.profile is not None:
+            save_profile(self.agreed.profile, folder.profile)
+        folder.cut_metrics(self.done)
+
+    def _opening(self) -> list[str]:
+        plan, prediction, folder = self.agreed.layout.plan, self.agreed.prediction, self.agreed.folder
+        stages = "; ".join(
+            f"layers [{stage.layers[0][0]}, {stage.layers[-1][1]}) on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
+            for stage in plan.stages
+        )
+        lines = [f"warning: {warning}" for warning in self.agreed.warnings]
+        lines += self.agreed.measured
+        lines.append(f"run folder {folder.path}")
+        lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
+        lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")
+        if self.trainer.pace.time_scale is not None:
+            lines.append(f"rehearsed on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
+        if self.done:
+            lines.append(f"resumed behind step {self.done}")
+        if self.done >= self.last:
+            lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
+        return lines
+
+    def _say(self, text: str, reporter: Reporter) -> None:
+        """To whoever watches, and to log.txt."""
+        reporter.say(text)
+        if self._speaks:
+            self.agreed.folder.log(text)
+
+    def _step(self, step: int, signals: StopSignal, reporter: Reporter) -> bool:
+        start = monotonic()
+        outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
+        seconds = self.trainer.pace.seconds(monotonic() - start)
+        if self.trainer.step_pace is not None:
+            self._paces.append(self.trainer.step_pace)
+        self._losses.append(outcome.loss)
+        self._seconds.append(seconds)
+        self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
+        if self._speaks:
+            metrics = self.trainer.metrics(step, outcome, seconds, self.agreed.prediction["step_seconds"])
+            self.agreed.folder.append(metrics)
+            reporter.step(metrics)
+        if self._drifting is not None and step - self._begun > SETTLING_STEPS:
+            for row in self._drifting.note(step, outcome.busy_seconds, self.agreed, plans=self._speaks):
+                self._say(row["text"], reporter)
+                if self._speaks:
+                    self.agreed.folder.append_drift(row)
+        ends = outcome.stop_requested or step == self.last
+        every = self.job.spec.checkpoint.every_steps
+        if ends or (every is not None and step % every == 0):
+            self.trainer.save(self.store, step, blocking=ends)
+            if self._speaks:
+                self.agreed.folder.log(f"checkpoint of step {step}{'' if ends else ' begun'}")
+            if not ends:
+                self._replan(step, reporter)
+        return outcome.stop_requested
+
+    def _replan(self, step: int, reporter: Reporter) -> None:
+        """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants it."""
+        found = self._drifting.chosen(self.world) if self._drifting is not None else None
+        if self._drifting is None or found is None:
+            return
+        self.store.release()
+        self.world.barrier()
+        pace = self._drop_trainer()
+        self.agreed, self.trainer = self._rebuild(self.agreed, pace, found)
+        path = self.store.latest()
+        assert path is not None
+        self.trainer.restore(self.store, path)
+        self._drifting.follow(self.agreed)
+        self._begun, self._spans, self._seconds, self._paces = step, [], [], []
+        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", reporter)
+        if self._speaks:
+            self.agreed.folder.write_plan(self.agreed.layout, self.agreed.prediction)
+            self.agreed.folder.append_drift({"step": step, "text": "new plan", "prediction": self.agreed.prediction})
+
+    def _drop_trainer(self) -> Pace:
+        """The trainer's pace; the trainer is gone and its memory free: two states need not fit on a device."""
+        pace = self.trainer.pace
+        del self.trainer
+        gc.collect()
+        self.world.device.release_memory()
+        return pace
+
+    def _finish(self, last_step: int, stopped: bool, offset: float) -> RunSummary | None:
+        seconds = self.trainer.pace.seconds
+        spans = [
+            (*span[:3], seconds(span.start_seconds + offset), seconds(span.stop_seconds + offset))
+            for s in self._spans
+            for span in s
+        ]
+        rows = self.world.all_gather_objects(spans)
+        counters = self.world.all_gather_objects(self.world.counters())
+        rehearsal = self._rehearsal()
+        if not self._speaks:
+            return None
+        self.agreed.folder.write_counters(counters)
+        if rehearsal is not None:
+            self.agreed.folder.write_rehearsal(rehearsal)
+        return RunSummary(
+            folder=self.agreed.folder.path,
+            last_step=last_step,
+            stopped_early=stopped,
+            first_loss=self._losses[0],
+            last_loss=self._losses[-1],
+            predicted_step_seconds=self.agreed.prediction["step_seconds"],
+            measured_step_seconds=statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
+            layout=self.agreed.layout,
+            rehearsal=rehearsal,
+            spans=[Span(*span) for row in rows for span in row],
+        )
+
+    def _rehearsal(self) -> dict[str, Any] | None:
+        """How much of the emulated time, by rank, real work came too late for; None where nothing is emulated."""
+        if self.trainer.pace.time_scale is None:
+            return None
+        settled = self._paces[SETTLING_STEPS:] or self._paces
+        emulated = sum(pace.emulated_seconds for pace in settled)
+        overrun = 100.0 * sum(pace.overrun_seconds for pace in settled) / emulated
+        rows: list[float] = self.world.all_gather_objects(overrun)
+        return {
+            "time_scale": self.trainer.pace.time_scale,
+            "overrun_percent": max(rows),
+            "overrun_percent_by_rank": rows,
+        }

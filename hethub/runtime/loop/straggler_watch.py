@@ -1,0 +1,109 @@
+"""The watch for drift in a run: who is told what, and when another plan is taken."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hethub.communicator import World
+from hethub.runtime.loop.prepare import Agreed
+from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.measure.straggler import (
+    WORTHWHILE_PERCENT,
+    Drifted,
+    DriftWatch,
+    Remedy,
+    describe,
+    find_remedy,
+    name_of,
+    planned_seconds,
+)
+from hethub.runtime.pace import Pace
+from hethub.spec.errors import BadInput
+from hethub.spec.job import Job
+
+Rebuild = Callable[[Agreed, Pace, dict[str, Any]], tuple[Agreed, Trainer]]
+
+
+class Drifting:
+    """One rank's part in the watch. All ranks note the same and find the same slow ranks; rank 0 plans and speaks."""
+
+    def __init__(self, job: Job, agreed: Agreed) -> None:
+        self._job = job
+        self._factors: dict[int, float] = {}  # of the ranks that are slow, beside what the job's profile says
+        self._remedy: Remedy | None = None
+        self.follow(agreed)
+
+    def follow(self, agreed: Agreed) -> None:
+        """Watches this plan, for which the slow ranks' speeds are known."""
+        self._planned_for = dict(self._factors)
+        self._is_due = False  # the factors are not those last decided on
+        self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
+        planned = planned_seconds(agreed.layout, agreed.profile, self._factors)
+        self._watch = DriftWatch(planned, self._job.spec.drift, self._factors)
+
+    def note(
+        self, step: int, busy_seconds: Sequence[dict[str, float] | None], agreed: Agreed, *, plans: bool
+    ) -> list[dict[str, Any]]:
+        """Takes in a step; what there is to say of it, a row each. The rank that `plans` looks for a better plan."""
+        known = [seconds for seconds in busy_seconds if seconds is not None]
+        if len(known) < len(busy_seconds):
+            return []
+        self._looked_at.append(step)
+        noted = self._watch.note(known)
+        if not noted.slow and not noted.recovered:
+            return []
+        for drifted in noted.slow:
+            self._factors[drifted.rank] = drifted.factor * self._planned_for.get(drifted.rank, 1.0)
+        for rank, factor in noted.recovered.items():
+            self._factors.pop(rank, None)
+            if factor > 1.0:
+                self._factors[rank] = factor
+        self._is_due, self._remedy = self._factors != self._planned_for, None
+        gain = self._plan_anew(agreed) if plans and self._is_due else "the plan stays"
+        percent = None if self._remedy is None else self._remedy.gain_percent
+        rows = [self._slow_row(drifted, agreed) for drifted in noted.slow]
+        rows += [
+            {"rank": rank, "factor": factor, "text": f"{name_of(agreed.layout, rank)} is no longer slow"}
+            for rank, factor in noted.recovered.items()
+        ]
+        return [
+            {**row, "step": step, "text": f"step {step}: {row['text']}; {gain}", "gain_percent": percent}
+            for row in rows
+        ]
+
+    def _slow_row(self, drifted: Drifted, agreed: Agreed) -> dict[str, Any]:
+        return {
+            "rank": drifted.rank, "factor": drifted.factor, "kind": drifted.kind, "looked_at_steps": list(self._looked_at),
+            "measured_seconds": drifted.measured, "planned_seconds": drifted.planned,
+            "text": describe(agreed.layout, drifted, list(self._looked_at)),
+        }  # fmt: skip
+
+    def _plan_anew(self, agreed: Agreed) -> str:
+        """What a plan for the true speeds would bring, in words; keeps it."""
+        try:
+            self._remedy = find_remedy(self._job, agreed.layout, agreed.profile, self._factors)
+        except BadInput as reason:
+            self._remedy = None
+            return f"no other plan: {reason}"
+        gain = self._remedy.gain_percent
+        if gain < WORTHWHILE_PERCENT:
+            return "no other plan would be faster"
+        ways = "is taken at the next checkpoint" if self._job.spec.replan == "auto" else "replan: auto takes it"
+        return (
+            f"a new plan would be {gain:.0f} % faster ({self._remedy.present_step_seconds:.4g} s → "
+            f"{self._remedy.step_seconds:.4g} s a step predicted; {ways})"
+        )
+
+    def chosen(self, world: World) -> dict[str, Any] | None:
+        """At a checkpoint, the plan to go on with, the same on every rank; None where the present one stays."""
+        if self._job.spec.replan != "auto" or not self._is_due:
+            return None
+        self._is_due = False
+        own = None
+        if self._remedy is not None and self._remedy.gain_percent >= WORTHWHILE_PERCENT:
+            own = {
+                "plan": self._remedy.plan.model_dump(mode="json"), "step_seconds": self._remedy.step_seconds,
+                "prediction": self._remedy.prediction.to_dict(),
+            }  # fmt: skip
+        found: dict[str, Any] | None = world.all_gather_objects(own)[0]
+        return found

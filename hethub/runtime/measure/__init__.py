@@ -1,0 +1,5 @@
+"""What ranks measure: their layers and links, their largest batch, who is slower than planned.
+
+Start reading: profiler.py.
+May import: .
+"""

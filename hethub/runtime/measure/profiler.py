@@ -1,0 +1,305 @@
+"""Measures accelerators and links: the figures of a profile, by all ranks at once, as they share a machine in training."""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from itertools import product
+from statistics import mean, median
+from time import perf_counter, process_time
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hethub
+from hethub.communicator import World
+from hethub.kernels.device import Device
+from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, LinkTiming, PartTiming, ProfileSpec, merge
+from hethub.runtime.model.initial import initialise
+from hethub.runtime.model.layers import TokenLayout, rms_norm
+from hethub.runtime.model.loss import head_loss
+from hethub.runtime.model.stage import Stage
+from hethub.runtime.model.tensor_parallel import TensorGroup, embed
+from hethub.runtime.state.storage import DTYPES, FlatStorage
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout.bind import bind
+from hethub.spec.layout.state import StateMap
+from hethub.spec.layout.tensors import tp_degrees
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
+
+SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 16 * 2**20
+REPEATS = 5
+LEAST_RUNNING = 0.75  # of the time, for a process that has its core to itself
+Progress = Callable[[str], None]
+
+
+def measure_device(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    precision: Precision,
+    device: Device,
+    *,
+    seq_lens: Sequence[int],
+    micro_batches: Sequence[int],
+    tps: Sequence[int] = (1,),
+    seconds_per_point: float = 0.3,
+    ready: Callable[[], None] = lambda: None,
+    progress: Progress = lambda text: None,
+) -> DeviceProfile:
+    """One layer, the embedding and the head over micro-batch, sequence length and TP, on this rank's device.
+
+    Shards are measured without their group, so the figures are compute only. `ready` is called before each point: a
+    barrier there makes all ranks of a machine measure at the same time, as they will compute.
+    """
+    layers: list[LayerTiming] = []
+    parts: list[PartTiming] = []
+    for seq_len, tp in product(seq_lens, sorted(set(tps) & set(tp_degrees(model)))):
+        stage = build_bench_stage(model, accelerator, precision, device, seq_len, tp)
+        for micro_batch in micro_batches:
+            progress(f"layer, {micro_batch} x {seq_len} tokens, TP {tp}")
+            place = {"micro_batch": micro_batch, "seq_len": seq_len, "tp": tp}
+            bench = _Bench(stage, device, seconds_per_point)
+            ready()
+            layers.append(_timing(LayerTiming, place, bench.layer(micro_batch)))
+            for part, seconds in (("embedding", bench.embedding(micro_batch)), ("head", bench.head(micro_batch))):
+                parts.append(_timing(PartTiming, {"part": part, **place}, seconds))
+    return DeviceProfile(
+        accelerator=accelerator.name,
+        precision=precision,
+        layers=tuple(layers),
+        parts=tuple(parts),
+        optimizer_seconds_per_parameter=_optimizer(device, precision, seconds_per_point),
+    )
+
+
+def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
+    return cls(**place, forward_seconds=seconds[0], backward_seconds=seconds[1])
+
+
+def build_bench_stage(
+    model: ModelSpec, accelerator: AcceleratorSpec, precision: Precision, device: Device, seq_len: int, tp: int
+) -> Stage:
+    """A one-layer model's first shard of `tp`, with embedding and head."""
+    one = model.replace(layers=1)
+    cluster = ClusterSpec.model_validate(
+        {"name": "bench", "nodes": [{"name": "n", "accelerator": accelerator, "accelerators": tp}]}
+    )
+    replica = {"ranks": list(range(tp)), "micro_batch": 1, "samples": 1}
+    plan = PlanSpec.model_validate(
+        {"model": one.name, "cluster": "bench", "global_batch": 1, "seq_len": seq_len, "precision": precision,
+         "stages": [{"layers": [[0, 1]], "replicas": [replica]}]}
+    )  # fmt: skip
+    layout = bind(plan, one, cluster)
+    storage = FlatStorage(StateMap(layout), layout.seats[0], precision, device.torch_device)
+    initialise(storage, one, seed=0)
+    for parameter in storage.parameters.values():
+        parameter.start_step(2**40, lambda done: None)
+    return Stage(layout, layout.seats[0], storage, TensorGroup(None))
+
+
+class _Bench:
+    """Repeats one operation forward and backward until the time is up."""
+
+    def __init__(self, stage: Stage, device: Device, seconds: float) -> None:
+        self.stage, self.device, self.seconds = stage, device, seconds
+
+    def layer(self, batch: int) -> tuple[float, float]:
+        stage = self.stage
+        tokens = TokenLayout(batch=batch, seq_len=stage.seq_len, cos=stage.cos, sin=stage.sin)
+        x = self._hidden(batch)
+        return self._repeated(lambda: stage.layers[0](x, tokens), torch.ones_like(x))
+
+    def embedding(self, batch: int) -> tuple[float, float]:
+        stage, tokens = self.stage, self._tokens(batch).reshape(-1)
+        assert stage.embedding is not None
+        weight = stage.embedding
+        return self._repeated(lambda: embed(tokens, 0, stage.group, weight), torch.ones_like(self._hidden(batch)))
+
+    def head(self, batch: int) -> tuple[float, float]:
+        stage, x, targets = self.stage, self._hidden(batch), self._tokens(batch).reshape(-1)
+        assert stage.norm is not None
+        assert stage.head is not None
+        norm, head = stage.norm, stage.head
+        return self._repeated(lambda: head_loss(rms_norm(x, norm, stage.eps), targets, 0, 1.0, stage.group, head), None)
+
+    def _hidden(self, batch: int) -> Tensor:
+        weights = self.stage.storage.weights
+        return torch.randn(
+            batch * self.stage.seq_len, self.stage.hidden, dtype=weights.dtype, device=weights.device
+        ).requires_grad_()
+
+    def _tokens(self, batch: int) -> Tensor:
+        held = self.stage.shares.vocab.size
+        return torch.randint(0, held, (batch, self.stage.seq_len), device=self.stage.storage.weights.device)
+
+    def _repeated(self, run: Callable[[], Tensor], grad: Tensor | None) -> tuple[float, float]:
+        def once() -> tuple[float, float]:
+            start = self._now()
+            result = run()
+            middle = self._now()
+            result.backward(grad)
+            return middle - start, self._now() - middle
+
+        run().backward(grad)  # the first pass allocates
+        forward, backward = repeated(once, self.seconds)
+        return forward, backward
+
+    def _now(self) -> float:
+        self.device.synchronize()
+        return perf_counter()
+
+
+def _optimizer(device: Device, precision: Precision, seconds: float, numel: int = 2**20) -> float:
+    """Seconds per parameter of what a step does to a rank's own state: norm, AdamW, the weight written back."""
+    weights = torch.zeros(numel, dtype=DTYPES[precision], device=device.torch_device)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    master = torch.zeros(numel, dtype=wide, device=device.torch_device).requires_grad_()
+    master.grad = torch.ones_like(master)
+    optimizer = torch.optim.AdamW([master], lr=1e-3)
+
+    def once() -> tuple[float, ...]:
+        start = perf_counter()
+        torch.linalg.vector_norm(master.grad)
+        optimizer.step()
+        weights.copy_(master.detach())
+        device.synchronize()
+        return (perf_counter() - start,)
+
+    once()
+    (found,) = repeated(once, seconds)
+    return found / numel
+
+
+def repeated(once: Callable[[], tuple[float, ...]], seconds: float) -> tuple[float, ...]:
+    """What `once` returns, repeated for so many seconds: medians, or means where the process stood still for long.
+
+    A process held to a part of a core runs at full speed for that part of every period and then stands still, which the
+    median of short passes would not see; elsewhere means would count every other process's passing work.
+    """
+    used, start, found = process_time(), perf_counter(), list[tuple[float, ...]]()
+    while len(found) < 3 or perf_counter() < start + seconds:
+        found.append(once())
+    stood_still = process_time() - used < LEAST_RUNNING * (perf_counter() - start)
+    middle = mean if stood_still else median
+    return tuple(middle(figure) for figure in zip(*found, strict=True))
+
+
+def measure_links(world: World, machines: Sequence[int]) -> list[LinkTiming]:
+    """Latency and bandwidth of one pair and one group per level; `machines[rank]` is the machine a rank is on.
+
+    Every rank calls it and returns the same figures.
+    """
+    links = []
+    for level, ranks in _pairs(world, machines).items():
+        links.append(_send(world, level, *ranks))
+    for level, members in _groups(world, machines).items():
+        links.append(_all_reduce(world, level, members))
+    return links
+
+
+Level = Literal["in_node", "between_nodes", "between_islands"]
+
+
+def _level(world: World, machines: Sequence[int], a: int, b: int) -> Level:
+    if world.island_of(a) != world.island_of(b):
+        return "between_islands"
+    return "in_node" if machines[a] == machines[b] else "between_nodes"
+
+
+def _pairs(world: World, machines: Sequence[int]) -> dict[Level, tuple[int, int]]:
+    """The first two ranks at every level that occurs."""
+    found: dict[Level, tuple[int, int]] = {}
+    for a in range(world.size):
+        for b in range(a + 1, world.size):
+            found.setdefault(_level(world, machines, a, b), (a, b))
+    return found
+
+
+def _groups(world: World, machines: Sequence[int]) -> dict[Level, tuple[int, ...]]:
+    """A group per level that lies on it and on none further out."""
+    found: dict[Level, tuple[int, ...]] = {}
+    for island in world.islands:
+        on_first = tuple(rank for rank in island if machines[rank] == machines[island[0]])
+        if len(on_first) > 1:
+            found.setdefault("in_node", on_first)
+        if len(on_first) < len(island):
+            found.setdefault("between_nodes", island)
+    if len(world.islands) > 1:
+        found["between_islands"] = tuple(range(world.size))
+    return found
+
+
+def _send(world: World, level: Level, a: int, b: int) -> LinkTiming:
+    """A message there and back, halved."""
+
+    def bounce(buffer: Tensor) -> None:
+        first, second = (world.send, world.receive) if world.rank == a else (world.receive, world.send)
+        peer = b if world.rank == a else a
+        first(buffer, peer, 1).wait()
+        second(buffer, peer, 2).wait()
+
+    small, large = (_timed(world, (a, b), num_bytes, bounce) / 2 for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+    return _link(level, "send", small, large, LARGE_BYTES, 2)
+
+
+def _all_reduce(world: World, level: Level, members: tuple[int, ...]) -> LinkTiming:
+    group = world.group(members)
+    small, large = (
+        _timed(world, members, num_bytes, lambda buffer: dist.all_reduce(buffer, group=group))
+        for num_bytes in (SMALL_BYTES, LARGE_BYTES)
+    )
+    carried = 2 * LARGE_BYTES * (len(members) - 1) / len(members)
+    return _link(level, "all_reduce", small, large, carried, len(members))
+
+
+def _link(
+    level: Level, operation: Literal["send", "all_reduce"], small: float, large: float, carried: float, ranks: int
+) -> LinkTiming:
+    rate = carried / max(large - small, 1e-9) / 1e9
+    return LinkTiming(level=level, operation=operation, latency_seconds=small, gbytes_per_second=rate, ranks=ranks)
+
+
+def _timed(world: World, members: Iterable[int], num_bytes: int, run: Callable[[Tensor], object]) -> float:
+    """The median seconds of `run` on the slowest member, the same figure on every rank; others wait."""
+    times = [0.0]
+    world.barrier()
+    if world.rank in members:
+        buffer = torch.zeros(num_bytes // 4, device=world.device.torch_device)
+        run(buffer)
+        times = []
+        for _ in range(REPEATS):
+            start = perf_counter()
+            run(buffer)
+            world.device.synchronize()
+            times.append(perf_counter() - start)
+    return max(world.all_gather_objects(median(times)))
+
+
+def profile_world(
+    world: World,
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    precision: Precision,
+    machines: Sequence[int],
+    *,
+    seq_lens: Sequence[int],
+    micro_batches: Sequence[int],
+    tps: Sequence[int] = (1,),
+    seconds_per_point: float = 0.3,
+    progress: Progress = lambda text: None,
+) -> ProfileSpec:
+    """The merged profile of all ranks' accelerators and the links between them; the same on every rank."""
+    device = measure_device(
+        model, accelerator, precision, world.device, seq_lens=seq_lens, micro_batches=micro_batches, tps=tps,
+        seconds_per_point=seconds_per_point, ready=world.barrier, progress=progress,
+    )  # fmt: skip
+    progress("links")
+    links = measure_links(world, machines) if world.size > 1 else []
+    own = ProfileSpec(
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), hethub=hethub.__version__, software=f"torch {torch.__version__}",
+        model=model, devices=(device,),
+    )  # fmt: skip
+    merged = merge(ProfileSpec.model_validate(row) for row in world.all_gather_objects(own.to_dict()))
+    return merged.replace(links=tuple(links))

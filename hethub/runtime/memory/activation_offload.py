@@ -1,0 +1,92 @@
+"""What a layer keeps for its backward, in host memory instead of on the device (offloaded activations)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hethub.runtime.memory.accounting import Kept, MemoryMeter
+from hethub.runtime.memory.host_arena import Fetch, HostArena
+
+_Storage = tuple[int, torch.dtype]  # address and type of a storage's elements
+
+
+class _View(NamedTuple):
+    """A tensor that autograd keeps, as a view of a storage that is parked."""
+
+    storage: _Storage
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ParkedLayer:
+    """The tensors that one layer keeps of one tile, each storage once; they leave when `saving` ends.
+
+    `prefetch` starts bringing them back, all together; otherwise the first one that is needed does. They are given
+    back with this object.
+    """
+
+    def __init__(self, arena: HostArena, meter: MemoryMeter) -> None:
+        self._arena, self._meter = arena, meter
+        self._hosts: dict[_Storage, Tensor] = {}
+        self._leaving: list[Kept] = []  # held until the layer is through: an address stands for one storage only
+        self._coming: dict[_Storage, tuple[Fetch, Kept]] = {}
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Parks what the graph built in this block keeps."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+        self.end()
+
+    def end(self) -> None:
+        """Lets the device's copies go."""
+        self._leaving.clear()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Starts copying a tensor to the host; masks and what is counted as fixed stay where they are."""
+        if not tensor.is_floating_point() or self._meter.is_fixed(tensor):
+            return self._meter.keep(tensor)
+        key = tensor.untyped_storage().data_ptr(), tensor.dtype
+        if key not in self._hosts:
+            self._leaving.append(self._meter.keep(tensor))
+            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach().untyped_storage())
+            self._hosts[key] = self._arena.empty(flat.numel(), flat.dtype)
+            self._arena.store(self._hosts[key], flat)
+        return _View(key, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor on the device, as it was."""
+        if isinstance(packed, Kept):
+            return packed.tensor
+        self.prefetch()
+        fetch, _ = self._coming[packed.storage]
+        return fetch.wait().as_strided(packed.size, packed.stride, packed.offset)
+
+    def prefetch(self) -> None:
+        """Starts bringing everything back, once."""
+        for key, host in self._hosts.items():
+            if key not in self._coming:
+                fetch = self._arena.fetch(host)
+                self._coming[key] = fetch, self._meter.keep(fetch.values)
+
+
+class ParkedInput:
+    """A layer's input alone, parked until the layer is run again from it."""
+
+    def __init__(self, x: Tensor, arena: HostArena, meter: MemoryMeter) -> None:
+        self._layer = ParkedLayer(arena, meter)
+        self._packed = self._layer.pack(x)
+        self._layer.end()
+
+    def prefetch(self) -> None:
+        """Starts bringing it back."""
+        self._layer.prefetch()
+
+    @property
+    def tensor(self) -> Tensor:
+        """The input, on the device."""
+        return self._layer.unpack(self._packed).detach()

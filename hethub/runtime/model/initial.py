@@ -1,0 +1,38 @@
+"""Initial values that depend on nothing but seed and tensor name, so that every plan starts from the same model."""
+
+import hashlib
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hethub.runtime.model.huggingface import open_weights
+from hethub.runtime.state.storage import FlatStorage
+from hethub.spec.layout.tensors import TensorInfo
+from hethub.spec.model import ModelSpec
+
+
+def initial_value(info: TensorInfo, model: ModelSpec, seed: int) -> Tensor:
+    """The full tensor in stored shape, fp32 on the CPU: norms 1, matrices normal with the model's init_std."""
+    if not info.decays:
+        return torch.ones(info.stored_shape)
+    digest = hashlib.blake2b(f"{seed}:{info.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    value = torch.empty(info.shape).normal_(0.0, model.init_std, generator=generator)
+    return value.t() if info.split_dim == 1 else value
+
+
+def initialise(storage: FlatStorage, model: ModelSpec, seed: int) -> None:
+    """Fills this rank's weights with its part of the initial values."""
+    for placed, parts in groupby(storage.persistent(), key=lambda part: part[0]):
+        value = initial_value(placed.info, model, seed).reshape(-1)
+        for _, run, weights in parts:
+            weights.copy_(value[run.start - placed.span.start : run.stop - placed.span.start])
+
+
+def load_hugging_face(storage: FlatStorage, model: ModelSpec, folder: Path) -> None:
+    """Fills this rank's weights from a Hugging Face folder, reading only its own slices. Raises BadInput."""
+    weights = open_weights(folder, model)
+    for placed, run, values in storage.persistent():
+        values.copy_(weights.read(placed.info, run.shift(-placed.span.start)))

@@ -1,0 +1,99 @@
+"""One rank's part of the model: its stage's layers on its shards, with embedding and head where they belong."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hethub.runtime.model.layers import LlamaLayer, TokenLayout, document_mask, rms_norm
+from hethub.runtime.model.loss import head_loss
+from hethub.runtime.model.rope import rope_table
+from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, embed
+from hethub.runtime.state.parameter import Parameter
+from hethub.runtime.state.storage import FlatStorage
+from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, RankShares
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileInput:
+    """What a tile brings from the data: token ids and targets (batch, seq), documents where they are masked."""
+
+    batch: int
+    tokens: Tensor | None = None
+    targets: Tensor | None = None
+    segments: Tensor | None = None
+
+
+class Stage:
+    """The layers of this rank's stage in model order, with `embed` and `loss` at the ends of the model.
+
+    Each of them is a graph of its own when a tile passes (hethub.runtime.pipeline.passes).
+    """
+
+    def __init__(self, layout: Layout, seat: Seat, storage: FlatStorage, group: TensorGroup) -> None:
+        model = layout.model
+        self.layout, self.group, self.storage = layout, group, storage
+        self.hidden, self.eps, self.seq_len = model.hidden, model.norm_eps, layout.plan.seq_len
+        self.is_first, self.is_last = seat.stage == 0, seat.stage == layout.num_stages - 1
+        self.shares: RankShares = layout.shares(seat.stage, seat.replica)[seat.position]
+        spec = layout.stages[seat.stage]
+        self.recompute = spec.recompute
+        self.layers = [self._layer(layer, spec.recompute) for chunk in spec.chunks for layer in range(*chunk)]
+        self.embedding = self._use(EMBEDDING) if self.is_first else None
+        self.norm = self._use(FINAL_NORM) if self.is_last else None
+        self.head = self._use(EMBEDDING if model.tied_head else HEAD) if self.is_last else None
+        weights = storage.weights
+        self.cos, self.sin = rope_table(model, self.seq_len, weights.dtype, weights.device)
+
+    def _use(self, name: str) -> Parameter:
+        """The parameter, noting that one more place adds to its gradient (a tied head makes two)."""
+        parameter = self.storage.parameters[name]
+        parameter.uses += 1
+        return parameter
+
+    def _layer(self, layer: int, recompute: str) -> LlamaLayer:
+        def use(name: str) -> Parameter:
+            return self._use(f"model.layers.{layer}.{name}.weight")
+
+        return LlamaLayer(
+            head_dim=self.layout.model.head_size, eps=self.eps, group=self.group, recompute=recompute,  # type: ignore[arg-type]
+            query=use("self_attn.q_proj"), key=use("self_attn.k_proj"), value=use("self_attn.v_proj"),
+            output=use("self_attn.o_proj"), gate=use("mlp.gate_proj"), up=use("mlp.up_proj"), down=use("mlp.down_proj"),
+            attention_norm=use("input_layernorm"), mlp_norm=use("post_attention_layernorm"),
+        )  # fmt: skip
+
+    def is_end(self, layer: int) -> bool:
+        """Whether the head follows this layer of the stage."""
+        return self.is_last and layer == len(self.layers) - 1
+
+    def embed(self, data: TileInput) -> Tensor:
+        """Hidden states (batch * seq, hidden) of the tile's tokens; the first stage only."""
+        assert self.embedding is not None
+        assert data.tokens is not None
+        return embed(data.tokens.reshape(-1), self.shares.vocab.start, self.group, self.embedding)
+
+    def token_layout(self, data: TileInput) -> TokenLayout:
+        """What every layer must know of the tile's tokens."""
+        mask = None if data.segments is None else document_mask(data.segments)
+        return TokenLayout(batch=data.batch, seq_len=self.seq_len, cos=self.cos, sin=self.sin, mask=mask)
+
+    def loss(self, x: Tensor, data: TileInput, scale: float) -> Tensor:
+        """The summed token losses times `scale` (0-d) of the last layer's hidden states; the last stage only."""
+        assert self.head is not None
+        assert data.targets is not None
+        first = self.shares.vocab.start
+        return head_loss(self._normed(x), data.targets.reshape(-1), first, scale, self.group, self.head)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        return rms_norm(x, self.norm, self.eps)
+
+    @torch.no_grad()
+    def logits(self, data: TileInput) -> Tensor:
+        """The rank's columns of the logits, (batch * seq, vocab_local), without gradients; where a stage is the model."""
+        assert self.head is not None
+        x, tokens = self.embed(data), self.token_layout(data)
+        for layer in self.layers:
+            x = layer(x, tokens)
+        return column_parallel(self._normed(x), self.group, (self.head,))[0]

@@ -1,0 +1,5 @@
+"""One step's actions on one rank: microbatches through layers, forward and back, and messages between stages.
+
+Start reading: executor.py, then passes.py.
+May import: .
+"""

@@ -1,0 +1,271 @@
+"""A tile's way through layers, forward and back, every layer an autograd graph of its own.
+
+Between two layers nothing but a detached tensor passes, so what happens there (weights fetched, freed, reduced; inputs
+kept elsewhere; a layer run again) are statements of a loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hethub.runtime.memory.accounting import Kept
+from hethub.runtime.memory.activation_offload import ParkedInput, ParkedLayer
+from hethub.runtime.model.layers import LlamaLayer
+from hethub.runtime.model.stage import Stage, TileInput
+from hethub.runtime.pace import Pace
+from hethub.runtime.state.parameter import Parameter, putting_off
+from hethub.runtime.state.zero import Residency
+from hethub.spec.layout.execution import Kind
+from hethub.spec.ranges import Range
+
+
+class Visit(NamedTuple):
+    """What is done in which layer of the stage, by how many tiles in turn."""
+
+    kind: Kind
+    layer: int
+    tiles: int = 1
+    ends_pass: bool = True  # the tiles then pass no more layers together
+
+
+class Itinerary:
+    """The order in which a rank visits its layers in a step; each next visit is announced while the present one runs."""
+
+    def __init__(self, residency: Residency, visits: Sequence[Visit], pace: Pace) -> None:
+        self.residency, self._visits, self._pace = residency, visits, pace
+        self._position = 0
+        self._under_way: dict[tuple[Kind, int], int] = {}  # the tiles that a visit still waits for
+        self._through: list[tuple[Kind, int]] = []  # visits that are over, in a pass with layers yet to be entered
+
+    def start_step(self) -> None:
+        assert not self._under_way
+        self._position = 0
+
+    def enter(self, kind: Kind, layer: int) -> None:
+        """Makes a layer usable for one tile."""
+        if (kind, layer) not in self._under_way:
+            visit = self._next(kind, layer)
+            self._under_way[kind, layer] = visit.tiles
+            self.residency.acquire(kind, layer)
+            self._announce()
+            self._release_through()
+        self._pace.enter(kind, layer)
+
+    def leave(self, kind: Kind, layer: int) -> None:
+        """Ends a tile's use of the layer, and with the last tile the visit."""
+        self._pace.leave()
+        self._under_way[kind, layer] -= 1
+        if not self._under_way[kind, layer]:
+            del self._under_way[kind, layer]
+            self._through.append((kind, layer))
+            self._release_through()
+
+    def join(self, kind: Kind, layer: int) -> None:
+        """Makes a visit without a tile, as its round asks for: the same calls in the same order as with one."""
+        self._next(kind, layer)
+        self.residency.acquire(kind, layer)
+        self._announce()
+        self.residency.release(kind, layer)
+
+    def _release_through(self) -> None:
+        """Releases what is through once all layers of its pass are entered.
+
+        A replica with one tile would else release a layer before it acquires the next, one with more after: their
+        collectives would be in two orders.
+        """
+        if self._visits[self._position - 1].ends_pass:
+            for kind, layer in self._through:
+                self.residency.release(kind, layer)
+            self._through.clear()
+
+    def _next(self, kind: Kind, layer: int) -> Visit:
+        visit = self._visits[self._position]
+        assert visit[:2] == (kind, layer)
+        self._position += 1
+        return visit
+
+    def _announce(self) -> None:
+        if self._position < len(self._visits):
+            self.residency.prefetch(*self._visits[self._position][:2])
+
+
+@dataclass
+class _Through:
+    """A layer that a tile has passed: the ends of its graph, or its input alone where it will be run again."""
+
+    source: Tensor | Kept | ParkedInput
+    result: Tensor | None = None
+
+    def prefetch(self) -> None:
+        """Starts bringing what its backward needs, where that is in host memory."""
+        if not isinstance(self.source, Tensor):
+            self.source.prefetch()
+
+
+@dataclass
+class _ParkedGraph:
+    """A layer that a tile has passed whose graph keeps its tensors in host memory, and none of its ends."""
+
+    parked: ParkedLayer
+    result: GradientEdge
+    gradients: list[Tensor]  # receives the input's
+
+    def prefetch(self) -> None:
+        self.parked.prefetch()
+
+    def backward(self, grad: Tensor | None) -> Tensor:
+        torch.autograd.backward(self.result, grad)
+        return self.gradients.pop()
+
+
+class _Inlet(torch.autograd.Function):
+    """A layer's input, which its graph does not keep alive; the gradient goes to `gradients`.
+
+    `anchor` is any tensor that requires a gradient: it makes autograd come here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(grad)
+        return None, None, None
+
+
+class _Product(NamedTuple):
+    """A gradient put off: left @ right, to be added to the parameter's."""
+
+    parameter: Parameter
+    left: Kept | ParkedInput
+    right: Kept | ParkedInput
+
+
+class TilePass:
+    """One tile between its forward and its backward through the layers `layers` of a stage.
+
+    Where backward puts the weights' gradients off, the tile goes on holding what they are made of until
+    `run_weight_part`: for each matrix of a layer its input and the gradient of its output. Per token that is both norms'
+    results, attention's and SwiGLU's (2 hidden + query + ffn columns), and gradients of 2 hidden + query + 2 key-value +
+    2 ffn columns. Norms and embedding are done at once, the head in its forward.
+    """
+
+    def __init__(self, stage: Stage, itinerary: Itinerary, layers: Range, data: TileInput, loss_scale: float) -> None:
+        self._stage, self._itinerary, self._layers = stage, itinerary, range(*layers)
+        self._data, self._loss_scale = data, loss_scale
+        self._tokens = stage.token_layout(data)
+        self._embedded: GradientEdge | None = None
+        self._through: list[_Through | _ParkedGraph] = []
+        self._head: tuple[Tensor, Tensor] | None = None  # the head's input and loss
+        self._put_off: list[list[_Product]] = []  # per layer, the last one first
+        self._following: TilePass | None = None
+
+    def forward(self, x: Tensor | None) -> Tensor:
+        """Hidden states (batch * seq, hidden) behind the layers, or the loss behind the model's last (0-d), detached.
+
+        `x` is what the layers before gave; None where tokens are embedded.
+        """
+        for layer in self._layers:
+            self._itinerary.enter(Kind.FORWARD, layer)
+            if x is None:
+                x = self._stage.embed(self._data)
+                self._embedded = get_gradient_edge(x)
+            x = self._layer_forward(layer, x.detach())
+            if self._stage.is_end(layer):
+                source = x.detach().requires_grad_()
+                x = self._stage.loss(source, self._data, self._loss_scale)
+                self._head = source, x
+            self._itinerary.leave(Kind.FORWARD, layer)
+        assert x is not None
+        return x.detach()
+
+    def _layer_forward(self, layer: int, x: Tensor) -> Tensor:
+        run = self._stage.layers[layer]
+        if self._stage.recompute == "full":
+            with torch.no_grad():
+                result = run(x, self._tokens)
+            self._through.append(_Through(self._itinerary.residency.keep(x)))
+            return result
+        if (parked := self._itinerary.residency.park()) is not None:
+            return self._parked_forward(run, x, parked)
+        result = run(x.requires_grad_(), self._tokens)
+        self._through.append(_Through(x, result))
+        return result
+
+    def _parked_forward(self, run: LlamaLayer, x: Tensor, parked: ParkedLayer) -> Tensor:
+        gradients: list[Tensor] = []
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        with parked.saving():
+            result = run(_Inlet.apply(anchor, x, gradients), self._tokens)
+        self._through.append(_ParkedGraph(parked, get_gradient_edge(result), gradients))
+        return result
+
+    def prefetch(self) -> None:
+        """Starts bringing what the next backward needs first, where that is in host memory."""
+        if self._through:
+            self._through[-1].prefetch()
+
+    def backward(
+        self, grad: Tensor | None, *, puts_weights_off: bool = False, following: "TilePass | None" = None
+    ) -> Tensor | None:
+        """The gradient of what `forward` was given, from that of its result (None: the loss's is 1).
+
+        None where tokens were embedded. `following` is the tile that goes backward next, if one does.
+        """
+        self._following = following
+        for layer in reversed(self._layers):
+            self._itinerary.enter(Kind.BACKWARD, layer)
+            if self._head is not None:
+                grad, self._head = _backward(*self._head, grad), None
+            if puts_weights_off:
+                grad = self._input_backward(layer, grad)
+            else:
+                grad = self._layer_backward(layer, grad)
+            if self._embedded is not None and layer == self._layers[0]:
+                torch.autograd.backward(self._embedded, grad)
+                self._embedded = grad = None
+            self._itinerary.leave(Kind.BACKWARD, layer)
+        return grad
+
+    def _input_backward(self, layer: int, grad: Tensor | None) -> Tensor:
+        """As `_layer_backward`, keeping the layer's weight products for later."""
+        with putting_off(self._stage.layers[layer].matrices) as products:
+            grad = self._layer_backward(layer, grad)
+        keep = self._itinerary.residency.keep
+        self._put_off.append([_Product(parameter, keep(left), keep(right)) for parameter, left, right in products])
+        return grad
+
+    def run_weight_part(self) -> None:
+        """Adds the weights' gradients that `backward` has put off, layer by layer in its order."""
+        for layer, products in zip(reversed(self._layers), self._put_off, strict=True):
+            self._itinerary.enter(Kind.WEIGHT, layer)
+            while products:
+                product = products.pop(0)
+                product.parameter.add_product(product.left.tensor, product.right.tensor)
+            self._itinerary.leave(Kind.WEIGHT, layer)
+
+    def _layer_backward(self, layer: int, grad: Tensor | None) -> Tensor:
+        through = self._through.pop()
+        if upcoming := self if self._through else self._following:
+            upcoming.prefetch()
+        if isinstance(through, _ParkedGraph):
+            return through.backward(grad)
+        if isinstance(through.source, Tensor):
+            assert through.result is not None
+            return _backward(through.source, through.result, grad)
+        source = through.source.tensor.requires_grad_()
+        return _backward(source, self._stage.layers[layer](source, self._tokens), grad)
+
+
+def _backward(source: Tensor, result: Tensor, grad: Tensor | None) -> Tensor:
+    """The gradient of `source` from that of `result`; the weights between note their own."""
+    torch.autograd.backward(result, grad)
+    assert source.grad is not None
+    grad, source.grad = source.grad, None
+    return grad

@@ -1,0 +1,283 @@
+"""AdamW on the elements a rank owns, with the global norm, clipping and dynamic loss scaling."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hethub.runtime.memory.accounting import MemoryMeter
+from hethub.runtime.memory.host_arena import Fetch, HostArena
+from hethub.runtime.state.reduction import LocalPiece, Reducer
+from hethub.runtime.state.storage import FlatStorage, Held
+from hethub.spec.job import TrainSpec
+from hethub.spec.layout.state import Bucket
+from hethub.spec.ranges import Range
+
+
+def learning_rate(train: TrainSpec, step: int) -> float:
+    """The rate of `step` (counted from 1): linear warm-up to lr, then a cosine down to min_lr at the last step."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    return train.min_lr + (train.lr - train.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedRun:
+    """Elements that this rank steps, and what the optimizer keeps for them: flat tensors with an element for each.
+
+    `axis` tells which they are, in order. Their gradient lies in `storage.grads`, or in the unit's owned gradient, at
+    `local`. `master` is the weight itself unless the run computes in half precision. What is offloaded lies in host
+    memory.
+    """
+
+    axis: tuple[Held, ...]
+    local: Range
+    bucket: Bucket
+    counts: bool  # in the gradient norm: another rank may step the same elements without sharding
+    weight: Tensor
+    weight_is_parked: bool
+    grad_unit: int | None
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    updates: Tensor  # 0-d, fp32
+
+
+class Optimizer:
+    """AdamW over the runs a rank owns; half precisions keep fp32 masters.
+
+    torch's fused AdamW does the arithmetic. Every element has one owner that counts it in the norm. With `offload:
+    optimizer` moments and masters lie in `arena` and come to the device bucket by bucket, the next while one is stepped.
+    """
+
+    def __init__(
+        self,
+        storage: FlatStorage,
+        reducer: Reducer,
+        train: TrainSpec,
+        arena: HostArena | None = None,
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        self.storage, self.train = storage, train
+        self.updates = 0  # steps taken, on every rank, also one that steps nothing
+        self.keeps_masters = storage.dtype != storage.grad_dtype
+        offload = storage.state.layout.stages[storage.seat.stage].offload
+        self._state_arena = arena if "optimizer" in offload else None
+        self.arena = self._state_arena or storage.arena
+        self._meter = meter or MemoryMeter([])
+        self.runs = [run for piece in reducer.pieces for run in self._runs(piece)]
+
+    def _runs(self, piece: LocalPiece) -> Iterator[OwnedRun]:
+        """The piece's owned runs, those joined that touch both as weights and as gradients."""
+        joined: list[tuple[Tensor, Range, Range, list[Held]]] = []
+        for run in piece.piece.owned_runs(self.storage.seat.rank):
+            flat, weight, grad = self._homes(piece.bucket, run)
+            last = joined[-1] if joined else None
+            if last is not None and (last[1].stop, last[2].stop) == (weight.start, grad.start):
+                joined[-1] = (
+                    flat,
+                    Range(last[1].start, weight.stop),
+                    Range(last[2].start, grad.stop),
+                    [*last[3], *self.storage.cut(run)],
+                )
+            else:
+                joined.append((flat, weight, grad, self.storage.cut(run)))
+        for flat, weight, grad, axis in joined:
+            yield self._run(piece, flat[weight.start : weight.stop], grad, tuple(axis))
+
+    def _homes(self, bucket: Bucket, run: Range) -> tuple[Tensor, Range, Range]:
+        """Where an owned run's weights persist and its summed gradients lie."""
+        storage, unit = self.storage, bucket.unit
+        grad = storage.owned_maps[unit] if self._shards_gradient(bucket) else storage.grad_map
+        if unit in storage.owned_weights:
+            weights, flat = storage.owned_maps[unit], storage.owned_weights[unit]
+        elif unit in storage.parked_weights:
+            weights, flat = storage.unit_maps[unit], storage.parked_weights[unit]
+        else:
+            weights, flat = storage.weight_map, storage.weights
+        return flat, weights.local(run), grad.local(run)
+
+    def _shards_gradient(self, bucket: Bucket) -> bool:
+        return bucket.unit is not None and self.storage.shards_gradients
+
+    def _run(self, piece: LocalPiece, weight: Tensor, local: Range, axis: tuple[Held, ...]) -> OwnedRun:
+        dtype = self.storage.grad_dtype
+        return OwnedRun(
+            axis=axis,
+            local=local,
+            bucket=piece.bucket,
+            counts=piece.piece.group.sharded or piece.first_contributor == self.storage.seat.rank,
+            weight=weight,
+            weight_is_parked=self.storage.arena is not None and piece.bucket.unit is not None,
+            grad_unit=piece.bucket.unit if self._shards_gradient(piece.bucket) else None,
+            master=self._new(local.size, dtype).copy_(weight) if self.keeps_masters else weight,
+            exp_avg=self._new(local.size, dtype).zero_(),
+            exp_avg_sq=self._new(local.size, dtype).zero_(),
+            updates=torch.zeros((), dtype=torch.float32, device=self.storage.device),
+        )
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._state_arena is not None:
+            return self._state_arena.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.storage.device)
+
+    def gradient(self, run: OwnedRun) -> Tensor:
+        """The summed gradient of an owned run, once its reduction is through."""
+        flat = self.storage.grads if run.grad_unit is None else self.storage.owned_grads[run.grad_unit]
+        return flat[run.local.start : run.local.stop]
+
+    def square_sum(self, runs: Iterable[OwnedRun] | None = None) -> Tensor:
+        """The sum of squares of the gradients this rank counts, 0-d in fp64 (inf or nan where one of them is)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.storage.device)
+        for run in self.runs if runs is None else runs:
+            if run.counts:
+                total += torch.linalg.vector_norm(self.gradient(run)).double().square()
+        return total
+
+    def step(self, step: int, scale: float) -> None:
+        """One AdamW update of everything with gradients multiplied by `scale` (clipping, loss scale)."""
+        self.updates += 1
+        self.step_runs(self.runs, step, scale)
+
+    @torch.no_grad()
+    def step_runs(self, runs: Sequence[OwnedRun], step: int, scale: float) -> None:
+        """As `step`, for some of the runs; the caller counts the update once all have had it."""
+        if self.arena is None:
+            self._update(runs, [(run.master, run.exp_avg, run.exp_avg_sq) for run in runs], step, scale)
+            return
+        batches = [list(batch) for _, batch in groupby(runs, key=lambda run: run.bucket.span)]
+        coming = [self._bring(run) for run in batches[0]] if batches else []
+        for batch, following in zip_longest(batches, batches[1:], fillvalue=()):
+            brought, coming = coming, [self._bring(run) for run in following]
+            state = [tuple(item.wait() if isinstance(item, Fetch) else item for item in each) for each in brought]
+            self._update(batch, state, step, scale)
+            for run, each in zip(batch, state, strict=True):
+                self._take_back(run, each)
+
+    def _bring(self, run: OwnedRun) -> list["Fetch | Tensor"]:
+        """Master and moments of a run on the device, or on their way there."""
+        assert self.arena is not None
+        state_is_parked = self._state_arena is not None
+        master_is_parked = state_is_parked if self.keeps_masters else run.weight_is_parked
+        items: list[Fetch | Tensor] = []
+        for tensor, parked in (
+            (run.master, master_is_parked),
+            (run.exp_avg, state_is_parked),
+            (run.exp_avg_sq, state_is_parked),
+        ):
+            if not parked:
+                items.append(tensor)
+                continue
+            fetch = self.arena.fetch(tensor)
+            self._meter.take(fetch.values)
+            items.append(fetch)
+        return items
+
+    def _take_back(self, run: OwnedRun, state: Sequence[Tensor]) -> None:
+        """Stores what `_bring` fetched, and rounds the master into a weight that is offloaded."""
+        assert self.arena is not None
+        for home, values in zip((run.master, run.exp_avg, run.exp_avg_sq), state, strict=True):
+            if home is not values:
+                self.arena.store(home, values)
+                self._meter.release(values)
+
+    def _update(self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float) -> None:
+        """One fused update of each run with its state on the device; weights that have masters follow them."""
+        for decays in (True, False):
+            chosen = [(run, each) for run, each in zip(runs, state, strict=True) if run.bucket.decays == decays]
+            grads = [self.gradient(run) for run, _ in chosen]
+            adamw(
+                [each[0] for _, each in chosen],
+                [grad if scale == 1.0 else grad.mul_(scale) for grad in grads],
+                [each[1] for _, each in chosen],
+                [each[2] for _, each in chosen],
+                [],
+                [run.updates for run, _ in chosen],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                beta1=self.train.betas[0],
+                beta2=self.train.betas[1],
+                lr=learning_rate(self.train, step),
+                weight_decay=self.train.weight_decay * decays,
+                eps=self.train.eps,
+            )
+        if self.keeps_masters:
+            for run, (master, _, _) in zip(runs, state, strict=True):
+                self._write_weight(run, master)
+
+    def _write_weight(self, run: OwnedRun, master: Tensor) -> None:
+        if run.weight_is_parked:
+            assert self.arena is not None
+            self.arena.store(run.weight, master.to(run.weight.dtype))
+        else:
+            run.weight.copy_(master)
+
+    def reload_masters(self) -> None:
+        """Takes the weights as they are now, after initial values were written, as masters."""
+        if self.keeps_masters:
+            for run in self.runs:
+                run.master.copy_(run.weight)
+
+    def moments(self, run: OwnedRun) -> tuple[Tensor, Tensor]:
+        """First and second moment of an owned run; zeros before the first step."""
+        return run.exp_avg, run.exp_avg_sq
+
+    def set_updates(self, updates: int) -> None:
+        """Continues bias correction as after `updates` updates."""
+        self.updates = updates
+        for run in self.runs:
+            run.updates.fill_(updates)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of moments and masters of what this rank owns, wherever they lie."""
+        per_element = (3 if self.keeps_masters else 2) * self.storage.grad_dtype.itemsize
+        return per_element * sum(run.local.size for run in self.runs)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of them that are on the device all the time."""
+        return 0 if self._state_arena is not None else self.state_bytes
+
+
+class LossScale:
+    """Dynamic loss scaling for fp16: halved after an overflow, doubled after `patience` good steps; 1 elsewhere."""
+
+    def __init__(self, precision: str, *, initial: float = 2.0**16, patience: int = 1000) -> None:
+        self.dynamic = precision == "fp16"
+        self.value = initial if self.dynamic else 1.0
+        self.good_steps, self._patience = 0, patience
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether an overflow cannot be the scale's fault; always so where there is no scaling."""
+        return self.value == 1.0
+
+    def update(self, *, overflow: bool) -> None:
+        """Every rank calls it with the same verdict, so all keep the same scale."""
+        if not self.dynamic:
+            return
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == self._patience:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+def clip_scale(norm: float, limit: float | None) -> float:
+    """The factor that brings a gradient of this norm down to `limit`, as torch.nn.utils.clip_grad_norm_ computes it."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def ordered_sum(values: Sequence[float]) -> float:
+    """The sum in the order given, the same bits on every rank that has the same values."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total

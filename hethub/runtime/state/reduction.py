@@ -1,0 +1,207 @@
+"""Gradients summed over replicas and new weights sent to their holders, bucket by bucket.
+
+A bucket's reduction starts when the last tile's backward has filled it, while backward goes on with the layers before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hethub.communicator import World, all_gather_by_ranges, prepare_by_ranges, reduce_scatter_by_ranges
+from hethub.runtime.state.parameter import Parameter
+from hethub.runtime.state.storage import FlatMap, FlatStorage, put, take
+from hethub.spec.layout.state import Bucket, Piece, StateMap
+from hethub.spec.ranges import Range
+
+GroupOf = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """A piece of a bucket as this rank holds it.
+
+    `grads` and `weights` are its places in `storage.grads` and `storage.weights`, or in the buffers of its unit where
+    those come and go.
+    """
+
+    piece: Piece
+    bucket: Bucket
+    grads: tuple[Range, ...]
+    weights: tuple[Range, ...]
+    own: Range  # of the joined runs, what this rank steps; empty where others step all of it
+    group: dist.ProcessGroup | None  # None where this rank is the only contributor
+
+    @property
+    def first_contributor(self) -> int:
+        return self.piece.group.contributors[0]
+
+    def start_reduction(self, flat: Tensor) -> "dist.Work | None":
+        """Sums `flat`, the joined runs, over the contributors: all of it, or this rank's own part of it."""
+        if self.group is None:
+            return None
+        if self.piece.group.sharded:
+            return reduce_scatter_by_ranges(self.group, flat, self.piece.cuts)
+        return dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def start_gather(self, flat: Tensor) -> "dist.Work | None":
+        """Fills `flat`, the joined runs, with every owner's part of it."""
+        if self.group is None or not self.piece.group.sharded:
+            return None
+        return all_gather_by_ranges(self.group, flat, self.piece.cuts)
+
+
+class Reducer:
+    """One rank's share in all reductions of a step.
+
+    `start_step` arms the parameters whose gradients are held for the whole step; those then start the reductions in
+    one fixed order. `finish` returns when every such piece's owned part of `storage.grads` is the sum over replicas.
+    `gather` spreads the owners' weights. What comes and goes is reduced and gathered by UnitGradients and UnitWeights,
+    with the pieces of `units`.
+    """
+
+    def __init__(self, state: StateMap, storage: FlatStorage, group_of: GroupOf, replica: tuple[int, ...]) -> None:
+        self.storage, self.rank = storage, storage.seat.rank
+        self.replica = replica
+        self._replica_group = group_of(replica) if len(replica) > 1 else None
+        order = _launch_order(state, self.rank)
+        local = [self._localise(bucket, group_of) for bucket in order]
+        self.pieces = [piece for bucket in local for piece in bucket]  # all that this rank contributes to
+        self.units: dict[int, list[LocalPiece]] = {}
+        for piece in self.pieces:
+            if piece.bucket.unit is not None:
+                self.units.setdefault(piece.bucket.unit, []).append(piece)
+        held = [(bucket, own) for bucket, own in zip(order, local, strict=True) if not self._moves_gradients(bucket)]
+        self._order, self.buckets = [bucket for bucket, _ in held], [own for _, own in held]
+        self._bucket_of = {
+            placed.info.name: index
+            for index, bucket in enumerate(self._order)
+            for placed, run in storage.held
+            if bucket.span.contains(run)
+        }
+        self.norms = dict(self._copied_norms())
+        self._missing: list[int] = []
+        self._launched = 0
+        self._works: list[tuple[dist.Work | None, LocalPiece, Tensor]] = []
+
+    def _moves_gradients(self, bucket: Bucket) -> bool:
+        return self.storage.shards_gradients and bucket.unit is not None
+
+    def _localise(self, bucket: Bucket, group_of: GroupOf) -> list[LocalPiece]:
+        storage, pieces = self.storage, []
+        grads: FlatMap = storage.grad_map
+        weights: FlatMap = storage.weight_map
+        if bucket.unit is not None and bucket.stage == storage.seat.stage:
+            grads = storage.unit_maps[bucket.unit] if storage.shards_gradients else grads
+            weights = storage.unit_maps[bucket.unit] if storage.moves_weights else weights
+        for piece in bucket.pieces:
+            ranks = piece.group.contributors
+            if self.rank in ranks:
+                group = group_of(ranks) if len(ranks) > 1 else None
+                places = tuple(grads.locals(piece.runs)), tuple(weights.locals(piece.runs))
+                pieces.append(LocalPiece(piece, bucket, *places, piece.cuts[ranks.index(self.rank)], group))
+        return pieces
+
+    def _copied_norms(self):  # type: ignore[no-untyped-def]
+        """By chunk, the norms in storage, where a replica's ranks hold copies that its first rank speaks for."""
+        if self._replica_group is None:
+            return
+        norms = [(placed, run) for placed, run in self.storage.held if placed.info.axis is None]
+        for chunk in dict.fromkeys(placed.chunk for placed, _ in norms):
+            runs = [self.storage.weight_map.local(run) for placed, run in norms if placed.chunk == chunk]
+            yield chunk, Range(runs[0].start, runs[-1].stop)
+
+    def start_step(self, num_tiles: int) -> None:
+        """Expects the gradients of `num_tiles` tiles."""
+        self._missing = [0] * len(self.buckets)
+        self._launched = 0
+        for name, index in self._bucket_of.items():
+            self._missing[index] += 1
+            self.storage.parameters[name].start_step(num_tiles, self._parameter_done)
+
+    def _parameter_done(self, parameter: Parameter) -> None:
+        self._missing[self._bucket_of[parameter.name]] -= 1
+        # Where units are reduced round by round, replicas reach their last tile in unlike rounds: the rest waits.
+        if not self.storage.shards_gradients:
+            self._launch_full()
+
+    def _launch_full(self) -> None:
+        """Launches what is full; all ranks in one order, whichever bucket is full first: a native library needs that."""
+        while self._launched < len(self.buckets) and self._missing[self._launched] == 0:
+            for piece in self.buckets[self._launched]:
+                if piece.group is not None:
+                    flat = take(self.storage.grads, piece.grads)
+                    self._works.append((piece.start_reduction(flat), piece, flat))
+            self._launched += 1
+
+    def finish(self, chunk: int | None = None) -> None:
+        """Waits for the reductions of a chunk, or of all; then its owned gradients are complete sums."""
+        self._launch_full()
+        due = [index for index, bucket in enumerate(self._order) if chunk is None or bucket.chunk == chunk]
+        assert not due or self._launched > due[-1], "a parameter got fewer gradients than the step has tiles"
+        left = []
+        for work, piece, flat in self._works:
+            if chunk is None or piece.bucket.chunk == chunk:
+                if work is not None:
+                    work.wait()
+                put(self.storage.grads, piece.grads, flat)
+            else:
+                left.append((work, piece, flat))
+        self._works = left
+
+    def gather(self, pieces: list[LocalPiece], chunks: set[int | None]) -> None:
+        """Sends the owners' new weights of `pieces`, held for the whole run, to all holders; norms of `chunks` too."""
+        flats = [(take(self.storage.weights, piece.weights), piece) for piece in pieces]
+        works = [(piece.start_gather(flat), piece, flat) for flat, piece in flats]
+        for work, piece, flat in works:
+            if work is not None:
+                work.wait()
+                put(self.storage.weights, piece.weights, flat)
+        for chunk, norms in self.norms.items():
+            if chunk in chunks:
+                values = self.storage.weights[norms.start : norms.stop]
+                dist.broadcast(values, group=self._replica_group, group_src=sorted(self.replica).index(self.replica[0]))
+
+
+def _launch_order(state: StateMap, rank: int) -> list[Bucket]:
+    """The buckets that a rank holds a part of, in the order in which backward completes them.
+
+    Chunks from the last to the first, in each matrices from the last layer to the first, then norms; at the end what
+    another stage contributes to.
+    """
+    stage = state.layout.seats[rank].stage
+    own = [bucket for bucket in state.buckets if bucket.stage == stage]
+    tied = [b for b in state.buckets if b.chunk is None and any(rank in p.group.contributors for p in b.pieces)]
+    order = []
+    for chunk in reversed(range(len(state.layout.stages[stage].chunks))):
+        inside = [bucket for bucket in own if bucket.chunk == chunk and bucket not in tied]
+        order += [bucket for bucket in reversed(inside) if bucket.decays]
+        order += [bucket for bucket in inside if not bucket.decays]
+    return order + tied
+
+
+def group_ranks(state: StateMap) -> list[tuple[int, ...]]:
+    """Every set of ranks that needs a process group, in one order on all ranks: replicas first, then contributors."""
+    layout = state.layout
+    replicas = [replica.ranks for stage in layout.stages for replica in stage.replicas]
+    contributors = [piece.group.contributors for bucket in state.buckets for piece in bucket.pieces]
+    return list(dict.fromkeys(ranks for ranks in replicas + contributors if len(ranks) > 1))
+
+
+def build_groups(world: World, state: StateMap) -> GroupOf:
+    """Builds every process group the layout needs, connected; all ranks call it together.
+
+    NCCL connects a group at its first use, which would otherwise fall into a backward, where one member can wait for
+    another that waits for the first one's gradient.
+    """
+    groups = {ranks: world.group(ranks) for ranks in group_ranks(state)}
+    pieces = [piece for bucket in state.buckets for piece in bucket.pieces if piece.group.sharded]
+    for ranks in dict.fromkeys(piece.group.contributors for piece in pieces):
+        if (group := groups.get(ranks)) is not None:
+            prepare_by_ranges(group)
+    for group in groups.values():
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=world.device.torch_device), group=group)
+    return lambda ranks: groups[ranks]

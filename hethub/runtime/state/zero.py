@@ -1,0 +1,151 @@
+"""What a rank has at hand while it computes: weights and gradients of its layers, and what tiles keep of them.
+
+The executor says which layer it is about to enter, which comes next, and when it is through with one; the answer
+depends on where the stage's state lives:
+
+- ZeRO 0 and 1: weights and gradients of all layers stay; nothing happens here.
+- ZeRO 2: gradients of a layer's matrices live in one full buffer (at least fp32) from `acquire` to the end of their
+  reduction. Two such buffers at most, beside the head's, which fills from the last layer's forward on.
+- ZeRO 3: weights likewise, in the run's precision, from `prefetch` to `release`: the layer that computes and the next.
+- Offloaded parameters come and go like ZeRO 3's weights, from host memory.
+- Offloaded activations are in host memory between a layer's forward and its backward: on the device are those of the
+  layer at work and of the one after it.
+
+Where all tiles pass a part before the next (layered, ministages), the part's layers stay until its last tile is through.
+
+Norms stay, and so does an embedding that is tied to the head of another stage. Embedding and head come and go with the
+first and last layer; tied in one stage, they are a unit of their own that both ends use.
+"""
+
+from collections import Counter
+
+from torch import Tensor
+
+from hethub.runtime.memory.accounting import Kept, MemoryMeter
+from hethub.runtime.memory.activation_offload import ParkedInput, ParkedLayer
+from hethub.runtime.memory.host_arena import HostArena
+from hethub.runtime.state.reduction import Reducer
+from hethub.runtime.state.stepping import Stepping
+from hethub.runtime.state.zero_gradients import UnitGradients
+from hethub.runtime.state.zero_weights import UnitWeights
+from hethub.spec.layout.execution import Kind
+from hethub.spec.layout.state import chunk_of
+
+
+class Residency:
+    """One rank's weights and gradients as its executor meets them, layer by layer.
+
+    A layer's number counts the stage's layers in model order; the embedding goes with the first layer of the model,
+    final norm and head with its last. All ranks of a stage make the same calls in the same order, those without a tile
+    in a round too: what they do not add to counts as zeros.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        meter: MemoryMeter,
+        stepping: Stepping | None = None,
+        arena: HostArena | None = None,
+    ) -> None:
+        self.reducer, self._meter, self.stepping = reducer, meter, stepping
+        storage = reducer.storage
+        self._state, self._stage = storage.state, storage.seat.stage
+        layout = self._state.layout
+        self._spec = layout.stages[self._stage]
+        self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
+        self._arena = arena if "activations" in self._spec.offload else None
+        self.weights = UnitWeights(reducer, meter) if storage.moves_weights else None
+        self.gradients = UnitGradients(reducer, meter) if storage.shards_gradients else None
+        if stepping is not None:
+            stepping.weights = self.weights
+        self._visitors: Counter[int] = Counter()  # layers under way that use a unit's weights
+        self._next: tuple[int, ...] = ()
+
+    def _units(self, layer: int) -> tuple[int, ...]:
+        return self._state.units_at(self._stage, layer)
+
+    def _weights_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
+        """The units whose weights a visit computes with: a weight part needs none."""
+        return () if self.weights is None or kind is Kind.WEIGHT else self._units(layer)
+
+    def _gradients_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
+        """The units that a visit adds gradients to.
+
+        The head's gradient is computed in its forward, the embedding's is never put off.
+        """
+        layout, units = self._state.layout, self._units(layer)
+        if self.gradients is None:
+            return ()
+        if kind is self._closing:
+            return units
+        if layout.head_is_apart:
+            return ()
+        if kind is Kind.FORWARD:
+            is_end = self._stage == layout.num_stages - 1 and layer == self._spec.num_layers - 1
+            return units[-1:] if is_end else ()
+        return units[-1:] if self._stage == 0 and layer == 0 else ()
+
+    def start_step(self, num_contributions: int) -> None:
+        """Expects the gradients of `num_contributions` tiles for every parameter that stays."""
+        self.reducer.start_step(num_contributions)
+        if self.gradients is not None:
+            self.gradients.start_step()
+
+    def acquire(self, kind: Kind, layer: int) -> None:
+        """Returns when the layer's weights (backward: and gradient buffers) may be used."""
+        self._next = ()
+        self._bring(kind, layer)
+        for unit in self._weights_for(kind, layer):
+            assert self.weights is not None
+            self.weights.finish(unit)
+            self._visitors[unit] += 1
+        for unit in self._gradients_for(kind, layer):
+            assert self.gradients is not None
+            self.gradients.open(unit)
+
+    def prefetch(self, kind: Kind, layer: int) -> None:
+        """Starts what the next `acquire`, of this layer, will wait for."""
+        self._next = self._weights_for(kind, layer)
+        self._bring(kind, layer)
+
+    def _bring(self, kind: Kind, layer: int) -> None:
+        if self.stepping is not None:
+            self.stepping.catch_up(chunk_of(self._spec, layer))
+        for unit in self._weights_for(kind, layer):
+            assert self.weights is not None
+            self.weights.start(unit)
+
+    def release(self, kind: Kind, layer: int) -> None:
+        """Ends one visit of the layer; on the way back its contribution to the gradients is complete."""
+        if self.gradients is not None and kind is self._closing:
+            for unit in self._units(layer):
+                if unit < self._spec.num_layers or layer == 0:  # both ends add to a tied embedding, the first one last
+                    self.gradients.close(unit)
+        for unit in self._weights_for(kind, layer):
+            assert self.weights is not None
+            self._visitors[unit] -= 1
+            if not self._visitors[unit] and unit not in self._next:
+                self.weights.free(unit)
+
+    def finish_part(self, part: int) -> None:
+        """Returns when the reductions of a part are through, which its stage steps by itself."""
+        assert self.stepping is not None
+        self._finish_reductions(part)
+        self.stepping.part_reduced(part)
+
+    def _finish_reductions(self, chunk: int | None = None) -> None:
+        if self.gradients is not None:
+            self.gradients.finish()
+        self.reducer.finish(chunk)
+
+    def keep(self, x: Tensor) -> Kept | ParkedInput:
+        """Keeps a tensor between a tile's passes; `.tensor` gives it back, sooner after `.prefetch()`."""
+        return self._meter.keep(x) if self._arena is None else ParkedInput(x, self._arena, self._meter)
+
+    def park(self) -> ParkedLayer | None:
+        """Where a layer's graph keeps its tensors in host memory; None where they stay on the device."""
+        return None if self._arena is None else ParkedLayer(self._arena, self._meter)
+
+    def finish(self) -> None:
+        """Returns when all reductions are through: owned gradients are complete sums."""
+        self._finish_reductions()

@@ -1,0 +1,108 @@
+"""Weights that are on the device only while their layer computes: gathered from their owners, or fetched from the host."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hethub.runtime.memory.accounting import MemoryMeter
+from hethub.runtime.memory.host_arena import Fetch
+from hethub.runtime.state.reduction import LocalPiece, Reducer
+from hethub.runtime.state.storage import put, shaped, take
+
+
+@dataclass
+class _Present:
+    """A unit's weights on the device, or on their way there."""
+
+    buffer: Tensor
+    fetch: Fetch | None = None
+    works: list[tuple["dist.Work | None", LocalPiece, Tensor]] = field(default_factory=list)
+    is_complete: bool = False
+
+
+class UnitWeights:
+    """The full weights of units, present from `start` to `free`.
+
+    `gathers` counts how often each unit came since the start; `most_present` and `most_chunks` are the largest numbers
+    of units, and of chunks that own them, that were present or on their way at once.
+    """
+
+    def __init__(self, reducer: Reducer, meter: MemoryMeter) -> None:
+        self._reducer, self._storage, self._meter = reducer, reducer.storage, meter
+        self._present: dict[int, _Present] = {}
+        self._chunk_of = {unit: layout.held[0][0].chunk for unit, layout in self._storage.unit_maps.items()}
+        self.gathers: Counter[int] = Counter()
+        self.most_present = 0
+        self.most_chunks = 0
+
+    def start(self, unit: int) -> None:
+        """Begins to bring the unit's weights, unless they are here or on their way."""
+        if unit in self._present:
+            return
+        storage = self._storage
+        buffer = torch.empty(storage.unit_maps[unit].numel, dtype=storage.dtype, device=storage.device)
+        self._meter.take(buffer)
+        present = self._present[unit] = _Present(buffer)
+        if storage.shards_weights:
+            self._start_gather(unit, present)
+        else:
+            assert storage.arena is not None
+            present.fetch = storage.arena.fetch(storage.parked_weights[unit], buffer)
+        self.gathers[unit] += 1
+        self.most_present = max(self.most_present, len(self._present))
+        self.most_chunks = max(self.most_chunks, len({self._chunk_of[unit] for unit in self._present}))
+
+    def _start_gather(self, unit: int, present: _Present) -> None:
+        owned, position = self._storage.owned_weights[unit], 0
+        if self._storage.arena is not None:
+            owned = self._storage.arena.fetch(owned).wait()
+        for piece in self._reducer.units[unit]:
+            flat = take(present.buffer, piece.weights)
+            flat[piece.own.start : piece.own.stop] = owned[position : position + piece.own.size]
+            position += piece.own.size
+            present.works.append((piece.start_gather(flat), piece, flat))
+
+    def finish(self, unit: int) -> None:
+        """Returns when the unit's parameters have their weights."""
+        present = self._present[unit]
+        if present.is_complete:
+            return
+        if present.fetch is not None:
+            present.fetch.wait()
+        for work, piece, flat in present.works:
+            if work is not None:
+                work.wait()
+            put(present.buffer, piece.weights, flat)
+        present.works.clear()
+        present.is_complete = True
+        for placed, _, view in self._storage.unit_maps[unit].views(present.buffer):
+            self._storage.parameters[placed.info.name].weight = shaped(view, placed)
+
+    def free(self, unit: int) -> None:
+        """Lets the unit's weights go."""
+        self.finish(unit)  # a gather that nobody waited for must end before its memory may go
+        present = self._present.pop(unit)
+        for placed, _ in self._storage.unit_maps[unit].held:
+            self._storage.parameters[placed.info.name].weight = present.buffer[:0]
+        self._meter.release(present.buffer)
+
+    def spread(self, unit: int) -> None:
+        """Sends the owners' new weights of an offloaded unit to all holders' host memory (below ZeRO 3)."""
+        assert unit not in self._present
+        storage = self._storage
+        assert storage.arena is not None
+        buffer = storage.arena.fetch(storage.parked_weights[unit]).wait()
+        self._meter.take(buffer)
+        works = []
+        for piece in self._reducer.units[unit]:
+            flat = take(buffer, piece.weights)
+            works.append((piece.start_gather(flat), piece, flat))
+        for work, piece, flat in works:
+            if work is not None:
+                work.wait()
+            put(buffer, piece.weights, flat)
+        storage.arena.store(storage.parked_weights[unit], buffer)
+        self._meter.release(buffer)
