@@ -210,7 +210,7 @@ def rates_differ(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> bool:
 
 def exhaustive(number: int, first: int, accelerators: tuple[int, ...] = (3, 4), layers: int = 6) -> None:
     """Clusters `first` to `number`, a line each, so that a run can be done in parts."""
-    from tests.planner.test_exhaustive import MODEL, compare
+    from tests.oracle.test_auto import MODEL, compare
 
     model = MODEL.replace(layers=layers)
     slower, points, timed, predicted = [], 0, 0, 0

@@ -66,7 +66,8 @@ def plans() -> dict[str, Any]:
 
 def layouts() -> dict[str, Any]:
     """Per layout a digest of the losses, gradient norms and weights of all ranks."""
-    from tests.runtime import test_layouts, test_layouts_schedules
+    from tests.runtime.pipeline import test_layouts
+from tests.runtime.pipeline import test_layouts_schedules
     from tests.support.layouts import train
     from tests.support.ranks import run_ranks
 

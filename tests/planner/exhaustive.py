@@ -27,8 +27,8 @@ from hethub.predictor import predict
 from hethub.predictor.memory.ranks import memory
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
-from tests.planner.retimed import Need, ends, nodes_of
-from tests.planner.stage_grid import (
+from tests.oracle.retimed import Need, ends, nodes_of
+from tests.oracle.stage_grid import (
     MICRO_BATCHES,
     RECOMPUTES,
     ZEROS,
@@ -39,7 +39,7 @@ from tests.planner.stage_grid import (
     StageGrids,
     plan_of,
 )
-from tests.planner.tile_paths import path_seconds
+from tests.oracle.paths import path_seconds
 
 AT_ONCE = 8192  # points whose tiles are followed
 

@@ -16,7 +16,7 @@ from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
 from hethub.spec.schedule.actions import Kind
-from tests.planner.tile_paths import Dealt, Division, Stage, dealt
+from tests.oracle.paths import Dealt, Division, Stage, dealt
 
 MICRO_BATCHES = (1, 2, 4)
 ZEROS = (0, 1, 3)

@@ -15,7 +15,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
-from tests.planner.exhaustive import (
+from tests.oracle.grid import (
     Outcome,
     Point,
     bound_seconds,
@@ -26,8 +26,8 @@ from tests.planner.exhaustive import (
     restricted,
     timed_points,
 )
-from tests.planner.stage_grid import StageGrids, plan_of
-from tests.planner.tile_paths import path_seconds
+from tests.oracle.stage_grid import StageGrids, plan_of
+from tests.oracle.paths import path_seconds
 
 MODEL = ModelSpec(name="grid", layers=6, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=8192, max_seq_len=1024)
 VENDORS = ("nvidia", "amd")

@@ -31,7 +31,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
-from tests.planner.test_exhaustive import MODEL, random_cluster
+from tests.oracle.test_auto import MODEL, random_cluster
 from tests.planner.test_plan import TINY, cluster
 
 workers = st.builds(

@@ -21,8 +21,8 @@ from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import ScheduleName
-from tests.planner.exhaustive import GridJudge, exhaustive
-from tests.planner.test_exhaustive import MODEL, grid_problem, random_cluster
+from tests.oracle.grid import GridJudge, exhaustive
+from tests.oracle.test_auto import MODEL, grid_problem, random_cluster
 
 
 def random_point(costs: StageCosts, draw: random.Random) -> Point:

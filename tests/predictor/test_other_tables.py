@@ -15,7 +15,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.plan import save_plan
 from tests.predictor.plans import TINY, cluster, uniform
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 LAYER = {
     "model": "llama_7b", "hidden": 4096, "params_per_layer": "", "accelerator": "A100-SXM4-80GB", "seq": 1024, "precision": "fp16",
     "micro_batch": 2, "forward_ms": 6.0, "backward_ms": 12.0,

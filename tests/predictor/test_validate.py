@@ -16,7 +16,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.plan import save_plan
 from tests.predictor.plans import TINY, cluster, uniform
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 ROW = {
     "id": "a", "source": "mine", "family": "llama", "model": "m", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 2816,
     "gated": 1, "vocab": 32000, "seq": 1024, "accelerator": "A100-SXM4-80GB", "n_accelerators": 8, "per_node": 8, "tp": 2,

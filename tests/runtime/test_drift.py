@@ -28,7 +28,7 @@ from hethub.spec.job import DriftSpec
 from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import load_plan
 from tests.planner.test_profiled import profile
-from tests.runtime.test_rehearsal import layout
+from tests.runtime.emulate.test_emulation import layout
 from tests.support.command import ranks
 from tests.support.job_files import write_job
 

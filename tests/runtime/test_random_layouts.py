@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.spec.random_plans import trained_cases
 from tests.support.layouts import Case, check_against_one_process
 
-# More of them, and others: RANDOM_LAYOUTS=100 RANDOM_SEED=7 pytest tests/runtime/test_random_layouts.py
+# More of them, and others: RANDOM_LAYOUTS=100 RANDOM_SEED=7 pytest tests/runtime/pipeline/test_random_layouts.py
 COUNT, SEED = int(os.environ.get("RANDOM_LAYOUTS", "10")), int(os.environ.get("RANDOM_SEED", "0"))
 
 

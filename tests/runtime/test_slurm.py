@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HETHUB = [sys.executable, "-P", "-m", "hethub"]
 
 

@@ -17,7 +17,7 @@ from hethub.communicator.bridge.launch_order import Dispatcher
 from hethub.communicator.groups.work import CallbackThreads, HethubWork, Job, Operation, Worker
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
-from tests.communicator.test_operations import LAYOUTS, move_all_types, premul_and_coalesced, reduce_all_cases
+from tests.communicator.groups.test_operations import LAYOUTS, move_all_types, premul_and_coalesced, reduce_all_cases
 from tests.support.ranks import run_ranks, start_ranks
 
 STAGED = [

@@ -13,7 +13,7 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Action, Kind, actions, dependencies, execution_order, schedule
 from hethub.spec.schedule.microbatches import Tile
 from tests.spec.random_plans import any_cases, cases
-from tests.spec.test_tiling import minimum, with_in_flight
+from tests.spec.schedule.test_microbatches import minimum, with_in_flight
 from tests.support.layouts import MODEL, Case, chunked, replica, stage
 
 PIPELINE = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]

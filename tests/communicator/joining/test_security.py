@@ -22,7 +22,7 @@ from hethub.spec.network import TOKEN_VARIABLE
 from tests.support.ranks import run_ranks, start_ranks, values
 from tests.support.sockets import listening_addresses
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 PROGRAM = f"""
