@@ -3,7 +3,7 @@
 python benchmarks/reference.py [plans] [layouts] [demo] [--write]
 
 plans     the plan, step time and both bounds of 27 questions, beside tests/reference/plans.json
-layouts   losses, norms and weights of every layout of tests/runtime/test_layouts*.py, beside tests/reference/layouts.json
+layouts   losses, norms and weights of every layout of tests/runtime/pipeline/test_layouts*.py, beside tests/reference/layouts.json
 demo      the 60 losses of `make demo`, beside tests/reference/demo.json
 
 Without --write it compares, prints a line for everything that differs and exits with 1. A change that means to alter a
@@ -66,8 +66,7 @@ def plans() -> dict[str, Any]:
 
 def layouts() -> dict[str, Any]:
     """Per layout a digest of the losses, gradient norms and weights of all ranks."""
-    from tests.runtime.pipeline import test_layouts
-from tests.runtime.pipeline import test_layouts_schedules
+    from tests.runtime.pipeline import test_layouts, test_layouts_schedules
     from tests.support.layouts import train
     from tests.support.ranks import run_ranks
 

@@ -191,7 +191,7 @@ def test_a_mistake_in_the_arguments_is_one_paragraph(name, tmp_path):
 
 def little_host_memory(rank):
     """Hosts of which the ranks find 4 KiB of memory."""
-    from hethub.runtime.launch.rendezvous import preflight as agreement
+    from hethub.runtime.launch import preflight as agreement
 
     agreement.host_memory_bytes = lambda: 4096
 

@@ -81,7 +81,8 @@ def fit_all(data: Path) -> Constants:
         constants,
         interval=interval | {"profiled": profiled_width(layers, base, cases, inside)},
         residuals={key: round(value, 3) for key, value in figures.items()},
-        provenance=f"fitted by hethub.predictor.calibration.fit on {len(layers)} layer times and {len(cases)} training steps, published measurements",
+        provenance=f"fitted by hethub.predictor.calibration.fit on {len(layers)} layer times and {len(cases)} training steps, "
+        "published measurements",
     )
 
 

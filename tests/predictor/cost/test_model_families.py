@@ -10,8 +10,8 @@ from hethub.predictor.calibration.validate import validate
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
-from tests.predictor.plans import cluster, uniform
 from tests.predictor.calibration.test_validate import table
+from tests.predictor.plans import cluster, uniform
 
 SHAPE: dict[str, Any] = {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50304, "max_seq_len": 2048}
 SHEET: dict[str, Any] = {

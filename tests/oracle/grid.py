@@ -27,6 +27,7 @@ from hethub.predictor import predict
 from hethub.predictor.memory.ranks import memory
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
+from tests.oracle.paths import path_seconds
 from tests.oracle.retimed import Need, ends, nodes_of
 from tests.oracle.stage_grid import (
     MICRO_BATCHES,
@@ -39,7 +40,6 @@ from tests.oracle.stage_grid import (
     StageGrids,
     plan_of,
 )
-from tests.oracle.paths import path_seconds
 
 AT_ONCE = 8192  # points whose tiles are followed
 

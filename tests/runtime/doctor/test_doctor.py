@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hethub.kernels import device as device_layer
-from hethub.runtime.doctor.machine import machine as doctor
+from hethub.runtime.doctor import machine as doctor
 from hethub.runtime.doctor.ranks import RankReport, judged
 from hethub.spec.cluster import ClusterSpec
 
