@@ -35,7 +35,7 @@ def overlap(a: Range, b: Range) -> Range:
 
 
 def split(total: int, parts: int) -> list[Range]:
-    """`parts` ranges that tile [0, total), sizes equal but for the first `total % parts`, which are larger by one."""
+    """`parts` ranges that cover [0, total), sizes equal but for the first `total % parts`, which are larger by one."""
     if parts < 1:
         raise ValueError(f"{total} cannot be split into {parts} parts")
     size, rest = divmod(total, parts)
@@ -43,7 +43,7 @@ def split(total: int, parts: int) -> list[Range]:
 
 
 def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 1) -> list[Range]:
-    """Ranges that tile [0, total) with sizes in proportion to `shares`, each a multiple of `unit`.
+    """Ranges that cover [0, total) with sizes in proportion to `shares`, each a multiple of `unit`.
 
     Largest remainders get the units left over, ties the one listed first, so sizes differ from exact proportion by
     less than one unit. Raises ValueError if `unit` does not divide `total` or the shares have no positive sum.

@@ -1,4 +1,4 @@
-"""One order of actions timed for many plans at once: plans that tile the samples alike differ in seconds only."""
+"""One order of actions timed for many plans at once: plans that cut the samples alike differ in seconds only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple

@@ -20,7 +20,7 @@ from hethub.spec.ranges import Range
 def encode_pieces(
     partial: torch.Tensor, pieces: Sequence[Range], wire: Wire, residual: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The messages for `pieces` (which tile the flat `partial`), and the partial as their receivers will see it.
+    """The messages for `pieces` (which cover the flat `partial`), and the partial as their receivers will see it.
 
     With error feedback, `residual` is what earlier calls rounded away here: it is added first, and what this call
     rounds away replaces it (1-bit SGD, Seide et al. 2014; Karimireddy et al. 2019 for why it converges).

@@ -28,7 +28,7 @@ def reduce_scatter_by_ranges(
 ) -> HethubWork:
     """A Work after which `output` holds the sum over members of `flat_input[ranges[i]]`, i this rank's place.
 
-    The ranges tile the one-dimensional input, may be empty and of any sizes, and are the same on all members.
+    The ranges cover the one-dimensional input, may be empty and of any sizes, and are the same on all members.
     `output` may be that very slice of `flat_input`, which is also the default: the sum is then made in place.
     """
     if _stays_on_device(group, flat_input, ranges, op):

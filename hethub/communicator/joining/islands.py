@@ -93,7 +93,7 @@ class Segment(NamedTuple):
 def held_segments(islands: Islands, parts: Sequence[Range], rank: int) -> list[Segment]:
     """What `rank` holds of its island's partial (`parts[rank]`), cut where the holder in another island changes.
 
-    `parts` gives every rank its part; the parts of each island tile the same whole. Each island owns an equal share of
+    `parts` gives every rank its part; the parts of each island cover the same whole. Each island owns an equal share of
     every segment: its holder there adds the total and tells the others, so that all islands together send 2n(k-1).
     """
     cuts: list[tuple[Range, tuple[int, ...]]] = [(parts[rank], ())]

@@ -1,4 +1,4 @@
-"""Plans that tile the samples alike, replayed all at once: the order of their actions is one, only seconds differ."""
+"""Plans that cut the samples alike, replayed all at once: the order of their actions is one, only seconds differ."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

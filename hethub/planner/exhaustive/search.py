@@ -165,7 +165,7 @@ def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[
 
 
 def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
-    """The step of points that tile alike."""
+    """The step of points that cut the samples alike."""
     stages = list(zip(*(point.modes for point in points), strict=True))
     crossings = [np.stack([point.branch.crossing(above) for point in points]) for above in range(len(stages) - 1)]
     updates = [np.stack([mode.updates for mode in own]) for own in stages]

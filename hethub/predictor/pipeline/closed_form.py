@@ -1,6 +1,6 @@
 """Pipelines of equal tiles without a node per tile: when every stage works, waits and ends its last backward.
 
-Plans whose stages all tile the samples alike are chains: each replica talks to one replica per neighbour only, and
+Plans whose stages all cut the samples alike are chains: each replica talks to one replica per neighbour only, and
 once its steady state repeats, the rest of the micro-batches is a multiplication. `hethub.predictor.pipeline.replay` gives the
 same figures, action by action.
 """

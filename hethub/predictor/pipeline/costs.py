@@ -98,7 +98,7 @@ class PlanCosts:
 
     @cached_property
     def tiles_alike(self) -> bool:
-        """Whether all stages tile the samples alike, so that replica r talks only to replica r of its neighbours."""
+        """Whether all stages cut the samples alike, so that replica r talks only to replica r of its neighbours."""
         first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
         return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
 

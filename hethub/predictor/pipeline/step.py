@@ -3,9 +3,9 @@
 A step takes as long as it is from one step's first forward to the next one's. Ranks do not begin together: who has the
 shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
 
-Plans whose stages all tile the samples alike need no node per tile: their replicas form chains, and equal ones are
+Plans whose stages all cut the samples alike need no node per tile: their replicas form chains, and equal ones are
 replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does. Where
-stages tile unlike, groups of replicas that are copies of each other are replayed once.
+stages cut the samples unlike, groups of replicas that are copies of each other are replayed once.
 """
 
 from collections.abc import Iterable, Sequence

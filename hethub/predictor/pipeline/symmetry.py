@@ -1,6 +1,6 @@
 """Layouts whose replicas repeat, with one replica of each sort and few of its tiles: what a replay of them tells of all.
 
-Where all stages tile the samples alike, a replica talks only to its own kind of chain, and once every chain is in its
+Where all stages cut the samples alike, a replica talks only to its own kind of chain, and once every chain is in its
 steady state, the rest of the tiles adds the same time each. Elsewhere replicas may form groups that talk among themselves
 alone; where these are copies of each other, one stands for all.
 """
