@@ -1,14 +1,14 @@
 """What unlike accelerators are worth together: python benchmarks/hetero.py [CASE …] [--steps N] [--out FOLDER]
 
-makers    two makers, 4 + 4 accelerators with rates 1 : 1.6: auto over the upper bound (both rehearsed) and over uniform
+makers    two makers, 4 + 4 accelerators with rates 1 : 1.6: auto over the upper bound (both emulated) and over uniform
 poplar    Poplar's three kinds of cluster (memory, compute, both), ZeRO 0 to 3, against the even split
 cephalo   a model that fits only where training state is split unevenly
 zorse     ministages and offload: memory saved, time lost
-quotas    measured, not rehearsed: two CPU ranks on 100 % and 40 % of a core, by cgroups
+quotas    measured, not emulated: two CPU ranks on 100 % and 40 % of a core, by cgroups
 
-All but `quotas` are rehearsed: CPU processes compute the real model and take the time that the emulated accelerators would
-(hethub/runtime/emulate/pace.py). Accelerators are a catalogue's, made slow enough for a tiny model (rehearse.pocket). Prints
-markdown; with --out also writes hetero.md and hetero.svg there.
+All but `quotas` are emulated: CPU processes compute the real model and take the time that the emulated accelerators
+would (hethub/runtime/emulate/pace.py). Accelerators are a catalogue's, made slow enough for a tiny model
+(emulate.pocket). Prints markdown; with --out also writes hetero.md and hetero.svg there.
 """
 
 import argparse
@@ -24,8 +24,9 @@ sys.path.append(
     str(Path(__file__).resolve().parents[1])
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
+from benchmarks.emulate import LINKS_SMALLER, MOST_OVERRUN_PERCENT, Emulated, emulate_in_pace, pocket
+
 from benchmarks.quotas import measured_rows
-from benchmarks.rehearse import LINKS_SMALLER, MOST_OVERRUN_PERCENT, Rehearsed, pocket, rehearse_in_pace
 from hethub.planner import plan
 from hethub.planner.problem.problem import Batch, pose
 from hethub.predictor import layer_rates, predict
@@ -48,28 +49,29 @@ SEQ_LEN, PRECISION = 32, "fp32"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One rehearsed plan; `of` names the case it belongs to."""
+    """One emulated plan; `of` names the case it belongs to."""
 
     of: str
     what: str
     layout: Layout
-    rehearsed: Rehearsed
+    emulated: Emulated
 
     @property
     def tokens_per_second(self) -> float:
         plan_ = self.layout.plan
-        return plan_.global_batch * plan_.seq_len / self.rehearsed.step_seconds
+        return plan_.global_batch * plan_.seq_len / self.emulated.step_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A line of the table: what came out and what was to be reached; None where it could not be run, with the reason."""
+    """A line of the table: what came out and what was to be reached; None where it could not be run, with the
+    reason."""
 
     case: str
     figure: str
     to_reach: str
     reached: bool | None
-    how: str = "rehearsed"
+    how: str = "emulated"
 
 
 class Bench:
@@ -79,14 +81,14 @@ class Bench:
         self.steps, self.runs, self.findings = steps, list[Run](), list[Finding]()
 
     def run(self, of: str, what: str, layout: Layout) -> Run:
-        """One plan rehearsed; again on a slower clock where the cores could not keep the pace."""
+        """One plan emulated; again on a slower clock where the cores could not keep the pace."""
         check_executable(layout)
-        done = Run(of=of, what=what, layout=layout, rehearsed=rehearse_in_pace(layout, steps=self.steps))
+        done = Run(of=of, what=what, layout=layout, emulated=emulate_in_pace(layout, steps=self.steps))
         self.runs.append(done)
         print(f"| {' | '.join(run_cells(done))} |", flush=True)
         return done
 
-    def found(self, case: str, figure: str, to_reach: str, reached: bool | None, how: str = "rehearsed") -> None:
+    def found(self, case: str, figure: str, to_reach: str, reached: bool | None, how: str = "emulated") -> None:
         self.findings.append(Finding(case=case, figure=figure, to_reach=to_reach, reached=reached, how=how))
 
     def left_out(self, case: str, to_reach: str, reason: BadInput) -> None:
@@ -181,7 +183,7 @@ def poplar(bench: Bench) -> None:
             uneven = bench.run(case, "poplar", planned(on, global_batch, "poplar", zero=zero, reserve=0.0))
             even = bench.run(case, "even split", even_split(on, global_batch, zero))
             gain = uneven.tokens_per_second / even.tokens_per_second
-            foreseen = even.rehearsed.predicted_seconds / uneven.rehearsed.predicted_seconds
+            foreseen = even.emulated.predicted_seconds / uneven.emulated.predicted_seconds
             gains.append(gain)
             reached = gain >= 1.0 and abs(gain / foreseen - 1.0) <= 0.05
             figure = f"{gain:.2f}x (predicted {foreseen:.2f}x)"
@@ -218,7 +220,8 @@ def even(on: ClusterSpec, micro_batch: int, samples: int = 8, **stage: Any) -> L
 
 
 def cephalo(bench: Bench) -> None:
-    """The faster half of the accelerators has no room for an even part of the training state, however little else they keep.
+    """The faster half of the accelerators has no room for an even part of the training state, however little else they
+    keep.
 
     Both plans recompute, as Cephalo's do.
     """
@@ -247,7 +250,8 @@ def sharded(layout: Layout, **stage: Any) -> Layout:
 
 
 def zorse(bench: Bench) -> None:
-    """As many ministages as layers allow, with state offloaded, against one; and offload alone. A model heavy in state."""
+    """As many ministages as layers allow, with state offloaded, against one; and offload alone. A model heavy in
+    state."""
     on = cluster("zorse", (pocket("A100-PCIe-40GB"), 2), (pocket("V100-PCIe-16GB"), 2))
     plain = bench.run("Zorse", "one chunk", chunked(on, 1, []))
     for case, chunks, offload, slower, less in (
@@ -266,7 +270,7 @@ def zorse(bench: Bench) -> None:
 
 def counted_bytes(run: Run) -> int:
     """What the run counted on the fullest rank, without the framework's part."""
-    return run.rehearsed.memory_bytes - memory(run.layout)[0].parts["framework"]
+    return run.emulated.memory_bytes - memory(run.layout)[0].parts["framework"]
 
 
 def chunked(on: ClusterSpec, chunks: int, offload: list[str]) -> Layout:
@@ -295,15 +299,15 @@ RUN_HEAD = [
     "case",
     "plan",
     "predicted s",
-    "rehearsed s",
-    "predicted / rehearsed - 1, %",
+    "emulated s",
+    "predicted / emulated - 1, %",
     "overrun %",
     "memory, predicted / counted",
 ]
 
 
 def run_cells(run: Run) -> list[str]:
-    r = run.rehearsed
+    r = run.emulated
     return [
         run.of, run.what, f"{r.predicted_seconds:.3f}", f"{r.step_seconds:.3f}", f"{r.error_percent:+.1f}",
         f"{r.overrun_percent:.2f}", f"{r.predicted_bytes / r.memory_bytes:.3f}",
@@ -312,13 +316,13 @@ def run_cells(run: Run) -> list[str]:
 
 def summary(bench: Bench) -> None:
     """Adds the lines about all runs together."""
-    errors = [abs(run.rehearsed.error_percent) for run in bench.runs]
+    errors = [abs(run.emulated.error_percent) for run in bench.runs]
     if not errors:
         return
     figure = f"mean {statistics.fmean(errors):.1f} %, largest {max(errors):.1f} % over {len(errors)} runs"
     reached = statistics.fmean(errors) <= 4.0 and max(errors) <= 10.0
-    bench.found("predicted vs rehearsed step time", figure, "mean ≤ 4 %, largest ≤ 10 %", reached)
-    overrun = max(run.rehearsed.overrun_percent for run in bench.runs)
+    bench.found("predicted vs emulated step time", figure, "mean ≤ 4 %, largest ≤ 10 %", reached)
+    overrun = max(run.emulated.overrun_percent for run in bench.runs)
     within = overrun <= MOST_OVERRUN_PERCENT
     bench.found("overrun of the emulated time", f"{overrun:.2f} %", f"≤ {MOST_OVERRUN_PERCENT:g} %", within)
 
@@ -329,12 +333,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(bench: Bench) -> str:
-    """Every run's step, predicted above rehearsed, as an SVG file's text."""
+    """Every run's step, predicted above emulated, as an SVG file's text."""
     rows = []
     for run in bench.runs:
-        longest = max(run.rehearsed.predicted_seconds, run.rehearsed.step_seconds)
-        rows.append((f"{run.of}: {run.what}", {"compute": run.rehearsed.predicted_seconds / longest}, None))
-        rows.append(("rehearsed", {"reduce": run.rehearsed.step_seconds / longest}, None))
+        longest = max(run.emulated.predicted_seconds, run.emulated.step_seconds)
+        rows.append((f"{run.of}: {run.what}", {"compute": run.emulated.predicted_seconds / longest}, None))
+        rows.append(("emulated", {"reduce": run.emulated.step_seconds / longest}, None))
     drawn = stacked(rows, "of the longer")
     return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="10" ', 1)
 
@@ -355,7 +359,7 @@ def main() -> None:
     words = {True: "yes", False: "no", None: "-"}
     found = [[f.case, f.how, f.figure, f.to_reach, words[f.reached]] for f in bench.findings]
     answer = table(["case", "how", "came out", "to reach", "reached"], found)
-    print(f"\n{answer}\n\n{len(bench.runs)} rehearsals, {time.perf_counter() - started:.0f} s")
+    print(f"\n{answer}\n\n{len(bench.runs)} emulations, {time.perf_counter() - started:.0f} s")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         runs = table(RUN_HEAD, [run_cells(run) for run in bench.runs])

@@ -3,12 +3,12 @@
     python benchmarks/predict_cpu.py [--steps 2] [--rounds 10] [--minutes 9] [--seconds-per-point 0.05] [--plans NAME …]
 
 A shared machine's speed drifts within seconds, so profiles and runs take turns of seconds: two processes profile, two
-others run the plans' steps, all of them stay for the whole benchmark (a pair of each for every set of islands), and who
-waits sleeps on the store. Each turn of a plan stands between two short profiles, taken by both ranks at the same time so
-that each feels the other as it will in the run; the turn's prediction is the geometric mean of what the two foretell. A
-round is one turn of every plan; a plan's error is the median over rounds of predicted over measured, its quartiles stand
-beside it. The controls: by how much the profiles around a turn differ, and the quartiles of the measured steps; no
-predictor can be better than those. About eight minutes on two idle cores.
+others run the plans' steps, all of them stay for the whole benchmark (a pair of each for every set of islands), and
+who waits sleeps on the store. Each turn of a plan stands between two short profiles, taken by both ranks at the same
+time so that each feels the other as it will in the run; the turn's prediction is the geometric mean of what the two
+foretell. A round is one turn of every plan; a plan's error is the median over rounds of predicted over measured, its
+quartiles stand beside it. The controls: by how much the profiles around a turn differ, and the quartiles of the
+measured steps; no predictor can be better than those. About eight minutes on two idle cores.
 """
 
 import argparse
@@ -103,7 +103,8 @@ def layout_of(name: str) -> Layout:
     return bind(PlanSpec.model_validate(plan), MODEL, cluster)
 
 
-# -- the ranks that take turns ------------------------------------------------------------------------------------------
+# -- the ranks that take turns
+# ------------------------------------------------------------------------------------------
 
 
 class Profiling:
@@ -219,7 +220,8 @@ def kinds_of(plans: list[str]) -> list[bool]:
 
 
 def conduct(store: dist.Store, options: argparse.Namespace) -> dict[str, Any]:
-    """Lets the pairs take turns, one at a time, until rounds or minutes are up; the first turn of each only warms it up.
+    """Lets the pairs take turns, one at a time, until rounds or minutes are up; the first turn of each only warms it
+    up.
 
     The fields of a Record, in plain types: who started the ranks cannot unpickle classes of theirs.
     """
@@ -259,7 +261,8 @@ def conduct(store: dist.Store, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# -- predictions beside them --------------------------------------------------------------------------------------------
+# -- predictions beside them
+# --------------------------------------------------------------------------------------------
 
 
 def main() -> None:

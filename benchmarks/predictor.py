@@ -42,7 +42,8 @@ def uniform(
     schedule: str = "1f1b",
     chunks: int = 1,
 ) -> Layout:
-    """tp x pp x dp over all accelerators of the cluster in micro-batches of one sample, stages as equal as they can be."""
+    """tp x pp x dp over all accelerators of the cluster in micro-batches of one sample, stages as equal as they can
+    be."""
     dp, parts = cluster.size // (tp * pp), pp * chunks
     stages = []
     for s in range(pp):

@@ -1,8 +1,8 @@
 """Two CPU ranks on unlike parts of a core, measured, not emulated: they measure themselves, are planned for, and train.
 
-`benchmarks/hetero.py quotas` compares the plan with the even split; `python benchmarks/quotas.py [--rounds N]` compares
-the planner's choice with its ten runners-up, steps of all of them in turn, and exits with 1 where the choice is more than
-5 % slower than the best of them.
+`benchmarks/hetero.py quotas` compares the plan with the even split; `python benchmarks/quotas.py [--rounds N]`
+compares the planner's choice with its ten runners-up, steps of all of them in turn, and exits with 1 where the choice
+is more than 5 % slower than the best of them.
 
 The parts are cgroup quotas (v1 or v2), where this machine lets us set them; where it does not, the row says why it is
 skipped. The machine must be quiet: quotas bind only where the cores are there.
@@ -129,7 +129,7 @@ def _remove(folders: list[Path]) -> None:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-class Seat(NamedTuple):
+class Assignment(NamedTuple):
     """A rank in its quota, what all ranks measured, and where they meet."""
 
     meeting: Rendezvous
@@ -137,7 +137,7 @@ class Seat(NamedTuple):
     measured: Measured
 
 
-def _take_seat(rank: int, store: Any, groups: list[str]) -> Seat:
+def _take_assignment(rank: int, store: Any, groups: list[str]) -> Assignment:
     """The rank enters its cgroup and measures itself, both ranks at once."""
     torch.set_num_threads(1)
     _write(Path(groups[rank]) / "cgroup.procs", str(os.getpid()))
@@ -148,18 +148,18 @@ def _take_seat(rank: int, store: Any, groups: list[str]) -> Seat:
     exchange(meeting, "start", None)
     curve = measure_rank(MODEL, TRAIN, accelerator, device, accelerator.memory_bytes, 2)
     curves = [DeviceProfile.model_validate(row) for row in exchange(meeting, "curves", curve.to_dict())]
-    return Seat(meeting, device, combine(MODEL, cluster, curves, fresh=True))
+    return Assignment(meeting, device, combine(MODEL, cluster, curves, fresh=True))
 
 
 def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
     """Plans with equal stages, and trains the plan and the even split; seconds of a step."""
-    seat = _take_seat(rank, store, groups)
-    cluster, profile = seat.measured.cluster, seat.measured.profile
+    assignment = _take_assignment(rank, store, groups)
+    cluster, profile = assignment.measured.cluster, assignment.measured.profile
     wishes = ConstraintsSpec(pp=1, tp=1, zero=0)
     found = plan(MODEL, cluster, TRAIN.batch, wishes, with_bounds=False, profile=profile).plan
     layouts = {"planned": bind(found, MODEL, cluster), "even": _even(cluster, found)}
     return {
-        **_train_in_turn(seat, layouts, ROUNDS),
+        **_train_in_turn(assignment, layouts, ROUNDS),
         "predicted": predict(layouts["planned"], profile=profile).step_seconds,
         "samples": [replica.samples for replica in found.stages[0].replicas],
     }
@@ -167,25 +167,25 @@ def _rank(rank: int, store: Any, groups: list[str]) -> dict[str, Any]:
 
 def _rank_of_choice(rank: int, store: Any, groups: list[str], rounds: int) -> list[tuple[str, float, float]]:
     """The planner's choice among all plans, then its runners-up: what they are, seconds predicted and measured."""
-    seat = _take_seat(rank, store, groups)
-    cluster, profile = seat.measured.cluster, seat.measured.profile
+    assignment = _take_assignment(rank, store, groups)
+    cluster, profile = assignment.measured.cluster, assignment.measured.profile
 
     def find() -> list[dict[str, Any]]:
         answer = plan(MODEL, cluster, TRAIN.batch, with_bounds=False, top=RUNNERS_UP, profile=profile)
         return [each.model_dump(mode="json") for each in (answer.plan, *(other.plan for other in answer.runners_up))]
 
-    plans = decided(seat.meeting, "plans", find, patience_seconds=PLANNING_SECONDS)
+    plans = decided(assignment.meeting, "plans", find, patience_seconds=PLANNING_SECONDS)
     layouts = [bind(PlanSpec.model_validate(each), MODEL, cluster) for each in plans]
-    measured = _train_in_turn(seat, {str(index): layout for index, layout in enumerate(layouts)}, rounds)
+    measured = _train_in_turn(assignment, {str(index): layout for index, layout in enumerate(layouts)}, rounds)
     return [
         (_describe(layout), predict(layout, profile=profile).step_seconds, measured[str(index)])
         for index, layout in enumerate(layouts)
     ]
 
 
-def _train_in_turn(seat: Seat, layouts: dict[str, Layout], rounds: int) -> dict[str, float]:
+def _train_in_turn(assignment: Assignment, layouts: dict[str, Layout], rounds: int) -> dict[str, float]:
     """Median seconds of a step of each layout, a step of every one in every round."""
-    world = connect(seat.meeting, device=seat.device, islands=[[0, 1]])
+    world = connect(assignment.meeting, device=assignment.device, islands=[[0, 1]])
     world.watch()
     steps = {name: _trainer(layout, world) for name, layout in layouts.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}

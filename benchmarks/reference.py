@@ -2,9 +2,9 @@
 
 python benchmarks/reference.py [plans] [layouts] [demo] [--write]
 
-plans     the plan, step time and both bounds of 27 questions, beside tests/reference/plans.json
-layouts   losses, norms and weights of every layout of tests/runtime/pipeline/test_layouts*.py, beside tests/reference/layouts.json
-demo      the 60 losses of `make demo`, beside tests/reference/demo.json
+plans     the plan, step time and both bounds of 27 questions, beside tests/reference/plans.json layouts   losses,
+norms and weights of every layout of tests/runtime/pipeline/test_layouts*.py, beside tests/reference/layouts.json demo
+the 60 losses of `make demo`, beside tests/reference/demo.json
 
 Without --write it compares, prints a line for everything that differs and exits with 1. A change that means to alter a
 result runs it with --write and says in its commit which plans changed and why. Times are hexadecimal floats: bits, not

@@ -12,12 +12,12 @@ from hethub.communicator import Rendezvous
 from hethub.kernels.device import choose_device
 from hethub.predictor import predict
 from hethub.runtime.data import Dataset
-from hethub.runtime.emulate.pace import ClusterNetwork, rehearsed_pace
+from hethub.runtime.emulate.pace import ClusterNetwork, emulated_pace
 from hethub.runtime.emulate.world import connect_emulated
 from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.job import RehearsalSpec, TrainSpec
+from hethub.spec.job import EmulationSpec, TrainSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -30,8 +30,8 @@ SLOWER_CLOCKS = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """A plan's step, predicted and rehearsed, and how the rehearsal went."""
+class Emulated:
+    """A plan's step, predicted and emulated, and how the emulation went."""
 
     predicted_seconds: float
     step_seconds: float
@@ -39,7 +39,7 @@ class Rehearsed:
     time_scale: float
     predicted_bytes: int
     memory_bytes: int  # of the fullest rank, by the run's count
-    real_seconds: float  # that the whole rehearsal took
+    real_seconds: float  # that the whole emulation took
 
     @property
     def error_percent(self) -> float:
@@ -62,17 +62,17 @@ def pocket(name: str, *, memory_gb: float | None = None, speed: float = 1.0) -> 
     )  # fmt: skip
 
 
-def rehearse_in_pace(layout: Layout, *, steps: int = 3) -> Rehearsed:
-    """The layout rehearsed, again on a slower clock while these cores cannot keep the pace (overrun above 2 %)."""
+def emulate_in_pace(layout: Layout, *, steps: int = 3) -> Emulated:
+    """The layout emulated, again on a slower clock while these cores cannot keep the pace (overrun above 2 %)."""
     for slower in SLOWER_CLOCKS:
-        done = rehearse(layout, steps=steps, slower=slower)
+        done = emulate(layout, steps=steps, slower=slower)
         if done.overrun_percent <= MOST_OVERRUN_PERCENT:
             break
     return done
 
 
-def rehearse(layout: Layout, *, steps: int = 3, slower: float = 1.0) -> Rehearsed:
-    """The layout's cluster, rehearsed for `steps` steps after settling; seconds are emulated, medians.
+def emulate(layout: Layout, *, steps: int = 3, slower: float = 1.0) -> Emulated:
+    """The layout's cluster, emulated for `steps` steps after settling; seconds are emulated, medians.
 
     The clock runs at the scale chosen at start, times `slower`.
     """
@@ -83,7 +83,7 @@ def rehearse(layout: Layout, *, steps: int = 3, slower: float = 1.0) -> Rehearse
         layout.cluster.size, _rank, *specs, prediction.step_seconds, steps, slower, timeout_seconds=600
     )
     rows = values(outcomes)
-    return Rehearsed(
+    return Emulated(
         predicted_seconds=prediction.step_seconds,
         step_seconds=statistics.median(rows[0]["seconds"]),
         overrun_percent=max(row["overrun_percent"] for row in rows),
@@ -115,8 +115,8 @@ def _rank(
         end_of_document=None, tokenizer="none",
     )  # fmt: skip
     train = TrainSpec(steps=1000, warmup_steps=1, global_batch=plan.global_batch, seq_len=plan.seq_len)
-    pace = rehearsed_pace(
-        layout, world, RehearsalSpec(), predicted_seconds, lambda own: Trainer(layout, world, dataset, train, pace=own)
+    pace = emulated_pace(
+        layout, world, EmulationSpec(), predicted_seconds, lambda own: Trainer(layout, world, dataset, train, pace=own)
     )
     assert pace.time_scale is not None
     pace.set_scale(slower * pace.time_scale, needed=pace.time_scale)

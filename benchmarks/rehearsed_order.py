@@ -1,7 +1,7 @@
 """Whether the order of plans holds: python benchmarks/rehearsed_order.py [--steps N] [--seed N] [--best N] [--random N]
 
-Eight ranks of two makers: the planner's eight best plans and eight random ones are rehearsed (see benchmarks/hetero.py),
-again on a slower clock where the cores could not keep the pace. Prints every plan's predicted and rehearsed step as it
+Eight ranks of two makers: the planner's eight best plans and eight random ones are emulated (see benchmarks/hetero.py),
+again on a slower clock where the cores could not keep the pace. Prints every plan's predicted and emulated step as it
 comes, then the rank correlation over all plans and within the eight best, and how much slower the planner's choice is
 than the fastest of all. Exit code 1 where a bound is missed.
 """
@@ -20,8 +20,9 @@ sys.path.append(
     str(Path(__file__).resolve().parents[1])
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
+from benchmarks.emulate import MOST_OVERRUN_PERCENT, Emulated, emulate_in_pace, pocket
+
 from benchmarks.hetero import MODEL, PRECISION, SEQ_LEN, cluster, table, written
-from benchmarks.rehearse import MOST_OVERRUN_PERCENT, Rehearsed, pocket, rehearse_in_pace
 from hethub.planner import plan
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
@@ -33,11 +34,12 @@ GLOBAL_BATCH = 24
 BEST, RANDOM = 8, 8
 LEAST_OVER_ALL, LEAST_WITHIN_THE_BEST = 0.9, 0.5  # rank correlation
 MOST_REGRET_PERCENT = 3.0
-HEAD = ["plan", "stages", "predicted s", "rehearsed s", "predicted / rehearsed - 1, %", "overrun %", "took s"]
+HEAD = ["plan", "stages", "predicted s", "emulated s", "predicted / emulated - 1, %", "overrun %", "took s"]
 
 
 def best_plans(on: ClusterSpec, count: int) -> list[Layout]:
-    """The planner's choice, and the best others it finds free or held to other degrees, that differ in predicted time."""
+    """The planner's choice, and the best others it finds free or held to other degrees, that differ in predicted
+    time."""
     wishes = [ConstraintsSpec(), *(ConstraintsSpec(pp=pp, max_micro_batch=b) for pp in (1, 2, 4) for b in (1, 2, 4))]
     found: dict[str, Layout] = {}
     for wish in wishes:
@@ -57,7 +59,7 @@ def random_plans(on: ClusterSpec, seed: int, count: int) -> list[Layout]:
     while len(found) < count:
         try:
             layout = written(on, GLOBAL_BATCH, _stages(on.size, draw))
-        except BadInput:  # too few tiles in flight, say
+        except BadInput:  # too few microbatches in flight, say
             continue
         if predict(layout).fits:
             found.append(layout)
@@ -105,14 +107,14 @@ def main() -> None:
     runs = [_run(f"best {index}", layout, options.steps) for index, layout in enumerate(best, 1)]
     runs += [_run(f"random {index}", layout, options.steps) for index, layout in enumerate(others, 1)]
     rows, reached = verdicts(runs, len(best))
-    print(f"\n{table(['figure', 'rehearsed', 'to reach', 'reached'], rows)}\n\n{time.perf_counter() - started:.0f} s")
+    print(f"\n{table(['figure', 'emulated', 'to reach', 'reached'], rows)}\n\n{time.perf_counter() - started:.0f} s")
     if not reached:
         sys.exit(1)
 
 
-def _run(name: str, layout: Layout, steps: int) -> Rehearsed:
-    """One plan rehearsed, its row printed."""
-    done = rehearse_in_pace(layout, steps=steps)
+def _run(name: str, layout: Layout, steps: int) -> Emulated:
+    """One plan emulated, its row printed."""
+    done = emulate_in_pace(layout, steps=steps)
     cells = [
         name, _describe(layout), f"{done.predicted_seconds:.3f}", f"{done.step_seconds:.3f}", f"{done.error_percent:+.1f}",
         f"{done.overrun_percent:.2f}", f"{done.real_seconds:.0f}",
@@ -121,10 +123,11 @@ def _run(name: str, layout: Layout, steps: int) -> Rehearsed:
     return done
 
 
-def verdicts(runs: list[Rehearsed], num_best: int) -> tuple[list[list[str]], bool]:
-    """The figures with their bounds, and whether all are kept; the planner's choice comes first, its best runners-up next."""
-    rehearsed = [run.step_seconds for run in runs]
-    regret = 100.0 * (rehearsed[0] / min(rehearsed) - 1.0)
+def verdicts(runs: list[Emulated], num_best: int) -> tuple[list[list[str]], bool]:
+    """The figures with their bounds, and whether all are kept; the planner's choice comes first, its best runners-up
+    next."""
+    emulated = [run.step_seconds for run in runs]
+    regret = 100.0 * (emulated[0] / min(emulated) - 1.0)
     overrun = max(run.overrun_percent for run in runs)
     over_all, within = _order(runs), _order(runs[:num_best])
     found = [
@@ -140,8 +143,8 @@ def verdicts(runs: list[Rehearsed], num_best: int) -> tuple[list[list[str]], boo
     return rows, all(kept for *_, kept in found)
 
 
-def _order(runs: list[Rehearsed]) -> float:
-    """Spearman's rank correlation of predicted and rehearsed steps."""
+def _order(runs: list[Emulated]) -> float:
+    """Spearman's rank correlation of predicted and emulated steps."""
     return float(spearmanr([run.predicted_seconds for run in runs], [run.step_seconds for run in runs]).statistic)
 
 

@@ -1,4 +1,5 @@
-"""How long the planner searches, in fresh processes: the rows and the picture of `python benchmarks/planner.py times growth`.
+"""How long the planner searches, in fresh processes: the rows and the picture of `python benchmarks/planner.py times
+growth`.
 
 search_seconds is the wall time from parsed specs to the plan with both bounds. `python benchmarks/search_times.py COUNT
 SEED EXPLAIN` prints one of them as JSON.

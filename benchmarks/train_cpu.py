@@ -120,7 +120,8 @@ STAGES = {
 }
 
 
-# -- the peers: PyTorch's own parts, each as its documentation shows, with the fused AdamW that is its fastest -----------
+# -- the peers: PyTorch's own parts, each as its documentation shows, with the fused AdamW that is its fastest
+# -----------
 
 
 def _batch(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

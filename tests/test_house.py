@@ -24,11 +24,12 @@ MAY_IMPORT = {
     "spec": set(),
     "predictor": {"spec"},
     "planner": {"predictor", "spec"},
+    "capacity": {"predictor", "spec"},
     "kernels": {"spec"},
     "communicator": {"kernels", "spec"},
     "runtime": {"planner", "predictor", "communicator", "kernels", "spec"},
-    "report": {"runtime", "planner", "predictor", "spec"},
-    "commands": {"report", "runtime", "planner", "predictor", "communicator", "kernels", "spec"},
+    "report": {"runtime", "capacity", "planner", "predictor", "spec"},
+    "commands": {"report", "runtime", "capacity", "planner", "predictor", "communicator", "kernels", "spec"},
     "cli": {"commands", "spec"},
     "__main__": {"cli"},
     "__init__": set(),
@@ -37,9 +38,9 @@ MAY_IMPORT = {
 NAMES_DEVICES = (
     PACKAGE / "kernels" / "device.py",
     PACKAGE / "kernels" / "compiled.py",
-    PACKAGE / "runtime" / "doctor.py",
+    PACKAGE / "runtime" / "doctor" / "machine.py",
 )
-TORCH_FREE = ("spec", "predictor", "planner")
+TORCH_FREE = ("spec", "predictor", "planner", "capacity")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -100,7 +101,7 @@ class Refuse:
             raise ImportError(f"{name} is not installed here")
 
 sys.meta_path.insert(0, Refuse())
-for room in ("spec", "predictor", "planner"):
+for room in ("spec", "predictor", "planner", "capacity"):
     package = importlib.import_module(f"hethub.{room}")
     for module in pkgutil.walk_packages(package.__path__, f"hethub.{room}."):
         importlib.import_module(module.name)

@@ -279,8 +279,8 @@ def mark_frontier(options: Sequence[Option]) -> list[Option]:
 def rank_additions(
     catalogue: CatalogueSpec, judge: Judge, have: ClusterSpec, progress: Progress | None = None
 ) -> tuple[list[Addition], list[LeftOut]]:
-    """Every node type added once to what is owned, best tokens/s per price first (per node where there is no price), and
-    those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves."""
+    """Every node type added once to what is owned, best tokens/s per price first (per node where there is no price),
+    and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves."""
     try:
         now = judge(have)
     except BadInput as error:

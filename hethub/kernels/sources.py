@@ -1,8 +1,8 @@
 """The staging kernels' source: one text for CUDA and ROCm.
 
-No warp size but a multiple of 32 is assumed (64 on AMD, 32 on NVIDIA), bfloat16 and float16 are 16-bit integers, and fp8 is OCP e4m3fn by
-bit operations, because the fp8 hardware of MI300 speaks another dialect (FNUZ). Without a GPU the tests compile this
-text with a C++ compiler and run it, threads and all.
+No warp size but a multiple of 32 is assumed (64 on AMD, 32 on NVIDIA), bfloat16 and float16 are 16-bit integers, and
+fp8 is OCP e4m3fn by bit operations, because the fp8 hardware of MI300 speaks another dialect (FNUZ). Without a GPU the
+tests compile this text with a C++ compiler and run it, threads and all.
 """
 
 from math import log2

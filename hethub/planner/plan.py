@@ -91,8 +91,8 @@ def plan(
 
 @contextmanager
 def _alone(problem: Problem, judge: Judge, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
-    """What gives every kind's best plan by itself, if it is wanted; None where time is up, since a search cut short would
-    understate the bound. Under a time limit nothing runs beside the search."""
+    """What gives every kind's best plan by itself, if it is wanted; None where time is up, since a search cut short
+    would understate the bound. Under a time limit nothing runs beside the search."""
     unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
     beside = wanted and processes > 1 and judge.limit_seconds is None
     if beside:
@@ -109,16 +109,18 @@ def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
 
 
 def answer(problem: Problem, strategy: str = "auto") -> Verdict:
-    """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none fits."""
+    """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none
+    fits."""
     judge = Judge(problem, UnitCosts(problem))
     return _confirmed(problem, judge, find(problem, judge, strategy), strategy)
 
 
 def _confirmed(problem: Problem, judge: Judge, best: Verdict | None, strategy: str) -> Verdict:
-    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans. Raises
-    BadInput where none fits.
+    """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
+    Raises BadInput where none fits.
 
-    Where all tiles are equal the short cut is exact, and dealing tens of thousands of them would prove nothing new.
+    Where all microbatches are equal the short cut is exact, and dealing tens of thousands of them would prove nothing
+    new.
     """
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     for verdict in (best, *ranked) if best else ():
@@ -126,7 +128,7 @@ def _confirmed(problem: Problem, judge: Judge, best: Verdict | None, strategy: s
             return verdict
         try:
             bind(verdict.plan, problem.model, problem.cluster)
-        except BadInput:  # too few tiles in flight for unlike samples, which only the full check sees
+        except BadInput:  # too few microbatches in flight for unlike samples, which only the full check sees
             judge.discard(verdict)
             continue
         return verdict
@@ -134,7 +136,8 @@ def _confirmed(problem: Problem, judge: Judge, best: Verdict | None, strategy: s
 
 
 def _families(problem: Problem, judge: Judge, strategy: str) -> dict[str, Verdict | None]:
-    """Every family's best plan, each found by a judge of its own; `auto` takes them over, so that it is never slower."""
+    """Every family's best plan, each found by a judge of its own; `auto` takes them over, so that it is never
+    slower."""
     found = {}
     for name, family in FAMILIES.items():
         own = Judge(problem, judge.costs, surrogate=judge.surrogate)
@@ -175,7 +178,7 @@ def _first_fitting(problem: Problem, judge: Judge) -> Verdict | None:
 
 
 def _runners_up(problem: Problem, judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
-    """The next best plans that differ from each other in more than ZeRO levels, samples and tiles in flight."""
+    """The next best plans that differ from each other in more than ZeRO levels, samples and microbatches in flight."""
     ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
     chosen: list[Verdict] = []
     seen = {_shape(problem, best)}

@@ -1,4 +1,5 @@
-"""Why a plan and not another: runners-up, what each named system would have chosen, what binds, what was not searched."""
+"""Why a plan and not another: runners-up, what each named system would have chosen, what binds, what was not
+searched."""
 
 from itertools import groupby
 from typing import TYPE_CHECKING

@@ -133,8 +133,8 @@ def _cluster(layout: Layout) -> str:
     boxes = []
     for places in machines[:MOST_MACHINES]:
         cells = "".join(
-            f'<i style="background:hsl({layout.seats[p.rank].stage * 67 % 360} 45% 60%)" title="rank {p.rank}, stage '
-            f'{layout.seats[p.rank].stage}">{p.rank}</i>'
+            f'<i style="background:hsl({layout.assignments[p.rank].stage * 67 % 360} 45% 60%)" title="rank {p.rank}, stage '
+            f'{layout.assignments[p.rank].stage}">{p.rank}</i>'
             for p in places
         )
         name = f"{places[0].node.name}: {places[0].accelerator.name} ({places[0].island})"
@@ -159,15 +159,19 @@ def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None)
 
 
 def _alike(layout: Layout) -> list[list[int]]:
-    """The ranks of each row of a drawing: every rank has its own, or where they are many those that do the same share one."""
-    seats = layout.seats
-    if len(seats) <= MOST_ROWS:
-        return [[seat.rank] for seat in seats]
+    """The ranks of each row of a drawing: every rank has its own, or where they are many those that do the same share
+    one."""
+    assignments = layout.assignments
+    if len(assignments) <= MOST_ROWS:
+        return [[assignment.rank] for assignment in assignments]
     found: dict[object, list[int]] = {}
-    for seat in seats:
-        replica, device = layout.replica(seat.stage, seat.replica), layout.cluster.places[seat.rank].accelerator
-        key = (seat.stage, replica.tp, replica.micro_batch, replica.samples, device.name)
-        found.setdefault(key, []).append(seat.rank)
+    for assignment in assignments:
+        replica, device = (
+            layout.replica(assignment.stage, assignment.replica),
+            layout.cluster.places[assignment.rank].accelerator,
+        )
+        key = (assignment.stage, replica.tp, replica.micro_batch, replica.samples, device.name)
+        found.setdefault(key, []).append(assignment.rank)
     return list(found.values())[:MOST_ROWS]
 
 
@@ -178,7 +182,7 @@ def _label(layout: Layout, ranks: Sequence[int]) -> str:
 
 
 def _differences(sides: Mapping[str, Sequence[Span]], how: str, most: int = 10) -> str:
-    """The actions whose time in the run (measured or rehearsed) is furthest from the predicted one."""
+    """The actions whose time in the run (measured or emulated) is furthest from the predicted one."""
     predicted = {(s.rank, s.name): s.stop_seconds - s.start_seconds for s in sides["predicted"]}
     both = [
         (s.rank, s.name, predicted[s.rank, s.name], s.stop_seconds - s.start_seconds)

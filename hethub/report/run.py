@@ -10,7 +10,7 @@ from hethub.runtime.run_folder import RunFolder
 
 
 def finish_run(summary: RunSummary) -> None:
-    """Writes trace.json and report.html and prints predicted and measured (or rehearsed) side by side."""
+    """Writes trace.json and report.html and prints predicted and measured (or emulated) side by side."""
     folder = RunFolder(summary.folder)
     names = [place.accelerator.name for place in summary.layout.cluster.places]
     write_trace(chrome_trace(summary.spans, names, times_are(summary.layout.cluster)), folder.trace)
@@ -20,7 +20,7 @@ def finish_run(summary: RunSummary) -> None:
     if summary.rehearsal is not None:
         overrun, scale = summary.rehearsal["overrun_percent"], summary.rehearsal["time_scale"]
         console.print(
-            f"rehearsed: times are emulated (1 s took {scale:g} s); real computing came late by {overrun:.2f} % of them"
+            f"emulated: times are emulated (1 s took {scale:g} s); real computing came late by {overrun:.2f} % of them"
         )
     if summary.stopped_early:
         console.print(f"stopped on request at step {summary.last_step}; continue with --resume {summary.folder}")

@@ -35,7 +35,7 @@ def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, wri
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
         console.print(
-            f"proved: but for what is not searched and for more tiles in flight, no plan takes less than "
+            f"proved: but for what is not searched and for more microbatches in flight, no plan takes less than "
             f"{result.space_bound_seconds:.4g} s"
         )
     console.print(f"searched {result.candidates} candidates in {result.search_seconds:.2f} s")

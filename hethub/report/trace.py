@@ -10,14 +10,14 @@ from hethub.spec.cluster import ClusterSpec
 
 
 def times_are(cluster: ClusterSpec) -> str:
-    """What a run's times on this cluster are: measured, or rehearsed where the accelerators are emulated."""
-    return "rehearsed" if cluster.emulated else "measured"
+    """What a run's times on this cluster are: measured, or emulated where the accelerators are emulated."""
+    return "emulated" if cluster.emulated else "measured"
 
 
 def chrome_trace(spans: Iterable[Span], accelerators: list[str], label: str) -> dict[str, Any]:
     """The trace with one process per rank and one row per stream; times in microseconds from the first span.
 
-    `label` says where the times come from (predicted, measured, rehearsed).
+    `label` says where the times come from (predicted, measured, emulated).
     """
     spans = list(spans)
     origin = min((span.start_seconds for span in spans), default=0.0)

@@ -1,4 +1,4 @@
-"""How long a rank's actions take. Here: as long as they do; a rehearsal makes them take what was planned."""
+"""How long a rank's actions take. Here: as long as they do; an emulation makes them take what was planned."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from hethub.spec.layout.execution import Action, Kind
 
 @dataclass(frozen=True, kw_only=True)
 class StepPace:
-    """A step of a rank in a rehearsal: how much of its emulated seconds the rank's real work came too late."""
+    """A step of a rank in an emulation: how much of its emulated seconds the rank's real work came too late."""
 
     emulated_seconds: float
     overrun_seconds: float
@@ -21,13 +21,13 @@ class StepPace:
 class Pace:
     """The pace of a rank whose device is real. The trainer and the executor say what they are about to do."""
 
-    time_scale: float | None = None  # real seconds per emulated second, in a rehearsal
+    time_scale: float | None = None  # real seconds per emulated second, in an emulation
 
     def start_step(self) -> None:
         """A step begins."""
 
     def end_step(self) -> StepPace | None:
-        """The step is done; how well a rehearsal kept its pace."""
+        """The step is done; how well an emulation kept its pace."""
         return None
 
     @contextmanager
@@ -36,7 +36,7 @@ class Pace:
         yield
 
     def enter(self, kind: Kind, layer: int) -> None:
-        """One layer of the action's tile begins; `layer` counts the stage's layers in model order."""
+        """One layer of the action's microbatch begins; `layer` counts the stage's layers in model order."""
 
     def leave(self) -> None:
         """The layer that was entered is computed."""
@@ -54,7 +54,8 @@ class Pace:
         """The device waits for a copy."""
 
     def take_busy_seconds(self) -> dict[str, float] | None:
-        """What this rank has computed since it was last asked, by kind of action; None where nobody looked at this step."""
+        """What this rank has computed since it was last asked, by kind of action; None where nobody looked at this
+        step."""
         return None
 
     def on(self, layout: Layout) -> "Pace":

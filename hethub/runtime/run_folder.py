@@ -28,7 +28,7 @@ class StepMetrics:
     memory_bytes: int  # of the rank with the most
     loss_scale: float = 1.0
     communication: dict[str, Any] | None = None  # of rank 0 in this step: operations with their legs, and links
-    time_scale: float | None = None  # of a rehearsal: `step_seconds` are emulated, real seconds divided by this
+    time_scale: float | None = None  # of an emulation: `step_seconds` are emulated, real seconds divided by this
 
 
 class RunFolder:
@@ -92,7 +92,7 @@ class RunFolder:
     def _write_json(self, name: str, data: Any) -> None:
         (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
-    def append_drift(self, row: dict[str, Any]) -> None:
+    def append_straggler(self, row: dict[str, Any]) -> None:
         """Adds a line about a rank that is slower than planned, or a plan that was changed for it."""
         with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -102,8 +102,8 @@ class RunFolder:
         save_plan(layout.plan, self.plan)
         self._write_json("prediction.json", prediction)
 
-    def write_rehearsal(self, report: dict[str, Any]) -> None:
-        """How a rehearsal kept its pace."""
+    def write_emulation(self, report: dict[str, Any]) -> None:
+        """How an emulation kept its pace."""
         self._write_json("rehearsal.json", report)
 
     def write_counters(self, rows: list[dict[str, Any]]) -> None:

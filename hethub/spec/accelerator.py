@@ -20,7 +20,8 @@ Figure = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class AcceleratorSpec(Spec):
-    """One device as the framework sees it (an MI250X GCD is one). Peaks are dense; a missing peak is unknown or absent."""
+    """One device as the framework sees it (an MI250X GCD is one). Peaks are dense; a missing peak is unknown or
+    absent."""
 
     name: str
     vendor: Vendor

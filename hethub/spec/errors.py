@@ -46,7 +46,8 @@ def suggest(word: str, candidates: list[str] | tuple[str, ...]) -> str:
 
 
 def suggest_some(word: str, candidates: list[str] | tuple[str, ...], most: int = 4) -> str:
-    """As `suggest`, with up to `most` near candidates, for names that differ in details: what `word` begins comes first."""
+    """As `suggest`, with up to `most` near candidates, for names that differ in details: what `word` begins comes
+    first."""
     import difflib
 
     folded = {candidate.lower(): candidate for candidate in candidates}

@@ -41,7 +41,9 @@ class TrainSpec(Spec):
     """The mathematics of training; none of it depends on the plan."""
 
     steps: Count = 60
-    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = 16  # sequences; beyond, tiles are too many to plan
+    global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = (
+        16  # sequences; beyond, microbatches are too many to plan
+    )
     seq_len: Count = 128
     precision: Precision = "fp32"
     lr: NonNegative = 3.0e-4
@@ -106,15 +108,15 @@ class CheckpointSpec(Spec):
     keep: Count = 2
 
 
-class RehearsalSpec(Spec):
-    """How a cluster marked `emulated` is rehearsed."""
+class EmulationSpec(Spec):
+    """How a cluster marked `emulated` is emulated."""
 
     time_scale: Positive | None = None  # real seconds per emulated second; None: chosen at start
     # What if an accelerator is slower than planned: the factor by rank.
     slowdown: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=1)]] = {}  # noqa: RUF012
 
 
-class DriftSpec(Spec):
+class StragglerSpec(Spec):
     """When a rank counts as slower than planned: by how much beyond the others, and for how many steps on end."""
 
     threshold: Positive = 0.2
@@ -132,12 +134,13 @@ class JobSpec(Spec):
     constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)
     communicator: CommunicatorSpec = Field(default_factory=CommunicatorSpec)
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
-    rehearsal: RehearsalSpec = Field(default_factory=RehearsalSpec)
+    rehearsal: EmulationSpec = Field(default_factory=EmulationSpec)
     profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
     # Ranks measure themselves before a plan is made: `auto` on devices, unless micro-batch or profile are given.
     measure: Literal["auto", "always", "never"] = "auto"
-    drift: DriftSpec = Field(default_factory=DriftSpec)
-    # A rank slower than planned is reported, or a new plan taken at the next checkpoint. null: reported, except on CPUs.
+    drift: StragglerSpec = Field(default_factory=StragglerSpec)
+    # A rank slower than planned is reported, or a new plan taken at the next checkpoint. null: reported, except on
+    # CPUs.
     replan: Literal["auto", "report", "never"] | None = None
 
 
@@ -185,7 +188,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     return Job(spec=spec, model=model, cluster=cluster, path=path)
 
 
-def _check_slowdown(rehearsal: RehearsalSpec, cluster: ClusterSpec, source: Source) -> None:
+def _check_slowdown(rehearsal: EmulationSpec, cluster: ClusterSpec, source: Source) -> None:
     strangers = [rank for rank in rehearsal.slowdown if rank >= cluster.size]
     if strangers:
         raise BadInput(

@@ -8,8 +8,8 @@ from hethub.spec.errors import BadInput
 
 
 def find_named(cls: type[SpecT], kind: str, name: str, plan_path: Path) -> SpecT:
-    """The `kind` ("model", "cluster") of that name: KIND.yaml beside the plan, else a file of a configs/KINDs folder above
-    the plan or the current folder. Raises BadInput where there is none."""
+    """The `kind` ("model", "cluster") of that name: KIND.yaml beside the plan, else a file of a configs/KINDs folder
+    above the plan or the current folder. Raises BadInput where there is none."""
     for file in _candidates(kind, plan_path.resolve()):
         data, source = read_yaml(file, f"{kind} file")
         if isinstance(data, dict) and data.get("name") == name:

@@ -11,7 +11,8 @@ from hethub.spec.base import Source, Spec, build, load
 from hethub.spec.errors import BadInput
 
 Count = Annotated[int, Field(ge=1)]
-# Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by one.
+# Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by
+# one.
 Dimension = Annotated[int, Field(ge=1, le=100_000_000)]
 Number = Annotated[int, Field(ge=1, le=100_000)]
 

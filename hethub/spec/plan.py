@@ -1,4 +1,5 @@
-"""Plans: stages, replicas, tiles and shares. What a plan can know of itself is checked here, the rest in layout.py."""
+"""Plans: stages, replicas, microbatches and shares. What a plan can know of itself is checked here, the rest in
+layout.py."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,12 +22,12 @@ Index = Annotated[int, Field(ge=0)]
 
 
 class ReplicaSpec(Spec):
-    """The ranks that process one tile together (a tensor-parallel group) and the samples they get per step."""
+    """The ranks that process one microbatch together (a tensor-parallel group) and the samples they get per step."""
 
     ranks: tuple[Index, ...] = Field(min_length=1)
     micro_batch: Count
     samples: Count
-    in_flight: Count | None = None  # None: computed from the tiles' overlaps
+    in_flight: Count | None = None  # None: computed from the microbatches' overlaps
     tensor_shares: tuple[NonNegative, ...] | None = None  # None: equal
 
     @model_validator(mode="after")
@@ -157,31 +158,32 @@ class PlanSpec(Spec):
                     f"change a replica's samples by {self.global_batch - total:+d}."
                 )
 
-    def of_replicas(self, replicas: Sequence[Sequence[int]], num_tiles: int | None = None) -> "PlanSpec":
-        """Those replicas of each stage, with `num_tiles` tiles each or all they have, unchecked: a plan to reason about,
-        not to run."""
+    def of_replicas(self, replicas: Sequence[Sequence[int]], num_microbatches: int | None = None) -> "PlanSpec":
+        """Those replicas of each stage, with `num_microbatches` microbatches each or all they have, unchecked: a plan
+        to reason about, not to run."""
         stages = []
         for stage, own in zip(self.stages, replicas, strict=True):
             chosen = [stage.replicas[replica] for replica in own]
-            if num_tiles is not None:
-                chosen = [_changed(replica, samples=num_tiles * replica.micro_batch) for replica in chosen]
+            if num_microbatches is not None:
+                chosen = [_changed(replica, samples=num_microbatches * replica.micro_batch) for replica in chosen]
             stages.append(_changed(stage, replicas=tuple(chosen)))
         samples = sum(replica.samples for replica in stages[0].replicas)
         return _changed(self, stages=tuple(stages), global_batch=samples)
 
     def runs_in_rounds(self, stage: int) -> bool:
-        """Whether a stage's replicas go tile by tile together, as collectives of every tile make them."""
+        """Whether a stage's replicas go microbatch by microbatch together, as collectives of every microbatch make
+        them."""
         spec = self.stages[stage]
-        return spec.zero >= 2 and len(spec.replicas) > 1 and not self.goes_part_by_part
+        return spec.zero >= 2 and len(spec.replicas) > 1 and not self.goes_chunk_by_chunk
 
     @property
-    def goes_part_by_part(self) -> bool:
-        """Whether all tiles pass a part before the next, with collectives once per part and pass."""
+    def goes_chunk_by_chunk(self) -> bool:
+        """Whether all microbatches pass a chunk before the next, with collectives once per chunk and pass."""
         return self.schedule in ("layered", "ministages")
 
     @property
-    def steps_part_by_part(self) -> bool:
-        """Whether each part is reduced and stepped behind its own backward, before the backward of the part above."""
+    def steps_chunk_by_chunk(self) -> bool:
+        """Whether each chunk is reduced and stepped behind its own backward, before the backward of the chunk above."""
         return self.schedule == "ministages"
 
     @property

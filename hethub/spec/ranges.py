@@ -96,7 +96,7 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
-def tiles_exactly(ranges: Iterable[Range], whole: Range) -> bool:
+def covers_exactly(ranges: Iterable[Range], whole: Range) -> bool:
     """Whether the ranges hold every integer of `whole` once and nothing else, in any order."""
     position = whole.start
     for r in sorted(r for r in ranges if r):

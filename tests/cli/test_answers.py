@@ -1,4 +1,5 @@
-"""What the commands that do not train give: JSON, traces, token files, Hugging Face folders; and the core without torch."""
+"""What the commands that do not train give: JSON, traces, token files, Hugging Face folders; and the core without
+torch."""
 
 import json
 import sys
@@ -103,9 +104,9 @@ def test_predict_writes_a_trace_of_the_schedule(capsys, tmp_path):
     assert run(["predict", str(job), "--trace", str(trace)]) == 0
     assert "a step" in capsys.readouterr().out
     events = json.loads(trace.read_text(), parse_constant=refuse_constant)["traceEvents"]
-    for seat in layout.seats:
-        own = [event for event in events if event["ph"] == "X" and event["pid"] == seat.rank]
-        planned = [action.name for action in actions(layout, seat.stage, seat.replica)]
+    for assignment in layout.assignments:
+        own = [event for event in events if event["ph"] == "X" and event["pid"] == assignment.rank]
+        planned = [action.name for action in actions(layout, assignment.stage, assignment.replica)]
         assert [event["name"] for event in sorted(own, key=lambda event: event["ts"])] == planned
 
 

@@ -74,7 +74,7 @@ CASES = {
         {"plan_file": plan(stages(replicas=[{"ranks": [1, 2], "micro_batch": 4, "samples": 8}]))},
         ["rank 1 is in two replicas"],
     ),
-    "batch that the tiles do not cover": (
+    "batch that the microbatches do not cover": (
         {"plan_file": plan(stages(replicas=[{"ranks": [2, 3], "micro_batch": 4, "samples": 6}]))},
         ["stage 1", "6 samples", "global_batch is 8", "by +2"],
     ),
@@ -101,7 +101,7 @@ CASES = {
         },
         ["zero: 0", "set zero: 1"],
     ),
-    "too few tiles in flight": (
+    "too few microbatches in flight": (
         {
             "plan_file": plan(
                 [

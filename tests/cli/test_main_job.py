@@ -133,9 +133,9 @@ def test_the_trace_shows_the_schedule_that_was_planned(main_job):
     )
     events = [event for event in json.loads((run / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
-    for seat in layout.seats:
-        own = sorted((event for event in events if event["pid"] == seat.rank), key=lambda event: event["ts"])
-        planned = [action.name for action in actions(layout, seat.stage, seat.replica)]
+    for assignment in layout.assignments:
+        own = sorted((event for event in events if event["pid"] == assignment.rank), key=lambda event: event["ts"])
+        planned = [action.name for action in actions(layout, assignment.stage, assignment.replica)]
         assert [event["name"] for event in own] == planned * TRACED
 
 

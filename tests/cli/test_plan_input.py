@@ -1,4 +1,5 @@
-"""What `hethub plan` refuses: clusters, batches and constraints that leave no plan, each in a paragraph that names them."""
+"""What `hethub plan` refuses: clusters, batches and constraints that leave no plan, each in a paragraph that names
+them."""
 
 from pathlib import Path
 from typing import Any

@@ -56,10 +56,10 @@ def test_every_schedule_trains_as_it_was_planned(tmp_path: Path, schedule: str, 
     layout = bind(
         load_plan(folder / "run" / "plan.yaml"), load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml")
     )
-    for seat in layout.seats:
-        planned = [action.name for action in actions(layout, seat.stage, seat.replica)]
-        steps = len(names[seat.rank]) // len(planned)
-        assert names[seat.rank] == planned * steps
+    for assignment in layout.assignments:
+        planned = [action.name for action in actions(layout, assignment.stage, assignment.replica)]
+        steps = len(names[assignment.rank]) // len(planned)
+        assert names[assignment.rank] == planned * steps
 
 
 @pytest.mark.parametrize(

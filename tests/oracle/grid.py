@@ -41,7 +41,7 @@ from tests.oracle.stage_grid import (
     plan_of,
 )
 
-AT_ONCE = 8192  # points whose tiles are followed
+AT_ONCE = 8192  # points whose microbatches are followed
 
 
 class Point(NamedTuple):
@@ -52,7 +52,7 @@ class Point(NamedTuple):
     options: tuple[Option, ...]
 
     @property
-    def tiling(self) -> object:
+    def microbatching(self) -> object:
         """What the order of its actions depends on, and what passes between its stages."""
         rounds = (own.zero >= 2 and len(own.samples) > 1 for own in self.options)
         return self.shape, tuple(
@@ -95,7 +95,7 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
             if len(shape) <= problem.model.layers and max(map(len, shape)) <= problem.batch.global_batch:
                 for layers in _open_cuts(grids, shape, outcome):
                     for point in _within(grids, shape, layers, outcome):
-                        alike.setdefault(point.tiling, []).append(point)
+                        alike.setdefault(point.microbatching, []).append(point)
     timed = [(bound, point) for points in alike.values() for bound, point in timed_points(problem, grids, points)]
     outcome.timed = len(timed)
     for bound, point in sorted(timed, key=lambda entry: entry[0]):
@@ -211,9 +211,9 @@ def _within(grids: StageGrids, shape: Shape, layers: tuple[int, ...], outcome: O
 def bound_seconds(stages: Sequence[Seconds], crossings: list[float]) -> np.ndarray:
     """Seconds that no plan is shorter than, with these stages, in arrays that broadcast.
 
-    A stage starts when a tile has come down to it, works on all its tiles, and a tile goes back up from it; then the
-    gradients of all stages are reduced, and the next step begins where the update is shortest. Who has a longer update
-    than that begins later by the difference (predictor/step.py).
+    A stage starts when a microbatch has come down to it, works on all its microbatches, and a microbatch goes back up
+    from it; then the gradients of all stages are reduced, and the next step begins where the update is shortest. Who
+    has a longer update than that begins later by the difference (predictor/step.py).
     """
     first = reduce(np.minimum, (own.update for own in stages))
     reduced: np.ndarray | float = 0.0
@@ -231,7 +231,8 @@ def bound_seconds(stages: Sequence[Seconds], crossings: list[float]) -> np.ndarr
 
 
 def timed_points(problem: Problem, grids: StageGrids, points: list[Point]) -> Iterator[tuple[float, Point]]:
-    """Points of one tiling with the seconds of all their tiles in order: as the predictor replays them, all at once."""
+    """Points of one microbatching with the seconds of all their microbatches in order: as the predictor replays them,
+    all at once."""
     shape, layers, _ = points[0]
     nodes = nodes_of(bind(plan_of(problem, *points[0]), problem.model, problem.cluster))
     modes = [

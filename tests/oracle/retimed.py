@@ -8,13 +8,13 @@ import numpy as np
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import dependencies, execution_order
 from hethub.spec.schedule.actions import Kind
-from hethub.spec.schedule.microbatches import Tile
+from hethub.spec.schedule.microbatches import MicrobatchRange
 
 Place = tuple[int, int]  # stage and replica
 
 
 class Work(NamedTuple):
-    """What a replica does with a tile of so many samples; none in a round without one."""
+    """What a replica does with a microbatch of so many samples; none in a round without one."""
 
     place: Place
     kind: Kind
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
 
 class Need(NamedTuple):
-    """A node to wait for, and what of its tile has to come over: the samples shared, between which places."""
+    """A node to wait for, and what of its microbatch has to come over: the samples shared, between which places."""
 
     node: int
     source: Place
@@ -31,9 +31,9 @@ class Need(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One action, or in a stage that goes in rounds those of all its replicas; `lane` does its nodes in order."""
+    """One action, or in a stage that goes in rounds those of all its replicas; `actor` does its nodes in order."""
 
-    lane: tuple[int, int]
+    actor: tuple[int, int]
     works: tuple[Work, ...]
     needs: tuple[Need, ...]
 
@@ -41,22 +41,22 @@ class Node(NamedTuple):
 def nodes_of(layout: Layout) -> list[Node]:
     """The compute actions of a layout in an order in which they can run."""
     found: list[Node] = []
-    done: dict[tuple[Kind, int, Tile], int] = {}
-    for lane, entries in _rounds(layout):
+    done: dict[tuple[Kind, int, MicrobatchRange], int] = {}
+    for actor, entries in _rounds(layout):
         works, needs = [], []
         for stage, replica, action in entries:
-            if action.tile is None:
+            if action.microbatch is None:
                 continue
-            tile = action.tile.samples
-            works.append(Work((stage, replica), action.kind, tile.stop - tile.start))
+            microbatch = action.microbatch.samples
+            works.append(Work((stage, replica), action.kind, microbatch.stop - microbatch.start))
             for need in dependencies(layout, action):
-                assert need.tile is not None
-                other = need.tile.samples
-                shared = min(tile.stop, other.stop) - max(tile.start, other.start)
-                source = (need.stage, need.tile.replica)
-                needs.append(Need(done[action.kind, need.stage, need.tile], source, (stage, replica), shared))
-            done[action.kind, stage, action.tile] = len(found)
-        found.append(Node(lane, tuple(works), tuple(needs)))
+                assert need.microbatch is not None
+                other = need.microbatch.samples
+                shared = min(microbatch.stop, other.stop) - max(microbatch.start, other.start)
+                source = (need.stage, need.microbatch.replica)
+                needs.append(Need(done[action.kind, need.stage, need.microbatch], source, (stage, replica), shared))
+            done[action.kind, stage, action.microbatch] = len(found)
+        found.append(Node(actor, tuple(works), tuple(needs)))
     return found
 
 
@@ -67,7 +67,7 @@ def _rounds(layout: Layout) -> Iterator[tuple[tuple[int, int], list]]:
     while index < len(order):
         stage, replica, _ = order[index]
         seats = len(layout.stages[stage].replicas) if layout.plan.runs_in_rounds(stage) else 1
-        yield (stage, layout.lane_of(stage, replica)), order[index : index + seats]
+        yield (stage, layout.actor_of(stage, replica)), order[index : index + seats]
         index += seats
 
 
@@ -84,21 +84,21 @@ def ends(
     crossing: Callable[[Need], float],
     begins: list[np.ndarray],
 ) -> list[Ends]:
-    """Per stage, the end of its compute in every plan; a stage's lanes begin at `begins`."""
+    """Per stage, the end of its compute in every plan; a stage's actors begin at `begins`."""
     clock: dict[tuple[int, int], np.ndarray] = {}
     last: dict[tuple[int, int], np.ndarray] = {}
     stops: list[np.ndarray] = []
-    for lane, works, needs in nodes:
-        start = clock.get(lane, begins[lane[0]])
+    for actor, works, needs in nodes:
+        start = clock.get(actor, begins[actor[0]])
         for need in needs:
             start = np.maximum(start, stops[need.node] + crossing(need))
         stop = start + np.maximum.reduce([seconds[work] for work in works])
         stops.append(stop)
-        clock[lane], last[lane] = stop, start
+        clock[actor], last[actor] = stop, start
     return [
         Ends(
-            np.maximum.reduce([clock[lane] for lane in clock if lane[0] == stage]),
-            np.maximum.reduce([last[lane] for lane in last if lane[0] == stage]),
+            np.maximum.reduce([clock[actor] for actor in clock if actor[0] == stage]),
+            np.maximum.reduce([last[actor] for actor in last if actor[0] == stage]),
         )
         for stage in range(len(begins))
     ]

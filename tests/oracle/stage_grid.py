@@ -36,7 +36,8 @@ class Option:
 
 
 class Mode(NamedTuple):
-    """What a stage costs under a recompute and a ZeRO level: per replica, forward and backward by samples of a tile."""
+    """What a stage costs under a recompute and a ZeRO level: per replica, forward and backward by samples of a
+    microbatch."""
 
     forward: list[list[float]]
     backward: list[list[float]]
@@ -44,15 +45,15 @@ class Mode(NamedTuple):
     update: float
 
     def seconds(self, replica: int, kind: Kind, samples: int) -> float:
-        """Seconds of one tile."""
+        """Seconds of one microbatch."""
         return (self.forward if kind is Kind.FORWARD else self.backward)[replica][samples - 1]
 
 
 class Seconds(NamedTuple):
     """Seconds that a stage's part of a step takes at least, arrays of one shape."""
 
-    busy: np.ndarray  # the replica that works longest, on all its tiles
-    forward: np.ndarray  # its shortest tile
+    busy: np.ndarray  # the replica that works longest, on all its microbatches
+    forward: np.ndarray  # its shortest microbatch
     backward: np.ndarray
     reduced: np.ndarray  # from the last backward to the end of the reduction
     update: np.ndarray  # from the gradient norm to the replicas' next step
@@ -96,17 +97,19 @@ class StageGrid:
 
     @property
     def paths(self) -> Stage:
-        """The options with their tiles."""
+        """The options with their microbatches."""
         numbers, divisions = np.divmod(self.rows, len(self.dealt.replica))
         modes = list(self.modes.values())
-        tiles = self.dealt.at(divisions)
+        microbatches = self.dealt.at(divisions)
         forward, backward = (
-            np.array([getattr(mode, way) for mode in modes])[numbers[:, None], tiles.replica, tiles.size - 1]
+            np.array([getattr(mode, way) for mode in modes])[
+                numbers[:, None], microbatches.replica, microbatches.size - 1
+            ]
             for way in ("forward", "backward")
         )
         reduction = np.array([mode.reduction.seconds for mode in modes])[numbers]
         tail = np.array([mode.reduction.tail_seconds for mode in modes])[numbers]
-        return Stage(tiles, forward, backward, reduction, tail, self.seconds.update)
+        return Stage(microbatches, forward, backward, reduction, tail, self.seconds.update)
 
 
 def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
@@ -172,7 +175,8 @@ class StageGrids:
         return min(self.crossing(shape, layers, stage, ends, 1) for ends in pairs)
 
     def between(self, shape: Shape, layers: Sequence[int], stage: int) -> np.ndarray:
-        """Seconds of all that can come over from a stage to the next, or back: [replica above, replica below, samples]."""
+        """Seconds of all that can come over from a stage to the next, or back: [replica above, replica below,
+        samples]."""
         key = (shape[stage], shape[stage + 1])
         if key not in self._between:
             above, below, samples = range(len(key[0])), range(len(key[1])), range(1, MICRO_BATCHES[-1] + 1)
@@ -185,7 +189,7 @@ class StageGrids:
         return self._between[key]
 
     def _costs(self, shape: Shape, layers: Sequence[int], recompute: Recompute, zero: int) -> PlanCosts:
-        """The predictor's costs of any plan with these stages; what is read of them depends on no tile."""
+        """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""
         total, options = self.problem.batch.global_batch, []
         for units in shape:
             samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
@@ -201,12 +205,14 @@ class StageGrids:
             costs = self._costs(shape, layers, recompute, zero)
             reduction = costs.state.reduction(stage)
             update = _update([costs.optimizer(stage, r) for r in range(len(units))], zero, reduction.gather_seconds)
-            tiles = [[costs.tile(stage, r, b) for b in range(1, MICRO_BATCHES[-1] + 1)] for r in range(len(units))]
-            forward = [[tile.forward.total for tile in own] for own in tiles]
-            backward = [[tile.backward.total for tile in own] for own in tiles]
+            microbatches = [
+                [costs.microbatch(stage, r, b) for b in range(1, MICRO_BATCHES[-1] + 1)] for r in range(len(units))
+            ]
+            forward = [[microbatch.forward.total for microbatch in own] for own in microbatches]
+            backward = [[microbatch.backward.total for microbatch in own] for own in microbatches]
             modes[recompute, zero] = Mode(forward, backward, reduction, update)
             for samples, sizes in divisions:
-                cut = [_tiles(n, b) for n, b in zip(samples, sizes, strict=True)]
+                cut = [_microbatches(n, b) for n, b in zip(samples, sizes, strict=True)]
                 busy = max(
                     sum(number * (f[size - 1] + b[size - 1]) for size, number in own)
                     for own, f, b in zip(cut, forward, backward, strict=True)
@@ -221,7 +227,7 @@ class StageGrids:
         return StageGrid(tuple(options), modes, placed, np.arange(len(options)), Seconds(*np.array(rows).T))
 
     def _divisions(self, replicas: int) -> tuple[list[Division], Dealt]:
-        """All samples in steps of one with all micro-batches, those beyond a replica's samples being one tile."""
+        """All samples in steps of one with all micro-batches, those beyond a replica's samples being one microbatch."""
         if replicas not in self._divided:
             total = self.problem.batch.global_batch
             found: list[Division] = []
@@ -233,8 +239,8 @@ class StageGrids:
         return self._divided[replicas]
 
 
-def _tiles(samples: int, micro_batch: int) -> list[tuple[int, int]]:
-    """A replica's tiles as (size, number); the last one may be short."""
+def _microbatches(samples: int, micro_batch: int) -> list[tuple[int, int]]:
+    """A replica's microbatches as (size, number); the last one may be short."""
     whole, rest = divmod(samples, micro_batch)
     return [(micro_batch, whole)] + ([(rest, 1)] if rest else [])
 

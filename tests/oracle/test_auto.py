@@ -76,7 +76,8 @@ class Comparison(NamedTuple):
 
 
 def grid_problem(seed: int, size: int, global_batch: int = 6, model: ModelSpec = MODEL) -> Problem:
-    """A random cluster's question, its answers with the default number of tiles in flight as the grid has them."""
+    """A random cluster's question, its answers with the default number of microbatches in flight as the grid has
+    them."""
     given = ConstraintsSpec(max_micro_batch=4)
     batch = Batch(global_batch, 512, "bf16")
     able = replace(RUNTIME.limited(chooses_in_flight=False, any_micro_batch=False), schedules=("1f1b",))

@@ -81,10 +81,10 @@ def busiest(problem, costs, setting, layers, sizes):
         seconds = []
         for unit in setting.line[position : position + size]:
             size_of = setting.micro_batches[unit.kind]
-            tile = costs.rate(unit.kind, unit.tp, size_of, setting.recompute).tile(
+            microbatch = costs.rate(unit.kind, unit.tp, size_of, setting.recompute).microbatch(
                 held, stage == 0, stage == len(layers) - 1
             )
-            seconds.append(tile.total / size_of)
+            seconds.append(microbatch.total / size_of)
         ends = sorted(n * one for one in seconds for n in range(1, problem.batch.global_batch + 1))
         enough = (end for end in ends if sum(int(end / one + 1e-9) for one in seconds) >= problem.batch.global_batch)
         position, slowest = position + size, max(slowest, next(enough))
@@ -148,7 +148,7 @@ def kind_of(problem, replica):
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 5)])
-def test_plans_with_too_few_tiles_in_flight_are_raised_to_the_default(sizes):
+def test_plans_with_too_few_microbatches_in_flight_are_raised_to_the_default(sizes):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(24, 64, "fp32"))
     draft = Draft(tuple(DraftStage(3, (Seats(kind, 1, size, 2),)) for kind, size in enumerate(sizes)))
     plan = Judge(problem, UnitCosts(problem))(draft).plan
@@ -176,7 +176,7 @@ def test_a_plan_is_judged_once_for_all_drafts_that_mean_it():
     assert judge.candidates == 2
 
 
-def test_tiles_in_flight_of_alike_plans_need_no_dealing():
+def test_microbatches_in_flight_of_alike_plans_need_no_dealing():
     problem = pose(
         TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1, pp=2)
     )
@@ -198,7 +198,10 @@ def test_unit_costs_are_the_predictors():
         for s, stage in enumerate(verdict.draft.stages):
             for r, replica in enumerate(verdict.plan.stages[s].replicas):
                 rate = costs.rate(kind_of(problem, replica), replica.tp, replica.micro_batch, stage.recompute)
-                mine, theirs = rate.tile(stage.layers, s == 0, s == last), full.tile(s, r, replica.micro_batch)
+                mine, theirs = (
+                    rate.microbatch(stage.layers, s == 0, s == last),
+                    full.microbatch(s, r, replica.micro_batch),
+                )
                 assert mine.forward == pytest.approx(theirs.forward.total, rel=1e-6)
                 assert mine.backward == pytest.approx(theirs.backward.total, rel=1e-6)
 
@@ -233,8 +236,8 @@ def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
 
     assert probe(Mode(1, "zero_bubble")) == probe(Mode(1))
     one, four = (footprints.coefficients(PROBE, 2, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
-    assert (four.layer_put_off == 4 * one.layer_put_off).all()
-    assert one.layer_put_off.min() > 0
+    assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
+    assert one.layer_deferred_wgrad.min() > 0
     assert (four.once == footprints.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()
 
 
@@ -256,13 +259,13 @@ def test_faster_links_and_compute_never_make_the_best_plan_slower():
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_even_tiles_are_as_many_and_as_equal_as_can_be(samples, size):
+def test_even_microbatches_are_as_many_and_as_equal_as_can_be(samples, size):
     found = even(samples, size)
     assert -(-samples // found) == -(-samples // size)
     assert found == 1 or -(-samples // (found - 1)) > -(-samples // found)
 
 
-def test_resized_tiles_change_in_number_and_no_further_than_asked():
+def test_resized_microbatches_change_in_number_and_no_further_than_asked():
     problem = mixed()
     surrogate = Judge(problem, UnitCosts(problem)).surrogate
     for entry in best_cuts(problem, tabulate(problem, surrogate.costs), 20).cuts:
@@ -276,11 +279,11 @@ def test_resized_tiles_change_in_number_and_no_further_than_asked():
                 assert (after.micro_batch - min(before.micro_batch, most)) * step >= 0
 
 
-def test_drafts_over_memory_are_made_to_fit_with_the_largest_tiles():
+def test_drafts_over_memory_are_made_to_fit_with_the_largest_microbatches():
     model = TINY.replace(layers=8, hidden=512, ffn=2048, max_seq_len=2048)
     problem = pose(model, cluster(("amd", 2, 0.1, 16.0), ("nvidia", 2, 0.1, 16.0)), Batch(256, 2048, "fp32"))
     judge = Judge(problem, UnitCosts(problem))
-    judge.tiles_left = 10**6
+    judge.microbatches_left = 10**6
     found = 0
     for entry in best_cuts(problem, tabulate(problem, judge.costs), 60, memory_counts=False).cuts:
         draft = entry.draft(problem)

@@ -24,8 +24,13 @@ QUESTIONS = [
     ("auto", {"pp": 2, "schedule": "zero_bubble"}, 4, "zero_bubble"),
     ("auto", {"pp": 4, "micro_batch": 1}, 5, None),
     ("auto", {"recompute": "full", "pp": 2}, 6, None),
-    ("auto", {"max_micro_batch": 3}, 14, None),  # tiles of 1, 2 and 3 samples on two stages
-    ("auto", {"pp": 2, "max_micro_batch": 3}, 18, None),  # tiles of 3 above tiles of 3 and 2 on unlike replicas
+    ("auto", {"max_micro_batch": 3}, 14, None),  # microbatches of 1, 2 and 3 samples on two stages
+    (
+        "auto",
+        {"pp": 2, "max_micro_batch": 3},
+        18,
+        None,
+    ),  # microbatches of 3 above microbatches of 3 and 2 on unlike replicas
     ("hethub", {}, 7, None),
     ("poplar", {}, 8, None),
     ("poplar", {"zero": 2}, 9, None),

@@ -61,7 +61,7 @@ def test_the_plans_prediction_is_the_profiles() -> None:
     assert result.prediction.breakdown["compute"] >= 12 * 3e-3 * TINY.layers
 
 
-# A rank takes 1 ms a tile and next to nothing a sample: without the limit the largest micro-batch is best.
+# A rank takes 1 ms a microbatch and next to nothing a sample: without the limit the largest micro-batch is best.
 FLAT = tuple(
     LayerTiming(micro_batch=b, seq_len=128, forward_seconds=1e-3 * (1 + 1e-3 * b), backward_seconds=2e-3)
     for b in (1, 2, 4, 8, 16)

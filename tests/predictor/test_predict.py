@@ -15,7 +15,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.closed_form import Chain, pipeline
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.replay import NONE, Programme, replay
+from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.symmetry import copies
 from hethub.spec.errors import BadInput
@@ -45,7 +45,7 @@ LAYOUTS = {
         LLAMA_8B, TWO_MAKERS, tp=1, pp=4, micro_batch=2, batch=32, seq=4096, zero=1, recompute="full"
     ),
     "cpu pp2 dp2": uniform(TINY, LAPTOP, tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32"),
-    "cpu, unlike tiles": bind(uneven, TINY, LAPTOP),
+    "cpu, unlike microbatches": bind(uneven, TINY, LAPTOP),
 }
 
 
@@ -75,7 +75,7 @@ def test_timeline_has_the_schedule_of_every_rank(layout):
     assert min(last_stops(prediction)) == pytest.approx(prediction.step_seconds)
 
 
-def test_a_chain_of_equal_tiles_equals_the_full_replay():
+def test_a_chain_of_equal_microbatches_equals_the_full_replay():
     layout = uniform(TINY, LAPTOP, tp=1, pp=4, micro_batch=1, batch=96, seq=128, precision="fp32")
     short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
     assert short.seconds == pytest.approx(full.seconds, rel=1e-9)
@@ -86,7 +86,8 @@ def test_a_chain_of_equal_tiles_equals_the_full_replay():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("batch", [64, 56])
 def test_groups_of_replicas_that_are_copies_are_replayed_once(schedule: str, batch: int) -> None:
-    """Eight replicas with tiles of one sample feed eight with tiles of two: two of each talk among themselves alone."""
+    """Eight replicas with microbatches of one sample feed eight with microbatches of two: two of each talk among
+    themselves alone."""
     on = cluster(("A100-SXM4-80GB", 2, 8))
     plan = uniform(TINY, on, tp=1, pp=2, micro_batch=1, batch=batch, seq=128, zero=1).plan
     wide = plan.stages[1].replace(replicas=tuple(one.replace(micro_batch=2) for one in plan.stages[1].replicas))
@@ -99,9 +100,9 @@ def test_groups_of_replicas_that_are_copies_are_replayed_once(schedule: str, bat
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_even_plans_know_their_tiles_in_flight_without_tiles(data: st.DataObject) -> None:
-    pp, dp, tiles = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)))
-    on, batch = cluster(("CPU-core", 1, pp * dp)), tiles * dp * 2 - data.draw(st.sampled_from([0, dp]))
+def test_even_plans_know_their_microbatches_in_flight_without_microbatches(data: st.DataObject) -> None:
+    pp, dp, microbatches = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)))
+    on, batch = cluster(("CPU-core", 1, pp * dp)), microbatches * dp * 2 - data.draw(st.sampled_from([0, dp]))
     plan = uniform(TINY, on, tp=1, pp=pp, micro_batch=2, batch=batch, seq=64, precision="fp32").plan
     held = st.lists(st.none() | st.integers(1, 5), min_size=pp, max_size=pp)
     stages = tuple(
@@ -126,18 +127,19 @@ seconds = st.integers(0, 40).map(lambda n: n / 8)
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 300))
-def test_steady_state_is_found_exactly(data, stages, num_tiles):
+def test_steady_state_is_found_exactly(data, stages, num_microbatches):
     """Any 1F1B pipeline: extrapolated from its steady state, and replayed action by action."""
     draw = lambda n: tuple(data.draw(st.lists(seconds, min_size=n, max_size=n)))  # noqa: E731
     chain = Chain(draw(stages), draw(stages), draw(stages - 1), draw(stages - 1), tuple(range(stages, 0, -1)))
-    ends = replay(_programme(chain, num_tiles))
-    expected = [max(ends[2 * num_tiles * s : 2 * num_tiles * (s + 1)]) for s in range(stages)]
-    assert [e.last_backward_end for e in pipeline(chain, num_tiles)] == pytest.approx(expected)
+    ends = replay(_programme(chain, num_microbatches))
+    expected = [max(ends[2 * num_microbatches * s : 2 * num_microbatches * (s + 1)]) for s in range(stages)]
+    assert [e.last_backward_end for e in pipeline(chain, num_microbatches)] == pytest.approx(expected)
 
 
-def _programme(chain: Chain, m: int) -> Programme:
-    """The chain's tiles one by one: stage s runs tile i forward as node 2 m s + i, and back as the m-th after that."""
-    programme, last = Programme(), len(chain.forward) - 1
+def _programme(chain: Chain, m: int) -> TaskGraph:
+    """The chain's microbatches one by one: stage s runs microbatch i forward as node 2 m s + i, and back as the m-th
+    after that."""
+    programme, last = TaskGraph(), len(chain.forward) - 1
     forward = lambda s, i: 2 * m * s + i  # noqa: E731
     backward = lambda s, i: 2 * m * s + m + i  # noqa: E731
     for s in range(last + 1):

@@ -67,7 +67,8 @@ CASES = [
 
 
 def watch(world: Any, case: Case) -> tuple[int, int, list[str]]:
-    """Peak bytes of a rank that trains the case and of its host memory, and the names of the actions of its last step."""
+    """Peak bytes of a rank that trains the case and of its host memory, and the names of the actions of its last
+    step."""
     trainer = build_trainer(world, case)
     for step in range(1, case.steps + 1):
         trainer.run_step(step)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for random layouts: unlike tiles, replica counts, TP degrees, shares and islands."""
+"""Hypothesis strategies for random layouts: unlike microbatches, replica counts, TP degrees, shares and islands."""
 
 import itertools
 from dataclasses import replace

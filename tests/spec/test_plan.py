@@ -126,13 +126,16 @@ def test_a_plan_for_something_else_is_refused(
 
 
 @given(cases())
-def test_seats_leaders_and_shares_of_a_bound_plan_are_consistent(case: Case) -> None:
+def test_assignments_leaders_and_shares_of_a_bound_plan_are_consistent(case: Case) -> None:
     layout: Layout = case.layout()
-    assert [seat.rank for seat in layout.seats] == list(range(case.size))
-    for rank, seat in enumerate(layout.seats):
-        assert layout.replica(seat.stage, seat.replica).ranks[seat.position] == rank
-    for tiles in layout.tiles:
-        for tile in tiles:
-            assert layout.leader(tile) in layout.replica(tile.stage, tile.replica).ranks
-    for seat in layout.seats:
-        assert len(layout.shares(seat.stage, seat.replica)) == layout.replica(seat.stage, seat.replica).tp
+    assert [assignment.rank for assignment in layout.assignments] == list(range(case.size))
+    for rank, assignment in enumerate(layout.assignments):
+        assert layout.replica(assignment.stage, assignment.replica).ranks[assignment.position] == rank
+    for microbatches in layout.microbatches:
+        for microbatch in microbatches:
+            assert layout.leader(microbatch) in layout.replica(microbatch.stage, microbatch.replica).ranks
+    for assignment in layout.assignments:
+        assert (
+            len(layout.shares(assignment.stage, assignment.replica))
+            == layout.replica(assignment.stage, assignment.replica).tp
+        )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.spec.ranges import Range, from_sizes, merge, overlap, refine, split, split_by_shares, tiles_exactly
+from hethub.spec.ranges import Range, covers_exactly, from_sizes, merge, overlap, refine, split, split_by_shares
 
 edges = st.integers(-20, 20)
 ranges = st.builds(lambda a, b: Range(min(a, b), max(a, b)), edges, edges)
@@ -108,7 +108,7 @@ def test_merge_keeps_the_integers_and_leaves_gaps_between(given_ranges: list[Ran
 @given(st.lists(ranges, max_size=6), ranges)
 def test_tiles_exactly_means_every_integer_once(given_ranges: list[Range], whole: Range) -> None:
     counted = sorted(i for r in given_ranges for i in integers(r))
-    assert tiles_exactly(given_ranges, whole) == (counted == sorted(integers(whole)))
+    assert covers_exactly(given_ranges, whole) == (counted == sorted(integers(whole)))
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(-5, 5), st.randoms())
@@ -116,6 +116,6 @@ def test_consecutive_ranges_tile_in_any_order(sizes: list[int], start: int, rand
     parts = from_sizes(sizes, start)
     whole = Range(start, start + sum(sizes))
     random.shuffle(parts)
-    assert tiles_exactly(parts, whole)
+    assert covers_exactly(parts, whole)
     if any(parts):
-        assert not tiles_exactly([*parts, next(part for part in parts if part)], whole)
+        assert not covers_exactly([*parts, next(part for part in parts if part)], whole)

@@ -87,7 +87,8 @@ def write_job(
 
 
 def write_pair_job(folder: Path, **job: Any) -> Path:
-    """As `write_job`, for two ranks, one of each maker: what is started as a user's shell would costs seconds per rank."""
+    """As `write_job`, for two ranks, one of each maker: what is started as a user's shell would costs seconds per
+    rank."""
     nodes = [{**node, "accelerators": 1} for node in CLUSTER["nodes"]]
     stages = [
         {"layers": [[start, start + 2]], "replicas": [{"ranks": [rank], "micro_batch": 2, "samples": 8}]}

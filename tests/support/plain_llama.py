@@ -37,7 +37,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None 
 
 
 class PlainLlama(nn.Module):
-    """The layers [start, stop) with our initial values; embeds tokens where it is first, gives logits where it is last."""
+    """The layers [start, stop) with our initial values; embeds tokens where it is first, gives logits where it is
+    last."""
 
     def __init__(self, model: ModelSpec, layers: Range, seed: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()

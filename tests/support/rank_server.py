@@ -25,7 +25,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
-# What ranks import sooner or later; torch's optimizers pull in torch._dynamo, state shares scipy.optimize (seconds each).
+# What ranks import sooner or later; torch's optimizers pull in torch._dynamo, state shares scipy.optimize (seconds
+# each).
 IMPORTS = (
     "pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint",
     "scipy.optimize", "hethub.communicator", "hethub.cli", "hethub.runtime.loop.train", "hethub.report.run",
@@ -49,8 +50,9 @@ def main() -> None:
 
 
 def warm_up() -> None:
-    """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s), and
-    reading the catalogue. What is there by now is no garbage: a rank that collects need not look at it, and copy its pages.
+    """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s),
+    and reading the catalogue. What is there by now is no garbage: a rank that collects need not look at it, and copy
+    its pages.
     """
     import torch
 

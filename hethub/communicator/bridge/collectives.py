@@ -358,7 +358,8 @@ class Bridge:
         reduction: Reduction,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the tensor's type; in `out` if given."""
+        """The island's sum of `flat[piece]`, in ascending rank order, rounded to the tensor's type; in `out` if
+        given."""
         own = _sub(flat, piece)
         if not incoming:
             return own

@@ -30,7 +30,8 @@ class Piece:
 
 
 class Exchange:
-    """The step for one member of a group; generators as `pipeline` runs them, messages posted before the first yield."""
+    """The step for one member of a group; generators as `pipeline` runs them, messages posted before the first
+    yield."""
 
     def __init__(self, links: Links, islands: Islands, rank: int, clock: LegClock) -> None:
         self._links = links
@@ -125,7 +126,8 @@ class Exchange:
         expected: Sequence[Expected],
         partial: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Writes the total of the share this rank owns into `partial`, as the others will see it; the message to them."""
+        """Writes the total of the share this rank owns into `partial`, as the others will see it; the message to
+        them."""
         own = segment.shares[self._home]
         if not own:
             return None

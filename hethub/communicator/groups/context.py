@@ -53,7 +53,7 @@ class Context:
     spanning: dict[str, Any] = field(default_factory=dict)
     """Our operations over native groups, by name, where a caller has asked for them."""
     emulation: Any = None
-    """What makes the groups of a rehearsal (communicator/emulated.py), None elsewhere."""
+    """What makes the groups of an emulation (communicator/emulated.py), None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -168,7 +168,8 @@ class Context:
     def close(self) -> None:
         """Frees connections and threads; a second call does nothing.
 
-        The other ranks may go on among themselves: this one has said goodbye. When rank 0 goes, nobody watches any more.
+        The other ranks may go on among themselves: this one has said goodbye. When rank 0 goes, nobody watches any
+        more.
         """
         with self._lock:
             if self._closed:

@@ -14,8 +14,8 @@ _BYTES = 256
 
 
 def describe(name: str, number: int, tensors: Sequence[torch.Tensor], chosen: Sequence[str], *, alike: bool) -> str:
-    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be, `chosen` is
-    what else must agree: the words of options, reduction and ranges."""
+    """What an operation is, as far as it must be the same on all ranks: `alike` says that the tensors must be,
+    `chosen` is what else must agree: the words of options, reduction and ranges."""
     shapes = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors] if alike else []
     return json.dumps([name, number, ", ".join([*chosen, *shapes])[:150]])
 

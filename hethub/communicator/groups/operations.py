@@ -136,7 +136,8 @@ class GroupCore(torch_private.GroupBase):
     def _submit(
         self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None
     ) -> HethubWork:
-        """Queues the job, behind those submitted before. `chosen` says what debug mode compares, by default the options."""
+        """Queues the job, behind those submitted before. `chosen` says what debug mode compares, by default the
+        options."""
         return self._queue(name, job, tensors, opts, chosen=chosen)
 
     def _queue(

@@ -14,7 +14,7 @@ from hethub.communicator import torch_private
 from hethub.communicator.groups.backend import context_of
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.groups.work import HethubWork
-from hethub.spec.ranges import Range, tiles_exactly
+from hethub.spec.ranges import Range, covers_exactly
 
 
 def reduce_scatter_by_ranges(
@@ -60,7 +60,7 @@ def _stays_on_device(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Seque
     NCCL and RCCL take lists of unlike sizes, but no empty ones.
     """
     native = not isinstance(group, HethubGroup) and flat.is_cuda and op == dist.ReduceOp.SUM
-    return native and all(ranges) and tiles_exactly(ranges, Range(0, flat.numel()))
+    return native and all(ranges) and covers_exactly(ranges, Range(0, flat.numel()))
 
 
 def native_reduce_scatter(
@@ -126,7 +126,7 @@ def _spanning(group: dist.ProcessGroup) -> HethubGroup:
 def _check(flat: torch.Tensor, ranges: Sequence[Range], size: int) -> None:
     if flat.dim() != 1:
         raise ValueError(f"the tensor has the shape {tuple(flat.shape)}; pass a flat one (view(-1))")
-    if len(ranges) != size or not tiles_exactly(ranges, Range(0, flat.numel())):
+    if len(ranges) != size or not covers_exactly(ranges, Range(0, flat.numel())):
         raise ValueError(
             f"{len(ranges)} ranges {[tuple(r) for r in ranges]} must hold each of the {flat.numel()} elements once,"
             f" one range per member of the group of {size}"

@@ -55,7 +55,8 @@ def island_index(islands: Islands, rank: int) -> int:
 
 
 def split_pieces(pieces: Sequence[Range], parts: int) -> list[list[Range]]:
-    """The integers of `pieces`, in the order given, cut into `parts` lists of equal size (the first ones larger by 1)."""
+    """The integers of `pieces`, in the order given, cut into `parts` lists of equal size (the first ones larger by
+    1)."""
     sizes = from_sizes([piece.size for piece in pieces])
     lists = []
     for part in split(sum(piece.size for piece in pieces), parts):

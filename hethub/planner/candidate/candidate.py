@@ -10,8 +10,8 @@ from hethub.spec.plan import PlanSpec, Recompute, ScheduleName
 
 
 class Seats(NamedTuple):
-    """`number` like replicas of a stage: units of one kind and TP degree with one micro-batch. Their samples follow from
-    their speed."""
+    """`number` like replicas of a stage: units of one kind and TP degree with one micro-batch. Their samples follow
+    from their speed."""
 
     kind: int
     tp: int
@@ -69,7 +69,8 @@ def merged(seats: Sequence[Seats]) -> tuple[Seats, ...]:
 @dataclass(frozen=True)
 class Draft:
     """Stages in order. `alike`: replica i of every stage gets the same samples, so that chains of replicas stay apart.
-    `roomy`: as many tiles in flight as hide the links between stages, where memory allows, and not the default."""
+    `roomy`: as many microbatches in flight as hide the links between stages, where memory allows, and not the
+    default."""
 
     stages: tuple[DraftStage, ...]
     alike: bool = True

@@ -1,4 +1,4 @@
-"""Drafts completed into plans that can be bound and judged: samples divided by speed, tiles in flight, ranks."""
+"""Drafts completed into plans that can be bound and judged: samples divided by speed, microbatches in flight, ranks."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ Seated = Sequence[tuple[Unit, int]]  # a stage's units with their micro-batches
 
 def complete(draft: Draft, problem: Problem, costs: UnitCosts, holds: Sequence[int] | None) -> PlanSpec | None:
     """The plan of a draft with samples divided by speed; None where some replica would have no sample, or the machines
-    cannot be divided so. `holds` are the tiles in flight per stage, None for the default."""
+    cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
     if max(draft.replica_counts) > problem.batch.global_batch:
         return None
     seated = seat_units(draft, problem)
@@ -50,8 +50,8 @@ def _divided(draft: Draft, seated: Sequence[Seated], problem: Problem, costs: Un
 
 
 def _nearly_even(divided: Sequence[list[int]]) -> bool:
-    """Whether all stages divide the samples alike, into counts that differ by one: as many tiles in flight as there are
-    stages behind are then enough, and said in the plan, since the default for unlike replicas is more."""
+    """Whether all stages divide the samples alike, into counts that differ by one: as many microbatches in flight as
+    there are stages behind are then enough, and said in the plan, since the default for unlike replicas is more."""
     first = divided[0]
     return len(divided) > 1 and max(first) - min(first) == 1 and all(d == first for d in divided)
 
@@ -70,18 +70,18 @@ def _workers(draft: Draft, index: int, seated: Seated, costs: UnitCosts) -> list
 
 
 def worker(costs: UnitCosts, stage: DraftStage, seats: Seats, first: bool, last: bool) -> Worker:
-    """One of the seats' replicas with the seconds of its tiles of every size."""
+    """One of the seats' replicas with the seconds of its microbatches of every size."""
     rates = (costs.rate(seats.kind, seats.tp, b, stage.recompute) for b in range(1, seats.micro_batch + 1))
     # More samples never count as less work, whatever a measured profile says.
-    tiles = accumulate((rate.tile(stage.layers, first, last).total for rate in rates), max)
-    return Worker(seats.micro_batch, tuple(tiles))
+    microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
+    return Worker(seats.micro_batch, tuple(microbatches))
 
 
 def _slowest(chain: Sequence[Worker]) -> Worker | None:
     """The chain as one worker: its slowest stage; None where its stages' micro-batches differ."""
     if len({worker.micro_batch for worker in chain}) > 1:
         return None
-    return max(chain, key=lambda worker: worker.tile_seconds[-1])
+    return max(chain, key=lambda worker: worker.microbatch_seconds[-1])
 
 
 def _stage(

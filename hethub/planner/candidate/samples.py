@@ -9,27 +9,27 @@ import numpy as np
 
 
 class Worker(NamedTuple):
-    """A replica's micro-batch and its seconds per tile of 1, 2, … micro_batch samples (index 0 is one sample)."""
+    """A replica's micro-batch and its seconds per microbatch of 1, 2, … micro_batch samples (index 0 is one sample)."""
 
     micro_batch: int
-    tile_seconds: tuple[float, ...]
+    microbatch_seconds: tuple[float, ...]
 
     def seconds(self, samples: int) -> float:
-        """Seconds of `samples`, the last tile perhaps short."""
+        """Seconds of `samples`, the last microbatch perhaps short."""
         whole, rest = divmod(samples, self.micro_batch)
-        return whole * self.tile_seconds[-1] + (self.tile_seconds[rest - 1] if rest else 0.0)
+        return whole * self.microbatch_seconds[-1] + (self.microbatch_seconds[rest - 1] if rest else 0.0)
 
     def within(self, seconds: float) -> int:
         """The most samples that end within `seconds`."""
-        whole = int(seconds / self.tile_seconds[-1] + 1e-9)
-        rest = bisect_left(self.tile_seconds, seconds - whole * self.tile_seconds[-1] + 1e-12)
+        whole = int(seconds / self.microbatch_seconds[-1] + 1e-9)
+        rest = bisect_left(self.microbatch_seconds, seconds - whole * self.microbatch_seconds[-1] + 1e-12)
         return whole * self.micro_batch + min(rest, self.micro_batch - 1)
 
 
 def earliest_finish(total: int, per_sample: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """[case]: when the last replica ends, `total` whole samples divided best, each replica having one at least; `numbers`
-    [sort] or [case, sort] of like replicas, 0 where a case has none, need `per_sample` [case, sort] seconds: parts of a tile
-    are taken as proportional. At most a millionth of the slowest's one sample too late."""
+    """[case]: when the last replica ends, `total` whole samples divided best, each replica having one at least;
+    `numbers` [sort] or [case, sort] of like replicas, 0 where a case has none, need `per_sample` [case, sort] seconds:
+    parts of a microbatch are taken as proportional. At most a millionth of the slowest's one sample too late."""
     if numbers.shape[-1] == 1:
         alone: np.ndarray = per_sample[:, 0] * np.ceil(total / numbers[..., 0])
         return alone

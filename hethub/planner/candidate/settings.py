@@ -1,4 +1,5 @@
-"""What the search enumerates: TP degrees, micro-batches and recompute by kind, and the lines of units that they form."""
+"""What the search enumerates: TP degrees, micro-batches and recompute by kind, and the lines of units that they
+form."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

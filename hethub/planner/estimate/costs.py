@@ -1,4 +1,4 @@
-"""Seconds of tiles on units of each kind, from the predictor's own layer and link costs: what guides the search.
+"""Seconds of microbatches on units of each kind, from the predictor's own layer and link costs: what guides the search.
 
 The judge of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
 """
@@ -24,8 +24,8 @@ class Rate(NamedTuple):
     embedding: PassSeconds
     head: PassSeconds
 
-    def tile(self, layers: int, first: bool, last: bool) -> PassSeconds:
-        """Forward and backward of one tile of a stage."""
+    def microbatch(self, layers: int, first: bool, last: bool) -> PassSeconds:
+        """Forward and backward of one microbatch of a stage."""
         forward, backward = layers * self.layer.forward, layers * self.layer.backward
         for there, part in ((first, self.embedding), (last, self.head)):
             if there:
@@ -49,7 +49,7 @@ class UnitCosts:
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
         self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
-        self._put_off: dict[tuple[int, int, int, str], float] = {}
+        self._deferred_wgrad: dict[tuple[int, int, int, str], float] = {}
         self._reduce: dict[tuple[int, int, int], float] = {}
 
     @property
@@ -76,13 +76,13 @@ class UnitCosts:
             PassSeconds(head.forward + once, head.backward + once),
         )
 
-    def put_off(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
+    def deferred_wgrad(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
         key = (kind, tp, samples, recompute)
-        found = self._put_off.get(key)
+        found = self._deferred_wgrad.get(key)
         if found is None:
             cost = self.layer_costs[kind]
-            found = self._put_off[key] = cost.layer(samples, tp, recompute).backward * cost.weight_share(
+            found = self._deferred_wgrad[key] = cost.layer(samples, tp, recompute).backward * cost.weight_share(
                 samples, 1 / tp
             )
         return found
@@ -112,8 +112,8 @@ class UnitCosts:
 def rank_parameters(
     model: ModelSpec, tp: np.ndarray, layers: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> np.ndarray:
-    """Parameters, by stage, that it sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at least one.
-    A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
+    """Parameters, by stage, that it sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at
+    least one. A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
     matrices = (3 if model.is_gated else 2) * model.ffn
     cut = 2 * model.heads * model.head_size + matrices
     kv = 2 * model.num_kv_heads * model.head_size

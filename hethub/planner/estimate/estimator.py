@@ -1,8 +1,8 @@
 """A step's seconds in closed form: ranks drafts before the predictor judges the best of them.
 
-Per stage (`stage_times`): the exact busy time of its slowest replica, one tile's latency, the gradients' reduction. Over
-stages: the slowest way from the first forward to the last backward through each stage under 1F1B, and the slowest
-circuit that tiles in flight allow; for many drafts at once.
+Per stage (`stage_times`): the exact busy time of its slowest replica, one microbatch's latency, the gradients'
+reduction. Over stages: the slowest way from the first forward to the last backward through each stage under 1F1B, and
+the slowest circuit that microbatches in flight allow; for many drafts at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,9 @@ from hethub.spec.plan import ScheduleName
 
 
 class Weighed(NamedTuple):
-    """What is estimated of a draft: its step, tiles in flight per stage, whether they fit, the stage that works longest, what
-    it works at least, and what the estimate is not below, however many tiles are in flight under 1F1B or zero_bubble."""
+    """What is estimated of a draft: its step, microbatches in flight per stage, whether they fit, the stage that works
+    longest, what it works at least, and what the estimate is not below, however many microbatches are in flight under
+    1F1B or zero_bubble."""
 
     seconds: float
     holds: tuple[int, ...]
@@ -45,12 +46,13 @@ class Surrogate:
         self._least: dict[Draft, float] = {}
 
     def seconds(self, draft: Draft) -> float:
-        """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must not."""
+        """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must
+        not."""
         return self._of(draft).seconds
 
     def holds(self, draft: Draft) -> tuple[int, ...]:
-        """Tiles in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the pace of
-        the busiest stage, where they fit; never fewer than the stage below holds."""
+        """Microbatches in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the
+        pace of the busiest stage, where they fit; never fewer than the stage below holds."""
         return self._of(draft).holds
 
     def likely_fits(self, draft: Draft) -> bool:
@@ -66,15 +68,16 @@ class Surrogate:
         return self.least(draft) < seconds and self.seconds(draft) < seconds and self.likely_fits(draft)
 
     def below(self, drafts: Iterable[Draft], seconds: float) -> list[Draft]:
-        """The unlike ones of the drafts whose estimate is below `seconds` and that likely fit; those that are proved to take
-        longer are not weighed."""
+        """The unlike ones of the drafts whose estimate is below `seconds` and that likely fit; those that are proved
+        to take longer are not weighed."""
         unlike = list(dict.fromkeys(drafts))
         self.bound(unlike)
         self.weigh(draft for draft in unlike if self.least(draft) < seconds)
         return [draft for draft in unlike if self.is_faster(draft, seconds)]
 
     def least(self, draft: Draft) -> float:
-        """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is shorter."""
+        """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is
+        shorter."""
         if draft in self._weighed:
             return self._weighed[draft].least
         if draft not in self._least:
@@ -82,7 +85,7 @@ class Surrogate:
         return self._least[draft]
 
     def floor(self, draft: Draft) -> float:
-        """What the estimate is not below, however many tiles are in flight, under 1F1B or zero_bubble."""
+        """What the estimate is not below, however many microbatches are in flight, under 1F1B or zero_bubble."""
         return self._of(draft).floor
 
     def bound(self, drafts: Iterable[Draft]) -> None:
@@ -92,7 +95,7 @@ class Surrogate:
             self._least[draft] = max([own.seconds for own in stages])
 
     def least_in_passes(self, draft: Draft) -> float:
-        """The same where every replica gathers new weights and steps between its tiles, as under ministages."""
+        """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
         stages = self._rows.figures(self._rows.of([draft], ["1f1b"]))
         return float((stages.least + stages.finish).max())
 
@@ -101,8 +104,8 @@ class Surrogate:
         return self._rows.divided_at(draft, index).samples
 
     def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None, held: int) -> int:
-        """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles, by the
-        closed form; 0 where one sample is too much."""
+        """The largest micro-batch up to that of the seats with which their ranks have memory for so many microbatches,
+        by the closed form; 0 where one sample is too much."""
         return self.times.largest(stage, own, place, schedule or self.problem.schedule, held)
 
     def weigh(self, drafts: Iterable[Draft]) -> None:
@@ -137,8 +140,8 @@ class Surrogate:
         return list(map(Weighed, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
 
     def _side_by_side(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> "_Together":
-        """The drafts with their stages in arrays that end with the last. In front of the first stage of shorter ones stands a
-        blank: the stage once more, without any work."""
+        """The drafts with their stages in arrays that end with the last. In front of the first stage of shorter ones
+        stands a blank: the stage once more, without any work."""
         depth = len(rows[-1])  # the largest, of drafts in order
         first = np.array([depth - len(own) for own in rows])
         table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
@@ -147,15 +150,17 @@ class Surrogate:
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(drafts, table, blank)
         filled = np.array([self._schedule(draft) == "zero_bubble" for draft in drafts])
-        trips = round_trips(stages.tile, stages.wave, crossing)
+        trips = round_trips(stages.microbatch, stages.wave, crossing)
         return _Together(drafts, table, first, blank, stages, crossing, trips, filled)
 
     def _seconds(self, own: "_Together", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[draft]: the step with so many tiles in flight, and what it is not below with any."""
+        """[draft]: the step with so many microbatches in flight, and what it is not below with any."""
         stages, crossing, trips, several = own.stages, own.crossing, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
-        away = np.where(own.blank, 0.0, trips[:, :, -1] - stages.tile)  # until a tile is back from all later stages
+        away = np.where(
+            own.blank, 0.0, trips[:, :, -1] - stages.microbatch
+        )  # until a microbatch is back from all later stages
         slack = np.maximum(0.0, away - (held - 1) * stages.forward)
         gap = slack + np.maximum(0.0, away - (held - 1) * stages.backward)
         drain = np.zeros_like(away)
@@ -182,8 +187,8 @@ class Surrogate:
         return draft.schedule or self.problem.schedule
 
     def _stages(self, drafts: Sequence[Draft], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
-        """Every stage of every draft by itself, and where replica i of every stage gets the same samples, what waiting for
-        the slowest of a chain adds."""
+        """Every stage of every draft by itself, and where replica i of every stage gets the same samples, what waiting
+        for the slowest of a chain adds."""
         stages = self._rows.figures(rows)
         if blank.any():
             for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
@@ -192,8 +197,8 @@ class Surrogate:
         return stages
 
     def _wait_for_chains(self, drafts: Sequence[Draft], stages: StageEstimate) -> None:
-        """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest stage,
-        and all others of it wait."""
+        """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest
+        stage, and all others of it wait."""
         found = [_Chained(row, draft, chains(draft)) for row, draft in enumerate(drafts) if _is_chained(draft)]
         alike = sorted((own for own in found if own.has_one_size), key=_extent)
         for _, own in groupby(alike, key=_extent):
@@ -210,7 +215,7 @@ class Surrogate:
         busy, index = (taken[:, :, None] * per_sample).max(axis=1), [one.row for one in own]
         depth = busy.shape[1]
         stages.busy[index, -depth:] = np.maximum(stages.busy[index, -depth:], busy)
-        stages.tiles[index] = (taken / sizes).max(axis=1)[:, None]
+        stages.microbatches[index] = (taken / sizes).max(axis=1)[:, None]
 
     def _along(self, own: "_Chained") -> list[list[float]]:
         """[chain, stage]: seconds per sample."""
@@ -218,7 +223,7 @@ class Surrogate:
         return [[one.per_sample[sort] for one, sort in zip(stages, sorts, strict=True)] for _, sorts in own.chains]
 
     def _held(self, own: "_Together") -> tuple[np.ndarray, np.ndarray]:
-        """Tiles in flight [draft, stage], and whether they fit [draft]."""
+        """Microbatches in flight [draft, stage], and whether they fit [draft]."""
         stages, filled = own.stages, own.filled
         held = default_flights(stages.wave)
         roomy = np.array([draft.roomy for draft in own.drafts]) & own.several
@@ -226,24 +231,24 @@ class Surrogate:
             held[roomy] = self._enough(own.at(roomy))
         able = np.ones(len(held), dtype=bool)
         if filled.any():
-            held[filled], able[filled] = self._put_off(own.at(filled), held[filled], roomy[filled])
+            held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], roomy[filled])
         return held, able & ((held <= stages.most) | own.blank).all(axis=1)
 
     def _enough(self, own: "_Together") -> np.ndarray:
-        """[draft, stage]: as many tiles in flight as hide what can be hidden. Where weights' gradients are put off, as many as
-        if they were not keep the gaps to be filled few."""
+        """[draft, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are put
+        off, as many as if they were not keep the gaps to be filled few."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
             rows = self._rows.of(own.drafts, repeat(self.problem.schedule, len(own.drafts)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.drafts, np.array(table), own.blank)
-            trips = round_trips(plain.tile, plain.wave, own.crossing)
+            trips = round_trips(plain.microbatch, plain.wave, own.crossing)
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
-        return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.tiles))
+        return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.microbatches))
 
-    def _put_off(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tiles in flight under zero_bubble, of roomy drafts as many as leave memory for what is put off, and whether there is
-        [draft]."""
+    def _deferred_wgrad(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Microbatches in flight under zero_bubble, of roomy drafts as many as leave memory for what is put off, and
+        whether there is [draft]."""
         most, wave = self._most_under_way(own, held), own.stages.wave
         short = roomy & (most < own.widest(held))
         if short.any():
@@ -252,11 +257,11 @@ class Surrogate:
         return held, own.widest(held) <= most
 
     def _most_under_way(self, own: "_Together", held: np.ndarray) -> np.ndarray:
-        """[draft]: up to how many samples every stage has memory for under zero_bubble, where all others may put off as many as
-        are under way in one of them, beside the tiles it holds."""
-        free, tile, each = self._rows.rooms(own.rows)  # [draft, stage, sort]
-        put_off = np.trunc((free - held[:, :, None] * tile) / np.maximum(each, 1.0)).min(axis=2)
-        most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + put_off + 1) - 1).min(axis=1)
+        """[draft]: up to how many samples every stage has memory for under zero_bubble, where all others may put off
+        as many as are under way in one of them, beside the microbatches it holds."""
+        free, microbatch, each = self._rows.rooms(own.rows)  # [draft, stage, sort]
+        deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
+        most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + deferred_wgrad + 1) - 1).min(axis=1)
         return most
 
     def _tied(self, draft: Draft) -> float:
@@ -268,9 +273,9 @@ class Surrogate:
 
 
 class _Together(NamedTuple):
-    """Drafts side by side: the rows of their stages, where the first of these is and where none, their figures, seconds of
-    one tile over each boundary [draft, boundary] and around [draft, s, t], and whose weights' gradients fill the drain
-    [draft]."""
+    """Drafts side by side: the rows of their stages, where the first of these is and where none, their figures,
+    seconds of one microbatch over each boundary [draft, boundary] and around [draft, s, t], and whose weights'
+    gradients fill the drain [draft]."""
 
     drafts: Sequence[Draft]
     rows: np.ndarray

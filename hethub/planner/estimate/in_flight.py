@@ -1,8 +1,10 @@
-"""Tiles in flight by estimate: how long a tile takes to turn somewhere below and come back, and how many hide that.
+"""Microbatches in flight by estimate: how long a microbatch takes to turn somewhere below and come back, and how many
+hide that.
 
-For many drafts of equally many stages at once. Where stages have tiles of unlike sizes, the largest on the way counts:
-a stage with smaller ones runs several for it. `tile` are seconds of one tile both ways, `wave` samples of one tile on
-every replica, `held` tiles in flight, all [draft, stage]; `trips` come from `round_trips`.
+For many drafts of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the way
+counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `wave`
+samples of one microbatch on every replica, `held` microbatches in flight, all [draft, stage]; `trips` come from
+`round_trips`.
 """
 
 from functools import cache
@@ -10,24 +12,25 @@ from functools import cache
 import numpy as np
 
 
-def round_trips(tile: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.ndarray:
-    """[draft, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of all on
-    the way included; `crossing` [draft, boundary]."""
-    starts = np.zeros_like(tile)
-    np.cumsum(tile[:, :-1] + 2 * crossing, axis=1, out=starts[:, 1:])
-    trips: np.ndarray = (starts + tile)[:, None, :] - starts[:, :, None]
+def round_trips(microbatch: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.ndarray:
+    """[draft, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of all
+    on the way included; `crossing` [draft, boundary]."""
+    starts = np.zeros_like(microbatch)
+    np.cumsum(microbatch[:, :-1] + 2 * crossing, axis=1, out=starts[:, 1:])
+    trips: np.ndarray = (starts + microbatch)[:, None, :] - starts[:, :, None]
     unlike = (wave != wave[:, :1]).any(axis=1)
     if unlike.any():
-        trips[unlike] += _repeated(tile[unlike], wave[unlike])
+        trips[unlike] += _repeated(microbatch[unlike], wave[unlike])
     return trips
 
 
-def _repeated(tile: np.ndarray, wave: np.ndarray) -> np.ndarray:
-    """[draft, s, t]: seconds that the stages from s to t take on further tiles for one of the largest among them."""
+def _repeated(microbatch: np.ndarray, wave: np.ndarray) -> np.ndarray:
+    """[draft, s, t]: seconds that the stages from s to t take on further microbatches for one of the largest among
+    them."""
     most, beside = _largest_between(wave), np.zeros((*wave.shape, wave.shape[1]))
     size = wave.max(axis=1)[:, None]
     while (size > wave).any():
-        further = _largest_between((size / wave - 1) * tile)
+        further = _largest_between((size / wave - 1) * microbatch)
         beside = np.where(most == size[:, :, None], further, beside)
         size = np.where(wave < size, wave, 0.0).max(axis=1)[:, None]
     return beside
@@ -47,7 +50,8 @@ def _upper(count: int) -> np.ndarray:
 
 
 def default_flights(wave: np.ndarray) -> np.ndarray:
-    """About how many tiles each stage holds by default: what the one below does and one more of its tiles."""
+    """About how many microbatches each stage holds by default: what the one below does and one more of its
+    microbatches."""
     depth = wave.shape[1]
     held = np.repeat(np.arange(depth, 0.0, -1.0)[None], len(wave), axis=0)
     unlike = (wave != wave[:, :1]).any(axis=1)
@@ -62,9 +66,9 @@ def default_flights(wave: np.ndarray) -> np.ndarray:
 def slowest_circuit(
     trips: np.ndarray, wave: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray | int = 0
 ) -> np.ndarray:
-    """[draft]: seconds of `samples` at the rate of the slowest circuit from its `first` stage on, and of one tile through all: a
-    tile's backward in stage s lets the next forward go down to stage t, where it comes before the backward that answers it
-    as many tiles later as both hold."""
+    """[draft]: seconds of `samples` at the rate of the slowest circuit from its `first` stage on, and of one
+    microbatch through all: a microbatch's backward in stage s lets the next forward go down to stage t, where it comes
+    before the backward that answers it as many microbatches later as both hold."""
     behind = wave * (held - 1)
     apart = np.maximum((behind + wave)[:, :-1, None] - behind[:, None, 1:], 1)
     rates = (trips[:, :-1, 1:] / apart * _upper(apart.shape[1])).max(axis=2)
@@ -76,12 +80,12 @@ def slowest_circuit(
 
 
 def enough_flights(
-    trips: np.ndarray, wave: np.ndarray, pace: np.ndarray, room: np.ndarray, tiles: np.ndarray
+    trips: np.ndarray, wave: np.ndarray, pace: np.ndarray, room: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
-    """As many tiles per stage as its circuits need for `pace` [draft] samples per second, as far as there is room and there
-    are tiles (both [draft, stage]); never fewer samples than the stage below holds."""
+    """As many microbatches per stage as its circuits need for `pace` [draft] samples per second, as far as there is
+    room and there are microbatches (both [draft, stage]); never fewer samples than the stage below holds."""
     spare = (wave != wave[:, :1]).any(axis=1)
-    most, held = np.minimum(room, tiles), np.ones_like(wave)
+    most, held = np.minimum(room, microbatches), np.ones_like(wave)
     for s in range(wave.shape[1] - 2, -1, -1):
         need = (pace[:, None] * trips[:, s, s + 1 :] + wave[:, s + 1 :] * (held[:, s + 1 :] - 1)).max(axis=1)
         wanted = np.ceil(need / wave[:, s] - 1e-6) + spare

@@ -1,8 +1,8 @@
 """Bytes of a rank by its number of layers: coefficients read off the predictor's own memory on small probes.
 
-A rank's bytes are linear in its layers and in the tiles it holds, and nearly so in the micro-batch; what ZeRO cuts falls
-with the replicas that share it. So a few probes of hethub.predictor.memory.ranks give every stage's bytes without a plan,
-and stay true when the predictor's memory changes. The predictor judges every answer.
+A rank's bytes are linear in its layers and in the microbatches it holds, and nearly so in the micro-batch; what ZeRO
+cuts falls with the replicas that share it. So a few probes of hethub.predictor.memory.ranks give every stage's bytes
+without a plan, and stay true when the predictor's memory changes. The predictor judges every answer.
 """
 
 from collections.abc import Sequence
@@ -38,22 +38,24 @@ class Mode(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Bytes of a rank: once + layer * x + tile * k + layer_tile * x * k for x layers and k tiles held, by position; the
-    shared state of a rank without sharding: state_once + state_layer * x; and layer_put_off * x for every tile whose
-    weights' gradients zero_bubble puts off."""
+    """Bytes of a rank: once + layer * x + microbatch * k + layer_microbatch * x * k for x layers and k microbatches
+    held, by position; the shared state of a rank without sharding: state_once + state_layer * x; and
+    layer_deferred_wgrad * x for every microbatch whose weights' gradients zero_bubble puts off."""
 
     once: np.ndarray
     layer: np.ndarray
-    tile: np.ndarray
-    layer_tile: np.ndarray
+    microbatch: np.ndarray
+    layer_microbatch: np.ndarray
     state_once: np.ndarray
     state_layer: np.ndarray
-    layer_put_off: np.ndarray
+    layer_deferred_wgrad: np.ndarray
 
     def fixed(self, layers: "int | np.ndarray", held: "int | np.ndarray", place: int) -> "float | np.ndarray":
         """Bytes whatever the replicas."""
         return (
-            self.once[place] + self.layer[place] * layers + held * (self.tile[place] + self.layer_tile[place] * layers)
+            self.once[place]
+            + self.layer[place] * layers
+            + held * (self.microbatch[place] + self.layer_microbatch[place] * layers)
         )
 
     def state(self, layers: "int | np.ndarray", place: int) -> "float | np.ndarray":
@@ -63,8 +65,8 @@ class Coefficients(NamedTuple):
     def least_replicas(
         self, layers: int, held: "int | np.ndarray", place: int, capacity: float, sharded: bool
     ) -> np.ndarray:
-        """For 0, 1, … `layers` layers, the fewest replicas with which a rank fits; a huge number where none do. Tiles held
-        may be [case, 1]."""
+        """For 0, 1, … `layers` layers, the fewest replicas with which a rank fits; a huge number where none do.
+        Microbatches held may be [case, 1]."""
         each = np.arange(layers + 1)
         room, state = capacity - self.fixed(each, held, place), self.state(each, place)
         if not sharded:
@@ -102,7 +104,7 @@ class Footprints:
         if mode.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
             plain = self.coefficients(accelerator, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
             probe = _Probe(self, probe_for(accelerator), tp, 1, recompute, mode)
-            return plain._replace(layer_put_off=np.full(4, micro_batch * self._put_off(probe)))
+            return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * self._deferred_wgrad(probe)))
         if micro_batch in PROBED_MICRO_BATCHES:
             probe = _Probe(self, probe_for(accelerator), tp, micro_batch, recompute, mode)
             one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
@@ -113,11 +115,11 @@ class Footprints:
         part = (micro_batch - low) / (high - low)
         return Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
 
-    def _put_off(self, probe: "_Probe") -> float:
+    def _deferred_wgrad(self, probe: "_Probe") -> float:
         """Bytes that a layer puts off of one sample."""
         key = (is_cpu(probe.accelerator), probe.tp, probe.recompute, probe.mode)
         if key not in self._late:
-            self._late[key] = probe.put_off()
+            self._late[key] = probe.deferred_wgrad()
         return self._late[key]
 
     def state(self, accelerator: AcceleratorSpec, layers: int, zero: int) -> float:
@@ -129,7 +131,7 @@ class Footprints:
         return self._alone[key]
 
     def _state(self, probe: "_Probe") -> dict[int, np.ndarray]:
-        """By layers, the state before replicas share it, whatever the tiles and recompute."""
+        """By layers, the state before replicas share it, whatever the microbatches and recompute."""
         key = (is_cpu(probe.accelerator), probe.tp, probe.mode)
         if key not in self._shared:
             self._shared[key] = replace(probe, micro_batch=1, recompute="none").state()
@@ -137,14 +139,14 @@ class Footprints:
 
 
 class _ProbeLayout(Layout):
-    """A probe's layout: every replica holds as many tiles as its plan says, which nobody needs to deal out."""
+    """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
 
     @cached_property
     def in_flight(self) -> list[list[int]]:
         return [[replica.in_flight or 1 for replica in stage.replicas] for stage in self.stages]
 
     @property
-    def lane_limits(self) -> list[list[int]]:
+    def actor_limits(self) -> list[list[int]]:
         return [held[:1] if self.plan.runs_in_rounds(stage) else held for stage, held in enumerate(self.in_flight)]
 
 
@@ -160,21 +162,22 @@ class _Probe:
     mode: Mode
 
     def coefficients(self, state: dict[int, np.ndarray], one: Coefficients | None) -> Coefficients:
-        """From one and two layers, one and two tiles in flight. Those of tiles of `one` sample are known for more."""
+        """From one and two layers, one and two microbatches in flight. Those of microbatches of `one` sample are known
+        for more."""
         rest = {x: self._bytes(x, 1, FEW) - state[x] / FEW for x in (1, 2)}
         if one is None:
             two = {x: self._bytes(x, 2, FEW) - state[x] / FEW for x in (1, 2)}
-            layer_tile = two[2] - rest[2] - two[1] + rest[1]
-            tile = two[1] - rest[1] - layer_tile
+            layer_microbatch = two[2] - rest[2] - two[1] + rest[1]
+            microbatch = two[1] - rest[1] - layer_microbatch
         else:
-            layer_tile, tile = self.micro_batch * one.layer_tile, self.micro_batch * one.tile
-        layer = rest[2] - rest[1] - layer_tile
-        once = rest[1] - layer - tile - layer_tile
+            layer_microbatch, microbatch = self.micro_batch * one.layer_microbatch, self.micro_batch * one.microbatch
+        layer = rest[2] - rest[1] - layer_microbatch
+        once = rest[1] - layer - microbatch - layer_microbatch
         state_layer = state[2] - state[1]
-        return Coefficients(once, layer, tile, layer_tile, state[1] - state_layer, state_layer, np.zeros(4))
+        return Coefficients(once, layer, microbatch, layer_microbatch, state[1] - state_layer, state_layer, np.zeros(4))
 
-    def put_off(self) -> float:
-        """Bytes that one more tile on the first stage lets the second one, of one layer, put off."""
+    def deferred_wgrad(self) -> float:
+        """Bytes that one more microbatch on the first stage lets the second one, of one layer, put off."""
         first, second = (self._ranks(1, held, FEW)[1] for held in ((1, 1, 1), (2, 1, 1)))
         return float(second - first)
 
@@ -195,7 +198,7 @@ class _Probe:
         return np.array([*three, *one], dtype=float)
 
     def _ranks(self, layers: int, held: Sequence[int], replicas: int) -> list[int]:
-        """Bytes of a rank of each stage, which hold so many tiles."""
+        """Bytes of a rank of each stage, which hold so many microbatches."""
         stages = len(held)
         samples, model, tp = 4 * self.micro_batch, self.footprints.model.replace(layers=stages * layers), self.tp
         node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=stages * replicas * tp)

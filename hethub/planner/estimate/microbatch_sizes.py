@@ -1,4 +1,4 @@
-"""Micro-batches of any size: tiles that come out even, and the largest that memory allows."""
+"""Micro-batches of any size: microbatches that come out even, and the largest that memory allows."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ Where = Sequence[tuple[int, int | None]]  # stages, each with one kind of its re
 
 
 def resized(draft: Draft, where: Where, surrogate: Surrogate, step: int) -> Draft:
-    """The draft with tiles of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened out."""
+    """The draft with microbatches of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened
+    out."""
     changed = {}
     for index, kind in where:
         stage, samples = draft.stages[index], surrogate.samples(draft, index)
@@ -23,7 +24,7 @@ def resized(draft: Draft, where: Where, surrogate: Surrogate, step: int) -> Draf
 
 
 def _next_even(own: Seats, samples: int, step: int, surrogate: Surrogate) -> int:
-    """The micro-batch with which `samples` make fewer, more or as many tiles, as equal as they can be."""
+    """The micro-batch with which `samples` make fewer, more or as many microbatches, as equal as they can be."""
     size, number = own.micro_batch, -(-samples // own.micro_batch)
     if step > 0:
         size = -(-samples // max(number - 1, 1))
@@ -33,7 +34,7 @@ def _next_even(own: Seats, samples: int, step: int, surrogate: Surrogate) -> int
 
 
 def even(samples: int, size: int) -> int:
-    """The smallest micro-batch with which `samples` make as many tiles as with `size`."""
+    """The smallest micro-batch with which `samples` make as many microbatches as with `size`."""
     return -(-samples // -(-samples // size))
 
 
@@ -43,8 +44,8 @@ def _allowed(own: Seats, size: int, surrogate: Surrogate) -> int:
 
 
 def fitted(draft: Draft, surrogate: Surrogate) -> Draft | None:
-    """The draft with the micro-batches of replicas over their memory cut to the largest that fits, tiles evened; None where
-    one sample is too much."""
+    """The draft with the micro-batches of replicas over their memory cut to the largest that fits, microbatches
+    evened; None where one sample is too much."""
     if surrogate.problem.constraints.micro_batch or not surrogate.problem.capabilities.any_micro_batch:
         return None
     last, holds, changed = len(draft.stages) - 1, surrogate.holds(draft), {}

@@ -13,7 +13,7 @@ from hethub.spec.plan import ScheduleName
 
 
 class Divided(NamedTuple):
-    """A stage's seconds on its busiest replica's tiles alone, and by seats samples and seconds of each."""
+    """A stage's seconds on its busiest replica's microbatches alone, and by seats samples and seconds of each."""
 
     seconds: float
     samples: list[int]
@@ -53,7 +53,7 @@ class StageRows:
         return StageEstimate(*self._figures[:, np.asarray(rows)])
 
     def rooms(self, rows: np.ndarray) -> Room:
-        """What the ranks of every sort have for tiles, or nearly so, [*rows, sort]."""
+        """What the ranks of every sort have for microbatches, or nearly so, [*rows, sort]."""
         return Room(*self._rooms[:, rows])
 
     def divided(self, drafts: Sequence[Draft]) -> list[list[Divided]]:
@@ -112,6 +112,7 @@ def _with_rows(table: np.ndarray, start: int, rows: np.ndarray) -> np.ndarray:
 
 
 def _with_sorts(rooms: np.ndarray, width: int) -> np.ndarray:
-    """What ranks have for tiles [figure, row, sort], for so many sorts; those who are nobody have room for any."""
+    """What ranks have for microbatches [figure, row, sort], for so many sorts; those who are nobody have room for
+    any."""
     more = np.broadcast_to(np.reshape(ANY_ROOM, (-1, 1, 1)), (*rooms.shape[:2], width - rooms.shape[2]))
     return np.concatenate([rooms, more], axis=2) if more.shape[2] else rooms

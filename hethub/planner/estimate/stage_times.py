@@ -25,8 +25,8 @@ _BOUNDLESS = float(1 << 60)  # bytes where nobody is: finite, so that they can b
 
 
 class Placed(NamedTuple):
-    """A stage where it stands: what of the model's ends it holds (`footprint.position`), whether its samples come in equal
-    parts, whatever the speeds, and under which schedule."""
+    """A stage where it stands: what of the model's ends it holds (`footprint.position`), whether its samples come in
+    equal parts, whatever the speeds, and under which schedule."""
 
     stage: DraftStage
     place: int
@@ -40,30 +40,30 @@ class Placed(NamedTuple):
 
 
 class StageEstimate(NamedTuple):
-    """Stages by themselves, in arrays of one shape: seconds of the busiest replica, of one tile each way, of the reduction
-    and what follows it."""
+    """Stages by themselves, in arrays of one shape: seconds of the busiest replica, of one microbatch each way, of the
+    reduction and what follows it."""
 
     busy: np.ndarray
-    least: np.ndarray  # the same on its tiles alone
+    least: np.ndarray  # the same on its microbatches alone
     forward: np.ndarray
-    backward: np.ndarray  # what the tile above waits for
-    tiles: np.ndarray  # of the busiest replica
-    wave: np.ndarray  # samples of one tile on every replica
+    backward: np.ndarray  # what the microbatch above waits for
+    microbatches: np.ndarray  # of the busiest replica
+    wave: np.ndarray  # samples of one microbatch on every replica
     reduce: np.ndarray
     tail: np.ndarray
     finish: np.ndarray  # optimizer and new weights
-    most: np.ndarray  # tiles that every rank has memory for, or nearly so
-    sure: np.ndarray  # tiles that every rank has memory for
+    most: np.ndarray  # microbatches that every rank has memory for, or nearly so
+    sure: np.ndarray  # microbatches that every rank has memory for
 
     @property
-    def tile(self) -> np.ndarray:
-        """Seconds of one tile both ways."""
+    def microbatch(self) -> np.ndarray:
+        """Seconds of one microbatch both ways."""
         return self.forward + self.backward
 
 
 class Division(NamedTuple):
-    """How stages divide the samples: seconds of the busiest replica on its tiles alone [stage], and [stage, sort] samples of
-    a replica and seconds of each in whole tiles."""
+    """How stages divide the samples: seconds of the busiest replica on its microbatches alone [stage], and [stage,
+    sort] samples of a replica and seconds of each in whole microbatches."""
 
     least: np.ndarray
     taken: np.ndarray
@@ -71,15 +71,17 @@ class Division(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Bytes of ranks that tiles may fill, and what a tile held fills, and one whose weights' gradients are put off."""
+    """Bytes of ranks that microbatches may fill, and what a microbatch held fills, and one whose weights' gradients
+    are put off."""
 
     free: Any
-    tile: Any
-    put_off: Any
+    microbatch: Any
+    deferred_wgrad: Any
 
 
 class _Sort(NamedTuple):
-    """One of the replicas of a stage: seconds of a whole tile each way, by layer and for what embedding and head add."""
+    """One of the replicas of a stage: seconds of a whole microbatch each way, by layer and for what embedding and head
+    add."""
 
     micro_batch: Any
     forward: Any
@@ -91,8 +93,8 @@ class _Sort(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] how many replicas are of a sort,
-    how large their tiles are, and seconds of these each way."""
+    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] how many replicas are of
+    a sort, how large their microbatches are, and seconds of these each way."""
 
     stages: Sequence[Placed]
     layers: np.ndarray
@@ -144,18 +146,20 @@ class StageTimes:
         return self._divided(self._side_by_side(stages))
 
     def estimates(self, stages: Sequence[Placed]) -> tuple[StageEstimate, Division, Room]:
-        """The stages in full, how they divide the samples, and what their ranks have for tiles, or nearly so."""
+        """The stages in full, how they divide the samples, and what their ranks have for microbatches, or nearly so."""
         own = self._side_by_side(stages)
         division, sums, room = self._divided(own), self._sums(own), self._rooms(own)
-        forward, backward, tiles = self._tiles(own, division.taken)
+        forward, backward, microbatches = self._microbatches(own, division.taken)
         num_bytes = np.maximum(sums.parameters * self.costs.gradient_width, 1.0)
         reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(own.zero > 0, 1, 2)
         gather = np.where(own.zero > 0, sums.seconds(self.costs.width), 0.0)
         named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the judge
-        most = np.trunc(room.free / np.maximum(room.tile, 1.0)).min(axis=1)
-        sure = np.trunc((room.free - (NEARLY - 1) * self._capacities(own)) / np.maximum(room.tile, 1.0)).min(axis=1)
+        most = np.trunc(room.free / np.maximum(room.microbatch, 1.0)).min(axis=1)
+        sure = np.trunc((room.free - (NEARLY - 1) * self._capacities(own)) / np.maximum(room.microbatch, 1.0)).min(
+            axis=1
+        )
         found = StageEstimate(
-            busy=division.least, least=division.least, forward=forward, backward=backward, tiles=tiles,
+            busy=division.least, least=division.least, forward=forward, backward=backward, microbatches=microbatches,
             wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
             finish=gather + self._optimizer(own, sums.parameters / own.shards),
@@ -166,17 +170,17 @@ class StageTimes:
         if met.any():
             rounds = self._in_rounds(own, found, sums)
             found = StageEstimate(*(np.where(met, *each) for each in zip(rounds, found, strict=True)))
-        return found._replace(backward=found.backward - self._put_off(stages) * own.layers), division, room
+        return found._replace(backward=found.backward - self._deferred_wgrad(stages) * own.layers), division, room
 
     def room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float = 1.0) -> Room:
-        """What one of the seats' ranks has for tiles, by the closed form."""
+        """What one of the seats' ranks has for microbatches, by the closed form."""
         shards = stage.replicas if stage.zero else 1
         at = self._coefficients(stage, own, place, schedule)
         return _room(at, stage.layers, shards, slack * self._capacity[own.kind])
 
     def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, held: int) -> int:
-        """The largest micro-batch up to that of the seats with which their ranks have memory for so many tiles; named
-        state shares are left to the judge. 0 where one sample is too much."""
+        """The largest micro-batch up to that of the seats with which their ranks have memory for so many microbatches;
+        named state shares are left to the judge. 0 where one sample is too much."""
         if stage.state_shares:
             return own.micro_batch
         key = (stage.layers, stage.recompute, stage.zero, stage.replicas, own[:3], place, schedule, held)
@@ -185,7 +189,7 @@ class StageTimes:
 
             def is_able(size: int) -> bool:
                 room = self.room(stage, own._replace(micro_batch=size), place, schedule)
-                return bool(room.free >= held * max(room.tile, 1.0))
+                return bool(room.free >= held * max(room.microbatch, 1.0))
 
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
         return found
@@ -242,36 +246,36 @@ class StageTimes:
             taken[by_speed] = np.clip(within(ended, rates), 1, total)
         return Division(least, taken, per_sample)
 
-    def _tiles(self, own: _Side, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a tile each way as the samples see it on average, and the most tiles of a replica; no tile is larger than
-        its replica's samples."""
+    def _microbatches(self, own: _Side, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of a microbatch each way as the samples see it on average, and the most microbatches of a replica;
+        no microbatch is larger than its replica's samples."""
         forward, backward = own.forward.copy(), own.backward.copy()
         for s, i in np.argwhere(taken < own.micro_batches).tolist():
             placed, seats = own.stages[s], own.stages[s].stage.seats[i]
             rate = self.costs.rate(seats.kind, seats.tp, int(taken[s, i]), placed.stage.recompute)
-            forward[s, i], backward[s, i] = rate.tile(placed.stage.layers, *placed.ends)
+            forward[s, i], backward[s, i] = rate.microbatch(placed.stage.layers, *placed.ends)
         part = taken * own.numbers / self.problem.batch.global_batch  # what of the samples passes a sort
-        tiles = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
-        return (part * forward).sum(axis=1), (part * backward).sum(axis=1), tiles.max(axis=1)
+        microbatches = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
+        return (part * forward).sum(axis=1), (part * backward).sum(axis=1), microbatches.max(axis=1)
 
     def _in_rounds(self, own: _Side, alone: StageEstimate, sums: _Sums) -> StageEstimate:
-        """Stages under ZeRO-2/3, their replicas in lockstep: every tile waits for gathers and reductions of its layers that
-        compute does not hide."""
+        """Stages under ZeRO-2/3, their replicas in lockstep: every microbatch waits for gathers and reductions of its
+        layers that compute does not hide."""
         gather = np.where(own.zero == 3, sums.seconds(self.costs.width), 0.0)
         reduce = sums.seconds(self.costs.gradient_width)
         slowest = [np.where(own.numbers > 0, each, 0.0).max(axis=1) for each in (own.forward, own.backward)]
         forward = np.maximum(gather, slowest[0]) + gather / own.layers
         backward = np.maximum(gather + reduce, slowest[1]) + (gather + reduce) / own.layers
-        rounds = np.maximum(alone.tiles, self.problem.batch.global_batch / alone.wave)
+        rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.wave)
         return alone._replace(
-            busy=np.maximum(alone.busy, rounds * (forward + backward)), forward=forward, backward=backward, tiles=rounds,
+            busy=np.maximum(alone.busy, rounds * (forward + backward)), forward=forward, backward=backward, microbatches=rounds,
             reduce=np.zeros_like(reduce), tail=reduce / own.layers,
         )  # fmt: skip
 
-    def _put_off(self, stages: Sequence[Placed]) -> np.ndarray:
-        """[stage]: seconds of a layer's backward that the tile above does not wait for."""
+    def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
+        """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
         found = [
-            min([self.costs.put_off(*own[:3], placed.stage.recompute) for own in placed.stage.seats])
+            min([self.costs.deferred_wgrad(*own[:3], placed.stage.recompute) for own in placed.stage.seats])
             if placed.schedule == "zero_bubble"
             else 0.0
             for placed in stages
@@ -279,7 +283,7 @@ class StageTimes:
         return np.array(found)
 
     def _rooms(self, own: _Side) -> Room:
-        """[stage, sort]: what ranks have for tiles, or nearly so."""
+        """[stage, sort]: what ranks have for microbatches, or nearly so."""
         width = own.numbers.shape[1]
         kept = [
             [self._coefficients(p.stage, seats, p.place, p.schedule) for seats in p.stage.seats] for p in own.stages
@@ -331,9 +335,9 @@ class StageTimes:
 
 
 def _room(at: Coefficients, layers: Any, shards: Any, capacity: Any) -> Room:
-    """What ranks of so much memory have for tiles."""
+    """What ranks of so much memory have for microbatches."""
     kept = at.once + at.layer * layers + (at.state_once + at.state_layer * layers) / shards
-    return Room(capacity - kept, at.tile + at.layer_tile * layers, at.layer_put_off * layers)
+    return Room(capacity - kept, at.microbatch + at.layer_microbatch * layers, at.layer_deferred_wgrad * layers)
 
 
 def _padded(rows: Sequence[list[Any]], width: int, blank: Any) -> list[list[Any]]:

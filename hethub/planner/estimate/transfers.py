@@ -1,4 +1,4 @@
-"""Seconds that tiles are under way between stages, before ranks are named."""
+"""Seconds that microbatches are under way between stages, before ranks are named."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ class Crossings:
         self._machine_sizes = [len(kind.machines[0]) for kind in problem.kinds]
 
     def of(self, draft: Draft) -> list[float]:
-        """Seconds of one tile over each boundary, from the slowest pair of sorts."""
+        """Seconds of one microbatch over each boundary, from the slowest pair of sorts."""
         key = tuple([stage.seats for stage in draft.stages])
         found = self._ways.get(key)
         if found is None:
@@ -52,7 +52,7 @@ class Crossings:
         return found
 
     def _cross(self, sender: Seats, receiver: Seats, together: bool) -> float:
-        """Seconds of one tile from a replica to another, on one machine or on two of their kinds."""
+        """Seconds of one microbatch from a replica to another, on one machine or on two of their kinds."""
         one, two = self.problem.kinds[sender.kind].machines, self.problem.kinds[receiver.kind].machines
         source = one[0][0]
         target = one[0][-1] if together else two[-1][0]

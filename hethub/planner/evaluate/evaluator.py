@@ -52,7 +52,8 @@ class Verdict:
 
 
 def is_alike(plan: PlanSpec) -> bool:
-    """Whether nothing needs dealing: all stages have the same replicas, of equal tiles or with tiles in flight given."""
+    """Whether nothing needs dealing: all stages have the same replicas, of equal microbatches or with microbatches in
+    flight given."""
     if plan.schedule not in ("1f1b", "gpipe") or any(map(plan.runs_in_rounds, range(len(plan.stages)))):
         return False
     first = [(replica.micro_batch, replica.samples) for replica in plan.stages[0].replicas]
@@ -62,16 +63,16 @@ def is_alike(plan: PlanSpec) -> bool:
 
 
 def is_equal(plan: PlanSpec) -> bool:
-    """Whether all replicas of all equally wide stages have the same samples in the same tiles."""
-    tiles = {(len(stage.replicas), r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
-    return len(tiles) == 1
+    """Whether all replicas of all equally wide stages have the same samples in the same microbatches."""
+    microbatches = {(len(stage.replicas), r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
+    return len(microbatches) == 1
 
 
 class AlikeLayout(Layout):
-    """The layout of a plan that `is_alike`, its tiles in flight known without dealing thousands of tiles.
+    """The layout of a plan that `is_alike`, its microbatches in flight known without dealing thousands of microbatches.
 
-    With equal tiles everywhere a replica holds as many as there are stages from its own to the last. `bind` checks the
-    answer in full before it is given.
+    With equal microbatches everywhere a replica holds as many as there are stages from its own to the last. `bind`
+    checks the answer in full before it is given.
     """
 
     @cached_property
@@ -85,7 +86,7 @@ class AlikeLayout(Layout):
         ]
 
     @property
-    def lane_limits(self) -> list[list[int]]:  # every replica is a lane of its own
+    def actor_limits(self) -> list[list[int]]:  # every replica is an actor of its own
         return self.in_flight
 
 
@@ -95,12 +96,14 @@ def layout_of(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
 
 
 def raised(plan: PlanSpec) -> PlanSpec:
-    """The plan with the default of tiles in flight wherever it gives too few."""
+    """The plan with the default of microbatches in flight wherever it gives too few."""
     stages = []
     for index, (stage, limits) in enumerate(zip(plan.stages, raised_limits(plan), strict=True)):
         held = limits * len(stage.replicas) if plan.runs_in_rounds(index) else limits
         own = zip(stage.replicas, held, strict=True)
-        stages.append(stage.replace(replicas=tuple([replica.replace(in_flight=tiles) for replica, tiles in own])))
+        stages.append(
+            stage.replace(replicas=tuple([replica.replace(in_flight=microbatches) for replica, microbatches in own]))
+        )
     return plan.replace(stages=tuple(stages))
 
 
@@ -123,7 +126,7 @@ def keeps(plan: PlanSpec, given: ConstraintsSpec) -> bool:
     )
 
 
-SMALL_REPLAY = 1_000  # tiles: always replayed
+SMALL_REPLAY = 1_000  # microbatches: always replayed
 
 
 class Judge:
@@ -136,7 +139,7 @@ class Judge:
         self.surrogate = surrogate or Surrogate(problem, costs)
         self.started = time.perf_counter()
         self.limit_seconds = problem.constraints.time_limit_seconds
-        self.tiles_left = 0  # to be replayed one by one
+        self.microbatches_left = 0  # to be replayed one by one
         self._known: dict[Draft, Verdict | None] = {}
         self._by_plan: dict[tuple[bool, str], Verdict | None] = {}
         self.fitting: dict[Draft, Verdict] = {}
@@ -171,7 +174,8 @@ class Judge:
         return None if self.out_of_time else self(draft)
 
     def may_win(self, draft: Draft) -> bool:
-        """Whether the draft's busiest replica computes less than the best plan takes: else it is proved to be slower."""
+        """Whether the draft's busiest replica computes less than the best plan takes: else it is proved to be
+        slower."""
         return self.best is None or self.surrogate.least(draft) < self.best.seconds
 
     def _judge(self, draft: Draft) -> Verdict | None:
@@ -179,7 +183,7 @@ class Judge:
         plan = draft.plan or complete(draft, self.problem, self.costs, holds)
         if plan is None or not keeps(plan, self.problem.constraints) or self.problem.forbids_any(draft.mixtures):
             return None
-        key = (draft.roomy, plan.model_dump_json())  # what is roomy may be given more tiles in flight
+        key = (draft.roomy, plan.model_dump_json())  # what is roomy may be given more microbatches in flight
         if key in self._by_plan:  # of another draft
             known = self._by_plan[key]
             return known and known.of(draft)
@@ -198,13 +202,13 @@ class Judge:
             verdict = Verdict(draft, layout.plan, used, all_fit(layout, used, reserve), predicted)
             if verdict.fits or self.ignore_memory or draft.plan or self._is_closest(verdict):
                 _ = verdict.prediction
-        except BadInput:  # too few tiles in flight, heads that do not divide, or a link without a speed: no plan
+        except BadInput:  # too few microbatches in flight, heads that do not divide, or a link without a speed: no plan
             return None
         return verdict
 
     def _layout(self, draft: Draft, plan: PlanSpec) -> Layout:
-        """The layout of a draft's plan; of a roomy draft with more tiles in flight where those estimated cannot be. Raises
-        BadInput where it does not bind."""
+        """The layout of a draft's plan; of a roomy draft with more microbatches in flight where those estimated cannot
+        be. Raises BadInput where it does not bind."""
         model, cluster = self.problem.model, self.problem.cluster
         try:
             return layout_of(plan, model, cluster)
@@ -214,14 +218,14 @@ class Judge:
             return layout_of(raised(plan), model, cluster)
 
     def _spend(self, plan: PlanSpec) -> bool:
-        """Whether the tiles of a plan that must be dealt and replayed are still within what this search may spend. Of
-        equal replicas one is replayed."""
-        tiles = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
+        """Whether the microbatches of a plan that must be dealt and replayed are still within what this search may
+        spend. Of equal replicas one is replayed."""
+        microbatches = sum(-(-r.samples // r.micro_batch) for stage in plan.stages for r in stage.replicas)
         if is_equal(plan):
-            tiles //= len(plan.stages[0].replicas)
-        if self.fitting and tiles > max(self.tiles_left, SMALL_REPLAY):
+            microbatches //= len(plan.stages[0].replicas)
+        if self.fitting and microbatches > max(self.microbatches_left, SMALL_REPLAY):
             return False
-        self.tiles_left -= tiles
+        self.microbatches_left -= microbatches
         return True
 
     def _note(self, verdict: Verdict) -> None:

@@ -1,5 +1,5 @@
-"""The longest way down to a replica's first tile, through all its work, and back up from its last one: a bound on many points
-at once that knows which samples every tile holds."""
+"""The longest way down to a replica's first microbatch, through all its work, and back up from its last one: a bound
+on many points at once that knows which samples every microbatch holds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Chains:
-    """What bounds the points of branches under one schedule that have as many replicas in every stage: [stage][branch] of
-    options, [boundary][branch] of crossings."""
+    """What bounds the points of branches under one schedule that have as many replicas in every stage: [stage][branch]
+    of options, [boundary][branch] of crossings."""
 
     def __init__(self, stages: Sequence[Sequence[StageOptions]], crossings: Sequence[Sequence[np.ndarray]]) -> None:
         self.stages = [ChainStage(own) for own in stages]
@@ -27,8 +27,9 @@ class Chains:
         return np.concatenate([np.zeros(0), *(self._bounds(branches[part], options[part]) for part in parts)])
 
     def _bounds(self, branches: np.ndarray, options: np.ndarray) -> np.ndarray:
-        """A replica begins when its first tile has come down, each tile on the way as soon as its samples are there and its
-        replica has run those before it; so does what comes back up, seen from the end. In between it does all its work."""
+        """A replica begins when its first microbatch has come down, each microbatch on the way as soon as its samples
+        are there and its replica has run those before it; so does what comes back up, seen from the end. In between it
+        does all its work."""
         down = up = found = np.zeros(len(branches))
         above: _Dealt | None = None
         for index, stage in enumerate(self.stages):
@@ -55,13 +56,13 @@ class ChainStage:
     def __init__(self, options: Sequence[StageOptions]) -> None:
         every, self._number_of = _unlike(options)
         modes = [mode for own in every for mode in own.modes]
-        self.tilings, self.axis = every[0].tilings, every[0].axis
+        self.microbatchings, self.axis = every[0].microbatchings, every[0].axis
         self.last_pass = modes[0].last_pass
         self.updates = np.stack([mode.updates for mode in modes])  # [mode, replica]
         self.seconds = np.stack([mode.seconds for mode in modes])  # [mode, pass, replica, samples]
         self.reductions = np.array([mode.reduction[:2] for mode in modes])
         replicas = np.arange(self.seconds.shape[2])
-        largest = self.seconds[:, 0, replicas, self.tilings.sizes]  # [mode, way, replica]
+        largest = self.seconds[:, 0, replicas, self.microbatchings.sizes]  # [mode, way, replica]
         self.able = np.isfinite(largest).all(axis=2)
         firsts = np.cumsum([0, *(len(own.modes) for own in every)])
         self._first_of = firsts[self._number_of]
@@ -71,20 +72,20 @@ class ChainStage:
                 self._members[number, floor, : len(members)] = members
 
     def rows(self, branches: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The modes and the tilings that options of branches are."""
-        modes, ways = np.divmod(options, len(self.tilings))
+        """The modes and the microbatchings that options of branches are."""
+        modes, ways = np.divmod(options, len(self.microbatchings))
         return self._first_of[branches] + modes, ways
 
     def members(self, branches: np.ndarray, options: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The options that those of floors stand for, each with the point it belongs to; less those beyond memory."""
-        floors, ways = np.divmod(options, len(self.tilings))
+        floors, ways = np.divmod(options, len(self.microbatchings))
         members = self._members[self._number_of[branches], floors]
         able = (members >= 0) & self.able[self._first_of[branches][:, None] + members, ways[:, None]]
         points, places = np.nonzero(able)
-        return points, members[points, places] * len(self.tilings) + ways[points]
+        return points, members[points, places] * len(self.microbatchings) + ways[points]
 
     def of_samples(self, rows: np.ndarray, way: int, dealt: "_Dealt") -> np.ndarray:
-        """Seconds of each sample's tile in a pass: [point, sample]."""
+        """Seconds of each sample's microbatch in a pass: [point, sample]."""
         return self.seconds[rows[:, None], way, dealt.replicas, dealt.stops - dealt.starts]
 
 
@@ -109,7 +110,7 @@ def _unlike(parts: Sequence[T]) -> tuple[list[T], np.ndarray]:
 
 
 class _Dealt(NamedTuple):
-    """The tiles of a stage by point and sample."""
+    """The microbatches of a stage by point and sample."""
 
     replicas: np.ndarray
     starts: np.ndarray
@@ -133,7 +134,7 @@ class _Work(NamedTuple):
 
     @classmethod
     def of(cls, stage: ChainStage, rows: np.ndarray, ways: np.ndarray) -> "_Work":
-        samples, sizes = stage.tilings.samples[ways], stage.tilings.sizes[ways]
+        samples, sizes = stage.microbatchings.samples[ways], stage.microbatchings.sizes[ways]
         whole, rest = np.divmod(samples, sizes)
         replicas = np.arange(samples.shape[1])
         full, short, last = (
@@ -147,8 +148,8 @@ class _Work(NamedTuple):
 
 
 def _passed(dealt: _Dealt, ready: np.ndarray, begins: np.ndarray, spent: np.ndarray) -> np.ndarray:
-    """By point and sample, when its tile ends, each beginning when its last sample is ready and its replica free; they are
-    free from `begins` on [point, replica]."""
+    """By point and sample, when its microbatch ends, each beginning when its last sample is ready and its replica
+    free; they are free from `begins` on [point, replica]."""
     free, ends, latest = begins.copy(), np.empty(ready.shape), ready[:, 0]
     for sample, here in enumerate(ready.T):
         latest = np.where(dealt.starts[:, sample] == sample, here, np.maximum(latest, here))

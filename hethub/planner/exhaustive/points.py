@@ -32,20 +32,20 @@ class Point(NamedTuple):
 
     branch: Branch
     options: tuple[int, ...]
-    held: tuple[tuple[int, ...], ...] | None = None  # tiles in flight by stage and replica; None: the default
+    held: tuple[tuple[int, ...], ...] | None = None  # microbatches in flight by stage and replica; None: the default
 
     @property
     def modes(self) -> list[Mode]:
         return [stage.mode(option) for stage, option in zip(self.branch.stages, self.options, strict=True)]
 
     @property
-    def tiling(self) -> object:
+    def microbatching(self) -> object:
         """What the order of its actions depends on."""
         return (
             self.branch.costs.schedule,
             self.held,
             *(
-                (len(units), option % len(stage.tilings), mode.zero >= 2)
+                (len(units), option % len(stage.microbatchings), mode.zero >= 2)
                 for units, stage, option, mode in zip(
                     self.branch.shape, self.branch.stages, self.options, self.modes, strict=True
                 )
@@ -58,8 +58,8 @@ class Point(NamedTuple):
         choices: list[StageChoice] = []
         held = self.held or [None] * len(self.options)
         for stage, option, mode, most in zip(self.branch.stages, self.options, self.modes, held, strict=True):
-            way = option % len(stage.tilings)
-            samples, sizes = stage.tilings.samples[way], stage.tilings.sizes[way]
+            way = option % len(stage.microbatchings)
+            samples, sizes = stage.microbatchings.samples[way], stage.microbatchings.sizes[way]
             choices.append(StageChoice(samples, sizes, mode.recompute, mode.zero, most))
         return plan_of(costs.problem, costs.schedule, self.branch.shape, self.branch.layers, choices)
 
@@ -82,8 +82,8 @@ class Points(NamedTuple):
 
 
 def promising_floors(limit: float, branches: Sequence[Branch], most: int, above: float = 0.0) -> Points:
-    """The points of floors whose bound is below the limit and not below `above`, by their bounds; the smallest `most` of
-    them."""
+    """The points of floors whose bound is below the limit and not below `above`, by their bounds; the smallest `most`
+    of them."""
     width = max((len(branch.shape) for branch in branches), default=0)
     none = Points(branches, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64))
     found, new, count = none, [none], 0
@@ -115,7 +115,8 @@ def _together(parts: Sequence[Points]) -> Points:
 
 
 def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
-    """The points by schedule and how many replicas their stages have, with the number of their branch in what bounds them."""
+    """The points by schedule and how many replicas their stages have, with the number of their branch in what bounds
+    them."""
     owners, number_of = np.unique(points.owners, return_inverse=True)
     sorts: dict[tuple[str, tuple[int, ...]], int] = {}
     owned = (points.branches[owner] for owner in owners.tolist())
@@ -147,8 +148,8 @@ def _refined(points: Points, numbers: np.ndarray, chains: Chains, limit: float) 
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:
-    """The cuts of the layers for a shape of which some point may take less than the limit, each with its bound; none when
-    time is up."""
+    """The cuts of the layers for a shape of which some point may take less than the limit, each with its bound; none
+    when time is up."""
     cuts = _cuts(costs.problem.model.layers, len(shape))
     if costs.judge.out_of_time:
         return []
@@ -197,9 +198,10 @@ def _below(limit: float, branch: Branch) -> tuple[np.ndarray, np.ndarray]:
 def step_bound(stages: Sequence[StageBounds], crossings: Sequence[float]) -> np.ndarray:
     """Seconds that no plan with these stages, in arrays that broadcast, is shorter than.
 
-    A stage begins when a tile has come down to it, works on all its tiles, and one goes back up from it; the stages that it
-    reaches reduce their gradients then. Weights' gradients that are put off hold nobody above up. Who has a longer update
-    than the others begins as much later (predictor/step.py). No smaller figure of a stage makes the bound larger.
+    A stage begins when a microbatch has come down to it, works on all its microbatches, and one goes back up from it;
+    the stages that it reaches reduce their gradients then. Weights' gradients that are put off hold nobody above up.
+    Who has a longer update than the others begins as much later (predictor/step.py). No smaller figure of a stage
+    makes the bound larger.
     """
     first = reduce(np.minimum, (stage.update for stage in stages))
     fill: np.ndarray | float = 0.0

@@ -1,10 +1,11 @@
 """A small space searched to its end: every plan of a handful of accelerators that a bound does not exclude is timed.
 
-The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in steps of
-one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of tiles in
-flight. A point is left out where a bound of its step is no shorter than the best plan known: a rough one over what its
-stages take at least, then that of its chains of tiles. All others are replayed with the predictor's own costs, those of one
-tiling at once, and judged in order of these times. The best are then tried with more tiles in flight.
+The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in
+steps of one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of
+microbatches in flight. A point is left out where a bound of its step is no shorter than the best plan known: a rough
+one over what its stages take at least, then that of its chains of microbatches. All others are replayed with the
+predictor's own costs, those of one microbatching at once, and judged in order of these times. The best are then tried
+with more microbatches in flight.
 """
 
 import heapq
@@ -31,12 +32,13 @@ WINDOW = 131_072  # floors' points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_JUDGED = 1000  # where memory holds few of them
-MOST_DEEPENED = 128  # points tried with more tiles in flight
+MOST_DEEPENED = 128  # points tried with more microbatches in flight
 
 
 def search_tiny(problem: Problem, judge: Judge) -> None:
-    """Judges what may be better than the best plan known, most promising first. The judge knows then what no plan of the
-    space is below: the best plan where it was searched to its end, else the smallest bound that was not looked at."""
+    """Judges what may be better than the best plan known, most promising first. The judge knows then what no plan of
+    the space is below: the best plan where it was searched to its end, else the smallest bound that was not looked
+    at."""
     costs = [StageCosts(judge, schedule) for schedule in schedules_of(problem)]
     shapes = list(shapes_of(problem))
     bounded = [own for each in costs for shape in shapes for own in branches_below(judge.best_seconds, each, shape)]
@@ -128,7 +130,7 @@ def _seconds_of(timed: tuple[float, Point]) -> float:
 
 
 def _deeper(problem: Problem, point: Point) -> list[Point]:
-    """The point with more tiles in flight than by default in all stages but the last."""
+    """The point with more microbatches in flight than by default in all stages but the last."""
     plan = point.plan
     if plan.schedule == "gpipe":
         return []
@@ -144,7 +146,7 @@ def _deeper(problem: Problem, point: Point) -> list[Point]:
 
 
 def _runs(problem: Problem, point: Point) -> bool:
-    """Whether the tiles in flight are enough for those held further down."""
+    """Whether the microbatches in flight are enough for those held further down."""
     try:
         return bool(Layout(point.plan, problem.model, problem.cluster).in_flight)
     except BadInput:
@@ -152,15 +154,15 @@ def _runs(problem: Problem, point: Point) -> bool:
 
 
 def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[Node]]) -> list[tuple[float, Point]]:
-    """The points with the seconds of their step, all of one tiling at once."""
+    """The points with the seconds of their step, all of one microbatching at once."""
     alike: dict[object, list[Point]] = {}
     for point in points:
-        alike.setdefault(point.tiling, []).append(point)
+        alike.setdefault(point.microbatching, []).append(point)
     found: list[tuple[float, Point]] = []
-    for tiling, own in alike.items():
-        if tiling not in orders:
-            orders[tiling] = nodes_of(Layout(own[0].plan, problem.model, problem.cluster))
-        found += zip(step_seconds(own, orders[tiling]), own, strict=True)
+    for microbatching, own in alike.items():
+        if microbatching not in orders:
+            orders[microbatching] = nodes_of(Layout(own[0].plan, problem.model, problem.cluster))
+        found += zip(step_seconds(own, orders[microbatching]), own, strict=True)
     return found
 
 

@@ -1,4 +1,5 @@
-"""What one stage of a small space's plans may do, as arrays: its replicas' samples and tiles, and seconds under every mode."""
+"""What one stage of a small space's plans may do, as arrays: its replicas' samples and microbatches, and seconds under
+every mode."""
 
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
@@ -27,8 +28,9 @@ Shape = tuple[Units, ...]
 LEVELS = (0, 1, 3)  # of ZeRO: replicas of a round run ahead of each other under 2, which the replay does not know
 
 
-class Tilings(NamedTuple):
-    """All ways to divide the samples over a stage's replicas and to cut them into tiles: arrays [way, replica]."""
+class Microbatchings(NamedTuple):
+    """All ways to divide the samples over a stage's replicas and to cut them into microbatches: arrays [way,
+    replica]."""
 
     samples: np.ndarray
     sizes: np.ndarray
@@ -38,23 +40,24 @@ class Tilings(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """The tiles of all ways, dealt along the sample axis."""
+    """The microbatches of all ways, dealt along the sample axis."""
 
-    replicas: np.ndarray  # [way, sample], of the tile that holds it
+    replicas: np.ndarray  # [way, sample], of the microbatch that holds it
     starts: np.ndarray
     stops: np.ndarray
-    firsts: np.ndarray  # [way, replica], the first sample of its first tile
-    lasts: np.ndarray  # the last sample of its last tile
+    firsts: np.ndarray  # [way, replica], the first sample of its first microbatch
+    lasts: np.ndarray  # the last sample of its last microbatch
 
 
 class Cuts(NamedTuple):
-    """Which tile sizes are looked at: these, and if `even` those that make a number of tiles as equal as can be."""
+    """Which microbatch sizes are looked at: these, and if `even` those that make a number of microbatches as equal as
+    can be."""
 
     micro_batches: tuple[int, ...]
     even: bool
 
     def of(self, samples: int) -> list[int]:
-        """The unlike tile sizes of a replica with so many samples."""
+        """The unlike microbatch sizes of a replica with so many samples."""
         found = {min(size, samples) for size in self.micro_batches}
         if self.even:
             found |= {-(-samples // number) for number in range(1, samples + 1)}
@@ -62,22 +65,22 @@ class Cuts(NamedTuple):
 
 
 @cache
-def tilings(total: int, replicas: int, cuts: Cuts) -> Tilings:
-    """All samples in steps of one with all tile sizes."""
+def microbatchings(total: int, replicas: int, cuts: Cuts) -> Microbatchings:
+    """All samples in steps of one with all microbatch sizes."""
     found = [
         (samples, sizes)
         for edges in combinations(range(1, total), replicas - 1)
         for samples in [tuple(b - a for a, b in pairwise((0, *edges, total)))]
         for sizes in product(*map(cuts.of, samples))
     ]
-    return Tilings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
+    return Microbatchings(*(np.array(part, dtype=np.int64) for part in zip(*found, strict=True)))
 
 
 @cache
 def axis_of(total: int, replicas: int, cuts: Cuts) -> Axis:
-    """Where the tiles of all `tilings` lie on the sample axis."""
+    """Where the microbatches of all `microbatchings` lie on the sample axis."""
     rows = []
-    for samples, sizes in zip(*(part.tolist() for part in tilings(total, replicas, cuts)), strict=True):
+    for samples, sizes in zip(*(part.tolist() for part in microbatchings(total, replicas, cuts)), strict=True):
         replicas_of = enumerate(zip(samples, sizes, strict=True))
         dealt = deal([ReplicaSpec(ranks=(rank,), micro_batch=size, samples=own) for rank, (own, size) in replicas_of])
         counts = np.subtract(dealt.stops, dealt.starts)
@@ -87,7 +90,7 @@ def axis_of(total: int, replicas: int, cuts: Cuts) -> Axis:
     return Axis(owners, starts, stops, own.argmax(axis=2), total - 1 - own[..., ::-1].argmax(axis=2))
 
 
-def count_tilings(total: int, replicas: int, cuts: Cuts) -> float:
+def count_microbatchings(total: int, replicas: int, cuts: Cuts) -> float:
     """How many there are, without making them."""
     each = np.array([0.0, *(len(cuts.of(count)) for count in range(1, total + 1))])
     found = each
@@ -97,7 +100,7 @@ def count_tilings(total: int, replicas: int, cuts: Cuts) -> float:
 
 
 def cuts_of(problem: Problem) -> Cuts:
-    """The tile sizes of a problem."""
+    """The microbatch sizes of a problem."""
     given = problem.constraints
     free = problem.capabilities.any_micro_batch and not given.micro_batch and not given.max_micro_batch
     return Cuts(problem.micro_batches, free)
@@ -120,7 +123,7 @@ def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute
 
 def count_options(problem: Problem, units: Units) -> float:
     """How many options a stage has."""
-    ways = count_tilings(problem.batch.global_batch, len(units), cuts_of(problem))
+    ways = count_microbatchings(problem.batch.global_batch, len(units), cuts_of(problem))
     return ways * len(problem.recomputes) * len(levels(problem, units))
 
 
@@ -129,7 +132,9 @@ class Mode(NamedTuple):
 
     recompute: Recompute
     zero: int
-    seconds: np.ndarray  # [pass, replica, samples] of one tile; weights' gradients are a pass where they are put off
+    seconds: (
+        np.ndarray
+    )  # [pass, replica, samples] of one microbatch; weights' gradients are a pass where they are put off
     reduction: Reduction
     updates: np.ndarray  # per replica, from the gradient norm to its next step
 
@@ -139,7 +144,7 @@ class Mode(NamedTuple):
 
 
 def limited(mode: Mode, fits: np.ndarray) -> Mode:
-    """The mode with tiles that never end where they are beyond memory, as `fits` [replica, samples] tells."""
+    """The mode with microbatches that never end where they are beyond memory, as `fits` [replica, samples] tells."""
     seconds = mode.seconds.copy()
     seconds[:2, :, 1:][:, ~fits[:, 1:]] = np.inf
     return mode._replace(seconds=seconds)
@@ -148,9 +153,9 @@ def limited(mode: Mode, fits: np.ndarray) -> Mode:
 class StageBounds(NamedTuple):
     """Seconds that a stage's part of a step takes at least, in arrays of one shape."""
 
-    busy: np.ndarray  # the replica that works longest, on all its tiles
+    busy: np.ndarray  # the replica that works longest, on all its microbatches
     passed: np.ndarray  # the same without what is put off
-    forward: np.ndarray  # its shortest tile
+    forward: np.ndarray  # its shortest microbatch
     backward: np.ndarray
     weight: np.ndarray
     reduced: np.ndarray  # from its last pass to the end of the reduction
@@ -169,18 +174,18 @@ class StageBounds(NamedTuple):
 
 
 class StageOptions(NamedTuple):
-    """All options of a stage [mode x tiling]. The first of the modes are floors, which stand for those behind them and are
-    nowhere above; bounded are those of the floors, the first."""
+    """All options of a stage [mode x microbatching]. The first of the modes are floors, which stand for those behind
+    them and are nowhere above; bounded are those of the floors, the first."""
 
     modes: tuple[Mode, ...]
     members: tuple[tuple[int, ...], ...]  # by floor, the modes that it stands for
-    tilings: Tilings
+    microbatchings: Microbatchings
     axis: Axis
     bounds: StageBounds
     least: StageBounds  # what none of the bounds is below
 
     def mode(self, option: int) -> Mode:
-        return self.modes[option // len(self.tilings)]
+        return self.modes[option // len(self.microbatchings)]
 
 
 def floor_of(modes: Sequence[Mode]) -> Mode:
@@ -193,7 +198,7 @@ def floor_of(modes: Sequence[Mode]) -> Mode:
     )
 
 
-def options_of(modes: Sequence[Mode], ways: Tilings, axis: Axis) -> StageOptions:
+def options_of(modes: Sequence[Mode], ways: Microbatchings, axis: Axis) -> StageOptions:
     """The options of a stage from what it costs in every mode."""
     sorts = [[index for index, mode in enumerate(modes) if (mode.zero >= 2) == rounds] for rounds in (False, True)]
     members = [own for own in sorts if own]
@@ -204,8 +209,8 @@ def options_of(modes: Sequence[Mode], ways: Tilings, axis: Axis) -> StageOptions
     return StageOptions((*floors, *modes), behind, ways, axis, bounds, bounds.least)
 
 
-def bounds_of(mode: Mode, ways: Tilings) -> StageBounds:
-    """What a mode's part of a step takes at least, by tiling."""
+def bounds_of(mode: Mode, ways: Microbatchings) -> StageBounds:
+    """What a mode's part of a step takes at least, by microbatching."""
     whole, rest = np.divmod(ways.samples, ways.sizes)
     replicas = np.arange(ways.sizes.shape[1])
     full, short = mode.seconds[:, replicas, ways.sizes], mode.seconds[:, replicas, rest]  # [pass, way, replica]
@@ -219,26 +224,26 @@ def bounds_of(mode: Mode, ways: Tilings) -> StageBounds:
 
 
 class StageCosts:
-    """The options of all stages of a problem under one schedule, and what lies between two of them, each asked once of the
-    predictor."""
+    """The options of all stages of a problem under one schedule, and what lies between two of them, each asked once of
+    the predictor."""
 
     def __init__(self, judge: Judge, schedule: ScheduleName) -> None:
         self.judge, self.problem, self.schedule = judge, judge.problem, schedule
         self.cuts = cuts_of(judge.problem)
         self.recomputes = recomputes_under(schedule, judge.problem)
         self._options: dict[object, StageOptions] = {}
-        self._tiles: dict[object, np.ndarray] = {}
+        self._microbatches: dict[object, np.ndarray] = {}
         self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
         self._nearest: dict[Shape, list[float]] = {}
 
     @property
     def most(self) -> int:
-        """Samples of the largest tile."""
+        """Samples of the largest microbatch."""
         return max(self.cuts.of(self.problem.batch.global_batch))
 
     def options(self, shape: Shape, layers: Sequence[int], stage: int) -> StageOptions:
-        """A stage's options. They depend on its replicas and the ends of the model that it holds; with a tied head also on
-        who holds the other end."""
+        """A stage's options. They depend on its replicas and the ends of the model that it holds; with a tied head
+        also on who holds the other end."""
         ends = (stage == 0, stage == len(shape) - 1)
         others = (shape[0], shape[-1]) if self.problem.model.tied_head and any(ends) else None
         key = (shape[stage], layers[stage], *ends, others)
@@ -252,11 +257,11 @@ class StageCosts:
             able = [self._fits(shape[stage], layers[stage], mode, position(*ends)) for mode in modes]
             modes = [limited(mode, fits) for mode, fits in zip(modes, able, strict=True)]
             division = self.problem.batch.global_batch, len(shape[stage]), self.cuts
-            found = self._options[key] = options_of(modes, tilings(*division), axis_of(*division))
+            found = self._options[key] = options_of(modes, microbatchings(*division), axis_of(*division))
         return found
 
     def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:
-        """Whether a rank may run tiles of so many samples and has memory for one: [replica, samples]."""
+        """Whether a rank may run microbatches of so many samples and has memory for one: [replica, samples]."""
         most = [min(self.most, self.problem.at_most(unit.kind, self.most)) for unit in units]
         if not self.judge.ignore_memory:
             seats = [Seats(unit.kind, unit.tp, 1, 1) for unit in units]
@@ -265,7 +270,7 @@ class StageCosts:
             def holds(own: Seats, size: int) -> bool:
                 sized = own._replace(micro_batch=size)
                 room = self.judge.surrogate.times.room(stage, sized, place, self.schedule, NEARLY)
-                return bool(room.tile <= room.free)
+                return bool(room.microbatch <= room.free)
 
             most = [largest_able(partial(holds, own), limit) for own, limit in zip(seats, most, strict=True)]
         return np.arange(self.most + 1) <= np.array(most)[:, None]
@@ -276,24 +281,25 @@ class StageCosts:
     def _mode(self, shape: Shape, layers: Sequence[int], stage: int, zero: int, recompute: Recompute) -> Mode:
         costs, replicas = self._costs(shape, layers, zero, recompute), range(len(shape[stage]))
         ends = (stage == 0, stage == len(shape) - 1)
-        seconds = np.stack([self._tile_seconds(costs, stage, replica, ends) for replica in replicas], axis=1)
+        seconds = np.stack([self._microbatch_seconds(costs, stage, replica, ends) for replica in replicas], axis=1)
         reduction = costs.state.reduction(stage)
         updates = np.array([costs.optimizer(stage, replica) for replica in replicas])
         if reduction.gather_seconds or zero >= 2:  # all wait for the weights of all owners
             updates = np.full(len(updates), updates.max() + reduction.gather_seconds)
         return Mode(recompute, zero, seconds, reduction, updates)
 
-    def _tile_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
-        """Seconds of a replica's tiles: [pass, samples]. Without gathers they are those of any other of its kind."""
+    def _microbatch_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
+        """Seconds of a replica's microbatches: [pass, samples]. Without gathers they are those of any other of its
+        kind."""
         spec, own = costs.layout.stages[stage], costs.layout.replica(stage, replica)
         node = costs.layout.cluster.places[own.ranks[0]].node
         others = spec.ranks if spec.zero >= 2 else None
         key = (node.name, own.tp, spec.num_layers, ends, spec.recompute, others)
-        found = self._tiles.get(key)
+        found = self._microbatches.get(key)
         if found is None:
-            tiles = [costs.tile(stage, replica, size) for size in range(1, self.most + 1)]
-            passes = zip(*tiles, strict=True)
-            found = self._tiles[key] = np.array([[0.0, *(parts.total for parts in each)] for each in passes])
+            microbatches = [costs.microbatch(stage, replica, size) for size in range(1, self.most + 1)]
+            passes = zip(*microbatches, strict=True)
+            found = self._microbatches[key] = np.array([[0.0, *(parts.total for parts in each)] for each in passes])
         return found
 
     def nearest(self, shape: Shape) -> list[float]:
@@ -320,7 +326,7 @@ class StageCosts:
         return found
 
     def _costs(self, shape: Shape, layers: Sequence[int], zero: int, recompute: Recompute) -> PlanCosts:
-        """The predictor's costs of any plan with these stages; what is read of them depends on no tile."""
+        """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""
         total, options = self.problem.batch.global_batch, []
         for units in shape:
             able = levels(self.problem, units)
@@ -333,7 +339,7 @@ class StageCosts:
 
 
 class StageChoice(NamedTuple):
-    """What a plan says of a stage beside its layers and ranks; tiles held None for the default."""
+    """What a plan says of a stage beside its layers and ranks; microbatches held None for the default."""
 
     samples: Sequence[int]
     sizes: Sequence[int]

@@ -1,4 +1,5 @@
-"""Why the best plan is not faster: what binds, found by planning again with each figure 10 % better, the batch doubled."""
+"""Why the best plan is not faster: what binds, found by planning again with each figure 10 % better, the batch
+doubled."""
 
 from dataclasses import replace
 from functools import partial
@@ -62,11 +63,11 @@ def _gain(drafts: list[Draft], best: Verdict, relaxed: Problem) -> float:
     what small changes then make of them; 0 where none of these fits there."""
     judge = Judge(relaxed, UnitCosts(relaxed))
     effort = replace(effort_for(relaxed), steps=6)
-    judge.tiles_left = effort.tiles
+    judge.microbatches_left = effort.microbatches
     for draft in drafts:
         judge(draft)
     leader = judge.best
-    if leader is None:  # tiles in flight are chosen anew, and may then be more than memory holds
+    if leader is None:  # microbatches in flight are chosen anew, and may then be more than memory holds
         return 0.0
     judge(descend(judge, leader.draft, set()))
     climb(leader, judge, effort, set())

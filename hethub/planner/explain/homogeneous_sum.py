@@ -50,7 +50,8 @@ def upper_bound_tokens_per_second(alone: Alone) -> float | None:
 
 
 class _Part(NamedTuple):
-    """One kind of the whole problem, and the problem on it alone; no problem where its part of the batch is no sample."""
+    """One kind of the whole problem, and the problem on it alone; no problem where its part of the batch is no
+    sample."""
 
     kind: Kind
     problem: Problem | None

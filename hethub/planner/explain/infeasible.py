@@ -1,4 +1,5 @@
-"""No plan fits: by how much on what, and the smallest changes with which one does, each verified by planning with it."""
+"""No plan fits: by how much on what, and the smallest changes with which one does, each verified by planning with
+it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +24,8 @@ class Change(NamedTuple):
 
 
 def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
-    """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would help."""
+    """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would
+    help."""
     closest = judge.closest
     if closest is None and judge.out_of_time:
         return (
@@ -110,7 +112,7 @@ def _less_reserve(problem: Problem) -> Iterator[Change]:
 
 
 def fewer_samples(problem: Problem) -> Iterator[Change]:
-    """A half, a quarter, … of the batch: fewer tiles can be in flight."""
+    """A half, a quarter, … of the batch: fewer microbatches can be in flight."""
     batch = problem.batch
     for part in (2, 4, 8) if not problem.constraints.keep_global_batch else ():
         if samples := batch.global_batch // part:

@@ -68,7 +68,8 @@ class _Kept:
         self.entries: list[Entry] = []
 
     def add(self, rows: np.ndarray, seconds: np.ndarray, entry: Callable[[int], Entry]) -> None:
-        """Takes in what is good enough of some cuts, given their combinations and estimates; `entry` makes one by index."""
+        """Takes in what is good enough of some cuts, given their combinations and estimates; `entry` makes one by
+        index."""
         near = np.flatnonzero(seconds < self.worst)
         new = zip(seconds[near].tolist(), rows[near].tolist(), near.tolist(), strict=True)
         old: list[tuple[float, int, Entry | int]] = [(entry.seconds, entry.row, entry) for entry in self.entries]
@@ -89,8 +90,8 @@ class _Kept:
 def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: bool = True) -> Best:
     """The `number` best cuts, and the best pure ones, in one pass over all settings.
 
-    A setting is not cut where one tile's way through all layers and the busy time of perfect balance exceed the worst
-    kept, or the best by more than the estimate can err.
+    A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
+    worst kept, or the best by more than the estimate can err.
     """
     tried = main_orders(problem)
     lines = _all_lines(problem, table, len(tried), memory_counts=memory_counts)
@@ -131,8 +132,8 @@ def reordered(problem: Problem, table: Table, leaders: Sequence[Entry], *, memor
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts: bool) -> Lines:
-    """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for what
-    memory has no room for by far."""
+    """Every number of stages that divides a combination's units evenly, in the main orders and side by side, but for
+    what memory has no room for by far."""
     given, units = problem.constraints, table.units
     unlike = (table.counts > 0).sum(axis=1) > 1
     found = []

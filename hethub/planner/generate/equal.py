@@ -1,8 +1,8 @@
 """Stages of given replicas: the best layers for each, exactly, for thousands of arrangements at once.
 
 With the units of every stage given, a stage's busy time is linear in its layers, so the smallest deadline that holds
-all layers follows by bisection. Arrangements have unlike numbers of stages: arrays by stage hold those of one arrangement
-behind those of another.
+all layers follows by bisection. Arrangements have unlike numbers of stages: arrays by stage hold those of one
+arrangement behind those of another.
 """
 
 from dataclasses import dataclass
@@ -108,12 +108,12 @@ def _sums(stages: Stages, values: np.ndarray) -> np.ndarray:
 
 
 def room_for(problem: Problem, table: Table, rows: np.ndarray, stages: int) -> np.ndarray:
-    """Whether so many stages together could hold the layers if only one tile were held and nothing but layers: what fails
-    here needs no cut. A stage that straddles sorts counts in full for each."""
+    """Whether so many stages together could hold the layers if only one microbatch were held and nothing but layers:
+    what fails here needs no cut. A stage that straddles sorts counts in full for each."""
     replicas = table.units[rows, None] // stages
     shards = replicas if problem.usual_zero > 0 else np.ones_like(replicas)
     memory, counts = table.memory, table.counts[rows]
-    per_layer = memory.layer[rows, :, MIDDLE] + memory.layer_tile[rows, :, MIDDLE]
+    per_layer = memory.layer[rows, :, MIDDLE] + memory.layer_microbatch[rows, :, MIDDLE]
     per_layer = per_layer + memory.state_layer[rows, :, MIDDLE] / shards
     most = np.where(counts > 0, np.ceil(counts / replicas) + 1, 0.0)
     held = np.divide(table.capacity[rows], per_layer, out=np.zeros_like(per_layer), where=counts > 0)
@@ -122,7 +122,7 @@ def room_for(problem: Problem, table: Table, rows: np.ndarray, stages: int) -> n
 
 
 def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[stage]: busy seconds per layer and beyond the layers, and one tile's seconds per layer."""
+    """[stage]: busy seconds per layer and beyond the layers, and one microbatch's seconds per layer."""
     samples, composition, rows = problem.batch.global_batch, own.composition, own.rows[own.stages.of]
     present = composition > 0
     layer = np.where(present, table.layer.T.take(rows, axis=1), 0.0)  # [sort, stage]
@@ -137,12 +137,12 @@ def _linear(problem: Problem, table: Table, own: Arrangements) -> tuple[np.ndarr
         numbers = composition.take(stage, axis=1)
         part = (numbers * figures[own.rows].T).sum(axis=0) / (numbers * layer.take(stage, axis=1)).sum(axis=0)
         extra[stage] += per_layer[stage] * part
-    latency: np.ndarray = np.where(present, table.tile.T.take(rows, axis=1), 0.0).max(axis=0)
+    latency: np.ndarray = np.where(present, table.microbatch.T.take(rows, axis=1), 0.0).max(axis=0)
     return per_layer, extra, latency
 
 
 def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarray:
-    """[stage]: the most layers that fit into every present sort's memory, tiles in flight by depth."""
+    """[stage]: the most layers that fit into every present sort's memory, microbatches in flight by depth."""
     stages = own.stages
     place = np.full(len(stages.of), MIDDLE)
     place[stages.first], place[stages.last] = FIRST, LAST
@@ -155,11 +155,11 @@ def _most_layers(problem: Problem, table: Table, own: Arrangements) -> np.ndarra
     most = np.full(len(rows), float(problem.model.layers))
     for sort, replicas in enumerate(own.composition):
         stage = np.flatnonzero(replicas)
-        row, tiles, shared = rows.take(stage), held.take(stage), shards.take(stage)
+        row, microbatches, shared = rows.take(stage), held.take(stage), shards.take(stage)
         at = (row * num_sorts + sort) * num_places + place.take(stage)
-        once, layer, tile, layer_tile, state_once, state_layer = (part.take(at) for part in memory)
-        per_layer = layer + tiles * layer_tile + state_layer / shared
-        room = table.capacity[:, sort].take(row) - (once + tiles * tile + state_once / shared)
+        once, layer, microbatch, layer_microbatch, state_once, state_layer = (part.take(at) for part in memory)
+        per_layer = layer + microbatches * layer_microbatch + state_layer / shared
+        room = table.capacity[:, sort].take(row) - (once + microbatches * microbatch + state_once / shared)
         most[stage] = np.minimum(most.take(stage), np.floor(room / per_layer))
     return np.maximum(most, -1)
 
@@ -190,8 +190,8 @@ def _spread(total: int, stages: Stages, per_layer: np.ndarray, extra: np.ndarray
 
 
 def _latest(surplus: np.ndarray, of: np.ndarray, ends: np.ndarray, per_layer: np.ndarray) -> np.ndarray:
-    """Up to `surplus` [arrangement] stages of every arrangement that end last, the first ones among equals, and end last
-    also without the last layers of the others: these layers would be taken away if it were done one by one."""
+    """Up to `surplus` [arrangement] stages of every arrangement that end last, the first ones among equals, and end
+    last also without the last layers of the others: these layers would be taken away if it were done one by one."""
     order = np.lexsort((-ends, of))
     of, ends = of[order], ends[order]
     first = np.flatnonzero(np.diff(of, prepend=-1))

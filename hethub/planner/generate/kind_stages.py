@@ -1,8 +1,8 @@
 """Stages of one kind each: every kind in its own number of stages, with its own TP degree, micro-batch and recompute.
 
 Under a goal (`kind_ways`) a kind in so many stages holds a number of layers whatever the other kinds do. So dynamic
-programming over the kinds, from the last stage to the first, finds for every number of stages how all layers are held so
-that a tile passes through soonest; for all goals at once.
+programming over the kinds, from the last stage to the first, finds for every number of stages how all layers are held
+so that a microbatch passes through soonest; for all goals at once.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ Kinds = frozenset[int]
 
 
 def kind_drafts(problem: Problem, surrogate: Surrogate, bound_seconds: float, below_seconds: float) -> list[Draft]:
-    """Plans that meet goals, the promising ones first. `bound_seconds` is what perfect balance takes; no deadline is beyond
-    `below_seconds`."""
+    """Plans that meet goals, the promising ones first. `bound_seconds` is what perfect balance takes; no deadline is
+    beyond `below_seconds`."""
     deadlines = [bound_seconds * times for times in DEADLINES if bound_seconds * times < below_seconds]
     waves = [wave for wave in WAVES if LEAST_WAVES * wave <= problem.batch.global_batch]
     if len(problem.kinds) == 1 or not deadlines or not waves:
@@ -35,18 +35,18 @@ def kind_drafts(problem: Problem, surrogate: Surrogate, bound_seconds: float, be
     seconds, wave = zip(*product(deadlines, range(len(waves))), strict=True)
     goals = Goals(np.array(seconds), np.array(wave), np.array(waves))
     kinds = [KindWays(problem, surrogate, kind, goals) for kind in range(len(problem.kinds))]
-    return Programme(problem, kinds, goals).drafts() if all(kind.ways for kind in kinds) else []
+    return TaskGraph(problem, kinds, goals).drafts() if all(kind.ways for kind in kinds) else []
 
 
 class _State(NamedTuple):
-    """Kinds behind each other to the last stage: seconds of a tile through what they hold [goal, stages, layers], and what
-    stands in front: kind, stages, layers."""
+    """Kinds behind each other to the last stage: seconds of a microbatch through what they hold [goal, stages,
+    layers], and what stands in front: kind, stages, layers."""
 
     seconds: np.ndarray
     front: np.ndarray
 
 
-class Programme:
+class TaskGraph:
     """The dynamic programme over sets of kinds."""
 
     def __init__(self, problem: Problem, kinds: Sequence[KindWays], goals: Goals) -> None:
@@ -93,7 +93,8 @@ class Programme:
         return behind | {kind} == self.all, not behind
 
     def _extend(self, behind: Kinds, kind: int, new: _State) -> None:
-        """Puts a kind in front of others, in every number of stages and layers with which the rest can hold what is left."""
+        """Puts a kind in front of others, in every number of stages and layers with which the rest can hold what is
+        left."""
         old, total = self.states[behind].seconds, self.layers + 1
         needed = max(0, self.layers - sum(self.kinds[other].most for other in self.all - behind - {kind}))
         for stages in self.kinds[kind].ways:

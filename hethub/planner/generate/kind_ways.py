@@ -1,7 +1,7 @@
 """What one kind of accelerator can hold in stages of its own, in every way to form them, under many goals at once.
 
-A goal is a deadline, seconds that a stage may compute and reduce its gradients, with a wave, samples that the replicas of a
-stage take together: with micro-batches that come near it no stage waits for larger tiles of another.
+A goal is a deadline, seconds that a stage may compute and reduce its gradients, with a wave, samples that the replicas
+of a stage take together: with micro-batches that come near it no stage waits for larger microbatches of another.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from hethub.spec.ranges import split
 
 MOST_STAGES = 16
 EXPOSED = 0.5  # of a reduction: about what nothing hides
-FLIGHTS = 1.3  # tiles in flight for every stage behind: links take time too
+FLIGHTS = 1.3  # microbatches in flight for every stage behind: links take time too
 _NONE = -1_000_000  # layers of a stage that cannot hold one
 
 Ends = tuple[bool, bool]  # whether one of the stages is the model's first, and one its last
@@ -48,8 +48,8 @@ class Way(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """All ways of a kind to form a number of stages: micro-batches and seconds of a tile through a layer [wave, way], and how
-    many layers a stage holds at most, by where it stands [goal, way, wide or narrow, stages behind]."""
+    """All ways of a kind to form a number of stages: micro-batches and seconds of a microbatch through a layer [wave,
+    way], and how many layers a stage holds at most, by where it stands [goal, way, wide or narrow, stages behind]."""
 
     ways: Sequence[Way]
     sizes: np.ndarray
@@ -60,7 +60,8 @@ class Ways(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Seconds of a tile through so many layers [goal, stages behind, layers], and on which way they are the fewest."""
+    """Seconds of a microbatch through so many layers [goal, stages behind, layers], and on which way they are the
+    fewest."""
 
     seconds: np.ndarray
     way: np.ndarray
@@ -136,8 +137,8 @@ class KindWays:
         return Table(np.where(able, own.through[self.goals.wave[goal], way] * layers, np.inf), way)
 
     def _held(self, stages: int, ends: Ends) -> np.ndarray:
-        """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none. None are
-        behind the model's last."""
+        """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none.
+        None are behind the model's last."""
         own, held = self.ways[stages], self._held_between(stages)
         if ends[0]:
             held = held + (own.first - own.middle)[:, :, 0, stages - 1 :]
@@ -200,16 +201,19 @@ class KindWays:
         per_layer = each + share * per_sample[:, :, 0, None]
         in_time = (self.goals.seconds[:, None, None] - extra[wave]) / per_layer[wave]
         larger = np.maximum(1.0, self.goals.waves[:, None, None] / (sizes[:, :, None] * widths))[..., None]
-        tiles = np.ceil((1 + FLIGHTS * np.arange(self.depth)) * larger)  # [wave, way, wide or narrow, stages behind]
-        fixed, layer, tile, layer_tile, state, state_layer = memory.transpose(2, 0, 1)[..., None, None]
+        microbatches = np.ceil(
+            (1 + FLIGHTS * np.arange(self.depth)) * larger
+        )  # [wave, way, wide or narrow, stages behind]
+        fixed, layer, microbatch, layer_microbatch, state, state_layer = memory.transpose(2, 0, 1)[..., None, None]
         shards = widths[..., None] if self.problem.usual_zero > 0 else 1
-        room = self.problem.capacity(self.kind) - (fixed + tiles * tile + state / shards)
-        in_memory = (room / (layer + tiles * layer_tile + state_layer / shards))[wave]
+        room = self.problem.capacity(self.kind) - (fixed + microbatches * microbatch + state / shards)
+        in_memory = (room / (layer + microbatches * layer_microbatch + state_layer / shards))[wave]
         found = np.floor(np.minimum(in_time[..., None], in_memory) + 1e-9)
         return np.where(found >= 1, found, _NONE).astype(np.int64)
 
     def _reduction(self, ways: Sequence[Way], widths: np.ndarray, ends: Ends) -> tuple[np.ndarray, np.ndarray]:
-        """[way, wide or narrow]: seconds to reduce a stage's gradients that it waits for, of any, and more per layer."""
+        """[way, wide or narrow]: seconds to reduce a stage's gradients that it waits for, of any, and more per
+        layer."""
         times, costs = self.surrogate.times, self.surrogate.costs
         met = [
             [times.collective((Seats(self.kind, way.tp, 1, width),)) if width > 1 else (0.0, 0.0) for width in own]

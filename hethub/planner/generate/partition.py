@@ -36,8 +36,8 @@ class Partition:
 
 
 class Partitioner:
-    """The dynamic programme for one setting, under all deadlines at once. The line is walked from its end: a stage's tiles
-    in flight depend on how many stages come after it."""
+    """The dynamic programme for one setting, under all deadlines at once. The line is walked from its end: a stage's
+    microbatches in flight depend on how many stages come after it."""
 
     def __init__(self, problem: Problem, costs: UnitCosts, setting: Setting, *, memory_counts: bool = True) -> None:
         self.problem, self.setting, self.memory_counts = problem, setting, memory_counts
@@ -53,8 +53,9 @@ class Partitioner:
         self.layer, self.embedding, self.head = (
             np.array([[part.total for part in rate] for rate in rates]).T * per_sample
         )
-        # A way: so many last layers held, and how many of these the first of their stages takes, which is the model's first
-        # where all are held. Arrays by stage are of 1, 2, … layers, once as any stage and once as the model's first.
+        # A way: so many last layers held, and how many of these the first of their stages takes, which is the model's
+        # first where all are held. Arrays by stage are of 1, 2, … layers, once as any stage and once as the model's
+        # first.
         self.held, self.taken = (index + 1 for index in np.tril_indices(self.num_layers))
         self.stage = self.taken - 1 + np.where(self.held == self.num_layers, self.num_layers, 0)
 
@@ -85,8 +86,8 @@ class Partitioner:
         return [found[depth] for depth in sorted(found)]
 
     def _programme(self, deadlines: np.ndarray, deepest: int) -> tuple[np.ndarray, np.ndarray]:
-        """[stages, deadline, layers]: the fewest units that hold so many of the last layers in so many stages, and how many
-        of these layers the first of the stages takes."""
+        """[stages, deadline, layers]: the fewest units that hold so many of the last layers in so many stages, and how
+        many of these layers the first of the stages takes."""
         used = np.full((deepest + 1, len(deadlines), self.num_layers + 1), _NEVER)
         used[0, :, 0] = 0
         taken = np.zeros_like(used)
@@ -116,7 +117,8 @@ class Partitioner:
         return _Reach(pace, done)
 
     def _advance(self, start: np.ndarray, reach: "_Reach", least: np.ndarray) -> np.ndarray:
-        """[deadline, way]: units used after a stage that begins at `start`: enough for the samples and for its memory."""
+        """[deadline, way]: units used after a stage that begins at `start`: enough for the samples and for its
+        memory."""
         if len(self.sorts) == 1:  # wherever the stage begins
             pace = reach.pace[:, 0].reshape(len(start), -1)
             enough = np.where(pace > 0, -(-self.samples // np.maximum(pace, 1)), _NEVER)
@@ -173,8 +175,8 @@ class Partitioner:
 
 
 class _Reach(NamedTuple):
-    """[deadline and stage, run]: samples that a unit of a run of like ones processes, and [deadline and stage, edge] those
-    of all units before. One unit behind the line processes all samples: a stage that ends there has too few."""
+    """[deadline and stage, run]: samples that a unit of a run of like ones processes, and [deadline and stage, edge]
+    those of all units before. One unit behind the line processes all samples: a stage that ends there has too few."""
 
     pace: np.ndarray
     done: np.ndarray

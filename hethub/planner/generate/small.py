@@ -38,7 +38,8 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
 
 
 class _Arrangement(NamedTuple):
-    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes drafts of cuts."""
+    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes drafts of
+    cuts."""
 
     seconds: float
     layers: Layers
@@ -48,8 +49,8 @@ class _Arrangement(NamedTuple):
 def small_drafts(
     problem: Problem, table: Table, surrogate: Surrogate, best: float, memory_counts: bool
 ) -> Iterator[tuple[Draft, float]]:
-    """Cuts of ordered partitions of few units with their estimates: the partitions that can be fastest first, as long as
-    these may be better than `best` and the estimates so far, until many were weighed."""
+    """Cuts of ordered partitions of few units with their estimates: the partitions that can be fastest first, as long
+    as these may be better than `best` and the estimates so far, until many were weighed."""
     shortest, weighed = best, 0
 
     def noted(draft: Draft) -> tuple[Draft, float]:
@@ -80,8 +81,8 @@ def _batches(every: Iterator[_Arrangement]) -> Iterator[list[_Arrangement]]:
 def _in_order(
     problem: Problem, table: Table, memory_counts: bool, shortest: Callable[[], float]
 ) -> Iterator[_Arrangement]:
-    """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a combination
-    takes less than its bound, so those of the next need not be cut before."""
+    """All arrangements that may be better than `shortest()`, those of the fewest seconds first. No partition of a
+    combination takes less than its bound, so those of the next need not be cut before."""
     queue: list[tuple[float, int, _Arrangement]] = []
     number = count()  # where seconds are equal, who came first
     for row in np.nonzero(table.units <= MOST_UNITS)[0].tolist():
@@ -114,8 +115,8 @@ def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: f
 
 
 def _downhill(layers: Layers, make: Callable[[Layers], Draft], surrogate: Surrogate) -> Iterator[Draft]:
-    """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples that
-    cannot be divided count as well as balance."""
+    """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples
+    that cannot be divided count as well as balance."""
     seen = {layers: surrogate.seconds(make(layers))}
     while True:
         least = seen[layers]

@@ -30,7 +30,7 @@ class Table:
     layer: np.ndarray  # seconds of one layer per sample
     embedding: np.ndarray  # seconds per sample
     head: np.ndarray
-    tile: np.ndarray  # seconds of one layer of one micro-batch
+    microbatch: np.ndarray  # seconds of one layer of one micro-batch
     capacity: np.ndarray  # bytes
     memory: Coefficients  # each [combination, sort, position]
     bound: np.ndarray  # [combination], seconds of perfect balance, which no plan of the combination beats
@@ -57,7 +57,7 @@ class Table:
         )
 
 
-_FIGURES = ("layer", "embedding", "head", "tile", "capacity")
+_FIGURES = ("layer", "embedding", "head", "microbatch", "capacity")
 _ARRAYS = ("kinds", "counts", *_FIGURES, "bound", "through")
 
 
@@ -85,7 +85,7 @@ def tabulate(problem: Problem, costs: UnitCosts) -> Table:
         counts=counts,
         memory=Coefficients(*(np.array(part)[index] for part in zip(*records.memory, strict=True))),
         bound=problem.batch.global_batch * problem.model.layers / rate,
-        through=problem.model.layers * np.where(present, figures["tile"], np.inf).min(axis=1),
+        through=problem.model.layers * np.where(present, figures["microbatch"], np.inf).min(axis=1),
         **figures,
     )
     return table.only(np.argsort(table.bound, kind="stable"))

@@ -16,11 +16,11 @@ class Capabilities:
     max_chunks: int
     family_schedules: tuple[ScheduleName, ...] = ()  # beside `schedules`, by the families of their papers alone
     family_zero: tuple[int, ...] = (0, 1)  # levels that Poplar's, Cephalo's and Zorse's own plans use
-    chooses_in_flight: bool = True  # whether more tiles in flight than the default are looked at
+    chooses_in_flight: bool = True  # whether more microbatches in flight than the default are looked at
     any_micro_batch: bool = True  # whether micro-batches between powers of two are looked at
 
     def limited(self, *, chooses_in_flight: bool, any_micro_batch: bool) -> "Capabilities":
-        """The same table for a search that keeps the default number of tiles in flight, or powers of two."""
+        """The same table for a search that keeps the default number of microbatches in flight, or powers of two."""
         return replace(self, chooses_in_flight=chooses_in_flight, any_micro_batch=any_micro_batch)
 
 

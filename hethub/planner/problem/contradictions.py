@@ -17,8 +17,8 @@ class Contradiction(NamedTuple):
 
 
 def check_constraints(problem: "Problem") -> None:
-    """Raises BadInput naming the first constraint that this version does not know, or the first pair that excludes every
-    plan."""
+    """Raises BadInput naming the first constraint that this version does not know, or the first pair that excludes
+    every plan."""
     given, capable = problem.constraints, problem.capabilities
     _check_listed("schedule", given.schedule, (*capable.schedules, *capable.family_schedules))
     _check_listed("zero", given.zero, sorted({*capable.zero, *capable.family_zero}))
@@ -101,7 +101,8 @@ def _of_batches(problem: "Problem") -> Iterator[Contradiction]:
 
 
 def _least_replicas(problem: "Problem") -> int:
-    """How many replicas the widest stage has at least: all accelerators in replicas as wide and stages as many as allowed."""
+    """How many replicas the widest stage has at least: all accelerators in replicas as wide and stages as many as
+    allowed."""
     given = problem.constraints
     units = 0
     for machine in (machine for kind in problem.kinds for machine in kind.machines):

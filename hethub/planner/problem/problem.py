@@ -122,8 +122,8 @@ class Problem:
 
     @cached_property
     def _largest(self) -> tuple[int | None, ...]:
-        """Per kind, the largest micro-batch that its ranks measured to fit, None where they did not look for it or where
-        the job names a micro-batch, which then counts."""
+        """Per kind, the largest micro-batch that its ranks measured to fit, None where they did not look for it or
+        where the job names a micro-batch, which then counts."""
         if self.profile is None or self.constraints.micro_batch:
             return (None,) * len(self.kinds)
         found = (self.profile.device(kind.accelerator.name, self.batch.precision) for kind in self.kinds)

@@ -23,23 +23,23 @@ from hethub.planner.search.effort import Effort
 from hethub.planner.search.neighbours import neighbourhoods, neighbours, with_room
 
 FAMILY_FINALISTS = 4  # judged of each family
-FAMILY_TILES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
+FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 FAR = 1.15  # times the best: a family's draft estimated to take longer is not judged, and small changes lead no further
 NEAR = 1.05  # times the shortest estimate: the most with which drafts of one kind a stage are looked at
 MOST_LEADERS = 3  # times as many finalists: looked at for some that can be judged
 WHOLE_FINALISTS = 3  # of its drafts that carry their plan
-WHOLE_TILES = 1_000_000  # of these, since equal replicas are replayed once
+WHOLE_MICROBATCHES = 1_000_000  # of these, since equal replicas are replayed once
 TOGETHER, MOST_STARTS = 32, 64  # drafts weighed at once, and in all once one is known that fits
 MOST_FREE_STAGES = 16  # of lines with free numbers of replicas
 
 
 def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
-    """The best plan found, or None where none fits. Every family's leaders are judged, but for those that are proved or by
-    far estimated to be slower, so the answer is not worse than a family's."""
+    """The best plan found, or None where none fits. Every family's leaders are judged, but for those that are proved
+    or by far estimated to be slower, so the answer is not worse than a family's."""
     table, counts = judge.table, not judge.ignore_memory
     best = best_cuts(problem, table, effort.cuts, memory_counts=counts)
     families = _families_drafts(problem, judge, best)
-    judge.tiles_left = effort.tiles
+    judge.microbatches_left = effort.microbatches
     _judge_start(judge, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, judge, effort, table, cuts, memory_counts=counts)
@@ -55,9 +55,9 @@ def search(problem: Problem, judge: Judge, effort: Effort) -> Verdict | None:
         search_tiny(problem, judge)
     _climb_leaders(judge, effort)
     for drafts in families.values():
-        judge.tiles_left = FAMILY_TILES
+        judge.microbatches_left = FAMILY_MICROBATCHES
         _judge_all(judge, filter(partial(_is_near, judge), leading(judge, list(filter(judge.may_win, drafts)))))
-    judge.tiles_left = WHOLE_TILES
+    judge.microbatches_left = WHOLE_MICROBATCHES
     for name, drafts in families.items():
         _judge_whole(problem, judge, name, drafts)
     return judge.best
@@ -92,8 +92,8 @@ def _judge_start(judge: Judge, families: Mapping[str, Sequence[Draft]]) -> None:
 def _descended(
     judge: Judge, found: Sequence[Draft], descents: int, behind: float, others: Sequence[Draft] = ()
 ) -> list[Draft]:
-    """Where descents from the best and the unlike ones among the drafts found end; `others` have ended before. One that is
-    `behind` these gives up."""
+    """Where descents from the best and the unlike ones among the drafts found end; `others` have ended before. One
+    that is `behind` these gives up."""
     unlike = {draft.shape: draft for draft in reversed(found)}
     starting = list(dict.fromkeys([*found[: (descents + 1) // 2], *reversed(unlike.values())]))
     passed: set[Draft] = set()  # where one descent has been, another need not go on
@@ -105,8 +105,8 @@ def _descended(
 
 
 def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> None:
-    """Judges the drafts with the smallest estimates, as long as these leave room below the best plan. Those that are no plan,
-    or take too many tiles to be replayed, leave their place to others."""
+    """Judges the drafts with the smallest estimates, as long as these leave room below the best plan. Those that are
+    no plan, or take too many microbatches to be replayed, leave their place to others."""
     surrogate, judged = judge.surrogate, 0
     for draft in sorted(dict.fromkeys(drafts), key=surrogate.seconds)[: MOST_LEADERS * effort.finalists]:
         if judged < effort.finalists and surrogate.seconds(draft) * effort.optimism < judge.best_seconds:
@@ -114,7 +114,8 @@ def _judge_leaders(judge: Judge, drafts: Iterable[Draft], effort: Effort) -> Non
 
 
 def _climb_leaders(judge: Judge, effort: Effort) -> None:
-    """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over memory."""
+    """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over
+    memory."""
     movable = [verdict for verdict in judge.fitting.values() if verdict.draft.plan is None]
     ranked: list[Verdict] = sorted(movable, key=lambda verdict: verdict.seconds)
     unlike = {verdict.draft.shape: verdict for verdict in reversed(ranked)}
@@ -134,8 +135,8 @@ def _is_near(judge: Judge, draft: Draft) -> bool:
 
 
 def _judge_whole(problem: Problem, judge: Judge, name: str, drafts: Sequence[Draft]) -> None:
-    """Judges a family's plans that the search cannot move about, where they may be better than the best so far; of those
-    that its system ranks, none behind one that is far from it."""
+    """Judges a family's plans that the search cannot move about, where they may be better than the best so far; of
+    those that its system ranks, none behind one that is far from it."""
     if judge.out_of_time:
         return
     family = FAMILIES[name]
@@ -151,8 +152,8 @@ def _judge_all(judge: Judge, drafts: Iterable[Draft]) -> None:
 
 
 def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts with the smallest estimates that are likely to fit; where no plan is known that does, the smallest of all
-    if none of these is likely to."""
+    """The drafts with the smallest estimates that are likely to fit; where no plan is known that does, the smallest of
+    all if none of these is likely to."""
     unlike = list(dict.fromkeys(drafts))
     judge.surrogate.weigh(unlike)
     fitting = [draft for draft in unlike if judge.surrogate.likely_fits(draft)]
@@ -161,8 +162,8 @@ def leading(judge: Judge, drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def _whole(problem: Problem, judge: Judge, family: Family, plain: Sequence[Draft], limit_seconds: float) -> list[Draft]:
-    """Of a family's drafts that carry their plan and may take less than the limit, the first of those that its system ranks,
-    else those whose busiest replica computes least."""
+    """Of a family's drafts that carry their plan and may take less than the limit, the first of those that its system
+    ranks, else those whose busiest replica computes least."""
     made = dict.fromkeys(family.whole(problem, judge.surrogate, plain, limit_seconds))
     if family.ranked:
         return list(made)[:WHOLE_FINALISTS]
@@ -171,17 +172,17 @@ def _whole(problem: Problem, judge: Judge, family: Family, plain: Sequence[Draft
 
 def search_family(problem: Problem, judge: Judge, family: Family) -> Verdict | None:
     """The family's best plan among its leaders, or None where none fits."""
-    judge.tiles_left = FAMILY_TILES
+    judge.microbatches_left = FAMILY_MICROBATCHES
     plain = list(family.drafts(problem, judge.costs))
     _judge_all(judge, leading(judge, plain))
-    judge.tiles_left = WHOLE_TILES
+    judge.microbatches_left = WHOLE_MICROBATCHES
     _judge_all(judge, _whole(problem, judge, family, plain, judge.best_seconds))
     return judge.best
 
 
 def search_whole(problem: Problem, judge: Judge, names: Iterable[str]) -> Verdict | None:
     """The best plan under a schedule that only families propose, or None where none fits."""
-    judge.tiles_left = WHOLE_TILES
+    judge.microbatches_left = WHOLE_MICROBATCHES
     for name in names:
         plain = list(FAMILIES[name].drafts(problem, judge.costs))
         _judge_all(judge, _whole(problem, judge, FAMILIES[name], plain, float("inf")))
@@ -198,7 +199,8 @@ def thriftiest(problem: Problem, table: Table) -> Table:
 def promising(
     problem: Problem, judge: Judge, effort: Effort, table: Table, cuts: Sequence[Entry], *, memory_counts: bool
 ) -> list[Draft]:
-    """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can win."""
+    """The drafts with the smallest estimates, best first: equal cuts of all lines, then free ones where they can
+    win."""
     entries = [*cuts, *reordered(problem, table, cuts, memory_counts=memory_counts)]
     found: dict[Draft, float] = {}
     _add_with_slacks(found, problem, judge, [entry.draft(problem) for entry in entries], effort.finalists)
@@ -215,8 +217,8 @@ def promising(
 
 
 def kinds_apart(problem: Problem, judge: Judge, effort: Effort, found: Sequence[Draft]) -> list[Draft]:
-    """The best drafts whose stages hold one kind each and every kind its own number of stages, by estimate; none that is far
-    behind those found. Not for GPipe, whose stages hold all their tiles at once."""
+    """The best drafts whose stages hold one kind each and every kind its own number of stages, by estimate; none that
+    is far behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
     if problem.schedule == "gpipe":
         return []
     fitting = filter(judge.surrogate.likely_fits, found)
@@ -231,9 +233,9 @@ def kinds_apart(problem: Problem, judge: Judge, effort: Effort, found: Sequence[
 def _add_with_slacks(
     found: dict[Draft, float], problem: Problem, judge: Judge, drafts: Sequence[Draft], wanted: int
 ) -> None:
-    """Adds the drafts with their estimates to those found, and with as many tiles in flight as their links need, or under
-    other schedules, where that shortens the estimate and likely fits. The best first: drafts whose estimate would be above
-    those of `wanted` unlike ones in any case stay as they are."""
+    """Adds the drafts with their estimates to those found, and with as many microbatches in flight as their links
+    need, or under other schedules, where that shortens the estimate and likely fits. The best first: drafts whose
+    estimate would be above those of `wanted` unlike ones in any case stay as they are."""
     surrogate = judge.surrogate
     surrogate.weigh(drafts)
     found.update((draft, surrogate.seconds(draft)) for draft in drafts)
@@ -292,8 +294,8 @@ MOST_CHANGES = 60
 
 
 def descend(judge: Judge, draft: Draft, passed: set[Draft], hopeless: float = float("inf")) -> Draft:
-    """Where the estimate has no better neighbour: many small changes, none of them judged. Ends early on a draft that is
-    among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
+    """Where the estimate has no better neighbour: many small changes, none of them judged. Ends early on a draft that
+    is among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
     surrogate = judge.surrogate
     for _ in range(MOST_CHANGES):
         if draft in passed or judge.out_of_time:
@@ -309,7 +311,8 @@ def descend(judge: Judge, draft: Draft, passed: set[Draft], hopeless: float = fl
 
 
 def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
-    """The best neighbour of the first sort among which one is worth while, or the best of all; None where none is better."""
+    """The best neighbour of the first sort among which one is worth while, or the best of all; None where none is
+    better."""
     least, best = surrogate.seconds(draft) * (1 - 1e-6), None
     enough = surrogate.seconds(draft) * (1 - WORTHWHILE)
     for near in neighbourhoods(draft, surrogate):
@@ -322,7 +325,8 @@ def _downhill(surrogate: Surrogate, draft: Draft) -> Draft | None:
 
 
 def judge_or_fit(judge: Judge, draft: Draft) -> bool:
-    """Whether a draft is a plan. Judges it, and where it turns out not to fit, what is left of it with smaller tiles."""
+    """Whether a draft is a plan. Judges it, and where it turns out not to fit, what is left of it with smaller
+    microbatches."""
     verdict = judge.within_time(draft)
     if verdict is not None and not verdict.fits and (smaller := fitted(draft, judge.surrogate)) is not None:
         judge(smaller)
@@ -330,8 +334,8 @@ def judge_or_fit(judge: Judge, draft: Draft) -> bool:
 
 
 def climb(verdict: Verdict, judge: Judge, effort: Effort, passed: set[Draft]) -> Verdict:
-    """The best neighbour of the best neighbour …; of each step's neighbours the judge sees those estimated best. Ends early on
-    a draft that is among those `passed`, to which its own are added."""
+    """The best neighbour of the best neighbour …; of each step's neighbours the judge sees those estimated best. Ends
+    early on a draft that is among those `passed`, to which its own are added."""
     best = verdict
     for _ in range(effort.steps):
         if best.draft in passed:

@@ -17,7 +17,7 @@ class Effort:
     climbs: int
     steps: int
     tried_per_step: int
-    tiles: int  # replayed one by one by the judge; plans whose stages are alike need none
+    microbatches: int  # replayed one by one by the judge; plans whose stages are alike need none
     arrangements: int = 0  # whose best plans are climbed from as well
     uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not judged
     whole: bool = False  # the space is searched to its end (tiny.py)
@@ -30,29 +30,29 @@ def effort_for(problem: Problem) -> Effort:
     if is_tiny(problem):  # what leads the search to a first good plan, and from the best ones on
         return Effort(
             cuts=96, free_cells=500_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=40, tried_per_step=16,
-            tiles=200_000, uphill=1.3, optimism=0.8, whole=True,
+            microbatches=200_000, uphill=1.3, optimism=0.8, whole=True,
         )  # fmt: skip
     if problem.size <= 4:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
-            tried_per_step=32, tiles=200_000, uphill=1.3, optimism=0.75,
+            tried_per_step=32, microbatches=200_000, uphill=1.3, optimism=0.75,
         )  # fmt: skip
     alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
     if problem.size <= 8 and not alike:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,
-            tried_per_step=16, tiles=200_000, uphill=1.3, optimism=0.8,
+            tried_per_step=16, microbatches=200_000, uphill=1.3, optimism=0.8,
         )  # fmt: skip
     if problem.size <= 16:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=8 if alike else 24, descents=2 if alike else 8,
-            climbs=2 if alike else 4, steps=16, tried_per_step=8, tiles=200_000, uphill=1.02,
+            climbs=2 if alike else 4, steps=16, tried_per_step=8, microbatches=200_000, uphill=1.02,
             optimism=0.98 if alike else 0.9,
         )  # fmt: skip
     if problem.size <= 128:
         return Effort(
             cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 6,
-            tiles=100_000, uphill=1.004, behind=1.15 if alike else 1.05,
+            microbatches=100_000, uphill=1.004, behind=1.15 if alike else 1.05,
         )  # fmt: skip
     return Effort(
         cuts=64,
@@ -62,6 +62,6 @@ def effort_for(problem: Problem) -> Effort:
         climbs=1,
         steps=2,
         tried_per_step=4,
-        tiles=6_000,
+        microbatches=6_000,
         behind=1.15 if alike else 1.05,
     )

@@ -22,8 +22,8 @@ def neighbours(draft: Draft, surrogate: Surrogate) -> list[Draft]:
 def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draft]]:
     """The drafts one change away, sort of change by sort of change.
 
-    With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more memory
-    than there is, tiles are cut until it fits.
+    With many stages, the changes of the slowest and of both ends, or of all. Where another mode or degree needs more
+    memory than there is, microbatches are cut until it fits.
     """
     count, problem, slowest = len(draft.stages), surrogate.problem, surrogate.slowest(draft)
     if count <= MOST_PAIRED:
@@ -34,7 +34,7 @@ def neighbourhoods(draft: Draft, surrogate: Surrogate) -> Iterator[Iterable[Draf
     yield _layers(draft, pairs)
     yield (with_room(near, problem) for near in _micro_batches(draft, problem, some))
     if problem.capabilities.any_micro_batch and not problem.constraints.micro_batch:
-        yield (with_room(near, problem) for near in _even_tiles(draft, surrogate, some))
+        yield (with_room(near, problem) for near in _even_microbatches(draft, surrogate, some))
     yield _made_to_fit(_modes(draft, problem, some), surrogate)
     yield _seats(draft, problem, pairs)
     yield _made_to_fit(_degrees(draft, problem, some), surrogate)
@@ -73,8 +73,9 @@ def _micro_batches(draft: Draft, problem: Problem, stages: Sequence[int]) -> Ite
             yield _stepped(draft, [(index, kind) for index, _ in everywhere], problem, step)
 
 
-def _even_tiles(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> Iterator[Draft]:
-    """Tiles that come out even, fewer, more or as many, for all, for one stage, or for one kind in a stage or in all."""
+def _even_microbatches(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> Iterator[Draft]:
+    """Microbatches that come out even, fewer, more or as many, for all, for one stage, or for one kind in a stage or
+    in all."""
     everywhere = range(len(draft.stages))
     places: list[Where] = [[(index, None) for index in everywhere]]
     if len(draft.stages) > 1:
@@ -88,7 +89,7 @@ def _even_tiles(draft: Draft, surrogate: Surrogate, stages: Sequence[int]) -> It
 
 
 def with_room(draft: Draft, problem: Problem) -> Draft:
-    """The draft, roomy where its stages have tiles of unlike sizes: by default these wait for each other."""
+    """The draft, roomy where its stages have microbatches of unlike sizes: by default these wait for each other."""
     if draft.roomy or problem.schedule == "gpipe" or not problem.capabilities.chooses_in_flight:
         return draft
     waves = {sum(own.micro_batch * own.number for own in stage.seats) for stage in draft.stages}
@@ -96,7 +97,7 @@ def with_room(draft: Draft, problem: Problem) -> Draft:
 
 
 def _made_to_fit(near: Iterable[Draft], surrogate: Surrogate) -> list[Draft]:
-    """The drafts, and of those that need too much memory what is left of them with smaller tiles."""
+    """The drafts, and of those that need too much memory what is left of them with smaller microbatches."""
     found = list(near)
     surrogate.weigh(found)
     smaller = [fitted(draft, surrogate) for draft in found if not surrogate.likely_fits(draft)]
@@ -120,7 +121,8 @@ def _next(own: Seats, problem: Problem, step: int) -> int:
 
 
 def _modes(draft: Draft, problem: Problem, stages: Sequence[int]) -> Iterator[Draft]:
-    """Another recompute or ZeRO level in one stage or in all, more tiles in flight, samples by stage or by chain."""
+    """Another recompute or ZeRO level in one stage or in all, more microbatches in flight, samples by stage or by
+    chain."""
     everywhere = range(len(draft.stages))
     for recompute in problem.recomputes:
         for chosen in _ones_and_all(stages, everywhere):

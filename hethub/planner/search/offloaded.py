@@ -1,4 +1,5 @@
-"""Where nothing fits on the accelerators: state and activations in host memory, as little of them as makes a plan fit."""
+"""Where nothing fits on the accelerators: state and activations in host memory, as little of them as makes a plan
+fit."""
 
 from collections.abc import Iterator
 from dataclasses import replace

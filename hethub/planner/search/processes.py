@@ -1,4 +1,5 @@
-"""Searches beside each other, in processes forked from this one, which know all that is known here; and without pauses."""
+"""Searches beside each other, in processes forked from this one, which know all that is known here; and without
+pauses."""
 
 import gc
 import os

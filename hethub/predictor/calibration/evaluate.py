@@ -11,7 +11,8 @@ from hethub.predictor.pipeline.step import StepTimes, step_times
 
 
 class Outcome(NamedTuple):
-    """What is predicted for a case: seconds, peak bytes of the fullest rank, and the micro-batch chosen where it was open."""
+    """What is predicted for a case: seconds, peak bytes of the fullest rank, and the micro-batch chosen where it was
+    open."""
 
     seconds: float
     bytes: int

@@ -1,4 +1,5 @@
-"""`python -m hethub.predictor.calibration.fit [DATA] [--out FILE]`: the packaged constants from measured data, with residuals.
+"""`python -m hethub.predictor.calibration.fit [DATA] [--out FILE]`: the packaged constants from measured data, with
+residuals.
 
 DATA holds `layer_times.csv` and `measured_steps.csv` (default ../shared/data). Constants are fitted by architecture
 family, accelerator, precision and link level, with one factor per software stack; none belongs to a source, model or
@@ -108,7 +109,8 @@ def profiled_width(rows: Sequence[LayerRow], constants: Constants, cases: Sequen
 
 
 def interpolation_errors(rows: Sequence[LayerRow], constants: Constants) -> list[float]:
-    """Log errors of layer times interpolated as a profile interpolates: measured over estimated, linear in log samples."""
+    """Log errors of layer times interpolated as a profile interpolates: measured over estimated, linear in log
+    samples."""
     table = LayerTable.of(list(rows))
     ratios = np.log(table.measured.sum(0) / table.predict(constants).sum(0))
     sweeps: dict[tuple[str, int, str], list[tuple[float, float]]] = {}

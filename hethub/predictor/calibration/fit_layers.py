@@ -47,7 +47,8 @@ def fit_layers(base: Constants, rows: list[LayerRow]) -> Constants:
 
 
 def cross_validate(base: Constants, rows: list[LayerRow], folds: dict[str, int], key: str) -> np.ndarray:
-    """Predicted seconds (2, rows) of each row by a fit without its fold; `key` is the row's attribute that folds name."""
+    """Predicted seconds (2, rows) of each row by a fit without its fold; `key` is the row's attribute that folds
+    name."""
     predicted = np.zeros((2, len(rows)))
     of_row = np.array([folds[row.group if key == "group" else row.accelerator.name] for row in rows])
     for fold in sorted(set(folds.values())):

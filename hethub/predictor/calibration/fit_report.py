@@ -68,7 +68,8 @@ def report_layers(start: Constants, rows: list[LayerRow], constants: Constants) 
 def leave_sources_out(
     base: Constants, linear: Linear, cases: list[Case], repricers: list[Repricer]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log errors of every row by a fit without its source: with its stack factor set on three rows, and with nothing."""
+    """Log errors of every row by a fit without its source: with its stack factor set on three rows, and with
+    nothing."""
     measured = np.log([case.measured_seconds for case in cases])
     factored, nothing = np.zeros(len(cases)), np.zeros(len(cases))
     for source in sorted({case.source for case in cases}):

@@ -18,8 +18,8 @@ ENOUGH_PLANS = 5  # in a sweep, for its ranking to mean something
 
 
 def validate(path: Path, by: str = "source", constants: Constants | None = None) -> dict[str, Any]:
-    """What `hethub validate` prints for a table of steps or of layer times (CSV), measured plans on mixed clusters (JSON) or a
-    folder of cases.
+    """What `hethub validate` prints for a table of steps or of layer times (CSV), measured plans on mixed clusters
+    (JSON) or a folder of cases.
 
     Raises BadInput where there is none of them.
 

@@ -17,7 +17,8 @@ COLUMNS = ("model", "hidden", "accelerator", "seq", "precision", "micro_batch", 
 def validate_layers(path: Path, by: str, constants: Constants) -> dict[str, Any]:
     """Forward + backward of every row, errors grouped by a column (by accelerator unless another is named).
 
-    Vision models are skipped: their column `seq` is not the number of their tokens. Raises BadInput where no row is left.
+    Vision models are skipped: their column `seq` is not the number of their tokens. Raises BadInput where no row is
+    left.
     """
     by = "accelerator" if by == "source" else by
     found: list[tuple[str, Mapping[str, str], LayerRow]] = []

@@ -10,7 +10,8 @@ from typing import Any
 from hethub.predictor.cost.software import MathPrecision
 from hethub.spec.accelerator import AcceleratorSpec
 
-# Architecture families: efficiency follows the architecture. A prefix of the catalogue's name decides; others go by vendor.
+# Architecture families: efficiency follows the architecture. A prefix of the catalogue's name decides; others go by
+# vendor.
 _FAMILIES = (
     ("pascal", ("P100", "P40", "P4")),
     ("volta", ("V100",)),
@@ -26,7 +27,8 @@ _FAMILIES = (
     ("rdna", ("Radeon",)),
     ("cpu", ("CPU",)),
 )
-# Where nothing of a family was measured its predecessor's scales stand for it: clocks, kernels and attention carry over.
+# Where nothing of a family was measured its predecessor's scales stand for it: clocks, kernels and attention carry
+# over.
 _PREDECESSORS = {"blackwell": "hopper"}
 # Without matrix units half precision runs through the fp32 units (P100 and P40 measure alike in fp16 and fp32).
 _NO_MATRIX_UNITS = ("pascal", "rdna", "cpu")
@@ -74,7 +76,8 @@ def precision_class(precision: MathPrecision) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What an accelerator reaches of its data sheet, and what each kernel costs besides. Fields may be arrays in fits."""
+    """What an accelerator reaches of its data sheet, and what each kernel costs besides. Fields may be arrays in
+    fits."""
 
     matmul: Any  # fraction of the peak rate
     traffic: Any  # bytes that a product moves through memory per FLOP, blocked into tiles as it is

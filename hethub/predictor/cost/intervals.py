@@ -8,7 +8,8 @@ ENOUGH_ROWS = 10  # of one stack, for a width of its own
 
 
 def half_width(log_errors: Sequence[float]) -> float:
-    """The half width, in logarithms, that covers 80 % of the errors; the finite-sample quantile of conformal intervals."""
+    """The half width, in logarithms, that covers 80 % of the errors; the finite-sample quantile of conformal
+    intervals."""
     errors = sorted(abs(error) for error in log_errors)
     return float(errors[min(len(errors), ceil(COVERAGE * (len(errors) + 1))) - 1])
 

@@ -62,7 +62,8 @@ def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
 
 
 def _gradient_bytes(fit: Efficiency, precision: MathPrecision, software: Software) -> float:
-    """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in place."""
+    """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in
+    place."""
     if element_bytes(precision) > 2:
         return 0.0
     return float(fit.gradient_bytes) if software.gradient_pass_bytes is None else software.gradient_pass_bytes

@@ -197,7 +197,8 @@ class Network:
         return 2.0 * self.reduce_scatter(group, num_bytes, sharing)
 
     def _bridged(self, group: Group, num_bytes: float, inner: float) -> float:
-        """Island legs and the exchange overlap in chunks: the slowest leg counts. Every island sends its partial sum."""
+        """Island legs and the exchange overlap in chunks: the slowest leg counts. Every island sends its partial
+        sum."""
         given = self.cluster.links.between_islands
         exchanged = num_bytes * (len(group.islands) - 1) / 2
         lanes = min(count for _, count in group.islands)

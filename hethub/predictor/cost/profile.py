@@ -2,8 +2,8 @@
 
 A profile corrects the roofline rather than replacing it: at every measured point the ratio of measured to estimated
 time is known, ratios are interpolated in the logarithm of the samples, the sequence length and the tensor-parallel
-degree, and beyond the measured points the nearest ratio holds (and is reported as extrapolated); in tiles larger than
-any measured a sample gets no cheaper.
+degree, and beyond the measured points the nearest ratio holds (and is reported as extrapolated); in microbatches
+larger than any measured a sample gets no cheaper.
 """
 
 import json
@@ -134,7 +134,8 @@ def load_profile(path: str | Path) -> ProfileSpec:
 
 
 def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
-    """The profile at `path`, else the one the job names, else None. Raises BadInput where it is not the job's cluster's."""
+    """The profile at `path`, else the one the job names, else None. Raises BadInput where it is not the job's
+    cluster's."""
     if path is None and job.spec.profile is None:
         return None
     profile = load_profile(path or job.base / str(job.spec.profile))
@@ -197,7 +198,8 @@ class Corrections:
     def of(
         timings: Iterable[LayerTiming | PartTiming], passed: str, estimate: Callable[[int, int, int], float]
     ) -> "Corrections":
-        """The ratios of one pass ("forward_seconds" or "backward_seconds"); `estimate` prices (samples, seq_len, tp)."""
+        """The ratios of one pass ("forward_seconds" or "backward_seconds"); `estimate` prices (samples, seq_len,
+        tp)."""
         return Corrections(
             {
                 (log(t.micro_batch), log(t.seq_len), log(t.tp)): getattr(t, passed)
@@ -217,7 +219,8 @@ class Corrections:
         return any(not axis[0] - 1e-9 <= x <= axis[-1] + 1e-9 for axis, x in zip(self._axes, asked, strict=True))
 
     def at(self, samples: float, seq_len: int, tp: float) -> float:
-        """The ratio there: multilinear in the logarithms where all corners were measured, else that of the nearest point."""
+        """The ratio there: multilinear in the logarithms where all corners were measured, else that of the nearest
+        point."""
         asked = (log(samples), log(seq_len), log(tp))
         corners: list[tuple[Point, float]] = [((), 1.0)]  # type: ignore[list-item]
         for axis, x in zip(self._axes, asked, strict=True):

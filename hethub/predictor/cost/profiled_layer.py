@@ -12,7 +12,8 @@ Part = Literal["layer", "embedding", "head"]
 
 
 class ProfiledLayerCost(LayerCost):
-    """As `LayerCost`, corrected by what one kind of accelerator measured; `extrapolated` once it was asked beyond that."""
+    """As `LayerCost`, corrected by what one kind of accelerator measured; `extrapolated` once it was asked beyond
+    that."""
 
     def use(self, profile: DeviceProfile) -> "ProfiledLayerCost":
         """Takes a profile's measurements as ratios to the roofline's estimates."""

@@ -22,8 +22,9 @@ class Software:
     fused_elementwise: bool = False  # torch.compile, Megatron: norms, dropout, residuals in few kernels
     overlapped_reduction: bool = True  # gradients summed under the last backward
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
-    # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing: hethub's are
-    # read in half and added up in fp32. None: as measured where weights stay in fp32 and are cast for every pass (autocast).
+    # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing:
+    # hethub's are read in half and added up in fp32. None: as measured where weights stay in fp32 and are cast for
+    # every pass (autocast).
     gradient_pass_bytes: float | None = 10.0
     gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (design rule 11)
     spread_boundaries: bool = (

@@ -1,13 +1,13 @@
-"""What tiles keep between forward and backward, at the peak of a replica's schedule."""
+"""What microbatches keep between forward and backward, at the peak of a replica's schedule."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software
-from hethub.spec.layout.bind import Layout, Seat
-from hethub.spec.layout.execution import Kind, lane_order, put_off
-from hethub.spec.schedule.orders import NO_TILE
+from hethub.spec.layout.bind import Assignment, Layout
+from hethub.spec.layout.execution import Kind, actor_order, deferred_wgrad
+from hethub.spec.schedule.orders import NO_MICROBATCH
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
 
@@ -19,89 +19,94 @@ class KeptPerSample(NamedTuple):
     input: float
     first: float
     last: float
-    put_off: float  # of a layer between backward and weight gradients, where these are put off
+    deferred_wgrad: float  # of a layer between backward and weight gradients, where these are put off
 
 
-class Tiles(NamedTuple):
-    """Activations when a rank is fullest: of all tiles, and what a tile frees with each of its layers, or a part with all
-    its tiles."""
+class HeldActivations(NamedTuple):
+    """Activations when a rank is fullest: of all microbatches, and what a microbatch frees with each of its layers, or
+    a part with all its microbatches."""
 
     activations: float
     freed_by_layer: float
-    freed_by_part: tuple[float, ...]
+    freed_by_chunk: tuple[float, ...]
 
 
-def held_tiles(
-    layout: Layout, seat: Seat, kept: KeptPerSample, sizes: list[int], fraction: float = 1.0
-) -> tuple[Tiles, float]:
-    """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the stage's
-    parts; `fraction` of a layer is kept (selective recompute)."""
-    stage, spec = layout.stages[seat.stage], layout.replica(seat.stage, seat.replica)
+def held_microbatches(
+    layout: Layout, assignment: Assignment, kept: KeptPerSample, sizes: list[int], fraction: float = 1.0
+) -> tuple[HeldActivations, float]:
+    """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the
+    stage's parts; `fraction` of a layer is kept (selective recompute)."""
+    stage, spec = layout.stages[assignment.stage], layout.replica(assignment.stage, assignment.replica)
     again = stage.recompute == "full"
     layer = kept.input if again else fraction * kept.layer
-    held, put_off = _held(layout, seat, sizes)
-    head = held[-1] * kept.last * (seat.stage == layout.num_stages - 1)  # gone with the topmost part
-    ends = held[0] * kept.first * (seat.stage == 0) + head
+    held, deferred_wgrad = _held(layout, assignment, sizes)
+    head = held[-1] * kept.last * (assignment.stage == layout.num_stages - 1)  # gone with the topmost part
+    ends = held[0] * kept.first * (assignment.stage == 0) + head
     by_part = [
-        size * (samples * layer + later * kept.put_off)
-        for samples, later, size in zip(held, put_off, sizes, strict=True)
+        size * (samples * layer + later * kept.deferred_wgrad)
+        for samples, later, size in zip(held, deferred_wgrad, sizes, strict=True)
     ]
     running = spec.micro_batch * (kept.layer - kept.input) if again else 0.0
     if "activations" not in stage.offload:
         freed = (*by_part[:-1], by_part[-1] + head)
-        return Tiles(ends + sum(by_part) + running, spec.micro_batch * layer, freed), 0.0
+        return HeldActivations(ends + sum(by_part) + running, spec.micro_batch * layer, freed), 0.0
     near = min(sum(by_part), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
-    return Tiles(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_part)
+    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_part)
 
 
-def _held(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
+def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
     """Samples held by each part of the stage, and between backward and weight gradients, when most layers are held."""
-    spec, name = layout.replica(seat.stage, seat.replica), layout.plan.schedule
-    if layout.plan.goes_part_by_part:
+    spec, name = layout.replica(assignment.stage, assignment.replica), layout.plan.schedule
+    if layout.plan.goes_chunk_by_chunk:
         return [float(spec.samples)] * len(sizes), [0.0] * len(sizes)
-    unlike_rounds = layout.plan.runs_in_rounds(seat.stage) and not layout.joins_every_round(seat.stage, seat.replica)
+    unlike_rounds = layout.plan.runs_in_rounds(assignment.stage) and not layout.joins_every_round(
+        assignment.stage, assignment.replica
+    )
     if name == "interleaved" or (name == "zero_bubble" and unlike_rounds):
-        return _walked(layout, seat, sizes)
+        return _walked(layout, assignment, sizes)
     if unlike_rounds:
-        return [float(_most_in_rounds(layout, seat))], [0.0]
-    flight, lane = layout.in_flight[seat.stage][seat.replica], layout.lane_of(seat.stage, seat.replica)
+        return [float(_most_in_rounds(layout, assignment))], [0.0]
+    flight, actor = (
+        layout.in_flight[assignment.stage][assignment.replica],
+        layout.actor_of(assignment.stage, assignment.replica),
+    )
     later = 0
     if name == "zero_bubble":  # forwards go on while weight parts are put off
-        num_tiles = layout.loads[seat.stage][lane].num_tiles
-        later = min(put_off(layout, seat.stage, lane), num_tiles - flight) * spec.micro_batch
+        num_microbatches = layout.loads[assignment.stage][actor].num_microbatches
+        later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - flight) * spec.micro_batch
     return [float(min(flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
 
 
-def _most_in_rounds(layout: Layout, seat: Seat) -> int:
-    """Samples of the rounds under way when these hold most of a replica that has no tile in some of them."""
-    limit, sizes = layout.lane_limits[seat.stage][0], _samples_by_turn(layout, seat)
+def _most_in_rounds(layout: Layout, assignment: Assignment) -> int:
+    """Samples of the rounds under way when these hold most of a replica that has no microbatch in some of them."""
+    limit, sizes = layout.actor_limits[assignment.stage][0], _samples_by_turn(layout, assignment)
     held = sum(sizes[:limit])
     return max(accumulate((new - old for new, old in zip(sizes[limit:], sizes, strict=False)), initial=held))
 
 
-def _samples_by_turn(layout: Layout, seat: Seat) -> list[int]:
-    """The samples of the replica's own tile for each tile of its lane; 0 where it has none."""
-    spec, load = layout.replica(seat.stage, seat.replica), layout.loads[seat.stage]
-    found = [0] * load[layout.lane_of(seat.stage, seat.replica)].num_tiles
+def _samples_by_turn(layout: Layout, assignment: Assignment) -> list[int]:
+    """The samples of the replica's own microbatch for each microbatch of its actor; 0 where it has none."""
+    spec, load = layout.replica(assignment.stage, assignment.replica), layout.loads[assignment.stage]
+    found = [0] * load[layout.actor_of(assignment.stage, assignment.replica)].num_microbatches
     numbers: Sequence[int] = range(len(found))
-    if layout.plan.runs_in_rounds(seat.stage):
-        numbers = layout.round_numbers(seat.stage, seat.replica)
+    if layout.plan.runs_in_rounds(assignment.stage):
+        numbers = layout.round_numbers(assignment.stage, assignment.replica)
     for number in numbers:
         found[number] = spec.micro_batch
     found[numbers[-1]] = spec.samples - spec.micro_batch * (len(numbers) - 1)
     return found
 
 
-def _walked(layout: Layout, seat: Seat, sizes: list[int]) -> tuple[list[float], list[float]]:
+def _walked(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
     """As `_held`, pass by pass."""
     held, later = [0.0] * len(sizes), [0.0] * len(sizes)
     now, most, found = 0, -1, (held, later)
-    weighs, samples = layout.plan.schedule == "zero_bubble", _samples_by_turn(layout, seat)
-    lane = layout.lane_of(seat.stage, seat.replica)
-    order, limit = lane_order(layout, seat.stage, lane), layout.lane_limits[seat.stage][lane]
+    weighs, samples = layout.plan.schedule == "zero_bubble", _samples_by_turn(layout, assignment)
+    actor = layout.actor_of(assignment.stage, assignment.replica)
+    order, limit = actor_order(layout, assignment.stage, actor), layout.actor_limits[assignment.stage][actor]
     utmost = (limit + weighs * len(samples)) * max(samples) * max(sizes)
     for way, index in zip(order.way_of, order.index_of, strict=True):
-        if index == NO_TILE:
+        if index == NO_MICROBATCH:
             continue
         (kind, part), own = order.computing[way], samples[index]
         if kind is Kind.FORWARD:
@@ -128,13 +133,13 @@ def kept_per_sample(layout: Layout, share: float, software: Software, width: int
     hidden = model.hidden * (share if software.sequence_parallel else 1.0)
     layer = tokens * _layer_bytes_per_token(layout, share, hidden, software, width)
     query, kv, columns = _widths(layout, share)
-    put_off = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * columns)
+    deferred_wgrad = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * columns)
     return KeptPerSample(
         layer=layer,
         input=tokens * hidden * width,
         first=tokens * 9.0,  # token ids and which of them are held
         last=tokens * 2 * hidden * width,  # the final norm's input, the loss's gradient
-        put_off=put_off,
+        deferred_wgrad=deferred_wgrad,
     )
 
 

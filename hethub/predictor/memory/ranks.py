@@ -7,17 +7,18 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, Software, element_bytes
-from hethub.predictor.memory.activations import KEPT_UNDER_SELECTIVE, Tiles, held_tiles
+from hethub.predictor.memory.activations import KEPT_UNDER_SELECTIVE, HeldActivations, held_microbatches
 from hethub.predictor.memory.peak import Moment, moments
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
 # On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
-# buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps (hethub.runtime.memory.accounting).
+# buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps
+# (hethub.runtime.memory.accounting).
 CONTEXT_BYTES = int(1.2 * 2**30)
 COMMUNICATOR_BYTES = int(2.5 * 2**30)
 LOSS_BYTES_PER_LOGIT = 10  # half-precision logits, their fp32 copy, and its gradient
@@ -56,7 +57,7 @@ def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
                 key = (load, share, named.get(rank), node.on_cpu)
                 if key not in known:
                     shard = shards.setdefault((stage, share), Shard(layout, stage, share, software, width))
-                    parts, host = _parts(shard, Seat(rank, stage, replica, position), node.on_cpu)
+                    parts, host = _parts(shard, Assignment(rank, stage, replica, position), node.on_cpu)
                     known[key] = parts, host, sum(parts.values())
                 parts, host, whole = known[key]
                 result.append(RankMemory(rank, node.accelerator, whole, node.limit, parts, host))
@@ -88,7 +89,7 @@ def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HET
     largest = max(worst.parts, key=lambda part: worst.parts[part])
     raise BadInput(
         f"rank {worst.rank} ({worst.accelerator}) would need {worst.bytes / 2**30:.2f} GiB of its {worst.limit / 2**30:.2f} GiB, of which "
-        f"{reserve:.0%} stay free; {len(over)} of {len(layout.seats)} ranks are over. Most of it is {largest} "
+        f"{reserve:.0%} stay free; {len(over)} of {len(layout.assignments)} ranks are over. Most of it is {largest} "
         f"({worst.parts[largest] / 2**30:.2f} GiB): {_REMEDIES[largest]}."
     )
 
@@ -119,7 +120,8 @@ def _overfull_host(layout: Layout, used: Sequence[RankMemory]) -> tuple[NodeSpec
 
 
 def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
-    """Whether every rank leaves `reserve` of its accelerator's memory free, and every machine's host memory suffices."""
+    """Whether every rank leaves `reserve` of its accelerator's memory free, and every machine's host memory
+    suffices."""
     return all(entry.fits(reserve) for entry in used) and hosts_fit(layout, used)
 
 
@@ -139,16 +141,16 @@ _REMEDIES = {
 }
 
 
-def _parts(shard: Shard, seat: Seat, on_cpu: bool) -> tuple[dict[str, int], int]:
+def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], int]:
     """Bytes by part on the accelerator, and those in host memory."""
     layout, software, width = shard.layout, shard.software, shard.width
-    spec, model = layout.replica(seat.stage, seat.replica), layout.model
-    state, fraction = resident(shard, seat), 1.0
+    spec, model = layout.replica(assignment.stage, assignment.replica), layout.model
+    state, fraction = resident(shard, assignment), 1.0
     if shard.spec.recompute == "selective" and software.selective_fraction is not None:
         fraction = KEPT_UNDER_SELECTIVE
-    sizes = [part.size for part in shard.parts]
-    tiles, activations_host = held_tiles(layout, seat, shard.kept, sizes, fraction)
-    peak = _peak(shard, seat, tiles, state)
+    sizes = [chunk.size for chunk in shard.chunks]
+    microbatches, activations_host = held_microbatches(layout, assignment, shard.kept, sizes, fraction)
+    peak = _peak(shard, assignment, microbatches, state)
     computing = peak.activations + width * peak.weights + max(4, width) * peak.gradients
     hidden = spec.micro_batch * layout.plan.seq_len * model.hidden * width // software.context_parallel
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
@@ -156,7 +158,7 @@ def _parts(shard: Shard, seat: Seat, on_cpu: bool) -> tuple[dict[str, int], int]
     logits = held_tokens * model.vocab * shard.share
     tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
     counted = 0 if on_cpu else 1
-    last = seat.stage == layout.num_stages - 1
+    last = assignment.stage == layout.num_stages - 1
     parts = {
         "weights": int(width * (state.weights + peak.weights)),
         "gradients": int(max(4, width) * (state.gradients + peak.gradients)),
@@ -170,13 +172,13 @@ def _parts(shard: Shard, seat: Seat, on_cpu: bool) -> tuple[dict[str, int], int]
     return parts, int(state.host_bytes + activations_host)
 
 
-def _peak(shard: Shard, seat: Seat, tiles: Tiles, state: Resident) -> Moment:
+def _peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, state: Resident) -> Moment:
     """The moment with the most bytes; nothing counted there of what stays for good."""
     if not (state.moves_weights or state.moves_gradients):
-        return Moment(tiles.activations, 0.0, 0.0)
+        return Moment(microbatches.activations, 0.0, 0.0)
     weights, gradients = shard.width * state.moves_weights, max(4, shard.width) * state.moves_gradients
     most = max(
-        moments(shard, seat, tiles),
+        moments(shard, assignment, microbatches),
         key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,
     )
     return Moment(most.activations, most.weights * state.moves_weights, most.gradients * state.moves_gradients)

@@ -1,4 +1,4 @@
-"""What the ranks of a stage with one share of heads and columns hold and keep, whatever their tiles."""
+"""What the ranks of a stage with one share of heads and columns hold and keep, whatever their microbatches."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,10 +50,10 @@ class Holdings(NamedTuple):
 
 
 class Descent(NamedTuple):
-    """A moment on the way down through a stage's parts: what has been freed, and elements of units at hand."""
+    """A moment on the way down through a stage's chunks: what has been freed, and elements of units at hand."""
 
-    part: int
-    layers_passed: int  # in that part, by the first tile
+    chunk: int
+    layers_passed: int  # in that chunk, by the first microbatch
     weights: float
     gradients: float
 
@@ -89,9 +89,9 @@ class Shard:
         return found._replace(layer=found.layer + score_bytes(self.layout, self.share, self.software, self.width))
 
     @cached_property
-    def parts(self) -> list[Range]:
-        """The stage's parts as ranges of its own layers."""
-        return from_sizes(part.size for part in self.layout.parts(self.stage))
+    def chunks(self) -> list[Range]:
+        """The stage's chunks as ranges of its own layers."""
+        return from_sizes(chunk.size for chunk in self.layout.chunks(self.stage))
 
     @cached_property
     def bucket_elements(self) -> float:
@@ -102,28 +102,28 @@ class Shard:
         model, units = self.layout.model, self.holdings.units
         table = model.vocab * model.hidden if self.stage in (0, self.layout.num_stages - 1) else 0
         full = BUCKET_ELEMENTS + max(model.hidden * model.ffn, table)
-        parts = [units[part.start : part.stop] for part in self.parts]
-        parts[0] = (self.holdings.tied, *parts[0])
-        if not self.layout.plan.steps_part_by_part:
-            parts = [tuple(unit for part in parts for unit in part)]
+        chunks = [units[chunk.start : chunk.stop] for chunk in self.chunks]
+        chunks[0] = (self.holdings.tied, *chunks[0])
+        if not self.layout.plan.steps_chunk_by_chunk:
+            chunks = [tuple(unit for chunk in chunks for unit in chunk)]
         if self.spec.zero >= 2 or "parameters" in self.spec.offload:
-            return max(a + b for part in parts for a, b in pairwise([min(unit, full) for unit in (0.0, *part)]))
-        return min(2 * full, max(map(sum, parts)))
+            return max(a + b for chunk in chunks for a, b in pairwise([min(unit, full) for unit in (0.0, *chunk)]))
+        return min(2 * full, max(map(sum, chunks)))
 
     @cached_property
     def descents(self) -> tuple[Descent, ...]:
-        """All tiles on their way down through a part: its layers stay until the last of them has passed.
+        """All microbatches on their way down through a chunk: its layers stay until the last of them has passed.
 
-        The first tile enters them one by one, the next announced, and frees what it kept of those above.
+        The first microbatch enters them one by one, the next announced, and frees what it kept of those above.
         """
-        parts = [self.holdings.units[own.start : own.stop] for own in self.parts]
+        chunks = [self.holdings.units[own.start : own.stop] for own in self.chunks]
         above, tied, found = 0.0, self.holdings.tied, []
-        for part in range(len(parts) - 1, -1, -1):
-            at_hand = tied * (part in (0, len(parts) - 1))
-            downward = [*parts[part][::-1], parts[part - 1][-1] if part else 0.0]
-            for passed in range(len(parts[part])):
+        for chunk in range(len(chunks) - 1, -1, -1):
+            at_hand = tied * (chunk in (0, len(chunks) - 1))
+            downward = [*chunks[chunk][::-1], chunks[chunk - 1][-1] if chunk else 0.0]
+            for passed in range(len(chunks[chunk])):
                 entered = sum(downward[: passed + 1])
                 weights = entered + downward[passed + 1] + at_hand
-                found.append(Descent(part, passed, weights, entered + above + tied))
-            above = parts[part][0]
+                found.append(Descent(chunk, passed, weights, entered + above + tied))
+            above = chunks[chunk][0]
         return tuple(found)

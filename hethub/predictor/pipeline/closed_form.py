@@ -1,13 +1,14 @@
-"""Pipelines of equal tiles without a node per tile: when every stage works, waits and ends its last backward.
+"""Pipelines of equal microbatches without a node per microbatch: when every stage works, waits and ends its last
+backward.
 
-Plans whose stages all cut the samples alike are chains: each replica talks to one replica per neighbour only, and
-once its steady state repeats, the rest of the micro-batches is a multiplication. `hethub.predictor.pipeline.replay` gives the
-same figures, action by action.
+Plans whose stages all cut the samples alike are chains: each replica talks to one replica per neighbour only, and once
+its steady state repeats, the rest of the micro-batches is a multiplication. `hethub.predictor.pipeline.replay` gives
+the same figures, action by action.
 """
 
 from typing import NamedTuple
 
-from hethub.predictor.pipeline.replay import NONE, Programme, idle_times, replay
+from hethub.predictor.pipeline.replay import NONE, TaskGraph, idle_times, replay
 
 
 class Ends(NamedTuple):
@@ -19,7 +20,7 @@ class Ends(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A pipeline of equal tiles: per stage seconds of forward and backward, per boundary seconds each way."""
+    """A pipeline of equal microbatches: per stage seconds of forward and backward, per boundary seconds each way."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -29,25 +30,27 @@ class Chain(NamedTuple):
     begins: tuple[float, ...] = ()  # when each stage's first forward may start; at 0 where not given
 
 
-def pipeline(chain: Chain, num_tiles: int, watched: int | None = None) -> list[Ends]:
-    """Per stage, the ends of 1F1B over `num_tiles` equal tiles; only the `watched` one's waits are looked at.
+def pipeline(chain: Chain, num_microbatches: int, watched: int | None = None) -> list[Ends]:
+    """Per stage, the ends of 1F1B over `num_microbatches` equal microbatches; only the `watched` one's waits are
+    looked at.
 
-    A critical circuit through k stages repeats every k tiles at most, so 60 tiles are a whole number of repeats for up
-    to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are approximated.
+    A critical circuit through k stages repeats every k microbatches at most, so 60 microbatches are a whole number of
+    repeats for up to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are
+    approximated.
     """
     stages = len(chain.forward)
     period = 60 if stages <= 6 else 4
     warm = 2 * stages + 2 * max(chain.in_flight)
-    if num_tiles <= warm + 2 * period:
-        return _Run.begun(chain, num_tiles).ends(num_tiles, watched)
-    rest = num_tiles - warm
+    if num_microbatches <= warm + 2 * period:
+        return _Run.begun(chain, num_microbatches).ends(num_microbatches, watched)
+    rest = num_microbatches - warm
     base = warm + rest % period
-    # How many tiles there are shows when no more go forward: until then the two are one.
+    # How many microbatches there are shows when no more go forward: until then the two are one.
     shorter = _Run.begun(chain, base)
     shorter.go_on(base - max(chain.in_flight), base)
     longer = shorter.copy()
     first, second = shorter.ends(base, watched), longer.ends(base + period, watched)
-    repeats = (num_tiles - base) // period
+    repeats = (num_microbatches - base) // period
     return [
         Ends(*(a + repeats * (b - a) for a, b in zip(one, two, strict=True)))
         for one, two in zip(first, second, strict=True)
@@ -55,10 +58,11 @@ def pipeline(chain: Chain, num_tiles: int, watched: int | None = None) -> list[E
 
 
 class _Run(NamedTuple):
-    """A chain at work: by stage, when it is free again, and when each of its tiles was forward and backward.
+    """A chain at work: by stage, when it is free again, and when each of its microbatches was forward and backward.
 
-    No stage holds fewer tiles than those below it. So when in every round each stage from the last one up takes a tile
-    backward, and then each from the first one down the next one forward, nothing comes before what it waits for.
+    No stage holds fewer microbatches than those below it. So when in every round each stage from the last one up takes
+    a microbatch backward, and then each from the first one down the next one forward, nothing comes before what it
+    waits for.
     """
 
     chain: Chain
@@ -67,17 +71,17 @@ class _Run(NamedTuple):
     backwards: list[list[float]]
 
     @staticmethod
-    def begun(chain: Chain, num_tiles: int) -> "_Run":
-        """The first tiles forward, as many as each stage holds."""
+    def begun(chain: Chain, num_microbatches: int) -> "_Run":
+        """The first microbatches forward, as many as each stage holds."""
         stages = len(chain.forward)
         run = _Run(
             chain, list(chain.begins) or [0.0] * stages, [[] for _ in range(stages)], [[] for _ in range(stages)]
         )
         for stage, limit in enumerate(chain.in_flight):
             now, spent, own = run.clock[stage], chain.forward[stage], run.forwards[stage]
-            for tile in range(min(limit, num_tiles)):
+            for microbatch in range(min(limit, num_microbatches)):
                 if stage:
-                    ready = run.forwards[stage - 1][tile] + chain.down[stage - 1]
+                    ready = run.forwards[stage - 1][microbatch] + chain.down[stage - 1]
                     if ready > now:
                         now = ready
                 now += spent
@@ -88,8 +92,8 @@ class _Run(NamedTuple):
     def copy(self) -> "_Run":
         return _Run(self.chain, self.clock[:], *([own[:] for own in each] for each in (self.forwards, self.backwards)))
 
-    def go_on(self, num_backward: int, num_tiles: int) -> None:
-        """Rounds until so many of `num_tiles` tiles are backward."""
+    def go_on(self, num_backward: int, num_microbatches: int) -> None:
+        """Rounds until so many of `num_microbatches` microbatches are backward."""
         chain, clock, forwards = self.chain, self.clock, self.forwards
         upward = list(zip(range(len(clock)), (0.0, *chain.up), chain.backward, self.backwards, strict=True))[::-1]
         columns = (
@@ -100,9 +104,9 @@ class _Run(NamedTuple):
             (None, *forwards[:-1]),
             forwards,
         )
-        left = num_tiles - len(self.backwards[0])
+        left = num_microbatches - len(self.backwards[0])
         downward = [row for row in zip(*columns, strict=True) if row[1] < left]
-        for tile in range(len(self.backwards[0]), num_backward):
+        for microbatch in range(len(self.backwards[0]), num_backward):
             ready = 0.0
             for stage, up, spent, own in upward:
                 now = clock[stage]
@@ -112,18 +116,18 @@ class _Run(NamedTuple):
                 own.append(now)
                 ready = now + up
             for stage, limit, down, spent, above, own in downward:
-                if tile + limit < num_tiles:
+                if microbatch + limit < num_microbatches:
                     now = clock[stage]
                     if above is not None:
-                        ready = above[tile + limit] + down
+                        ready = above[microbatch + limit] + down
                         if ready > now:
                             now = ready
                     clock[stage] = now = now + spent
                     own.append(now)
 
-    def ends(self, num_tiles: int, watched: int | None) -> list[Ends]:
-        """Per stage, when all tiles are through."""
-        self.go_on(num_tiles, num_tiles)
+    def ends(self, num_microbatches: int, watched: int | None) -> list[Ends]:
+        """Per stage, when all microbatches are through."""
+        self.go_on(num_microbatches, num_microbatches)
         waits = [0.0] * len(self.clock)
         if watched is not None:
             waits[watched] = self._transfer_waits(watched)
@@ -135,31 +139,32 @@ class _Run(NamedTuple):
         chain, forwards, backwards = self.chain, self.forwards, self.backwards
         limit, waits, last = chain.in_flight[stage], 0.0, len(self.clock) - 1
         now = chain.begins[stage] if chain.begins else 0.0
-        for tile in range(-limit, len(forwards[stage])):  # backward, and ahead of it by the limit one forward
-            if tile >= 0:
+        for microbatch in range(-limit, len(forwards[stage])):  # backward, and ahead of it by the limit one forward
+            if microbatch >= 0:
                 if stage < last:
                     under_way = chain.up[stage]
-                    waits += min(under_way, max(0.0, backwards[stage + 1][tile] + under_way - now))
-                now = backwards[stage][tile]
-            if 0 <= tile + limit < len(forwards[stage]):
+                    waits += min(under_way, max(0.0, backwards[stage + 1][microbatch] + under_way - now))
+                now = backwards[stage][microbatch]
+            if 0 <= microbatch + limit < len(forwards[stage]):
                 if stage:
                     under_way = chain.down[stage - 1]
-                    waits += min(under_way, max(0.0, forwards[stage - 1][tile + limit] + under_way - now))
-                now = forwards[stage][tile + limit]
+                    waits += min(under_way, max(0.0, forwards[stage - 1][microbatch + limit] + under_way - now))
+                now = forwards[stage][microbatch + limit]
         return waits
 
 
-def interleaved(chain: Chain, num_tiles: int, chunks: int, watched: int | None = None) -> list[Ends]:
+def interleaved(chain: Chain, num_microbatches: int, chunks: int, watched: int | None = None) -> list[Ends]:
     """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` parts of the model in turn.
 
-    Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: tiles go in groups as large as the pipeline).
+    Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: microbatches go in groups as large as the
+    pipeline).
     """
     stages = len(chain.forward)
-    if num_tiles % stages:
-        return pipeline(chain, num_tiles, watched)
-    groups = num_tiles // stages
+    if num_microbatches % stages:
+        return pipeline(chain, num_microbatches, watched)
+    groups = num_microbatches // stages
     if groups <= 4:
-        return _run_interleaved(chain, num_tiles, chunks)
+        return _run_interleaved(chain, num_microbatches, chunks)
     first, second = _run_interleaved(chain, 3 * stages, chunks), _run_interleaved(chain, 4 * stages, chunks)
     return [
         Ends(*(a + (groups - 3) * (b - a) for a, b in zip(one, two, strict=True)))
@@ -167,38 +172,38 @@ def interleaved(chain: Chain, num_tiles: int, chunks: int, watched: int | None =
     ]
 
 
-def _run_interleaved(chain: Chain, num_tiles: int, chunks: int) -> list[Ends]:
+def _run_interleaved(chain: Chain, num_microbatches: int, chunks: int) -> list[Ends]:
     stages = len(chain.forward)
     virtual = stages * chunks
-    last, total = virtual - 1, num_tiles * chunks
+    last, total = virtual - 1, num_microbatches * chunks
     wrap = max(chain.down)
     down = [chain.down[v % stages] if v % stages < stages - 1 else wrap for v in range(last)]
-    tile = lambda v, i: v * num_tiles + i  # noqa: E731
-    back = lambda v, i: (virtual + v) * num_tiles + i  # noqa: E731
+    microbatch = lambda v, i: v * num_microbatches + i  # noqa: E731
+    back = lambda v, i: (virtual + v) * num_microbatches + i  # noqa: E731
     orders = []
     for s in range(stages):
         group = lambda k: (k % (stages * chunks)) // stages  # noqa: E731
         index = lambda k: k // (stages * chunks) * stages + k % stages  # noqa: E731
-        forwards = [tile(group(k) * stages + s, index(k)) for k in range(total)]
+        forwards = [microbatch(group(k) * stages + s, index(k)) for k in range(total)]
         backwards = [back((chunks - 1 - group(k)) * stages + s, index(k)) for k in range(total)]
         warm = min((stages - s - 1) * 2 + (chunks - 1) * stages, total)
         order = forwards[:warm]
         for k in range(total - warm):
             order += (forwards[warm + k], backwards[k])
         orders.append(order + backwards[total - warm :])
-    programme = Programme(orders=orders)
+    programme = TaskGraph(orders=orders)
     for v in range(virtual):
-        programme.seconds += [chain.forward[v % stages] / chunks] * num_tiles
-        programme.sources += [tile(v - 1, i) if v else NONE for i in range(num_tiles)]
-        programme.under_way += [down[v - 1] if v else 0.0] * num_tiles
+        programme.seconds += [chain.forward[v % stages] / chunks] * num_microbatches
+        programme.sources += [microbatch(v - 1, i) if v else NONE for i in range(num_microbatches)]
+        programme.under_way += [down[v - 1] if v else 0.0] * num_microbatches
     for v in range(virtual):
-        programme.seconds += [chain.backward[v % stages] / chunks] * num_tiles
-        programme.sources += [back(v + 1, i) if v < last else NONE for i in range(num_tiles)]
-        programme.under_way += [down[v] if v < last else 0.0] * num_tiles
+        programme.seconds += [chain.backward[v % stages] / chunks] * num_microbatches
+        programme.sources += [back(v + 1, i) if v < last else NONE for i in range(num_microbatches)]
+        programme.under_way += [down[v] if v < last else 0.0] * num_microbatches
     return _ends(programme, stages)
 
 
-def _ends(programme: Programme, stages: int) -> list[Ends]:
+def _ends(programme: TaskGraph, stages: int) -> list[Ends]:
     """The ends of the first `stages` actors, whose last node is a backward."""
     ends, found = replay(programme), []
     for s in range(stages):

@@ -1,16 +1,17 @@
-"""What collectives over replicas add to a programme: gathers and reductions beside compute, steps, and waits for both."""
+"""What collectives over replicas add to a task graph: gathers and reductions beside compute, steps, and waits for
+both."""
 
 from collections.abc import Iterable
 
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.replay import Programme
+from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.state_costs import Portion
-from hethub.predictor.pipeline.symmetry import LeanCosts
+from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.predictor.pipeline.task_graph import Compute, Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
 
-Pass = tuple[Kind, int]  # all tiles one way through one part
+Pass = tuple[Kind, int]  # all microbatches one way through one chunk
 
 
 class Stage:
@@ -25,42 +26,42 @@ class Stage:
         self.last = {way: [run.nodes[run.order.spans[way][1]] for run in self.apart] for way in ways}
 
     def updates(self, kind: Kind) -> dict[int, list[int]]:
-        """By part, or under 0 for all of them at once, the nodes of an update."""
+        """By chunk, or under 0 for all of them at once, the nodes of an update."""
         found: dict[int, list[int]] = {}
         for run in self.apart:
-            for (own, part), position in run.order.updates.items():
+            for (own, chunk), position in run.order.updates.items():
                 if own is kind:
-                    found.setdefault(part, []).append(run.nodes[position])
+                    found.setdefault(chunk, []).append(run.nodes[position])
         return found
 
-    def portion(self, part: int) -> Portion | None:
-        return self.portions[part] if len(self.portions) > 1 else None
+    def portion(self, chunk: int) -> Portion | None:
+        return self.portions[chunk] if len(self.portions) > 1 else None
 
-    def parts(self) -> list[int]:
-        """Its parts in the order in which their gradients are complete."""
-        parts = [part for kind, part in self.last if kind is Kind.BACKWARD]
-        return sorted(parts, key=lambda part: self.completing(part)[0])
+    def chunks(self) -> list[int]:
+        """Its chunks in the order in which their gradients are complete."""
+        chunks = [chunk for kind, chunk in self.last if kind is Kind.BACKWARD]
+        return sorted(chunks, key=lambda chunk: self.completing(chunk)[0])
 
-    def reduces(self, part: int) -> list[int]:
-        """The REDUCE nodes that wait for a part: its own, or the one that is for all parts."""
+    def reduces(self, chunk: int) -> list[int]:
+        """The REDUCE nodes that wait for a chunk: its own, or the one that is for all chunks."""
         found = self.updates(Kind.REDUCE)
-        return found[part] if len(found) > 1 else next(iter(found.values()))
+        return found[chunk] if len(found) > 1 else next(iter(found.values()))
 
-    def completing(self, part: int) -> list[int]:
-        """The last nodes that add to the part's gradients, on every replica."""
-        return self.last.get((Kind.WEIGHT, part), self.last[Kind.BACKWARD, part])
+    def completing(self, chunk: int) -> list[int]:
+        """The last nodes that add to the chunk's gradients, on every replica."""
+        return self.last.get((Kind.WEIGHT, chunk), self.last[Kind.BACKWARD, chunk])
 
 
 class Collectives:
-    """Wires the REDUCE, STEP and GATHER actions of a programme, and adds the streams they wait for.
+    """Wires the REDUCE, STEP and GATHER actions of a task graph, and adds the streams they wait for.
 
     `shown[n]` are the seconds of communication that an actor waiting for node n sees at most; `optimizer_seconds` what
     each replica spends on its own steps.
     """
 
-    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts, compute: Compute) -> None:
+    def __init__(self, layout: Layout, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
         self.layout, self.costs, self.compute = layout, costs, compute
-        self.programme: Programme = compute.programme
+        self.programme: TaskGraph = compute.programme
         self.shown: dict[int, float] = {}
         self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
         self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
@@ -79,9 +80,9 @@ class Collectives:
             self._step_and_gather(stage)
 
     @property
-    def steps_by_part(self) -> bool:
-        """Whether some replica steps before all its tiles are through."""
-        return self.layout.plan.steps_part_by_part and self.layout.plan.num_chunks > 1
+    def steps_by_chunk(self) -> bool:
+        """Whether some replica steps before all its microbatches are through."""
+        return self.layout.plan.steps_chunk_by_chunk and self.layout.plan.num_chunks > 1
 
     def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
         """A node that ends `seconds` after the last of `nodes`."""
@@ -102,23 +103,24 @@ class Collectives:
 
     def _wait_after_rounds(self, stage: Stage) -> None:
         """In rounds only the last layer's reduction is still under way when compute ends."""
-        for part in stage.parts():
-            tail = self.costs.state.reduction(stage.index, stage.portion(part)).tail_seconds
-            self._wait(stage.reduces(part), self._meet(stage.completing(part), tail))
+        for chunk in stage.chunks():
+            tail = self.costs.state.reduction(stage.index, stage.portion(chunk)).tail_seconds
+            self._wait(stage.reduces(chunk), self._meet(stage.completing(chunk), tail))
 
     def _reduce_beside(self, stage: Stage) -> None:
-        """A part's gradients are summed from its last tile's backward on; the last bucket cannot start before its end."""
+        """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
+        its end."""
         stream = self.programme.add_actor()
-        for part in stage.parts():
-            reduction = self.costs.state.reduction(stage.index, stage.portion(part))
+        for chunk in stage.chunks():
+            reduction = self.costs.state.reduction(stage.index, stage.portion(chunk))
             if reduction.seconds:
-                node = self._beside(stream, reduction.seconds, stage.completing(part))
-                tail = self._meet(stage.completing(part), reduction.tail_seconds)
-                self._wait(stage.reduces(part), node, tail)
+                node = self._beside(stream, reduction.seconds, stage.completing(chunk))
+                tail = self._meet(stage.completing(chunk), reduction.tail_seconds)
+                self._wait(stage.reduces(chunk), node, tail)
 
     def _collect_by_pass(self, stage: Stage, sharded: bool) -> None:
-        """Weights brought once per part and pass while the pass before runs; where gradients are `sharded`, one reduction per
-        part while the next pass runs.
+        """Weights brought once per chunk and pass while the pass before runs; where gradients are `sharded`, one
+        reduction per chunk while the next pass runs.
 
         Two slots of memory: the pass after the next waits for a reduction. Ranks that communicate with the cores that
         compute do one after the other.
@@ -127,42 +129,43 @@ class Collectives:
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
         slots = 1 if self.costs.state.by_turns[stage.index] else 2
         reduced: list[int] = []
-        for index, (kind, part) in enumerate(passes):
-            portion = self.costs.state.portions[stage.index][part]
+        for index, (kind, chunk) in enumerate(passes):
+            portion = self.costs.state.portions[stage.index][chunk]
             gather = sum(self.costs.state.gather_seconds(stage.index, portion))
             if gather:
                 started = stage.last[passes[index - slots]] if index >= slots else []
-                self._wait(stage.first[kind, part], self._beside(stream, gather, started, ahead=0.0))
+                self._wait(stage.first[kind, chunk], self._beside(stream, gather, started, ahead=0.0))
             if sharded and index and passes[index - 1][0] is Kind.BACKWARD:
                 reduced.append(self._reduce_pass(stage, stream, passes[index - 1][1]))
                 if len(reduced) >= slots:
-                    self._wait(stage.first[kind, part], reduced[-slots])
+                    self._wait(stage.first[kind, chunk], reduced[-slots])
         if sharded:
             self._reduce_pass(stage, stream, passes[-1][1])
 
-    def _reduce_pass(self, stage: Stage, stream: int, part: int) -> int:
-        """Adds the reduction of a part, layer by layer while the last tile passes it, where ranks can do both."""
-        layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][part])
-        last, by_turns = stage.completing(part), self.costs.state.by_turns[stage.index]
+    def _reduce_pass(self, stage: Stage, stream: int, chunk: int) -> int:
+        """Adds the reduction of a chunk, layer by layer while the last microbatch passes it, where ranks can do
+        both."""
+        layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][chunk])
+        last, by_turns = stage.completing(chunk), self.costs.state.by_turns[stage.index]
         node = self._beside(stream, sum(layers), last, ahead=0.0 if by_turns else 1.0 - 1.0 / len(layers))
-        self._wait(stage.reduces(part), node, self._meet(last, layers[0]))
+        self._wait(stage.reduces(chunk), node, self._meet(last, layers[0]))
         return node
 
     def _step_and_gather(self, stage: Stage) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
         seconds, gathers = self.programme.seconds, stage.updates(Kind.GATHER)
-        for part, steps in stage.updates(Kind.STEP).items():
-            portion = stage.portion(part) if self.steps_by_part else None
+        for chunk, steps in stage.updates(Kind.STEP).items():
+            portion = stage.portion(chunk) if self.steps_by_chunk else None
             for place, run in stage.runs.items():
-                own, node = self.costs.optimizer(*place, portion), run.nodes[run.order.updates[Kind.STEP, part]]
+                own, node = self.costs.optimizer(*place, portion), run.nodes[run.order.updates[Kind.STEP, chunk]]
                 self.optimizer_seconds[place] += own
                 seconds[node] = max(seconds[node], own)
-            if not self.steps_by_part:
+            if not self.steps_by_chunk:
                 self._wait(steps, self.norm)
             gather = self.costs.state.reduction(stage.index, portion).gather_seconds
             if gather:  # else nobody steps for others
-                self._wait(gathers[part], self._meet(steps))
-                for node in gathers[part]:
+                self._wait(gathers[chunk], self._meet(steps))
+                for node in gathers[chunk]:
                     seconds[node] = gather
             slowest = max(seconds[node] for node in steps)
             for run, node in zip(stage.apart, steps, strict=True):

@@ -1,4 +1,4 @@
-"""What each part of a bound plan costs: tiles, boundaries and the optimizer, from layer and link costs."""
+"""What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
 
 from collections import Counter
 from functools import cached_property
@@ -20,7 +20,7 @@ from hethub.spec.plan import ReplicaSpec
 
 
 class Parts(NamedTuple):
-    """Seconds of one pass of one tile by what they are spent on."""
+    """Seconds of one pass of one microbatch by what they are spent on."""
 
     compute: float
     tp: float
@@ -31,8 +31,8 @@ class Parts(NamedTuple):
         return self.compute + self.tp + self.dp
 
 
-class TileCost(NamedTuple):
-    """Forward and backward of one tile on one replica; where weight gradients are put off, they are apart."""
+class MicrobatchCost(NamedTuple):
+    """Forward and backward of one microbatch on one replica; where weight gradients are put off, they are apart."""
 
     forward: Parts
     backward: Parts
@@ -58,7 +58,7 @@ class PlanCosts:
         self.network = Network(self.layout.cluster, constants, self.profile)
         self.state = StateCosts(self.layout, self.software, self.network)
         self._layer_costs: dict[str, LayerCost] = {}
-        self._tiles: dict[tuple[object, ...], TileCost] = {}
+        self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
 
     def layer_cost(self, rank: int) -> LayerCost:
@@ -97,14 +97,14 @@ class PlanCosts:
         return found
 
     @cached_property
-    def tiles_alike(self) -> bool:
+    def microbatches_alike(self) -> bool:
         """Whether all stages cut the samples alike, so that replica r talks only to replica r of its neighbours."""
         first = [(r.micro_batch, r.samples) for r in self.plan.stages[0].replicas]
         return all([(r.micro_batch, r.samples) for r in stage.replicas] == first for stage in self.plan.stages[1:])
 
     @cached_property
     def chains(self) -> tuple[int, ...]:
-        """Where all stages tile alike: the first replica of every kind of chain through the stages."""
+        """Where all stages microbatch alike: the first replica of every kind of chain through the stages."""
         found: dict[object, int] = {}
         stages = range(self.layout.num_stages)
         for replica, spec in enumerate(self.plan.stages[0].replicas):
@@ -128,15 +128,18 @@ class PlanCosts:
         )
         return (a.machine == b.machine, a.node.name, b.node.name, self._exits(stage)[a.machine])
 
-    def tile(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> TileCost:
-        """Seconds of forward and backward of a tile of `samples` through a portion of the stage, by default all of it."""
+    def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
+        """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
+        of it."""
         key = (self.kind(stage, replica), samples, portion)
-        found = self._tiles.get(key)
+        found = self._microbatches.get(key)
         if found is None:
-            found = self._tiles[key] = self._tile(stage, replica, samples, portion or self.state.whole(stage))
+            found = self._microbatches[key] = self._microbatch(
+                stage, replica, samples, portion or self.state.whole(stage)
+            )
         return found
 
-    def _tile(self, stage: int, replica: int, samples: int, portion: Portion) -> TileCost:
+    def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)
         fractions = self.state.rank_fractions(spec)
         unlike = {
@@ -151,7 +154,7 @@ class PlanCosts:
         if "activations" in self.layout.stages[stage].offload:
             shown = [self._offloading(stage, spec, samples, portion.layers, seconds) for seconds in passes]
             dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
-        return TileCost(
+        return MicrobatchCost(
             Parts(forward, tp_forward, dp_forward),
             Parts(backward - weight, tp_backward, dp_backward),
             Parts(weight, 0.0, 0.0),
@@ -160,7 +163,8 @@ class PlanCosts:
     def _rank_passes(
         self, stage: int, spec: ReplicaSpec, rank: int, fraction: float, samples: int, portion: Portion
     ) -> tuple[float, float, float]:
-        """Forward and backward compute seconds of a tile on one rank, and the part of backward that is put off."""
+        """Forward and backward compute seconds of a microbatch on one rank, and the part of backward that is put
+        off."""
         cost, stage_spec = self.layer_cost(rank), self.layout.stages[stage]
         layer = cost.layer(samples, self.state.tensor_parallel(spec), stage_spec.recompute, fraction)
         forward, backward = layer.forward * portion.layers, layer.backward * portion.layers
@@ -189,7 +193,8 @@ class PlanCosts:
     def _tensor_parallel_seconds(
         self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion
     ) -> tuple[float, float]:
-        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and loss add one each."""
+        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and loss add one
+        each."""
         tp = self.state.tensor_parallel(spec)
         if tp == 1:
             return 0.0, 0.0
@@ -222,8 +227,8 @@ class PlanCosts:
         return found
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' link, then
-        inside the target."""
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' link,
+        then inside the target."""
         sender = self.layout.replica(stage, source)
         receiver = self.layout.replica(stage + 1 if below is None else below, target)
         num_bytes = self._activation_bytes(samples)
@@ -236,7 +241,8 @@ class PlanCosts:
         return seconds
 
     def _spread_boundary(self, sender: ReplicaSpec, receiver: ReplicaSpec, num_bytes: float, sharing: float) -> float:
-        """Seconds where every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather)."""
+        """Seconds where every rank sends its part to its peer and the receivers gather (Megatron's scatter and
+        gather)."""
         part = num_bytes / sender.tp
         seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing * sender.tp).seconds(part)
         return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)

@@ -12,11 +12,12 @@ def exposed(compute: float, beside: Sequence[float]) -> float:
 
 
 def beside_forward(gathers: Sequence[float]) -> list[float]:
-    """What goes on beside each layer of a forward: the next layer's gather; beside the last, the next tile's first."""
+    """What goes on beside each layer of a forward: the next layer's gather; beside the last, the next microbatch's
+    first."""
     return [*gathers[1:], gathers[0]]
 
 
 def beside_backward(gathers: Sequence[float], reductions: Sequence[float]) -> list[float]:
-    """The same of a backward, layers in the order in which it passes them (both arguments too): the next layer's weights
-    come while the gradients of the layer before are summed."""
+    """The same of a backward, layers in the order in which it passes them (both arguments too): the next layer's
+    weights come while the gradients of the layer before are summed."""
     return [g + r for g, r in zip(beside_forward(gathers), [reductions[-1], *reductions[:-1]], strict=True)]

@@ -9,12 +9,13 @@ NONE = -1  # where a node waits for no other
 
 
 @dataclass
-class Programme:
+class TaskGraph:
     """Nodes numbered from 0. `orders[a]` are actor a's, in the order it does them.
 
-    Most nodes wait for one other at most: `sources[n]`, `under_way[n]` seconds after its end. `needs[n]` are those that
-    n waits for beside it. An actor is a replica, a stage whose replicas go in lockstep, or a stream (a network, a host
-    link) that works beside them. Seconds under way may be negative: what counts is then ready before its node has ended.
+    Most nodes wait for one other at most: `sources[n]`, `under_way[n]` seconds after its end. `needs[n]` are those
+    that n waits for beside it. An actor is a replica, a stage whose replicas go in lockstep, or a stream (a network, a
+    host link) that works beside them. Seconds under way may be negative: what counts is then ready before its node has
+    ended.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Programme:
         return first + self.needs.get(node, [])
 
 
-def replay(programme: Programme, starts: dict[int, float] | None = None) -> list[float]:
+def replay(programme: TaskGraph, starts: dict[int, float] | None = None) -> list[float]:
     """When each node ends; `starts` are the actors that begin later than at 0.
 
     Each actor runs its list in order; one that waits for a node not yet done is woken by it. Raises AssertionError
@@ -90,9 +91,10 @@ def replay(programme: Programme, starts: dict[int, float] | None = None) -> list
 
 
 def idle_times(
-    programme: Programme, ends: list[float], actor: int, begin: float = 0.0
+    programme: TaskGraph, ends: list[float], actor: int, begin: float = 0.0
 ) -> list[tuple[int, float, int, float]]:
-    """Where an actor stood idle after `begin`: (node that waited, idle seconds, node it waited for, its seconds under way)."""
+    """Where an actor stood idle after `begin`: (node that waited, idle seconds, node it waited for, its seconds under
+    way)."""
     found = []
     order = programme.orders[actor]
     for before, node in pairwise([None, *order]):

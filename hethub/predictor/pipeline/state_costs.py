@@ -33,7 +33,7 @@ class Reduction(NamedTuple):
 
 
 class StateCosts:
-    """Seconds of a layout's collectives over replicas, whatever the tiles."""
+    """Seconds of a layout's collectives over replicas, whatever the microbatches."""
 
     def __init__(self, layout: Layout, software: Software, network: Network) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
@@ -48,7 +48,7 @@ class StateCosts:
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
         """Per stage, what each of its parts runs: a chunk, or under `layered` a layer."""
         return tuple(
-            tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.parts(stage))
+            tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.chunks(stage))
             for stage in range(self.layout.num_stages)
         )
 
@@ -92,8 +92,8 @@ class StateCosts:
         return max(self.rank_parameters(stage, replica, portion) for replica in found)
 
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
-        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a tied
-        head sum and step it together, without that."""
+        """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a
+        tied head sum and step it together, without that."""
         key = (stage, spec.tp, spec.tensor_shares, portion)
         found = self._parameters.get(key)
         if found is None:
@@ -113,8 +113,8 @@ class StateCosts:
 
     @cached_property
     def tied_group(self) -> Group | None:
-        """The ranks at one position of every replica at both ends, who sum and step a tied head together; None where there
-        is none apart, or where it is summed in pairs, as by other frameworks."""
+        """The ranks at one position of every replica at both ends, who sum and step a tied head together; None where
+        there is none apart, or where it is summed in pairs, as by other frameworks."""
         layout = self.layout
         if not both_ends_step(layout) or not self.software.gathers_ahead:
             return None
@@ -137,7 +137,7 @@ class StateCosts:
     def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
         """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
         other copy, and to send new weights back (ZeRO-1 and 2). In rounds all but the last layer's sum belongs to the
-        tiles."""
+        microbatches."""
         found = self._reductions.get((stage, portion))
         if found is None:
             found = self._reductions[stage, portion] = self._reduction(stage, portion)
@@ -201,8 +201,8 @@ class StateCosts:
         return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
 
     def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
-        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a tile's forward and backward, beyond
-        what compute hides."""
+        """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward and
+        backward, beyond what compute hides."""
         (forward, backward), in_rounds = passes, self.in_rounds(stage)
         offloaded = "parameters" in self.layout.stages[stage].offload and not self.in_passes(stage)
         if not in_rounds and not offloaded:
@@ -222,26 +222,26 @@ class StateCosts:
         )
 
     def _shown(self, stage: int, seconds: float, exposed_seconds: float) -> float:
-        """What communication adds to a pass: all that compute does not hide, and a part of what it does, for collectives
-        take processors and memory bandwidth from the compute beside them."""
+        """What communication adds to a pass: all that compute does not hide, and a part of what it does, for
+        collectives take processors and memory bandwidth from the compute beside them."""
         part = 1.0 if self.by_turns[stage] else self.network.fit["overlap_cost"]
         return exposed_seconds + part * (seconds - exposed_seconds)
 
     def in_rounds(self, stage: int) -> bool:
-        """Whether every tile of a stage goes with collectives of its own."""
+        """Whether every microbatch of a stage goes with collectives of its own."""
         shared = self.layout.stages[stage].zero >= 2 and self.software.context_parallel > 1
         return shared or self.layout.plan.runs_in_rounds(stage)
 
     def in_passes(self, stage: int) -> bool:
-        """Whether what a stage fetches and sums goes once per part and pass, whatever the tiles."""
+        """Whether what a stage fetches and sums goes once per part and pass, whatever the microbatches."""
         stage_spec = self.layout.stages[stage]
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
         return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
 
     @cached_property
     def by_turns(self) -> tuple[bool, ...]:
-        """Per stage, whether its ranks communicate with the cores they compute with: CPUs, which copy and sum themselves,
-        unless their time is emulated."""
+        """Per stage, whether its ranks communicate with the cores they compute with: CPUs, which copy and sum
+        themselves, unless their time is emulated."""
         places, real = self.layout.cluster.places, not self.layout.cluster.emulated
         return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
 
@@ -251,8 +251,8 @@ class StateCosts:
         return zero if replicas * self.software.context_parallel > 1 else min(zero, 1)
 
     def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
-        """Seconds to bring each layer's weights, in model order: gathered under ZeRO-3, from the host where offloaded; ends
-        of the model go with their layer."""
+        """Seconds to bring each layer's weights, in model order: gathered under ZeRO-3, from the host where offloaded;
+        ends of the model go with their layer."""
         level, offloaded = self.level(stage), "parameters" in self.layout.stages[stage].offload
         found = self._by_layer(stage, portion, self.width) if level == 3 else [0.0] * portion.layers
         if offloaded:
@@ -309,8 +309,8 @@ class StateCosts:
         return times
 
     def _unevenness(self, stage: int) -> float:
-        """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut evenly,
-        the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
+        """How much longer collectives over uneven shares take: as many buckets as the smallest share allows are cut
+        evenly, the others take 1.25 times as long (Cephalo's figure, arXiv 2411.01075)."""
         stage_spec = self.layout.stages[stage]
         shares, count = stage_spec.state_shares, len(stage_spec.ranks)
         if not shares:

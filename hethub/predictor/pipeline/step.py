@@ -3,7 +3,7 @@
 A step takes as long as it is from one step's first forward to the next one's. Ranks do not begin together: who has the
 shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
 
-Plans whose stages all cut the samples alike need no node per tile: their replicas form chains, and equal ones are
+Plans whose stages all cut the samples alike need no node per microbatch: their replicas form chains, and equal ones are
 replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does. Where
 stages cut the samples unlike, groups of replicas that are copies of each other are replayed once.
 """
@@ -16,7 +16,7 @@ from hethub.predictor.pipeline.closed_form import Chain, Ends, interleaved, pipe
 from hethub.predictor.pipeline.collectives import Collectives
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import idle_times, replay
-from hethub.predictor.pipeline.symmetry import Group, LeanCosts, LeanLayout, copies, extent
+from hethub.predictor.pipeline.symmetry import FoldedCosts, FoldedLayout, Group, copies, extent
 from hethub.predictor.pipeline.task_graph import Compute, Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Action, Kind, schedule
@@ -44,29 +44,30 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     """The step from its first forward to the next one's. `full` replays every action, as a timeline needs."""
     if full:
         return _replayed_times(layout, costs, full)
-    if not costs.tiles_alike:
+    if not costs.microbatches_alike:
         groups = copies(layout, costs)
-        return _lean_replay(layout, costs, groups, None) if len(groups) > 1 else _replayed_times(layout, costs, full)
+        return _folded_replay(layout, costs, groups, None) if len(groups) > 1 else _replayed_times(layout, costs, full)
     if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
-        # The last tile is short, which no extrapolation knows.
-        return _lean_replay(layout, costs, _of_chains(layout, costs), None)
+        # The last microbatch is short, which no extrapolation knows.
+        return _folded_replay(layout, costs, _of_chains(layout, costs), None)
     if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
         return _chain_times(layout, costs)
-    return _lean_times(layout, costs)
+    return _folded_times(layout, costs)
 
 
-# -- some of equal actions ----------------------------------------------------------------------------------------------
+# -- some of equal actions
+# ----------------------------------------------------------------------------------------------
 
 
-def _lean_times(layout: Layout, costs: PlanCosts) -> StepTimes:
-    """One replica of each kind of chain stands for all, and where there are many tiles, few of them."""
-    num_tiles, period, repeats = extent(layout, costs.chains)
+def _folded_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+    """One replica of each kind of chain stands for all, and where there are many microbatches, few of them."""
+    num_microbatches, period, repeats = extent(layout, costs.chains)
     chains = _of_chains(layout, costs)
-    first = _lean_replay(layout, costs, chains, num_tiles)
+    first = _folded_replay(layout, costs, chains, num_microbatches)
     if not repeats:
         return first
-    assert num_tiles is not None
-    second = _lean_replay(layout, costs, chains, num_tiles + period)
+    assert num_microbatches is not None
+    second = _folded_replay(layout, costs, chains, num_microbatches + period)
     seconds = first.seconds + repeats * (second.seconds - first.seconds)
     parts = {key: one + repeats * (second.breakdown[key] - one) for key, one in first.breakdown.items()}
     parts["bubble"] = 0.0
@@ -78,26 +79,29 @@ def _of_chains(layout: Layout, costs: PlanCosts) -> list[Group]:
     return [(costs.chains,) * layout.num_stages]
 
 
-def _lean_replay(layout: Layout, costs: PlanCosts, groups: Sequence[Group], num_tiles: int | None) -> StepTimes:
+def _folded_replay(
+    layout: Layout, costs: PlanCosts, groups: Sequence[Group], num_microbatches: int | None
+) -> StepTimes:
     """The first group replayed, of which the others are copies."""
     group = groups[0]
-    times = _replayed_times(LeanLayout.of(layout, group, num_tiles), LeanCosts(costs, group), False)
+    times = _replayed_times(FoldedLayout.of(layout, group, num_microbatches), FoldedCosts(costs, group), False)
     stage, place = times.bottleneck
     replica = min(own[stage][place] for own in groups)
     return StepTimes(seconds=times.seconds, breakdown=times.breakdown, bottleneck=(stage, replica))
 
 
-# -- every action -------------------------------------------------------------------------------------------------------
+# -- every action
+# -------------------------------------------------------------------------------------------------------
 
 
-def _replayed_times(layout: Layout, costs: PlanCosts | LeanCosts, full: bool) -> StepTimes:
+def _replayed_times(layout: Layout, costs: PlanCosts | FoldedCosts, full: bool) -> StepTimes:
     """Every action of every replica, in the order that the executor runs them."""
     compute = Compute(layout, costs, full)
     collectives = Collectives(layout, costs, compute)
-    begins = {} if collectives.steps_by_part else _begins(collectives.update_seconds)
+    begins = {} if collectives.steps_by_chunk else _begins(collectives.update_seconds)
     programme, ends = compute.programme, replay(compute.programme, begins)
     over = [ends[programme.orders[run.actor][-1]] for run in compute.runs.values()]
-    seconds = max(over) if collectives.steps_by_part else min(over)
+    seconds = max(over) if collectives.steps_by_chunk else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     run = compute.runs[bottleneck]
@@ -139,7 +143,8 @@ def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
     return {key: parts[key] for key in ("compute", "bubble", "tp", "pp", "dp", "optimizer")}
 
 
-# -- chains of equal tiles ----------------------------------------------------------------------------------------------
+# -- chains of equal microbatches
+# ----------------------------------------------------------------------------------------------
 
 
 def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
@@ -168,7 +173,8 @@ def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
 
 
 def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place, float]:
-    """By place, the seconds from the norm to its next step: its own update, or where weights are gathered, all owners'."""
+    """By place, the seconds from the norm to its next step: its own update, or where weights are gathered, all
+    owners'."""
     slowest = [max(t for (s, _), t in optimizer.items() if s == stage) for stage in range(len(gathers))]
     return {
         place: slowest[place[0]] + gathers[place[0]] if gathers[place[0]] else own for place, own in optimizer.items()
@@ -180,25 +186,25 @@ def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float],
     ends: dict[Place, Ends] = {}
     for replica in costs.chains:
         spec = layout.replica(0, replica)
-        num_tiles, interleave = spec.samples // spec.micro_batch, costs.software.interleave
+        num_microbatches, interleave = spec.samples // spec.micro_batch, costs.software.interleave
         own = tuple(begins[stage, replica] for stage in range(layout.num_stages))
         chain = _chain(layout, costs, replica)._replace(begins=own)
         stage = watched[0] if replica == watched[1] else None
         if interleave == 1:
-            found = pipeline(chain, num_tiles, stage)
+            found = pipeline(chain, num_microbatches, stage)
         else:
-            found = interleaved(chain, num_tiles, interleave, stage)
+            found = interleaved(chain, num_microbatches, interleave, stage)
         ends |= {(stage, replica): found[stage] for stage in range(layout.num_stages)}
     return ends
 
 
 def _chain(layout: Layout, costs: PlanCosts, replica: int) -> Chain:
     stages, micro_batch = range(layout.num_stages), layout.replica(0, replica).micro_batch
-    tiles = [costs.tile(stage, replica, micro_batch) for stage in stages]
+    microbatches = [costs.microbatch(stage, replica, micro_batch) for stage in stages]
     across = tuple(costs.boundary(stage, replica, replica, micro_batch) for stage in stages[:-1])
     return Chain(
-        forward=tuple(tile.forward.total for tile in tiles),
-        backward=tuple(tile.backward.total for tile in tiles),
+        forward=tuple(microbatch.forward.total for microbatch in microbatches),
+        backward=tuple(microbatch.backward.total for microbatch in microbatches),
         down=across,
         up=across,
         in_flight=tuple(layout.in_flight[stage][replica] for stage in stages),
@@ -228,9 +234,10 @@ def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:
 
 
 def _busy(layout: Layout, costs: PlanCosts, place: Place) -> dict[str, float]:
-    """Seconds a replica spends on all its tiles by part."""
+    """Seconds a replica spends on all its microbatches by part."""
     spec = layout.replica(*place)
-    tile, count = costs.tile(*place, spec.micro_batch), spec.samples // spec.micro_batch
+    microbatch, count = costs.microbatch(*place, spec.micro_batch), spec.samples // spec.micro_batch
     return {
-        key: count * float(getattr(tile.forward, key) + getattr(tile.backward, key)) for key in ("compute", "tp", "dp")
+        key: count * float(getattr(microbatch.forward, key) + getattr(microbatch.backward, key))
+        for key in ("compute", "tp", "dp")
     }

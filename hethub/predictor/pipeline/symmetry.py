@@ -1,8 +1,9 @@
-"""Layouts whose replicas repeat, with one replica of each sort and few of its tiles: what a replay of them tells of all.
+"""Layouts whose replicas repeat, with one replica of each sort and few of its microbatches: what a replay of them
+tells of all.
 
 Where all stages cut the samples alike, a replica talks only to its own kind of chain, and once every chain is in its
-steady state, the rest of the tiles adds the same time each. Elsewhere replicas may form groups that talk among themselves
-alone; where these are copies of each other, one stands for all.
+steady state, the rest of the microbatches adds the same time each. Elsewhere replicas may form groups that talk among
+themselves alone; where these are copies of each other, one stands for all.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hethub.predictor.pipeline.costs import PlanCosts, TileCost
+from hethub.predictor.pipeline.costs import MicrobatchCost, PlanCosts
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.spec.layout.bind import Layout
 from hethub.spec.schedule.microbatches import crossing
@@ -18,33 +19,35 @@ from hethub.spec.schedule.microbatches import crossing
 Group = tuple[tuple[int, ...], ...]  # replicas by stage
 
 
-class LeanLayout(Layout):
-    """Some replicas of another layout's stages, each with `num_tiles` tiles, held as many at a time as there."""
+class FoldedLayout(Layout):
+    """Some replicas of another layout's stages, each with `num_microbatches` microbatches, held as many at a time as
+    there."""
 
     held: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(layout: Layout, group: Group, num_tiles: int | None) -> "LeanLayout":
-        """The layout of a group, with all its tiles where `num_tiles` is None."""
-        plan = layout.plan.of_replicas(group, num_tiles)
-        lean = LeanLayout(plan, layout.model, layout.cluster)
+    def of(layout: Layout, group: Group, num_microbatches: int | None) -> "FoldedLayout":
+        """The layout of a group, with all its microbatches where `num_microbatches` is None."""
+        plan = layout.plan.of_replicas(group, num_microbatches)
+        folded = FoldedLayout(plan, layout.model, layout.cluster)
         held = tuple(
-            tuple([layout.lane_limits[stage][layout.lane_of(stage, r)] for r in own]) for stage, own in enumerate(group)
+            tuple([layout.actor_limits[stage][layout.actor_of(stage, r)] for r in own])
+            for stage, own in enumerate(group)
         )
-        object.__setattr__(lean, "held", held)
-        return lean
+        object.__setattr__(folded, "held", held)
+        return folded
 
     @cached_property
-    def lane_limits(self) -> list[list[int]]:
+    def actor_limits(self) -> list[list[int]]:
         if self.plan.schedule not in ("1f1b", "zero_bubble"):
-            return super().lane_limits
+            return super().actor_limits
         return [
-            [min(held, load.num_tiles) for held, load in zip(own, loads, strict=False)]
+            [min(held, load.num_microbatches) for held, load in zip(own, loads, strict=False)]
             for own, loads in zip(self.held, self.loads, strict=True)
         ]
 
 
-class LeanCosts(NamedTuple):
+class FoldedCosts(NamedTuple):
     """Costs of a lean layout's replicas: those of the replicas they stand for."""
 
     costs: PlanCosts
@@ -54,8 +57,8 @@ class LeanCosts(NamedTuple):
     def state(self) -> Any:
         return self.costs.state
 
-    def tile(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> TileCost:
-        return self.costs.tile(stage, self.group[stage][replica], samples, portion)
+    def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
+        return self.costs.microbatch(stage, self.group[stage][replica], samples, portion)
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         target_stage = stage + 1 if below is None else below
@@ -68,10 +71,11 @@ class LeanCosts(NamedTuple):
 def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
     """The replicas in groups that talk among themselves alone, if all are copies of one; else all in one group.
 
-    Tiles are dealt in an order that leaving other replicas out does not change, so a group alone runs as among others.
+    Microbatches are dealt in an order that leaving other replicas out does not change, so a group alone runs as among
+    others.
     """
     stages = range(layout.num_stages)
-    tied = layout.plan.goes_part_by_part or layout.plan.num_chunks > 1 or any(map(costs.state.in_rounds, stages))
+    tied = layout.plan.goes_chunk_by_chunk or layout.plan.num_chunks > 1 or any(map(costs.state.in_rounds, stages))
     if not tied and min(len(stage.replicas) for stage in layout.stages) > 1:
         crossings = [crossing(a.replicas, b.replicas).sorts for a, b in pairwise(layout.stages)]
         groups = _groups(layout, crossings)
@@ -119,9 +123,10 @@ def _sort(
 
 
 class Extent(NamedTuple):
-    """How many tiles are replayed, and again with `period` more, which is what each of `repeats` periods adds."""
+    """How many microbatches are replayed, and again with `period` more, which is what each of `repeats` periods
+    adds."""
 
-    num_tiles: int | None  # None: all
+    num_microbatches: int | None  # None: all
     period: int
     repeats: int
 
@@ -129,20 +134,20 @@ class Extent(NamedTuple):
 def extent(layout: Layout, replicas: tuple[int, ...]) -> Extent:
     """How much of alike chains must be replayed to know the rest.
 
-    Circuits through k stages repeat within k tiles, interleaved groups are as large as the pipeline; only waits that
-    take longer to settle than the warm-up are approximated.
+    Circuits through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only waits
+    that take longer to settle than the warm-up are approximated.
     """
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
-    stages, num_tiles = layout.num_stages, max(counts)
+    stages, num_microbatches = layout.num_stages, max(counts)
     in_turn = layout.plan.schedule in ("interleaved", "zero_bubble", "1f1b")
     period = (4 * stages if stages <= 6 else stages) if in_turn else 2
     held = max(layout.in_flight[stage][r] for stage in range(stages) for r in replicas)
     warm = 2 * stages + (2 * min(held, stages if stages > 6 else 2 * stages) if in_turn else 2)
     if not in_turn and any(stage.zero >= 2 or stage.offload for stage in layout.stages):
-        warm += 32  # what goes on beside a pass takes as long whatever its tiles, and few of them do not hide it
+        warm += 32  # what goes on beside a pass takes as long whatever its microbatches, and few of them do not hide it
     if layout.plan.schedule == "interleaved":
-        warm += stages * (num_tiles % stages)  # what is left over makes so many groups larger
-    if len(counts) > 1 or num_tiles <= warm + 2 * period:
+        warm += stages * (num_microbatches % stages)  # what is left over makes so many groups larger
+    if len(counts) > 1 or num_microbatches <= warm + 2 * period:
         return Extent(None, 0, 0)
-    base = warm + (num_tiles - warm) % period
-    return Extent(base, period, (num_tiles - base) // period)
+    base = warm + (num_microbatches - warm) % period
+    return Extent(base, period, (num_microbatches - base) // period)

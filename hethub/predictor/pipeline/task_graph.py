@@ -1,7 +1,8 @@
 """A step of a plan as nodes to replay: every replica's actions, and what goes on beside them.
 
-A stage whose tiles come in rounds (ZeRO-2/3) is one actor: its replicas meet in every layer's collectives, so a round
-takes as long as its slowest tile. Collectives over a part are nodes of a stream of their own, beside compute.
+A stage whose microbatches come in rounds (ZeRO-2/3) is one actor: its replicas meet in every layer's collectives, so a
+round takes as long as its slowest microbatch. Collectives over a chunk are nodes of a stream of their own, beside
+compute.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,21 +10,22 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.pipeline.costs import Parts, PlanCosts
-from hethub.predictor.pipeline.replay import Programme
-from hethub.predictor.pipeline.symmetry import LeanCosts
+from hethub.predictor.pipeline.replay import TaskGraph
+from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import Kind, lane_order
+from hethub.spec.layout.execution import Kind, actor_order
 from hethub.spec.schedule.microbatches import crossing, load_alone
-from hethub.spec.schedule.orders import LaneOrder
+from hethub.spec.schedule.orders import ActorOrder
 
 Place = tuple[int, int]  # stage and replica
-Unit = tuple[int, int]  # stage and part
+Unit = tuple[int, int]  # stage and chunk
 T = TypeVar("T")
-PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are in a TileCost
+PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are in a MicrobatchCost
 
 
 class Rows(NamedTuple):
-    """One side of a crossing: the tile of each row by its place, each tile's first row, and all other rows."""
+    """One side of a crossing: the microbatch of each row by its place, each microbatch's first row, and all other
+    rows."""
 
     places: list[int]
     firsts: list[int]
@@ -35,7 +37,7 @@ class Run(NamedTuple):
 
     actor: int
     nodes: Mapping[int, int] | range  # by position
-    order: LaneOrder
+    order: ActorOrder
     early_seconds: Sequence[float] | None  # how long before each node's end the replica is done; None: never
 
     def early(self, position: int) -> float:
@@ -43,18 +45,18 @@ class Run(NamedTuple):
 
 
 class Compute:
-    """The compute actions of all replicas as nodes that wait for each other's tiles.
+    """The compute actions of all replicas as nodes that wait for each other's microbatches.
 
-    On a single stage no tile waits for another, so that all between the ends of the passes is one node, unless `full`
-    asks for each.
+    On a single stage no microbatch waits for another, so that all between the ends of the passes is one node, unless
+    `full` asks for each.
     """
 
-    def __init__(self, layout: Layout, costs: PlanCosts | LeanCosts, full: bool) -> None:
+    def __init__(self, layout: Layout, costs: PlanCosts | FoldedCosts, full: bool) -> None:
         self.layout, self.costs = layout, costs
         self.each = full or layout.num_stages > 1
-        self.programme = Programme()
+        self.programme = TaskGraph()
         self.runs: dict[Place, Run] = {}
-        self.spent: dict[Place, Parts] = {}  # by each replica on all its tiles
+        self.spent: dict[Place, Parts] = {}  # by each replica on all its microbatches
         self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
         for stage, spec in enumerate(layout.stages):
             if layout.plan.runs_in_rounds(stage):
@@ -66,18 +68,18 @@ class Compute:
 
     def _add_alone(self, place: Place) -> None:
         """Nodes for the actions of a replica that goes its own way."""
-        order = lane_order(self.layout, *place)
+        order = actor_order(self.layout, *place)
         full, last = self._prices(place, order)
-        seconds = [parts.total for parts in full] + [0.0] * len(order.updating)
+        seconds = [chunks.total for chunks in full] + [0.0] * len(order.updating)
         spent = [seconds[way] for way in order.way_of]
-        for way, parts in zip(order.computing, last, strict=True):
-            spent[order.positions[way][-1]] = parts.total
+        for way, chunks in zip(order.computing, last, strict=True):
+            spent[order.positions[way][-1]] = chunks.total
         actor = self.programme.add_actor()
         self.runs[place] = Run(actor, self._add(actor, order, spent), order, None)
 
     def _add_together(self, stage: int) -> None:
         """Nodes for the rounds of replicas that go through them in lockstep."""
-        order, actor = lane_order(self.layout, stage, 0), self.programme.add_actor()
+        order, actor = actor_order(self.layout, stage, 0), self.programme.add_actor()
         replicas = range(len(self.layout.stages[stage].replicas))
         taken = [self._taken((stage, replica), order) for replica in replicas]
         longest = [max(own) for own in zip(*taken, strict=True)]
@@ -88,8 +90,8 @@ class Compute:
             early = [most - mine for most, mine in zip(longest, own, strict=True)] if ahead else None
             self.runs[stage, replica] = Run(actor, nodes, order, early)
 
-    def _taken(self, place: Place, order: LaneOrder) -> list[float]:
-        """Seconds that a replica needs for its own tile of each entry of its lane's order."""
+    def _taken(self, place: Place, order: ActorOrder) -> list[float]:
+        """Seconds that a replica needs for its own microbatch of each entry of its actor's order."""
         full, last = self._prices(place, order)
         found, numbers = [0.0] * len(order.way_of), self.layout.round_numbers(*place)
         for way, whole, short in zip(order.computing, full, last, strict=True):
@@ -99,7 +101,7 @@ class Compute:
             found[positions[numbers[-1]]] = short.total
         return found
 
-    def _add(self, actor: int, order: LaneOrder, spent: list[float]) -> Mapping[int, int] | range:
+    def _add(self, actor: int, order: ActorOrder, spent: list[float]) -> Mapping[int, int] | range:
         """Adds an actor's nodes, which take the seconds `spent` by position; the node of each position."""
         if self.each:
             return self.programme.extend(actor, spent)
@@ -111,29 +113,30 @@ class Compute:
             done = edge + 1
         return nodes
 
-    def _prices(self, place: Place, order: LaneOrder) -> tuple[list[Parts], list[Parts]]:
-        """What the replica spends on a whole tile and on its last one, by way; notes what it spends in all."""
+    def _prices(self, place: Place, order: ActorOrder) -> tuple[list[Parts], list[Parts]]:
+        """What the replica spends on a whole microbatch and on its last one, by way; notes what it spends in all."""
         spec = self.layout.replica(*place)
-        num_tiles = load_alone(spec).num_tiles
-        short = spec.samples - spec.micro_batch * (num_tiles - 1)
+        num_microbatches = load_alone(spec).num_microbatches
+        short = spec.samples - spec.micro_batch * (num_microbatches - 1)
         last = self._passes(place, order, short)
         full = last if short == spec.micro_batch else self._passes(place, order, spec.micro_batch)
         sums = [
-            sum((num_tiles - 1) * whole[part] + own[part] for whole, own in zip(full, last, strict=True))
-            for part in range(3)
+            sum((num_microbatches - 1) * whole[chunk] + own[chunk] for whole, own in zip(full, last, strict=True))
+            for chunk in range(3)
         ]
         self.spent[place] = Parts(*sums)
         return full, last
 
-    def _passes(self, place: Place, order: LaneOrder, samples: int) -> list[Parts]:
-        """What a tile takes, by way."""
+    def _passes(self, place: Place, order: ActorOrder, samples: int) -> list[Parts]:
+        """What a microbatch takes, by way."""
         portions = self.costs.state.portions[place[0]]
-        costs = [self.costs.tile(*place, samples, own if len(portions) > 1 else None) for own in portions]
-        return [costs[part][PASSES[kind]] for kind, part in order.computing]
+        costs = [self.costs.microbatch(*place, samples, own if len(portions) > 1 else None) for own in portions]
+        return [costs[chunk][PASSES[kind]] for kind, chunk in order.computing]
 
     def _wire(self) -> None:
-        """A tile waits for those of the part before (backward: behind) that overlap it, where another stage ran them."""
-        for above, below in pairwise((unit.stage, unit.part) for unit in self.layout.units):
+        """A microbatch waits for those of the chunk before (backward: behind) that overlap it, where another stage ran
+        them."""
+        for above, below in pairwise((unit.stage, unit.chunk) for unit in self.layout.units):
             if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
                 own = crossing(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
                 costs = [self.costs.boundary(above[0], *sort, below[0]) for sort in own.sorts]
@@ -143,12 +146,12 @@ class Compute:
                 self._link(Kind.BACKWARD, below, rows[1], above, rows[0], seconds)
 
     def _link(self, kind: Kind, giving: Unit, givers: Rows, taking: Unit, takers: Rows, seconds: list[float]) -> None:
-        """Lets a unit's tiles wait for those of another that share samples with them."""
+        """Lets a unit's microbatches wait for those of another that share samples with them."""
         nodes, waiting, programme = self._nodes(kind, *giving), self._nodes(kind, *taking), self.programme
         if (early := self._earlies(kind, *giving)) is not None:
             seconds = [under_way - early[giver] for giver, under_way in zip(givers.places, seconds, strict=True)]
         others: Iterable[int] = takers.others
-        if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several tiles
+        if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
             others = range(len(seconds))
         else:
             sources, under_way = programme.sources, programme.under_way
@@ -157,32 +160,32 @@ class Compute:
         for row in others:
             programme.needs[waiting[takers.places[row]]].append((nodes[givers.places[row]], seconds[row]))
 
-    def _nodes(self, kind: Kind, stage: int, part: int) -> list[int]:
-        """The node of each of a stage's tiles, in order of the sample axis."""
-        found = self._known_nodes.get((kind, stage, part))
+    def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
+        """The node of each of a stage's microbatches, in order of the sample axis."""
+        found = self._known_nodes.get((kind, stage, chunk))
         if found is None:
-            own = [map(run.nodes.__getitem__, positions) for run, positions in self._turns(kind, stage, part)]
-            found = self._known_nodes[kind, stage, part] = self._by_tile(stage, own)
+            own = [map(run.nodes.__getitem__, positions) for run, positions in self._turns(kind, stage, chunk)]
+            found = self._known_nodes[kind, stage, chunk] = self._by_microbatch(stage, own)
         return found
 
-    def _earlies(self, kind: Kind, stage: int, part: int) -> list[float] | None:
-        """How early in its node each of a stage's tiles is done; None where none is."""
-        turns = self._turns(kind, stage, part)
+    def _earlies(self, kind: Kind, stage: int, chunk: int) -> list[float] | None:
+        """How early in its node each of a stage's microbatches is done; None where none is."""
+        turns = self._turns(kind, stage, chunk)
         if turns[0][0].early_seconds is None:
             return None
-        return self._by_tile(stage, [map(run.early, positions) for run, positions in turns])
+        return self._by_microbatch(stage, [map(run.early, positions) for run, positions in turns])
 
-    def _turns(self, kind: Kind, stage: int, part: int) -> list[tuple[Run, list[int]]]:
-        """Each replica's run, and where in its order its own tiles come."""
+    def _turns(self, kind: Kind, stage: int, chunk: int) -> list[tuple[Run, list[int]]]:
+        """Each replica's run, and where in its order its own microbatches come."""
         found = []
         for replica in range(len(self.layout.stages[stage].replicas)):
             run = self.runs[stage, replica]
-            positions = run.order.positions[kind, part]
+            positions = run.order.positions[kind, chunk]
             if self.layout.plan.runs_in_rounds(stage):
                 positions = [positions[number] for number in self.layout.round_numbers(stage, replica)]
             found.append((run, positions))
         return found
 
-    def _by_tile(self, stage: int, own: Sequence[Iterator[T]]) -> list[T]:
-        """What each replica has of its tiles, in order of the sample axis."""
-        return list(map(next, map(own.__getitem__, self.layout.tilings[stage].replicas)))
+    def _by_microbatch(self, stage: int, own: Sequence[Iterator[T]]) -> list[T]:
+        """What each replica has of its microbatches, in order of the sample axis."""
+        return list(map(next, map(own.__getitem__, self.layout.microbatchings[stage].replicas)))

@@ -82,7 +82,8 @@ def remove(folder: Path) -> None:
 
 
 def faults(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Why the checkpoint cannot be used, empty where it is whole; `part` of `parts` reads only its share of the files."""
+    """Why the checkpoint cannot be used, empty where it is whole; `part` of `parts` reads only its share of the
+    files."""
     if folder.name.endswith(".partial"):
         return ["its writing was cut off before it was renamed"]
     try:

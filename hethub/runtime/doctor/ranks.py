@@ -1,4 +1,5 @@
-"""`hethub doctor` under a launcher: what each rank has, which relay joins which ranks, and what does not fit together."""
+"""`hethub doctor` under a launcher: what each rank has, which relay joins which ranks, and what does not fit
+together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

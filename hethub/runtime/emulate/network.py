@@ -1,4 +1,4 @@
-"""Emulated time and emulated interfaces: what makes a rehearsal's messages take as long as planned.
+"""Emulated time and emulated interfaces: what makes an emulation's messages take as long as planned.
 
 Every rank has a clock of its own. It says when the emulated device would be through with what the rank has done, on
 the monotonic clock that all processes of a host share, and the rank sleeps until then. Messages and collectives carry

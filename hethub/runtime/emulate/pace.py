@@ -1,4 +1,4 @@
-"""Rehearsals: CPU ranks that compute the real mathematics and take the time that their emulated accelerators would.
+"""Emulations: CPU ranks that compute the real mathematics and take the time that their emulated accelerators would.
 
 Per layer and per byte the predictor says how long the accelerator or the link takes; all else (order, waits, overlap,
 who waits for whom in a collective) is what the real schedule and the real messages do.
@@ -22,8 +22,8 @@ from hethub.runtime.loop.trainer import COUNTED_STEPS, Trainer
 from hethub.runtime.pace import Pace, StepPace
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
-from hethub.spec.job import RehearsalSpec
-from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.job import EmulationSpec
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Action, Kind
 
 REAL_SHARE = 0.25  # of the emulated step, that all ranks at once on these cores may really take
@@ -83,25 +83,28 @@ class ClusterNetwork:
 class RankTimes:
     """Seconds of one rank's layers and optimizer on its emulated accelerator, compute only."""
 
-    def __init__(self, costs: PlanCosts, seat: Seat, slowdown: float = 1.0) -> None:
+    def __init__(self, costs: PlanCosts, assignment: Assignment, slowdown: float = 1.0) -> None:
         layout, self._slowdown = costs.layout, slowdown
-        spec = layout.replica(seat.stage, seat.replica)
-        stage = layout.stages[seat.stage]
-        self._cost = costs.layer_cost(seat.rank)
-        self._tp, self._fraction = costs.state.tensor_parallel(spec), costs.state.rank_fractions(spec)[seat.position]
+        spec = layout.replica(assignment.stage, assignment.replica)
+        stage = layout.stages[assignment.stage]
+        self._cost = costs.layer_cost(assignment.rank)
+        self._tp, self._fraction = (
+            costs.state.tensor_parallel(spec),
+            costs.state.rank_fractions(spec)[assignment.position],
+        )
         self._recompute = stage.recompute
-        self._puts_off_weights = layout.plan.schedule == "zero_bubble"
-        self._first = 0 if seat.stage == 0 else None
+        self._defers_wgrad = layout.plan.schedule == "zero_bubble"
+        self._first = 0 if assignment.stage == 0 else None
         self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator, packaged().links)
-        self._last = stage.num_layers - 1 if seat.stage == layout.num_stages - 1 else None
+        self._last = stage.num_layers - 1 if assignment.stage == layout.num_stages - 1 else None
 
     def layer(self, kind: Kind, layer: int, samples: int) -> float:
         """Seconds of a layer of the stage (counted in model order), embedding and head with the model's ends."""
         own = self._cost.layer(samples, self._tp, self._recompute, self._fraction)
-        put_off = own.backward * self._cost.weight_share(samples, self._fraction) if self._puts_off_weights else 0.0
+        deferred_wgrad = own.backward * self._cost.weight_share(samples, self._fraction) if self._defers_wgrad else 0.0
         if kind not in (Kind.FORWARD, Kind.BACKWARD):
-            return self._slowdown * put_off
-        passes = [PassSeconds(own.forward, own.backward - put_off)]
+            return self._slowdown * deferred_wgrad
+        passes = [PassSeconds(own.forward, own.backward - deferred_wgrad)]
         if layer == self._first:
             passes.append(self._cost.embedding(samples))
         if layer == self._last:
@@ -113,16 +116,16 @@ class RankTimes:
         return self._slowdown * self._cost.optimizer(num_elements) if num_elements else 0.0
 
 
-class RehearsedPace(Pace):
-    """The pace of a rank in a rehearsal. Before a scale is set it runs at full speed and notes what that takes."""
+class EmulatedPace(Pace):
+    """The pace of a rank in an emulation. Before a scale is set it runs at full speed and notes what that takes."""
 
     def __init__(
-        self, layout: Layout, world: EmulatedWorld, spec: RehearsalSpec, profile: ProfileSpec | None = None
+        self, layout: Layout, world: EmulatedWorld, spec: EmulationSpec, profile: ProfileSpec | None = None
     ) -> None:
         self.rank, self._clock = world.rank, world.clock
         self._world, self._spec, self._profile = world, spec, profile
         costs = PlanCosts(layout, HETHUB, packaged(), profile)
-        self._times = RankTimes(costs, layout.seats[world.rank], spec.slowdown.get(world.rank, 1.0))
+        self._times = RankTimes(costs, layout.assignments[world.rank], spec.slowdown.get(world.rank, 1.0))
         self._memory = memory(layout)[world.rank]
         self._samples = 0
         self._host_copies_end = 0.0
@@ -147,7 +150,7 @@ class RehearsedPace(Pace):
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        self._samples = 0 if action.tile is None else action.tile.samples.size
+        self._samples = 0 if action.microbatch is None else action.microbatch.samples.size
         real, emulated = self._sums()
         yield
         self._count_overrun(real, emulated)
@@ -203,9 +206,9 @@ class RehearsedPace(Pace):
             self._overrun += max(0.0, now_real - real - (now_emulated - emulated) * self._clock.scale)
         self._clock.keep()
 
-    def on(self, layout: Layout) -> "RehearsedPace":
+    def on(self, layout: Layout) -> "EmulatedPace":
         """The pace of this rank under another plan, at the same scale."""
-        return RehearsedPace(layout, self._world, self._spec, self._profile)
+        return EmulatedPace(layout, self._world, self._spec, self._profile)
 
     # -- what is reported --------------------------------------------------------------------------------------------
 
@@ -246,24 +249,24 @@ class RehearsedPace(Pace):
             raise BadInput(
                 f"rehearsal.time_scale is {given:g}, but on these cores the ranks' real computing would take more than "
                 f"{REAL_SHARE:.0%} of the emulated time; this job needs at least {round_up(needed):g} here. Give that, remove the key to "
-                "have it chosen, or rehearse a smaller model."
+                "have it chosen, or emulate a smaller model."
             )
         self._clock.scale = round_up(needed * MARGIN) if given is None else given
 
 
-def rehearsed_pace(
+def emulated_pace(
     layout: Layout,
     world: EmulatedWorld,
-    spec: RehearsalSpec,
+    spec: EmulationSpec,
     predicted_seconds: float,
     build: Callable[[Pace], Trainer],
     profile: ProfileSpec | None = None,
-) -> RehearsedPace:
+) -> EmulatedPace:
     """The pace of this rank, its scale agreed with all ranks after a few steps at full speed by trainers thrown away.
 
     Raises BadInput where the scale given is too small for these cores.
     """
-    pace = RehearsedPace(layout, world, spec, profile)
+    pace = EmulatedPace(layout, world, spec, profile)
     trial = build(pace)
     for step in range(1, TRIAL_STEPS + 1):
         world.barrier()

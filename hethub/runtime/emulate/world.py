@@ -1,6 +1,6 @@
-"""The world of a rehearsal: real messages and collectives that arrive when the emulated network would deliver them.
+"""The world of an emulation: real messages and collectives that arrive when the emulated network would deliver them.
 
-Nothing here is used outside rehearsals. A message is followed by the time at which it is there, told to the receiver
+Nothing here is used outside emulations. A message is followed by the time at which it is there, told to the receiver
 beside it; the members of a collective agree on the time at which all of them have come, and on its end.
 """
 
@@ -59,11 +59,11 @@ def connect_emulated(
     wire: str = "exact",
     timeout_seconds: float = 120.0,
 ) -> "EmulatedWorld":
-    """The connected world of a rehearsal; all its ranks are on one host, whose clock they share. Raises BadInput."""
+    """The connected world of an emulation; all its ranks are on one host, whose clock they share. Raises BadInput."""
     with connecting(rendezvous):
         if rendezvous.local_size < rendezvous.size:
             raise BadInput(
-                f"a rehearsal runs on one machine, whose clock all ranks share; {rendezvous.local_size} of {rendezvous.size} ranks "
+                f"an emulation runs on one machine, whose clock all ranks share; {rendezvous.local_size} of {rendezvous.size} ranks "
                 "were started on this one. Start all of them here."
             )
         context = make_context(
@@ -99,7 +99,7 @@ class EmulatedWorld(World):
         return EmulatedWork(works, self.clock, stamp)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """As in any world; small messages of the control lane take no emulated time, but wait for the last rank."""
+        """As in any world; small messages of the control actor take no emulated time, but wait for the last rank."""
         with self.clock.waiting():
             rows = super().all_gather_objects([self.clock.at, value])
         self.clock.advance(max(row[0] for row in rows))
@@ -143,7 +143,7 @@ class EmulatedGroup(HethubGroup):
 
 
 class EmulatedWork(torch_private.WorkBase):
-    """Operations of a rehearsal under way: done when they really are, and not before the emulated time in `end`."""
+    """Operations of an emulation under way: done when they really are, and not before the emulated time in `end`."""
 
     def __init__(self, works: Sequence[Any], clock: EmulatedClock, end: torch.Tensor, *, delay: float = 0.0) -> None:
         super().__init__()

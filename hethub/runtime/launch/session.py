@@ -47,7 +47,7 @@ def session(
 def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
     if cluster is not None and cluster.emulated:
         raise BadInput(
-            f"cluster '{cluster.name}' is marked emulated: on these CPUs there is nothing of it to measure. `hethub train` rehearses it "
+            f"cluster '{cluster.name}' is marked emulated: on these CPUs there is nothing of it to measure. `hethub train` emulates it "
             "with predicted times; measure on the real accelerators."
         )
     return device_in(cluster, info)

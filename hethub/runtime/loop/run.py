@@ -16,7 +16,7 @@ from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.loop.prepare import Agreed
 from hethub.runtime.loop.progress import Reporter, Silent, TerminalReporter
 from hethub.runtime.loop.stop_signal import StopSignal
-from hethub.runtime.loop.straggler_watch import Drifting, Rebuild
+from hethub.runtime.loop.straggler_watch import Rebuild, Stragglers
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.clock import clock_offset
 from hethub.runtime.pace import Pace, StepPace
@@ -55,12 +55,12 @@ class Run:
         trainer: Trainer,
         store: CheckpointStore,
         done: int,
-        drifting: Drifting | None,
+        stragglers: Stragglers | None,
         rebuild: Rebuild,
     ) -> None:
         self.agreed, self.world, self.trainer, self.store = agreed, world, trainer, store
         self.job, self.done, self.last = job, done, job.spec.train.steps
-        self._drifting, self._rebuild = drifting, rebuild
+        self._stragglers, self._rebuild = stragglers, rebuild
         self._begun = done  # the step behind which the present trainer began
         self._losses: list[float] = []
         self._seconds: list[float] = []
@@ -120,7 +120,7 @@ class Run:
         lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
         lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")
         if self.trainer.pace.time_scale is not None:
-            lines.append(f"rehearsed on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
+            lines.append(f"emulated on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
         if self.done:
             lines.append(f"resumed behind step {self.done}")
         if self.done >= self.last:
@@ -146,11 +146,11 @@ class Run:
             metrics = self.trainer.metrics(step, outcome, seconds, self.agreed.prediction["step_seconds"])
             self.agreed.folder.append(metrics)
             reporter.step(metrics)
-        if self._drifting is not None and step - self._begun > SETTLING_STEPS:
-            for row in self._drifting.note(step, outcome.busy_seconds, self.agreed, plans=self._speaks):
+        if self._stragglers is not None and step - self._begun > SETTLING_STEPS:
+            for row in self._stragglers.note(step, outcome.busy_seconds, self.agreed, plans=self._speaks):
                 self._say(row["text"], reporter)
                 if self._speaks:
-                    self.agreed.folder.append_drift(row)
+                    self.agreed.folder.append_straggler(row)
         ends = outcome.stop_requested or step == self.last
         every = self.job.spec.checkpoint.every_steps
         if ends or (every is not None and step % every == 0):
@@ -162,9 +162,10 @@ class Run:
         return outcome.stop_requested
 
     def _replan(self, step: int, reporter: Reporter) -> None:
-        """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants it."""
-        found = self._drifting.chosen(self.world) if self._drifting is not None else None
-        if self._drifting is None or found is None:
+        """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants
+        it."""
+        found = self._stragglers.chosen(self.world) if self._stragglers is not None else None
+        if self._stragglers is None or found is None:
             return
         self.store.release()
         self.world.barrier()
@@ -173,12 +174,14 @@ class Run:
         path = self.store.latest()
         assert path is not None
         self.trainer.restore(self.store, path)
-        self._drifting.follow(self.agreed)
+        self._stragglers.follow(self.agreed)
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
         self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", reporter)
         if self._speaks:
             self.agreed.folder.write_plan(self.agreed.layout, self.agreed.prediction)
-            self.agreed.folder.append_drift({"step": step, "text": "new plan", "prediction": self.agreed.prediction})
+            self.agreed.folder.append_straggler(
+                {"step": step, "text": "new plan", "prediction": self.agreed.prediction}
+            )
 
     def _drop_trainer(self) -> Pace:
         """The trainer's pace; the trainer is gone and its memory free: two states need not fit on a device."""
@@ -197,12 +200,12 @@ class Run:
         ]
         rows = self.world.all_gather_objects(spans)
         counters = self.world.all_gather_objects(self.world.counters())
-        rehearsal = self._rehearsal()
+        rehearsal = self._emulation()
         if not self._speaks:
             return None
         self.agreed.folder.write_counters(counters)
         if rehearsal is not None:
-            self.agreed.folder.write_rehearsal(rehearsal)
+            self.agreed.folder.write_emulation(rehearsal)
         return RunSummary(
             folder=self.agreed.folder.path,
             last_step=last_step,
@@ -216,7 +219,7 @@ class Run:
             spans=[Span(*span) for row in rows for span in row],
         )
 
-    def _rehearsal(self) -> dict[str, Any] | None:
+    def _emulation(self) -> dict[str, Any] | None:
         """How much of the emulated time, by rank, real work came too late for; None where nothing is emulated."""
         if self.trainer.pace.time_scale is None:
             return None

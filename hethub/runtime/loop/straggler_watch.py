@@ -9,9 +9,9 @@ from hethub.runtime.loop.prepare import Agreed
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.straggler import (
     WORTHWHILE_PERCENT,
-    Drifted,
-    DriftWatch,
     Remedy,
+    Straggler,
+    StragglerWatch,
     describe,
     find_remedy,
     name_of,
@@ -24,7 +24,7 @@ from hethub.spec.job import Job
 Rebuild = Callable[[Agreed, Pace, dict[str, Any]], tuple[Agreed, Trainer]]
 
 
-class Drifting:
+class Stragglers:
     """One rank's part in the watch. All ranks note the same and find the same slow ranks; rank 0 plans and speaks."""
 
     def __init__(self, job: Job, agreed: Agreed) -> None:
@@ -39,7 +39,7 @@ class Drifting:
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
         planned = planned_seconds(agreed.layout, agreed.profile, self._factors)
-        self._watch = DriftWatch(planned, self._job.spec.drift, self._factors)
+        self._watch = StragglerWatch(planned, self._job.spec.drift, self._factors)
 
     def note(
         self, step: int, busy_seconds: Sequence[dict[str, float] | None], agreed: Agreed, *, plans: bool
@@ -52,8 +52,8 @@ class Drifting:
         noted = self._watch.note(known)
         if not noted.slow and not noted.recovered:
             return []
-        for drifted in noted.slow:
-            self._factors[drifted.rank] = drifted.factor * self._planned_for.get(drifted.rank, 1.0)
+        for straggler in noted.slow:
+            self._factors[straggler.rank] = straggler.factor * self._planned_for.get(straggler.rank, 1.0)
         for rank, factor in noted.recovered.items():
             self._factors.pop(rank, None)
             if factor > 1.0:
@@ -61,7 +61,7 @@ class Drifting:
         self._is_due, self._remedy = self._factors != self._planned_for, None
         gain = self._plan_anew(agreed) if plans and self._is_due else "the plan stays"
         percent = None if self._remedy is None else self._remedy.gain_percent
-        rows = [self._slow_row(drifted, agreed) for drifted in noted.slow]
+        rows = [self._slow_row(straggler, agreed) for straggler in noted.slow]
         rows += [
             {"rank": rank, "factor": factor, "text": f"{name_of(agreed.layout, rank)} is no longer slow"}
             for rank, factor in noted.recovered.items()
@@ -71,11 +71,11 @@ class Drifting:
             for row in rows
         ]
 
-    def _slow_row(self, drifted: Drifted, agreed: Agreed) -> dict[str, Any]:
+    def _slow_row(self, straggler: Straggler, agreed: Agreed) -> dict[str, Any]:
         return {
-            "rank": drifted.rank, "factor": drifted.factor, "kind": drifted.kind, "looked_at_steps": list(self._looked_at),
-            "measured_seconds": drifted.measured, "planned_seconds": drifted.planned,
-            "text": describe(agreed.layout, drifted, list(self._looked_at)),
+            "rank": straggler.rank, "factor": straggler.factor, "kind": straggler.kind, "looked_at_steps": list(self._looked_at),
+            "measured_seconds": straggler.measured, "planned_seconds": straggler.planned,
+            "text": describe(agreed.layout, straggler, list(self._looked_at)),
         }  # fmt: skip
 
     def _plan_anew(self, agreed: Agreed) -> str:

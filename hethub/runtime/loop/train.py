@@ -8,14 +8,14 @@ from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
 from hethub.runtime.checkpoint import CheckpointStore
-from hethub.runtime.emulate.pace import ClusterNetwork, rehearsed_pace
+from hethub.runtime.emulate.pace import ClusterNetwork, emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.launch.consensus import together
 from hethub.runtime.launch.rendezvous import LaunchInfo, launch_info, rendezvous
 from hethub.runtime.launch.session import watched
 from hethub.runtime.loop.prepare import Agreed, Prepared, TrainRequest, agree, prepare, read_job
 from hethub.runtime.loop.run import Run, RunSummary
-from hethub.runtime.loop.straggler_watch import Drifting, Rebuild
+from hethub.runtime.loop.straggler_watch import Rebuild, Stragglers
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.model.initial import load_hugging_face
 from hethub.runtime.pace import Pace, WatchedPace
@@ -82,11 +82,11 @@ def _connect(meeting: Rendezvous, prepared: Prepared, agreed: Agreed) -> World:
 
 
 def _pace(prepared: Prepared, agreed: Agreed, world: World) -> Pace:
-    """As fast as the ranks can, or in a rehearsal as fast as the emulated accelerators."""
+    """As fast as the ranks can, or in an emulation as fast as the emulated accelerators."""
     if not isinstance(world, EmulatedWorld):
         return WatchedPace(world.device)
     job = prepared.job
-    return rehearsed_pace(
+    return emulated_pace(
         agreed.layout, world, job.spec.rehearsal, agreed.prediction["step_seconds"],
         lambda pace: _trainer(prepared, agreed, world, pace), agreed.profile,
     )  # fmt: skip
@@ -117,21 +117,22 @@ def _start(request: TrainRequest, prepared: Prepared, agreed: Agreed, trainer: T
                 f"{store.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
             )
         done = trainer.restore(store, path)
-    return Run(job, agreed, world, trainer, store, done, _drifting(job, agreed, world), rebuild)
+    return Run(job, agreed, world, trainer, store, done, _stragglers(job, agreed, world), rebuild)
 
 
-def _drifting(job: Job, agreed: Agreed, world: World) -> Drifting | None:
+def _stragglers(job: Job, agreed: Agreed, world: World) -> Stragglers | None:
     """Who watches for ranks slower than planned; nobody where the job says so, and on CPUs unless it asks."""
     shares_cores = not world.device.is_gpu and not agreed.layout.cluster.emulated
     if job.spec.replan == "never" or (job.spec.replan is None and shares_cores):
         return None
-    return Drifting(job, agreed)
+    return Stragglers(job, agreed)
 
 
 def _rebuild(
     prepared: Prepared, world: World, agreed: Agreed, pace: Pace, found: dict[str, Any]
 ) -> tuple[Agreed, Trainer]:
-    """The same run under another plan, its weights to be restored; `pace` is that of the trainer before, which is gone."""
+    """The same run under another plan, its weights to be restored; `pace` is that of the trainer before, which is
+    gone."""
     cluster = agreed.layout.cluster
     layout = bind(PlanSpec.model_validate(found["plan"]), prepared.job.model, cluster)
     agreed = replace(agreed, layout=layout, prediction={"strategy": "replanned", **found["prediction"]})

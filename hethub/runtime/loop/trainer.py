@@ -1,4 +1,5 @@
-"""The training loop of one rank: steps of the executor, the global norm, the optimizer, and what is reported of them."""
+"""The training loop of one rank: steps of the executor, the global norm, the optimizer, and what is reported of
+them."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from hethub.runtime.data import Dataset
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.model.initial import initialise
-from hethub.runtime.model.stage import Stage, TileInput
+from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.pipeline.executor import Executor
@@ -26,14 +27,14 @@ from hethub.runtime.state.reduction import Reducer, build_groups
 from hethub.runtime.state.stepping import Stepping
 from hethub.runtime.state.storage import FlatStorage
 from hethub.runtime.state.verify import verify_copies, verify_owners
-from hethub.runtime.state.zero import Residency
+from hethub.runtime.state.zero import ZeroManager
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
-from hethub.spec.layout.state import StateMap, steps_per_part
+from hethub.spec.layout.state import StateMap, steps_per_chunk
 from hethub.spec.ranges import Range
-from hethub.spec.schedule.microbatches import Tile
+from hethub.spec.schedule.microbatches import MicrobatchRange
 
 VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
 COUNTED_STEPS = 2  # steps whose memory is counted tensor by tensor; the following ones are alike
@@ -52,7 +53,8 @@ class StepOutcome:
 
 
 class Trainer:
-    """One rank of a run: its part of the model, its optimizer, and one method that trains a step with all the others."""
+    """One rank of a run: its part of the model, its optimizer, and one method that trains a step with all the
+    others."""
 
     def __init__(
         self,
@@ -67,18 +69,20 @@ class Trainer:
         self.layout, self.world, self.dataset, self.train = layout, world, dataset, train
         self._document_mask = document_mask
         self.pace = pace or Pace()
-        self.step_pace: StepPace | None = None  # of the last step of a rehearsal
-        self.seat = layout.seats[world.rank]
+        self.step_pace: StepPace | None = None  # of the last step of an emulation
+        self.assignment = layout.assignments[world.rank]
         self.state = StateMap(layout)
         verify_owners(world, self.state)
         self.device = world.device
         self._communicated = world.counters()
-        replica = layout.replica(self.seat.stage, self.seat.replica)
+        replica = layout.replica(self.assignment.stage, self.assignment.replica)
         group_of = build_groups(world, self.state)
         self.arena = HostArena(self.device, self.pace)
-        self.storage = FlatStorage(self.state, self.seat, layout.plan.precision, self.device.torch_device, self.arena)
+        self.storage = FlatStorage(
+            self.state, self.assignment, layout.plan.precision, self.device.torch_device, self.arena
+        )
         self.stage = Stage(
-            layout, self.seat, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None)
+            layout, self.assignment, self.storage, TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None)
         )
         self.reducer = Reducer(self.state, self.storage, group_of, replica.ranks)
         self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
@@ -87,14 +91,14 @@ class Trainer:
             self.optimizer,
             self.reducer,
             self.pace,
-            per_part=steps_per_part(layout),
+            per_chunk=steps_per_chunk(layout),
             waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
         )
-        self.residency = Residency(self.reducer, self._meter, self.stepping, self.arena)
-        self.executor = Executor(layout, self.seat, world, self.stage, self.residency, self.pace)
+        self.zero_manager = ZeroManager(self.reducer, self._meter, self.stepping, self.arena)
+        self.executor = Executor(layout, self.assignment, world, self.stage, self.zero_manager, self.pace)
         self.loss_scale = LossScale(layout.plan.precision)
         self._steps_counted = 0
-        self._speaks_for_loss = self.stage.is_last and self.seat.position == 0
+        self._speaks_for_loss = self.stage.is_last and self.assignment.position == 0
 
     def initialise(self) -> None:
         """Fills the weights from the job's seed."""
@@ -104,7 +108,8 @@ class Trainer:
     def run_step(self, step: int, *, stop_requested: Callable[[], bool] = lambda: False) -> StepOutcome:
         """Trains step `step` (counted from 1) and returns what all ranks agree on.
 
-        `stop_requested` is asked when the tiles are done: a signal that comes during a step counts for that step.
+        `stop_requested` is asked when the microbatches are done: a signal that comes during a step counts for that
+        step.
 
         Raises RunFailed where the loss is not finite, or copies of a parameter differ.
         """
@@ -146,7 +151,8 @@ class Trainer:
         return self.pace.memory_bytes(fixed + self.optimizer.device_bytes + self._meter.peak_bytes)
 
     def _agree(self, loss: float, stop_requested: bool) -> StepOutcome:
-        """Loss, norm, memory and the wish to stop, over all ranks, added in rank order so that all have the same bits."""
+        """Loss, norm, memory and the wish to stop, over all ranks, added in rank order so that all have the same
+        bits."""
         own = [
             loss if self._speaks_for_loss else 0.0,
             self.stepping.square_sum(),
@@ -173,23 +179,23 @@ class Trainer:
             self.stepping.conclude(scale)
         self.loss_scale.update(overflow=overflow)
 
-    def _loader(self, step: int) -> Callable[[Tile], TileInput]:
+    def _loader(self, step: int) -> Callable[[MicrobatchRange], MicrobatchInput]:
         batch = self.layout.plan.global_batch
 
-        def load(tile: Tile) -> TileInput:
+        def load(microbatch: MicrobatchRange) -> MicrobatchInput:
             if not (self.stage.is_first or self.stage.is_last or self._document_mask):
-                return TileInput(batch=tile.samples.size)
-            return self._tile_input(step, batch, tile.samples)
+                return MicrobatchInput(batch=microbatch.samples.size)
+            return self._microbatch_input(step, batch, microbatch.samples)
 
         return load
 
-    def _tile_input(self, step: int, global_batch: int, samples: Range) -> TileInput:
+    def _microbatch_input(self, step: int, global_batch: int, samples: Range) -> MicrobatchInput:
         rows = self.dataset.samples(step - 1, global_batch, samples.start, samples.stop)  # (batch, seq + 1)
         tokens = torch.from_numpy(rows).to(self.device.torch_device)
         segments = None
         if self._document_mask:
             segments = torch.from_numpy(self.dataset.documents(rows)).to(self.device.torch_device)
-        return TileInput(batch=samples.size, tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments)
+        return MicrobatchInput(batch=samples.size, tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments)
 
     def save(self, store: CheckpointStore, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""

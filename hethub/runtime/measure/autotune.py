@@ -1,4 +1,5 @@
-"""Ranks measure themselves before a plan is made (Poplar, arXiv 2408.12596): the largest batch, and the time of every size.
+"""Ranks measure themselves before a plan is made (Poplar, arXiv 2408.12596): the largest batch, and the time of every
+size.
 
 Nothing is tried that an extrapolation of what was counted so far does not expect to fit, so the edge of memory is found
 without falling over it. What a rank measured is kept in a cache folder, for its device, model and versions.
@@ -273,8 +274,8 @@ class Cache:
         self.path = cache_folder() / "measured" / f"{place.replace(os.sep, '_')}.json"
 
     def load(self) -> DeviceProfile | None:
-        """What was measured; None where nothing was, by other versions, or where it cannot be reached. Raises BadInput for
-        another device's."""
+        """What was measured; None where nothing was, by other versions, or where it cannot be reached. Raises BadInput
+        for another device's."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except OSError:  # measured anew; whether that can be kept, `save` says

@@ -1,4 +1,5 @@
-"""Measures accelerators and links: the figures of a profile, by all ranks at once, as they share a machine in training."""
+"""Measures accelerators and links: the figures of a profile, by all ranks at once, as they share a machine in
+training."""
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -92,11 +93,11 @@ def build_bench_stage(
          "stages": [{"layers": [[0, 1]], "replicas": [replica]}]}
     )  # fmt: skip
     layout = bind(plan, one, cluster)
-    storage = FlatStorage(StateMap(layout), layout.seats[0], precision, device.torch_device)
+    storage = FlatStorage(StateMap(layout), layout.assignments[0], precision, device.torch_device)
     initialise(storage, one, seed=0)
     for parameter in storage.parameters.values():
         parameter.start_step(2**40, lambda done: None)
-    return Stage(layout, layout.seats[0], storage, TensorGroup(None))
+    return Stage(layout, layout.assignments[0], storage, TensorGroup(None))
 
 
 class _Bench:

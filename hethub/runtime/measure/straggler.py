@@ -1,7 +1,7 @@
 """Drift: ranks that take longer for their work than planned, and what a new plan for their true speeds would bring.
 
-What a rank computes in a step is laid over what was planned for it, by kind of action. Predictions err alike for all ranks,
-so a rank counts as slow where it exceeds its plan, and by more than the others do.
+What a rank computes in a step is laid over what was planned for it, by kind of action. Predictions err alike for all
+ranks, so a rank counts as slow where it exceeds its plan, and by more than the others do.
 """
 
 from collections import Counter, deque
@@ -21,7 +21,7 @@ from hethub.runtime.emulate.pace import RankTimes
 from hethub.runtime.measure.autotune import tell_apart
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.job import ConstraintsSpec, DriftSpec, Job, JobSpec
+from hethub.spec.job import ConstraintsSpec, Job, JobSpec, StragglerSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import PlanSpec
@@ -34,7 +34,7 @@ PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)  # what makes a rank slow; t
 Seconds = Mapping[str, float]  # of a step, by kind of action
 
 
-class Drifted(NamedTuple):
+class Straggler(NamedTuple):
     """A rank that took `factor` times what was planned for its passes, the others' usual factor taken out."""
 
     rank: int
@@ -47,17 +47,19 @@ class Drifted(NamedTuple):
 class Noted(NamedTuple):
     """Ranks found slow in a step, and those no longer slow with the factor that is left of what was known."""
 
-    slow: list[Drifted]
+    slow: list[Straggler]
     recovered: dict[int, float]
 
 
-class DriftWatch:
+class StragglerWatch:
     """Notes what every rank computed, step by step; all ranks are told the same and so find the same.
 
     `known` are the factors by which ranks are planned to be slow already.
     """
 
-    def __init__(self, planned: Sequence[Seconds], spec: DriftSpec, known: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, planned: Sequence[Seconds], spec: StragglerSpec, known: Mapping[int, float] | None = None
+    ) -> None:
         self._planned, self._limit = planned, 1.0 + spec.threshold
         self._known = dict(known or {})
         self._steps: deque[Sequence[Seconds]] = deque(maxlen=spec.steps)
@@ -74,7 +76,7 @@ class DriftWatch:
         for rank, own in enumerate(zip(*self._factors, strict=True)):
             if rank not in self._reported and min(own) > self._limit:
                 self._reported.add(rank)
-                noted.slow.append(self._drifted(rank, median(own)))
+                noted.slow.append(self._straggler(rank, median(own)))
             elif rank in self._reported and max(own) <= self._limit:
                 self._reported.discard(rank)
                 noted.recovered[rank] = self._known.get(rank, 1.0)
@@ -83,18 +85,18 @@ class DriftWatch:
                 del self._known[rank]
         return noted
 
-    def _drifted(self, rank: int, factor: float) -> Drifted:
+    def _straggler(self, rank: int, factor: float) -> Straggler:
         medians = [{kind: median(step[r].get(kind, 0.0) for step in self._steps) for kind in planned}
                    for r, planned in enumerate(self._planned)]  # fmt: skip
         excess = {kind: against_others(medians, self._planned, [kind])[rank] for kind in self._planned[rank]}
-        return Drifted(rank, factor, max(excess, key=excess.__getitem__), medians[rank], dict(self._planned[rank]))
+        return Straggler(rank, factor, max(excess, key=excess.__getitem__), medians[rank], dict(self._planned[rank]))
 
 
 def against_others(busy: Sequence[Seconds], planned: Sequence[Seconds], kinds: Sequence[str]) -> list[float]:
     """By rank, how many times its plan these kinds took, what most ranks exceed theirs by taken out.
 
-    Ranks faster than planned make no other slow: what is taken out is 1 at least. The lower middle counts as usual, so of
-    two ranks the one nearer to its plan. A rank with none of these kinds has 1.
+    Ranks faster than planned make no other slow: what is taken out is 1 at least. The lower middle counts as usual, so
+    of two ranks the one nearer to its plan. A rank with none of these kinds has 1.
     """
     sums = [(sum(b.get(kind, 0.0) for kind in kinds), sum(p.get(kind, 0.0) for kind in kinds))
             for b, p in zip(busy, planned, strict=True)]  # fmt: skip
@@ -106,18 +108,23 @@ def against_others(busy: Sequence[Seconds], planned: Sequence[Seconds], kinds: S
 def planned_seconds(
     layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
 ) -> list[dict[str, float]]:
-    """What every rank is planned to compute in a step, by kind of action, communication left out; times its known factor."""
+    """What every rank is planned to compute in a step, by kind of action, communication left out; times its known
+    factor."""
     costs = PlanCosts(layout, HETHUB, packaged(), profile)
     result = []
-    for seat in layout.seats:
-        times = RankTimes(costs, seat, (factors or {}).get(seat.rank, 1.0))
-        layers = range(layout.stages[seat.stage].num_layers)
-        sizes = Counter(tile.samples.size for tile in layout.tiles_of(seat.stage, seat.replica))
+    for assignment in layout.assignments:
+        times = RankTimes(costs, assignment, (factors or {}).get(assignment.rank, 1.0))
+        layers = range(layout.stages[assignment.stage].num_layers)
+        sizes = Counter(
+            microbatch.samples.size for microbatch in layout.microbatches_of(assignment.stage, assignment.replica)
+        )
         seconds: dict[str, float] = {
             kind: sum(count * times.layer(kind, layer, size) for size, count in sizes.items() for layer in layers)
             for kind in PASSES
         }
-        owned = costs.state.owned(seat.stage, layout.replica(seat.stage, seat.replica), seat.rank, None)
+        owned = costs.state.owned(
+            assignment.stage, layout.replica(assignment.stage, assignment.replica), assignment.rank, None
+        )
         seconds[Kind.STEP] = times.optimizer(round(owned))
         result.append({kind: value for kind, value in seconds.items() if value})
     return result
@@ -181,8 +188,8 @@ def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float
 
 
 def _estimated(layout: Layout, accelerator: AcceleratorSpec) -> DeviceProfile:
-    """What the predictor expects of an accelerator, as if measured from the smallest to the largest micro-batch there can
-    be: only ratios to it count."""
+    """What the predictor expects of an accelerator, as if measured from the smallest to the largest micro-batch there
+    can be: only ratios to it count."""
     cost = LayerCost(layout.model, accelerator, layout.plan.seq_len, layout.plan.precision)
     sizes = sorted({1, layout.plan.global_batch})
 
@@ -213,13 +220,13 @@ def _slower(measured: DeviceProfile, name: str, factor: float) -> DeviceProfile:
     )
 
 
-def describe(layout: Layout, drifted: Drifted, steps: Sequence[int]) -> str:
+def describe(layout: Layout, straggler: Straggler, steps: Sequence[int]) -> str:
     """The report of a slow rank in the steps looked at, without what a new plan would bring."""
-    kind = drifted.kind
+    kind = straggler.kind
     return (
-        f"{name_of(layout, drifted.rank)} has taken {drifted.factor:.2f}x its planned time in {len(steps)} looked-at steps "
-        f"({steps[0]} to {steps[-1]}), measured against the other ranks; most in {kind}: {drifted.measured[kind]:.3g} s a step, "
-        f"planned {drifted.planned[kind]:.3g} s"
+        f"{name_of(layout, straggler.rank)} has taken {straggler.factor:.2f}x its planned time in {len(steps)} looked-at steps "
+        f"({steps[0]} to {steps[-1]}), measured against the other ranks; most in {kind}: {straggler.measured[kind]:.3g} s a step, "
+        f"planned {straggler.planned[kind]:.3g} s"
     )
 
 

@@ -14,7 +14,7 @@ _Storage = tuple[int, torch.dtype]  # address and type of a storage's elements
 
 
 class _View(NamedTuple):
-    """A tensor that autograd keeps, as a view of a storage that is parked."""
+    """A tensor that autograd keeps, as a view of a storage that is offloaded."""
 
     storage: _Storage
     size: torch.Size
@@ -22,8 +22,8 @@ class _View(NamedTuple):
     offset: int
 
 
-class ParkedLayer:
-    """The tensors that one layer keeps of one tile, each storage once; they leave when `saving` ends.
+class OffloadedLayer:
+    """The tensors that one layer keeps of one microbatch, each storage once; they leave when `saving` ends.
 
     `prefetch` starts bringing them back, all together; otherwise the first one that is needed does. They are given
     back with this object.
@@ -74,11 +74,11 @@ class ParkedLayer:
                 self._coming[key] = fetch, self._meter.keep(fetch.values)
 
 
-class ParkedInput:
-    """A layer's input alone, parked until the layer is run again from it."""
+class OffloadedInput:
+    """A layer's input alone, offloaded until the layer is run again from it."""
 
     def __init__(self, x: Tensor, arena: HostArena, meter: MemoryMeter) -> None:
-        self._layer = ParkedLayer(arena, meter)
+        self._layer = OffloadedLayer(arena, meter)
         self._packed = self._layer.pack(x)
         self._layer.end()
 

@@ -60,7 +60,7 @@ class _SwiGLU(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
-    """What attention must know of the tokens of a tile: their arrangement, position tables and documents."""
+    """What attention must know of the tokens of a microbatch: their arrangement, position tables and documents."""
 
     batch: int
     seq_len: int

@@ -11,13 +11,13 @@ from hethub.runtime.model.rope import rope_table
 from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, embed
 from hethub.runtime.state.parameter import Parameter
 from hethub.runtime.state.storage import FlatStorage
-from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, RankShares
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileInput:
-    """What a tile brings from the data: token ids and targets (batch, seq), documents where they are masked."""
+class MicrobatchInput:
+    """What a microbatch brings from the data: token ids and targets (batch, seq), documents where they are masked."""
 
     batch: int
     tokens: Tensor | None = None
@@ -28,16 +28,16 @@ class TileInput:
 class Stage:
     """The layers of this rank's stage in model order, with `embed` and `loss` at the ends of the model.
 
-    Each of them is a graph of its own when a tile passes (hethub.runtime.pipeline.passes).
+    Each of them is a graph of its own when a microbatch passes (hethub.runtime.pipeline.passes).
     """
 
-    def __init__(self, layout: Layout, seat: Seat, storage: FlatStorage, group: TensorGroup) -> None:
+    def __init__(self, layout: Layout, assignment: Assignment, storage: FlatStorage, group: TensorGroup) -> None:
         model = layout.model
         self.layout, self.group, self.storage = layout, group, storage
         self.hidden, self.eps, self.seq_len = model.hidden, model.norm_eps, layout.plan.seq_len
-        self.is_first, self.is_last = seat.stage == 0, seat.stage == layout.num_stages - 1
-        self.shares: RankShares = layout.shares(seat.stage, seat.replica)[seat.position]
-        spec = layout.stages[seat.stage]
+        self.is_first, self.is_last = assignment.stage == 0, assignment.stage == layout.num_stages - 1
+        self.shares: RankShares = layout.shares(assignment.stage, assignment.replica)[assignment.position]
+        spec = layout.stages[assignment.stage]
         self.recompute = spec.recompute
         self.layers = [self._layer(layer, spec.recompute) for chunk in spec.chunks for layer in range(*chunk)]
         self.embedding = self._use(EMBEDDING) if self.is_first else None
@@ -67,18 +67,18 @@ class Stage:
         """Whether the head follows this layer of the stage."""
         return self.is_last and layer == len(self.layers) - 1
 
-    def embed(self, data: TileInput) -> Tensor:
-        """Hidden states (batch * seq, hidden) of the tile's tokens; the first stage only."""
+    def embed(self, data: MicrobatchInput) -> Tensor:
+        """Hidden states (batch * seq, hidden) of the microbatch's tokens; the first stage only."""
         assert self.embedding is not None
         assert data.tokens is not None
         return embed(data.tokens.reshape(-1), self.shares.vocab.start, self.group, self.embedding)
 
-    def token_layout(self, data: TileInput) -> TokenLayout:
-        """What every layer must know of the tile's tokens."""
+    def token_layout(self, data: MicrobatchInput) -> TokenLayout:
+        """What every layer must know of the microbatch's tokens."""
         mask = None if data.segments is None else document_mask(data.segments)
         return TokenLayout(batch=data.batch, seq_len=self.seq_len, cos=self.cos, sin=self.sin, mask=mask)
 
-    def loss(self, x: Tensor, data: TileInput, scale: float) -> Tensor:
+    def loss(self, x: Tensor, data: MicrobatchInput, scale: float) -> Tensor:
         """The summed token losses times `scale` (0-d) of the last layer's hidden states; the last stage only."""
         assert self.head is not None
         assert data.targets is not None
@@ -90,8 +90,9 @@ class Stage:
         return rms_norm(x, self.norm, self.eps)
 
     @torch.no_grad()
-    def logits(self, data: TileInput) -> Tensor:
-        """The rank's columns of the logits, (batch * seq, vocab_local), without gradients; where a stage is the model."""
+    def logits(self, data: MicrobatchInput) -> Tensor:
+        """The rank's columns of the logits, (batch * seq, vocab_local), without gradients; where a stage is the
+        model."""
         assert self.head is not None
         x, tokens = self.embed(data), self.token_layout(data)
         for layer in self.layers:

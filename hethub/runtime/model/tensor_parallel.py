@@ -1,6 +1,7 @@
 """Matrix products and lookups on explicit shards: column-parallel, row-parallel, and the group they sum over.
 
-Every weight is stored with its cut dimension first: column-parallel shards are (out, in), row-parallel shards (in, out).
+Every weight is stored with its cut dimension first: column-parallel shards are (out, in), row-parallel shards (in,
+out).
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ class _RowParallel(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows `tokens` (tokens,) of a vocabulary shard that starts at `first`; rows of other ranks come by the group's sum.
+    """Rows `tokens` (tokens,) of a vocabulary shard that starts at `first`; rows of other ranks come by the group's
+    sum.
 
     `anchor` is any tensor that requires a gradient: it makes autograd call backward, where the rows' gradient is added.
     """

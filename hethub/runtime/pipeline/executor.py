@@ -1,4 +1,4 @@
-"""Runs one rank's actions of a step: tiles through the parts of its stage, forward and back, and reductions."""
+"""Runs one rank's actions of a step: microbatches through the chunks of its stage, forward and back, and reductions."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from hethub.communicator import World
-from hethub.runtime.model.stage import Stage, TileInput
+from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.pace import Pace
-from hethub.runtime.pipeline.passes import Itinerary, TilePass, Visit
+from hethub.runtime.pipeline.passes import Itinerary, MicrobatchPass, Visit
 from hethub.runtime.pipeline.spans import SpanLog
 from hethub.runtime.pipeline.transport import WINDOW, Transport
-from hethub.runtime.state.zero import Residency
-from hethub.spec.layout.bind import Layout, Seat
+from hethub.runtime.state.zero import ZeroManager
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Action, Kind, actions
 from hethub.spec.ranges import from_sizes
-from hethub.spec.schedule.microbatches import Tile
+from hethub.spec.schedule.microbatches import MicrobatchRange
 
 
 @dataclass
 class _Step:
     """What a step has under way."""
 
-    load: Callable[[Tile], TileInput]
+    load: Callable[[MicrobatchRange], MicrobatchInput]
     loss_scale: float
-    inputs: dict[Tile, TileInput] = field(default_factory=dict)
-    running: dict[tuple[int, Tile], TilePass] = field(default_factory=dict)
+    inputs: dict[MicrobatchRange, MicrobatchInput] = field(default_factory=dict)
+    running: dict[tuple[int, MicrobatchRange], MicrobatchPass] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -36,27 +36,36 @@ class Executor:
     """One rank's interpreter of the schedule. `run_step` executes all compute actions and reductions."""
 
     def __init__(
-        self, layout: Layout, seat: Seat, world: World, stage: Stage, residency: Residency, pace: Pace
+        self, layout: Layout, assignment: Assignment, world: World, stage: Stage, zero_manager: ZeroManager, pace: Pace
     ) -> None:
-        self.layout, self.seat, self.stage, self.residency, self.pace = layout, seat, stage, residency, pace
-        self._by_part = layout.plan.steps_part_by_part
-        listed = actions(layout, seat.stage, seat.replica)
-        self._actions = [action for action in listed if action.is_compute or self._by_part]
-        self._parts = from_sizes(part.size for part in layout.parts(seat.stage))  # layers, counted in the stage
-        self._itinerary = Itinerary(residency, self._visits(), pace)
-        self._transport = Transport(layout, seat, world, stage)
-        self.tiles = layout.tiles_of(seat.stage, seat.replica)
+        self.layout, self.assignment, self.stage, self.zero_manager, self.pace = (
+            layout,
+            assignment,
+            stage,
+            zero_manager,
+            pace,
+        )
+        self._by_chunk = layout.plan.steps_chunk_by_chunk
+        listed = actions(layout, assignment.stage, assignment.replica)
+        self._actions = [action for action in listed if action.is_compute or self._by_chunk]
+        self._chunks = from_sizes(
+            chunk.size for chunk in layout.chunks(assignment.stage)
+        )  # layers, counted in the stage
+        self._itinerary = Itinerary(zero_manager, self._visits(), pace)
+        self._transport = Transport(layout, assignment, world, stage)
+        self.microbatches = layout.microbatches_of(assignment.stage, assignment.replica)
         self._splits_backward = layout.plan.schedule == "zero_bubble"
-        self.log = SpanLog(seat.rank)
+        self.log = SpanLog(assignment.rank)
 
     def _layers(self, action: Action) -> range:
-        """The layers of an action's part, in the order in which it passes them."""
-        layers = range(*self._parts[action.part])
+        """The layers of an action's chunk, in the order in which it passes them."""
+        layers = range(*self._chunks[action.chunk])
         return layers if action.kind is Kind.FORWARD else layers[::-1]
 
     def _visits(self) -> list[Visit]:
-        """The layers of all compute actions in order: tile by tile, or once for all tiles that pass a part in turn."""
-        together = self.layout.plan.goes_part_by_part
+        """The layers of all compute actions in order: microbatch by microbatch, or once for all microbatches that pass
+        a chunk in turn."""
+        together = self.layout.plan.goes_chunk_by_chunk
         compute = enumerate(action for action in self._actions if action.is_compute)
         passes = groupby(compute, lambda at: at[1][:2] + at[1][3:] if together else at[0])
         found = []
@@ -67,80 +76,83 @@ class Executor:
             found += [Visit(acts[0].kind, layer, len(acts), not together or layer == last) for layer in layers]
         return found
 
-    def run_step(self, load: Callable[[Tile], TileInput], loss_scale: float) -> float:
-        """Runs every tile of this rank and returns the loss it computed (0.0 where the head is elsewhere).
+    def run_step(self, load: Callable[[MicrobatchRange], MicrobatchInput], loss_scale: float) -> float:
+        """Runs every microbatch of this rank and returns the loss it computed (0.0 where the head is elsewhere).
 
-        `load` gives a tile's data; the loss is summed over tokens and multiplied by `loss_scale`.
+        `load` gives a microbatch's data; the loss is summed over tokens and multiplied by `loss_scale`.
         """
         step = self._step = _Step(load, loss_scale)
         self.log.start_step()
-        self.residency.start_step(len(self.tiles))
+        self.zero_manager.start_step(len(self.microbatches))
         self._itinerary.start_step()
         for index, action in enumerate(self._actions):
             self._transport.post_receives(self._actions[index : index + WINDOW])
             with self.log.timed(action), self.pace.action(action):
                 self._run(action, self._next_backward(index))
         with self.timed(Kind.REDUCE):
-            self.residency.finish()
+            self.zero_manager.finish()
             self._transport.finish()
         return float(torch.stack(step.losses).sum()) if step.losses else 0.0
 
     def timed(self, kind: Kind) -> AbstractContextManager[None]:
-        """The span of what ends a step of the whole stage; one that steps part by part has those behind each part."""
-        return nullcontext() if self._by_part else self.log.timed(Action(kind, self.seat.stage))
+        """The span of what ends a step of the whole stage; one that steps chunk by chunk has those behind each
+        chunk."""
+        return nullcontext() if self._by_chunk else self.log.timed(Action(kind, self.assignment.stage))
 
-    def _next_backward(self, index: int) -> TilePass | None:
-        """The tile whose backward is the next action, where its forward is over."""
+    def _next_backward(self, index: int) -> MicrobatchPass | None:
+        """The microbatch whose backward is the next action, where its forward is over."""
         following = self._actions[index + 1 : index + 2]
-        if not following or following[0].kind is not Kind.BACKWARD or following[0].tile is None:
+        if not following or following[0].kind is not Kind.BACKWARD or following[0].microbatch is None:
             return None
-        return self._step.running.get((following[0].part, following[0].tile))
+        return self._step.running.get((following[0].chunk, following[0].microbatch))
 
-    def _run(self, action: Action, following: TilePass | None) -> None:
-        tile, part = action.tile, action.part
+    def _run(self, action: Action, following: MicrobatchPass | None) -> None:
+        microbatch, chunk = action.microbatch, action.chunk
         if not action.is_compute:
             self._update(action)
-        elif tile is None:
+        elif microbatch is None:
             for layer in self._layers(action):
                 self._itinerary.join(action.kind, layer)
         elif action.kind is Kind.FORWARD:
             if following is not None:
                 following.prefetch()
-            self._forward(part, tile)
+            self._forward(chunk, microbatch)
         elif action.kind is Kind.BACKWARD:
-            self._backward(part, tile, following)
+            self._backward(chunk, microbatch, following)
         else:
-            self._step.running.pop((part, tile)).run_weight_part()
+            self._step.running.pop((chunk, microbatch)).run_wgrad()
 
     def _update(self, action: Action) -> None:
-        """What is done for a part of the stage by itself, before the step is over."""
-        stepping = self.residency.stepping
+        """What is done for a chunk of the stage by itself, before the step is over."""
+        stepping = self.zero_manager.stepping
         assert stepping is not None
         update = {
-            Kind.REDUCE: self.residency.finish_part, Kind.STEP: stepping.step_part, Kind.GATHER: stepping.gather_part,
+            Kind.REDUCE: self.zero_manager.finish_chunk, Kind.STEP: stepping.step_chunk, Kind.GATHER: stepping.gather_chunk,
         }  # fmt: skip
-        update[action.kind](action.part)
+        update[action.kind](action.chunk)
 
-    def _forward(self, part: int, tile: Tile) -> None:
-        source = self._transport.arrived(Kind.FORWARD, part, tile)
+    def _forward(self, chunk: int, microbatch: MicrobatchRange) -> None:
+        source = self._transport.arrived(Kind.FORWARD, chunk, microbatch)
         step = self._step
-        if tile not in step.inputs:
-            step.inputs[tile] = step.load(tile)
-        running = TilePass(self.stage, self._itinerary, self._parts[part], step.inputs[tile], step.loss_scale)
+        if microbatch not in step.inputs:
+            step.inputs[microbatch] = step.load(microbatch)
+        running = MicrobatchPass(
+            self.stage, self._itinerary, self._chunks[chunk], step.inputs[microbatch], step.loss_scale
+        )
         result = running.forward(source)
-        if self.stage.is_end(self._parts[part].stop - 1):
+        if self.stage.is_end(self._chunks[chunk].stop - 1):
             step.losses.append(result)
         else:
-            self._transport.hand_on(Kind.FORWARD, part, tile, result)
-        step.running[part, tile] = running
+            self._transport.hand_on(Kind.FORWARD, chunk, microbatch, result)
+        step.running[chunk, microbatch] = running
 
-    def _backward(self, part: int, tile: Tile, following: TilePass | None) -> None:
-        grad = self._transport.arrived(Kind.BACKWARD, part, tile)
-        running = self._step.running[part, tile]
-        grad = running.backward(grad, puts_weights_off=self._splits_backward, following=following)
+    def _backward(self, chunk: int, microbatch: MicrobatchRange, following: MicrobatchPass | None) -> None:
+        grad = self._transport.arrived(Kind.BACKWARD, chunk, microbatch)
+        running = self._step.running[chunk, microbatch]
+        grad = running.backward(grad, defers_wgrad=self._splits_backward, following=following)
         if not self._splits_backward:
-            del self._step.running[part, tile]
+            del self._step.running[chunk, microbatch]
         if grad is not None:
-            self._transport.hand_on(Kind.BACKWARD, part, tile, grad)
-        if part == 0:
-            del self._step.inputs[tile]
+            self._transport.hand_on(Kind.BACKWARD, chunk, microbatch, grad)
+        if chunk == 0:
+            del self._step.inputs[microbatch]

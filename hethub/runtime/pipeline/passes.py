@@ -1,4 +1,4 @@
-"""A tile's way through layers, forward and back, every layer an autograd graph of its own.
+"""A microbatch's way through layers, forward and back, every layer an autograd graph of its own.
 
 Between two layers nothing but a detached tensor passes, so what happens there (weights fetched, freed, reduced; inputs
 kept elsewhere; a layer run again) are statements of a loop.
@@ -13,32 +13,33 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hethub.runtime.memory.accounting import Kept
-from hethub.runtime.memory.activation_offload import ParkedInput, ParkedLayer
+from hethub.runtime.memory.activation_offload import OffloadedInput, OffloadedLayer
 from hethub.runtime.model.layers import LlamaLayer
-from hethub.runtime.model.stage import Stage, TileInput
+from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.pace import Pace
-from hethub.runtime.state.parameter import Parameter, putting_off
-from hethub.runtime.state.zero import Residency
+from hethub.runtime.state.parameter import Parameter, deferring
+from hethub.runtime.state.zero import ZeroManager
 from hethub.spec.layout.execution import Kind
 from hethub.spec.ranges import Range
 
 
 class Visit(NamedTuple):
-    """What is done in which layer of the stage, by how many tiles in turn."""
+    """What is done in which layer of the stage, by how many microbatches in turn."""
 
     kind: Kind
     layer: int
-    tiles: int = 1
-    ends_pass: bool = True  # the tiles then pass no more layers together
+    microbatches: int = 1
+    ends_pass: bool = True  # the microbatches then pass no more layers together
 
 
 class Itinerary:
-    """The order in which a rank visits its layers in a step; each next visit is announced while the present one runs."""
+    """The order in which a rank visits its layers in a step; each next visit is announced while the present one
+    runs."""
 
-    def __init__(self, residency: Residency, visits: Sequence[Visit], pace: Pace) -> None:
-        self.residency, self._visits, self._pace = residency, visits, pace
+    def __init__(self, zero_manager: ZeroManager, visits: Sequence[Visit], pace: Pace) -> None:
+        self.zero_manager, self._visits, self._pace = zero_manager, visits, pace
         self._position = 0
-        self._under_way: dict[tuple[Kind, int], int] = {}  # the tiles that a visit still waits for
+        self._under_way: dict[tuple[Kind, int], int] = {}  # the microbatches that a visit still waits for
         self._through: list[tuple[Kind, int]] = []  # visits that are over, in a pass with layers yet to be entered
 
     def start_step(self) -> None:
@@ -46,17 +47,17 @@ class Itinerary:
         self._position = 0
 
     def enter(self, kind: Kind, layer: int) -> None:
-        """Makes a layer usable for one tile."""
+        """Makes a layer usable for one microbatch."""
         if (kind, layer) not in self._under_way:
             visit = self._next(kind, layer)
-            self._under_way[kind, layer] = visit.tiles
-            self.residency.acquire(kind, layer)
+            self._under_way[kind, layer] = visit.microbatches
+            self.zero_manager.acquire(kind, layer)
             self._announce()
             self._release_through()
         self._pace.enter(kind, layer)
 
     def leave(self, kind: Kind, layer: int) -> None:
-        """Ends a tile's use of the layer, and with the last tile the visit."""
+        """Ends a microbatch's use of the layer, and with the last microbatch the visit."""
         self._pace.leave()
         self._under_way[kind, layer] -= 1
         if not self._under_way[kind, layer]:
@@ -65,21 +66,21 @@ class Itinerary:
             self._release_through()
 
     def join(self, kind: Kind, layer: int) -> None:
-        """Makes a visit without a tile, as its round asks for: the same calls in the same order as with one."""
+        """Makes a visit without a microbatch, as its round asks for: the same calls in the same order as with one."""
         self._next(kind, layer)
-        self.residency.acquire(kind, layer)
+        self.zero_manager.acquire(kind, layer)
         self._announce()
-        self.residency.release(kind, layer)
+        self.zero_manager.release(kind, layer)
 
     def _release_through(self) -> None:
         """Releases what is through once all layers of its pass are entered.
 
-        A replica with one tile would else release a layer before it acquires the next, one with more after: their
+        A replica with one microbatch would else release a layer before it acquires the next, one with more after: their
         collectives would be in two orders.
         """
         if self._visits[self._position - 1].ends_pass:
             for kind, layer in self._through:
-                self.residency.release(kind, layer)
+                self.zero_manager.release(kind, layer)
             self._through.clear()
 
     def _next(self, kind: Kind, layer: int) -> Visit:
@@ -90,14 +91,14 @@ class Itinerary:
 
     def _announce(self) -> None:
         if self._position < len(self._visits):
-            self.residency.prefetch(*self._visits[self._position][:2])
+            self.zero_manager.prefetch(*self._visits[self._position][:2])
 
 
 @dataclass
 class _Through:
-    """A layer that a tile has passed: the ends of its graph, or its input alone where it will be run again."""
+    """A layer that a microbatch has passed: the ends of its graph, or its input alone where it will be run again."""
 
-    source: Tensor | Kept | ParkedInput
+    source: Tensor | Kept | OffloadedInput
     result: Tensor | None = None
 
     def prefetch(self) -> None:
@@ -107,15 +108,15 @@ class _Through:
 
 
 @dataclass
-class _ParkedGraph:
-    """A layer that a tile has passed whose graph keeps its tensors in host memory, and none of its ends."""
+class _OffloadedGraph:
+    """A layer that a microbatch has passed whose graph keeps its tensors in host memory, and none of its ends."""
 
-    parked: ParkedLayer
+    offloaded: OffloadedLayer
     result: GradientEdge
     gradients: list[Tensor]  # receives the input's
 
     def prefetch(self) -> None:
-        self.parked.prefetch()
+        self.offloaded.prefetch()
 
     def backward(self, grad: Tensor | None) -> Tensor:
         torch.autograd.backward(self.result, grad)
@@ -140,31 +141,33 @@ class _Inlet(torch.autograd.Function):
 
 
 class _Product(NamedTuple):
-    """A gradient put off: left @ right, to be added to the parameter's."""
+    """A gradient deferred: left @ right, to be added to the parameter's."""
 
     parameter: Parameter
-    left: Kept | ParkedInput
-    right: Kept | ParkedInput
+    left: Kept | OffloadedInput
+    right: Kept | OffloadedInput
 
 
-class TilePass:
-    """One tile between its forward and its backward through the layers `layers` of a stage.
+class MicrobatchPass:
+    """One microbatch between its forward and its backward through the layers `layers` of a stage.
 
-    Where backward puts the weights' gradients off, the tile goes on holding what they are made of until
-    `run_weight_part`: for each matrix of a layer its input and the gradient of its output. Per token that is both norms'
-    results, attention's and SwiGLU's (2 hidden + query + ffn columns), and gradients of 2 hidden + query + 2 key-value +
-    2 ffn columns. Norms and embedding are done at once, the head in its forward.
+    Where backward puts the weights' gradients off, the microbatch goes on holding what they are made of until
+    `run_wgrad`: for each matrix of a layer its input and the gradient of its output. Per token that is both norms'
+    results, attention's and SwiGLU's (2 hidden + query + ffn columns), and gradients of 2 hidden + query + 2 key-value
+    + 2 ffn columns. Norms and embedding are done at once, the head in its forward.
     """
 
-    def __init__(self, stage: Stage, itinerary: Itinerary, layers: Range, data: TileInput, loss_scale: float) -> None:
+    def __init__(
+        self, stage: Stage, itinerary: Itinerary, layers: Range, data: MicrobatchInput, loss_scale: float
+    ) -> None:
         self._stage, self._itinerary, self._layers = stage, itinerary, range(*layers)
         self._data, self._loss_scale = data, loss_scale
         self._tokens = stage.token_layout(data)
         self._embedded: GradientEdge | None = None
-        self._through: list[_Through | _ParkedGraph] = []
+        self._through: list[_Through | _OffloadedGraph] = []
         self._head: tuple[Tensor, Tensor] | None = None  # the head's input and loss
-        self._put_off: list[list[_Product]] = []  # per layer, the last one first
-        self._following: TilePass | None = None
+        self._deferred_wgrad: list[list[_Product]] = []  # per layer, the last one first
+        self._following: MicrobatchPass | None = None
 
     def forward(self, x: Tensor | None) -> Tensor:
         """Hidden states (batch * seq, hidden) behind the layers, or the loss behind the model's last (0-d), detached.
@@ -190,20 +193,20 @@ class TilePass:
         if self._stage.recompute == "full":
             with torch.no_grad():
                 result = run(x, self._tokens)
-            self._through.append(_Through(self._itinerary.residency.keep(x)))
+            self._through.append(_Through(self._itinerary.zero_manager.keep(x)))
             return result
-        if (parked := self._itinerary.residency.park()) is not None:
-            return self._parked_forward(run, x, parked)
+        if (offloaded := self._itinerary.zero_manager.offload()) is not None:
+            return self._offloaded_forward(run, x, offloaded)
         result = run(x.requires_grad_(), self._tokens)
         self._through.append(_Through(x, result))
         return result
 
-    def _parked_forward(self, run: LlamaLayer, x: Tensor, parked: ParkedLayer) -> Tensor:
+    def _offloaded_forward(self, run: LlamaLayer, x: Tensor, offloaded: OffloadedLayer) -> Tensor:
         gradients: list[Tensor] = []
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-        with parked.saving():
+        with offloaded.saving():
             result = run(_Inlet.apply(anchor, x, gradients), self._tokens)
-        self._through.append(_ParkedGraph(parked, get_gradient_edge(result), gradients))
+        self._through.append(_OffloadedGraph(offloaded, get_gradient_edge(result), gradients))
         return result
 
     def prefetch(self) -> None:
@@ -212,18 +215,18 @@ class TilePass:
             self._through[-1].prefetch()
 
     def backward(
-        self, grad: Tensor | None, *, puts_weights_off: bool = False, following: "TilePass | None" = None
+        self, grad: Tensor | None, *, defers_wgrad: bool = False, following: "MicrobatchPass | None" = None
     ) -> Tensor | None:
         """The gradient of what `forward` was given, from that of its result (None: the loss's is 1).
 
-        None where tokens were embedded. `following` is the tile that goes backward next, if one does.
+        None where tokens were embedded. `following` is the microbatch that goes backward next, if one does.
         """
         self._following = following
         for layer in reversed(self._layers):
             self._itinerary.enter(Kind.BACKWARD, layer)
             if self._head is not None:
                 grad, self._head = _backward(*self._head, grad), None
-            if puts_weights_off:
+            if defers_wgrad:
                 grad = self._input_backward(layer, grad)
             else:
                 grad = self._layer_backward(layer, grad)
@@ -235,15 +238,17 @@ class TilePass:
 
     def _input_backward(self, layer: int, grad: Tensor | None) -> Tensor:
         """As `_layer_backward`, keeping the layer's weight products for later."""
-        with putting_off(self._stage.layers[layer].matrices) as products:
+        with deferring(self._stage.layers[layer].matrices) as products:
             grad = self._layer_backward(layer, grad)
-        keep = self._itinerary.residency.keep
-        self._put_off.append([_Product(parameter, keep(left), keep(right)) for parameter, left, right in products])
+        keep = self._itinerary.zero_manager.keep
+        self._deferred_wgrad.append(
+            [_Product(parameter, keep(left), keep(right)) for parameter, left, right in products]
+        )
         return grad
 
-    def run_weight_part(self) -> None:
+    def run_wgrad(self) -> None:
         """Adds the weights' gradients that `backward` has put off, layer by layer in its order."""
-        for layer, products in zip(reversed(self._layers), self._put_off, strict=True):
+        for layer, products in zip(reversed(self._layers), self._deferred_wgrad, strict=True):
             self._itinerary.enter(Kind.WEIGHT, layer)
             while products:
                 product = products.pop(0)
@@ -254,7 +259,7 @@ class TilePass:
         through = self._through.pop()
         if upcoming := self if self._through else self._following:
             upcoming.prefetch()
-        if isinstance(through, _ParkedGraph):
+        if isinstance(through, _OffloadedGraph):
             return through.backward(grad)
         if isinstance(through.source, Tensor):
             assert through.result is not None

@@ -40,7 +40,7 @@ class OwnedRun:
     bucket: Bucket
     counts: bool  # in the gradient norm: another rank may step the same elements without sharding
     weight: Tensor
-    weight_is_parked: bool
+    weight_is_offloaded: bool
     grad_unit: int | None
     master: Tensor
     exp_avg: Tensor
@@ -52,7 +52,8 @@ class Optimizer:
     """AdamW over the runs a rank owns; half precisions keep fp32 masters.
 
     torch's fused AdamW does the arithmetic. Every element has one owner that counts it in the norm. With `offload:
-    optimizer` moments and masters lie in `arena` and come to the device bucket by bucket, the next while one is stepped.
+    optimizer` moments and masters lie in `arena` and come to the device bucket by bucket, the next while one is
+    stepped.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Optimizer:
         self.storage, self.train = storage, train
         self.updates = 0  # steps taken, on every rank, also one that steps nothing
         self.keeps_masters = storage.dtype != storage.grad_dtype
-        offload = storage.state.layout.stages[storage.seat.stage].offload
+        offload = storage.state.layout.stages[storage.assignment.stage].offload
         self._state_arena = arena if "optimizer" in offload else None
         self.arena = self._state_arena or storage.arena
         self._meter = meter or MemoryMeter([])
@@ -75,7 +76,7 @@ class Optimizer:
     def _runs(self, piece: LocalPiece) -> Iterator[OwnedRun]:
         """The piece's owned runs, those joined that touch both as weights and as gradients."""
         joined: list[tuple[Tensor, Range, Range, list[Held]]] = []
-        for run in piece.piece.owned_runs(self.storage.seat.rank):
+        for run in piece.piece.owned_runs(self.storage.assignment.rank):
             flat, weight, grad = self._homes(piece.bucket, run)
             last = joined[-1] if joined else None
             if last is not None and (last[1].stop, last[2].stop) == (weight.start, grad.start):
@@ -96,8 +97,8 @@ class Optimizer:
         grad = storage.owned_maps[unit] if self._shards_gradient(bucket) else storage.grad_map
         if unit in storage.owned_weights:
             weights, flat = storage.owned_maps[unit], storage.owned_weights[unit]
-        elif unit in storage.parked_weights:
-            weights, flat = storage.unit_maps[unit], storage.parked_weights[unit]
+        elif unit in storage.offloaded_weights:
+            weights, flat = storage.unit_maps[unit], storage.offloaded_weights[unit]
         else:
             weights, flat = storage.weight_map, storage.weights
         return flat, weights.local(run), grad.local(run)
@@ -111,9 +112,9 @@ class Optimizer:
             axis=axis,
             local=local,
             bucket=piece.bucket,
-            counts=piece.piece.group.sharded or piece.first_contributor == self.storage.seat.rank,
+            counts=piece.piece.group.sharded or piece.first_contributor == self.storage.assignment.rank,
             weight=weight,
-            weight_is_parked=self.storage.arena is not None and piece.bucket.unit is not None,
+            weight_is_offloaded=self.storage.arena is not None and piece.bucket.unit is not None,
             grad_unit=piece.bucket.unit if self._shards_gradient(piece.bucket) else None,
             master=self._new(local.size, dtype).copy_(weight) if self.keeps_masters else weight,
             exp_avg=self._new(local.size, dtype).zero_(),
@@ -162,15 +163,15 @@ class Optimizer:
     def _bring(self, run: OwnedRun) -> list["Fetch | Tensor"]:
         """Master and moments of a run on the device, or on their way there."""
         assert self.arena is not None
-        state_is_parked = self._state_arena is not None
-        master_is_parked = state_is_parked if self.keeps_masters else run.weight_is_parked
+        state_is_offloaded = self._state_arena is not None
+        master_is_offloaded = state_is_offloaded if self.keeps_masters else run.weight_is_offloaded
         items: list[Fetch | Tensor] = []
-        for tensor, parked in (
-            (run.master, master_is_parked),
-            (run.exp_avg, state_is_parked),
-            (run.exp_avg_sq, state_is_parked),
+        for tensor, offloaded in (
+            (run.master, master_is_offloaded),
+            (run.exp_avg, state_is_offloaded),
+            (run.exp_avg_sq, state_is_offloaded),
         ):
-            if not parked:
+            if not offloaded:
                 items.append(tensor)
                 continue
             fetch = self.arena.fetch(tensor)
@@ -212,7 +213,7 @@ class Optimizer:
                 self._write_weight(run, master)
 
     def _write_weight(self, run: OwnedRun, master: Tensor) -> None:
-        if run.weight_is_parked:
+        if run.weight_is_offloaded:
             assert self.arena is not None
             self.arena.store(run.weight, master.to(run.weight.dtype))
         else:

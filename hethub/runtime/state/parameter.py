@@ -11,8 +11,9 @@ class Parameter:
     """A weight shard and its gradient, both views into the rank's flat storage, in stored shape (cut dimension first).
 
     The gradient is written by the backward functions themselves, so that a matrix product can accumulate in place and
-    no separate pass over the weights is needed. `expected` counts the contributions of a whole step (uses x tiles);
-    when the last one is in, `on_complete` is called, which lets its reduction start while backward goes on.
+    no separate pass over the weights is needed. `expected` counts the contributions of a whole step (uses x
+    microbatches); when the last one is in, `on_complete` is called, which lets its reduction start while backward goes
+    on.
     """
 
     def __init__(self, name: str, weight: Tensor, grad: Tensor) -> None:
@@ -21,11 +22,11 @@ class Parameter:
         self._pending = 0
         self._fresh = True
         self._on_complete: Callable[[Parameter], None] = lambda parameter: None
-        self._put_off: list[Product] | None = None
+        self._deferred_wgrad: list[Product] | None = None
 
-    def start_step(self, num_tiles: int, on_complete: Callable[["Parameter"], None]) -> None:
-        """Forgets the old gradient and expects `num_tiles` contributions per use."""
-        self._pending, self._fresh, self._on_complete = self.uses * num_tiles, True, on_complete
+    def start_step(self, num_microbatches: int, on_complete: Callable[["Parameter"], None]) -> None:
+        """Forgets the old gradient and expects `num_microbatches` contributions per use."""
+        self._pending, self._fresh, self._on_complete = self.uses * num_microbatches, True, on_complete
 
     def open(self, grad: Tensor) -> None:
         """Takes an empty place for a round's gradient, whatever is written there."""
@@ -42,8 +43,8 @@ class Parameter:
 
         A contribution that comes in several products is counted with the one that `completes` it.
         """
-        if self._put_off is not None:
-            self._put_off.append((self, left, right))
+        if self._deferred_wgrad is not None:
+            self._deferred_wgrad.append((self, left, right))
             return
         if left.dtype != self.grad.dtype:
             self._add(left @ right)
@@ -79,13 +80,13 @@ Product = tuple[Parameter, Tensor, Tensor]  # left @ right belongs to the parame
 
 
 @contextmanager
-def putting_off(parameters: Iterable[Parameter]) -> Iterator[list[Product]]:
+def deferring(parameters: Iterable[Parameter]) -> Iterator[list[Product]]:
     """In the block, products for these parameters' gradients are listed and not added; each is a whole contribution."""
     own, products = list(parameters), []  # type: ignore[var-annotated]
     for parameter in own:
-        parameter._put_off = products
+        parameter._deferred_wgrad = products
     try:
         yield products
     finally:
         for parameter in own:
-            parameter._put_off = None
+            parameter._deferred_wgrad = None

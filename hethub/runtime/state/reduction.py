@@ -1,6 +1,7 @@
 """Gradients summed over replicas and new weights sent to their holders, bucket by bucket.
 
-A bucket's reduction starts when the last tile's backward has filled it, while backward goes on with the layers before.
+A bucket's reduction starts when the last microbatch's backward has filled it, while backward goes on with the layers
+before.
 """
 
 from collections.abc import Callable
@@ -58,12 +59,12 @@ class Reducer:
 
     `start_step` arms the parameters whose gradients are held for the whole step; those then start the reductions in
     one fixed order. `finish` returns when every such piece's owned part of `storage.grads` is the sum over replicas.
-    `gather` spreads the owners' weights. What comes and goes is reduced and gathered by UnitGradients and UnitWeights,
+    `gather` spreads the owners' weights. What comes and goes is reduced and gathered by ZeroGradients and ZeroWeights,
     with the pieces of `units`.
     """
 
     def __init__(self, state: StateMap, storage: FlatStorage, group_of: GroupOf, replica: tuple[int, ...]) -> None:
-        self.storage, self.rank = storage, storage.seat.rank
+        self.storage, self.rank = storage, storage.assignment.rank
         self.replica = replica
         self._replica_group = group_of(replica) if len(replica) > 1 else None
         order = _launch_order(state, self.rank)
@@ -93,7 +94,7 @@ class Reducer:
         storage, pieces = self.storage, []
         grads: FlatMap = storage.grad_map
         weights: FlatMap = storage.weight_map
-        if bucket.unit is not None and bucket.stage == storage.seat.stage:
+        if bucket.unit is not None and bucket.stage == storage.assignment.stage:
             grads = storage.unit_maps[bucket.unit] if storage.shards_gradients else grads
             weights = storage.unit_maps[bucket.unit] if storage.moves_weights else weights
         for piece in bucket.pieces:
@@ -113,22 +114,23 @@ class Reducer:
             runs = [self.storage.weight_map.local(run) for placed, run in norms if placed.chunk == chunk]
             yield chunk, Range(runs[0].start, runs[-1].stop)
 
-    def start_step(self, num_tiles: int) -> None:
-        """Expects the gradients of `num_tiles` tiles."""
+    def start_step(self, num_microbatches: int) -> None:
+        """Expects the gradients of `num_microbatches` microbatches."""
         self._missing = [0] * len(self.buckets)
         self._launched = 0
         for name, index in self._bucket_of.items():
             self._missing[index] += 1
-            self.storage.parameters[name].start_step(num_tiles, self._parameter_done)
+            self.storage.parameters[name].start_step(num_microbatches, self._parameter_done)
 
     def _parameter_done(self, parameter: Parameter) -> None:
         self._missing[self._bucket_of[parameter.name]] -= 1
-        # Where units are reduced round by round, replicas reach their last tile in unlike rounds: the rest waits.
+        # Where units are reduced round by round, replicas reach their last microbatch in unlike rounds: the rest waits.
         if not self.storage.shards_gradients:
             self._launch_full()
 
     def _launch_full(self) -> None:
-        """Launches what is full; all ranks in one order, whichever bucket is full first: a native library needs that."""
+        """Launches what is full; all ranks in one order, whichever bucket is full first: a native library needs
+        that."""
         while self._launched < len(self.buckets) and self._missing[self._launched] == 0:
             for piece in self.buckets[self._launched]:
                 if piece.group is not None:
@@ -140,7 +142,7 @@ class Reducer:
         """Waits for the reductions of a chunk, or of all; then its owned gradients are complete sums."""
         self._launch_full()
         due = [index for index, bucket in enumerate(self._order) if chunk is None or bucket.chunk == chunk]
-        assert not due or self._launched > due[-1], "a parameter got fewer gradients than the step has tiles"
+        assert not due or self._launched > due[-1], "a parameter got fewer gradients than the step has microbatches"
         left = []
         for work, piece, flat in self._works:
             if chunk is None or piece.bucket.chunk == chunk:
@@ -171,7 +173,7 @@ def _launch_order(state: StateMap, rank: int) -> list[Bucket]:
     Chunks from the last to the first, in each matrices from the last layer to the first, then norms; at the end what
     another stage contributes to.
     """
-    stage = state.layout.seats[rank].stage
+    stage = state.layout.assignments[rank].stage
     own = [bucket for bucket in state.buckets if bucket.stage == stage]
     tied = [b for b in state.buckets if b.chunk is None and any(rank in p.group.contributors for p in b.pieces)]
     order = []

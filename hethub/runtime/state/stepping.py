@@ -11,7 +11,7 @@ from torch import Tensor
 from hethub.runtime.pace import Pace
 from hethub.runtime.state.optimizer import Optimizer, OwnedRun
 from hethub.runtime.state.reduction import LocalPiece, Reducer
-from hethub.runtime.state.zero_weights import UnitWeights
+from hethub.runtime.state.zero_weights import ZeroWeights
 
 Chunk = int | None  # None: what is complete only when another stage is through, too
 
@@ -19,18 +19,18 @@ Chunk = int | None  # None: what is complete only when another stage is through,
 class Stepping:
     """One rank's updates, in the same order on all ranks of its stage.
 
-    `begin`, then `part_reduced`, `step_part` and `gather_part` for each chunk that is stepped by itself; `conclude` and
-    `gather` once all ranks know the norm.
+    `begin`, then `chunk_reduced`, `step_chunk` and `gather_chunk` for each chunk that is stepped by itself; `conclude`
+    and `gather` once all ranks know the norm.
     """
 
     def __init__(
-        self, optimizer: Optimizer, reducer: Reducer, pace: Pace, *, per_part: bool, waits_for_norm: bool
+        self, optimizer: Optimizer, reducer: Reducer, pace: Pace, *, per_chunk: bool, waits_for_norm: bool
     ) -> None:
         self._optimizer, self._reducer, self._storage = optimizer, reducer, reducer.storage
         self._pace = pace
-        self._per_part, self._waits = per_part, waits_for_norm
-        self.weights: UnitWeights | None = None
-        num_chunks = len(self._storage.state.layout.stages[self._storage.seat.stage].chunks)
+        self._per_chunk, self._waits = per_chunk, waits_for_norm
+        self.weights: ZeroWeights | None = None
+        num_chunks = len(self._storage.state.layout.stages[self._storage.assignment.stage].chunks)
         self._chunks: list[Chunk] = [*range(num_chunks), None]
         self._step = 0
         self._squares: list[Tensor] = []
@@ -43,28 +43,28 @@ class Stepping:
 
     def square_sum(self) -> float:
         """The sum of squares of all gradients that this rank counts."""
-        if not self._per_part:
+        if not self._per_chunk:
             return float(self._optimizer.square_sum())
         rest = self._optimizer.square_sum(self._runs(None))
         return float(torch.stack([*self._squares, rest]).sum())
 
-    def part_reduced(self, chunk: int) -> None:
+    def chunk_reduced(self, chunk: int) -> None:
         """Takes up the norm of a chunk whose gradients are complete: they may be gone when the others are."""
         self._squares.append(self._optimizer.square_sum(self._runs(chunk)))
 
-    def step_part(self, chunk: int) -> None:
+    def step_chunk(self, chunk: int) -> None:
         """Steps a chunk right after its reduction, unless that must wait."""
         if not self._waits:
             self._step_runs(self._runs(chunk), self._step, 1.0)
 
-    def gather_part(self, chunk: int) -> None:
-        """Sends the weights that `step_part` made."""
+    def gather_chunk(self, chunk: int) -> None:
+        """Sends the weights that `step_chunk` made."""
         if not self._waits:
             self._gather([chunk])
 
     def conclude(self, scale: float) -> None:
         """Steps what is due at the end of the step, gradients multiplied by `scale`, and notes what is due later."""
-        if not self._per_part:
+        if not self._per_chunk:
             with self._pace.stepping(sum(run.local.size for run in self._optimizer.runs)):
                 self._optimizer.step(self._step, scale)
             return
@@ -75,7 +75,7 @@ class Stepping:
 
     def gather(self) -> None:
         """Sends the weights that `conclude` made."""
-        self._gather([None] if self._per_part else self._chunks)
+        self._gather([None] if self._per_chunk else self._chunks)
 
     def catch_up(self, chunk: Chunk) -> None:
         """Steps a chunk that waited for the norm, and sends its weights."""
@@ -85,7 +85,8 @@ class Stepping:
             self._gather([chunk])
 
     def flush(self) -> None:
-        """Returns when nothing waits to be stepped and what is offloaded may be read; all ranks of the stage call it together."""
+        """Returns when nothing waits to be stepped and what is offloaded may be read; all ranks of the stage call it
+        together."""
         for chunk in self._chunks:
             self.catch_up(chunk)
         if self._optimizer.arena is not None:

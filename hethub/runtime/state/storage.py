@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.state.parameter import Parameter
-from hethub.spec.layout.bind import Seat
+from hethub.spec.layout.bind import Assignment
 from hethub.spec.layout.state import PlacedTensor, StateMap
 from hethub.spec.ranges import Range, overlap
 
@@ -62,24 +62,29 @@ class FlatStorage:
     """One rank's weights (in the run's precision) and gradients (at least fp32), shards in order of the state axis.
 
     `weights` and `grads` hold what stays on the device for the whole run, at the places that `weight_map` and
-    `grad_map` tell. What comes and goes with its unit (StateMap.moves) is bound to the parameters by UnitWeights and
-    UnitGradients, laid out by `unit_maps`; what stays of it lies, per unit, in
+    `grad_map` tell. What comes and goes with its unit (StateMap.moves) is bound to the parameters by ZeroWeights and
+    ZeroGradients, laid out by `unit_maps`; what stays of it lies, per unit, in
 
     - `owned_grads` (ZeRO 2 and 3): the rank's own part of the gradients, laid out by `owned_maps`;
     - `owned_weights` (ZeRO 3): the rank's own part of the weights, likewise; in host memory where they are offloaded;
-    - `parked_weights` (offloaded, below ZeRO 3): all that the rank holds of the unit, in host memory.
+    - `offloaded_weights` (offloaded, below ZeRO 3): all that the rank holds of the unit, in host memory.
     """
 
     def __init__(
-        self, state: StateMap, seat: Seat, precision: str, device: torch.device, arena: HostArena | None = None
+        self,
+        state: StateMap,
+        assignment: Assignment,
+        precision: str,
+        device: torch.device,
+        arena: HostArena | None = None,
     ) -> None:
-        self.state, self.seat, self.device = state, seat, device
-        self.held = state.held_by(seat)
+        self.state, self.assignment, self.device = state, assignment, device
+        self.held = state.held_by(assignment)
         self.dtype = DTYPES[precision]
         self.grad_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.shards_gradients = state.level(seat.stage) >= 2
-        self.shards_weights = state.level(seat.stage) == 3
-        self.arena = arena if "parameters" in state.layout.stages[seat.stage].offload else None
+        self.shards_gradients = state.level(assignment.stage) >= 2
+        self.shards_weights = state.level(assignment.stage) == 3
+        self.arena = arena if "parameters" in state.layout.stages[assignment.stage].offload else None
         moving = [(placed, run) for placed, run in self.held if self._unit(placed) is not None]
         staying = [held for held in self.held if held not in moving]
         self.unit_maps = {unit: FlatMap(list(own)) for unit, own in groupby(moving, lambda held: self._unit(held[0]))}
@@ -95,13 +100,15 @@ class FlatStorage:
         return self.shards_weights or self.arena is not None
 
     def _unit(self, placed: PlacedTensor) -> int | None:
-        return placed.unit if self.state.moves(self.seat.stage) and placed.stage == self.seat.stage else None
+        return (
+            placed.unit if self.state.moves(self.assignment.stage) and placed.stage == self.assignment.stage else None
+        )
 
     def _owned(self, unit: int | None) -> list[Held]:
         """The runs of a unit that this rank steps, cut at the borders of tensors, in order of the buckets' pieces."""
-        rank, owned = self.seat.rank, []
+        rank, owned = self.assignment.rank, []
         for bucket in self.state.buckets:
-            if bucket.stage == self.seat.stage and bucket.unit == unit:
+            if bucket.stage == self.assignment.stage and bucket.unit == unit:
                 for piece in bucket.pieces:
                     if rank in piece.group.contributors:
                         owned += [cut for run in piece.owned_runs(rank) for cut in self.cut(run)]
@@ -115,14 +122,14 @@ class FlatStorage:
         self.weights = torch.zeros(self.weight_map.numel, dtype=self.dtype, device=self.device)
         self.grads = torch.zeros(self.grad_map.numel, dtype=self.grad_dtype, device=self.device)
         self.owned_weights: dict[int | None, Tensor] = {}
-        self.parked_weights: dict[int | None, Tensor] = {}
+        self.offloaded_weights: dict[int | None, Tensor] = {}
         self.owned_grads: dict[int | None, Tensor] = {}
         for unit, whole in self.unit_maps.items():
             numel = self.owned_maps[unit].numel
             if self.shards_weights:
                 self.owned_weights[unit] = self._persistent(numel)
             elif self.arena is not None:
-                self.parked_weights[unit] = self._persistent(whole.numel)
+                self.offloaded_weights[unit] = self._persistent(whole.numel)
             if self.shards_gradients:
                 self.owned_grads[unit] = torch.zeros(numel, dtype=self.grad_dtype, device=self.device)
 
@@ -144,14 +151,15 @@ class FlatStorage:
         for unit in self.unit_maps:
             if unit in self.owned_weights:
                 yield from self.owned_maps[unit].views(self.owned_weights[unit])
-            elif unit in self.parked_weights:
-                yield from self.unit_maps[unit].views(self.parked_weights[unit])
+            elif unit in self.offloaded_weights:
+                yield from self.unit_maps[unit].views(self.offloaded_weights[unit])
 
     def held_weights(self, unit: int | None) -> Tensor | None:
-        """Where all that this rank holds of a unit (None: of what stays) persists; None where it keeps its own part only."""
+        """Where all that this rank holds of a unit (None: of what stays) persists; None where it keeps its own part
+        only."""
         if unit in self.owned_weights:
             return None
-        return self.parked_weights.get(unit, self.weights)
+        return self.offloaded_weights.get(unit, self.weights)
 
     @property
     def device_bytes(self) -> int:

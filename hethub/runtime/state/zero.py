@@ -1,4 +1,4 @@
-"""What a rank has at hand while it computes: weights and gradients of its layers, and what tiles keep of them.
+"""What a rank has at hand while it computes: weights and gradients of its layers, and what microbatches keep of them.
 
 The executor says which layer it is about to enter, which comes next, and when it is through with one; the answer
 depends on where the stage's state lives:
@@ -11,7 +11,8 @@ depends on where the stage's state lives:
 - Offloaded activations are in host memory between a layer's forward and its backward: on the device are those of the
   layer at work and of the one after it.
 
-Where all tiles pass a part before the next (layered, ministages), the part's layers stay until its last tile is through.
+Where all microbatches pass a chunk before the next (layered, ministages), the chunk's layers stay until its last
+microbatch is through.
 
 Norms stay, and so does an embedding that is tied to the head of another stage. Embedding and head come and go with the
 first and last layer; tied in one stage, they are a unit of their own that both ends use.
@@ -22,22 +23,22 @@ from collections import Counter
 from torch import Tensor
 
 from hethub.runtime.memory.accounting import Kept, MemoryMeter
-from hethub.runtime.memory.activation_offload import ParkedInput, ParkedLayer
+from hethub.runtime.memory.activation_offload import OffloadedInput, OffloadedLayer
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.state.reduction import Reducer
 from hethub.runtime.state.stepping import Stepping
-from hethub.runtime.state.zero_gradients import UnitGradients
-from hethub.runtime.state.zero_weights import UnitWeights
+from hethub.runtime.state.zero_gradients import ZeroGradients
+from hethub.runtime.state.zero_weights import ZeroWeights
 from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import chunk_of
 
 
-class Residency:
+class ZeroManager:
     """One rank's weights and gradients as its executor meets them, layer by layer.
 
     A layer's number counts the stage's layers in model order; the embedding goes with the first layer of the model,
-    final norm and head with its last. All ranks of a stage make the same calls in the same order, those without a tile
-    in a round too: what they do not add to counts as zeros.
+    final norm and head with its last. All ranks of a stage make the same calls in the same order, those without a
+    microbatch in a round too: what they do not add to counts as zeros.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class Residency:
     ) -> None:
         self.reducer, self._meter, self.stepping = reducer, meter, stepping
         storage = reducer.storage
-        self._state, self._stage = storage.state, storage.seat.stage
+        self._state, self._stage = storage.state, storage.assignment.stage
         layout = self._state.layout
         self._spec = layout.stages[self._stage]
         self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
         self._arena = arena if "activations" in self._spec.offload else None
-        self.weights = UnitWeights(reducer, meter) if storage.moves_weights else None
-        self.gradients = UnitGradients(reducer, meter) if storage.shards_gradients else None
+        self.weights = ZeroWeights(reducer, meter) if storage.moves_weights else None
+        self.gradients = ZeroGradients(reducer, meter) if storage.shards_gradients else None
         if stepping is not None:
             stepping.weights = self.weights
         self._visitors: Counter[int] = Counter()  # layers under way that use a unit's weights
@@ -65,7 +66,7 @@ class Residency:
         return self._state.units_at(self._stage, layer)
 
     def _weights_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
-        """The units whose weights a visit computes with: a weight part needs none."""
+        """The units whose weights a visit computes with: a weight gradients needs none."""
         return () if self.weights is None or kind is Kind.WEIGHT else self._units(layer)
 
     def _gradients_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
@@ -86,7 +87,7 @@ class Residency:
         return units[-1:] if self._stage == 0 and layer == 0 else ()
 
     def start_step(self, num_contributions: int) -> None:
-        """Expects the gradients of `num_contributions` tiles for every parameter that stays."""
+        """Expects the gradients of `num_contributions` microbatches for every parameter that stays."""
         self.reducer.start_step(num_contributions)
         if self.gradients is not None:
             self.gradients.start_step()
@@ -127,24 +128,24 @@ class Residency:
             if not self._visitors[unit] and unit not in self._next:
                 self.weights.free(unit)
 
-    def finish_part(self, part: int) -> None:
-        """Returns when the reductions of a part are through, which its stage steps by itself."""
+    def finish_chunk(self, chunk: int) -> None:
+        """Returns when the reductions of a chunk are through, which its stage steps by itself."""
         assert self.stepping is not None
-        self._finish_reductions(part)
-        self.stepping.part_reduced(part)
+        self._finish_reductions(chunk)
+        self.stepping.chunk_reduced(chunk)
 
     def _finish_reductions(self, chunk: int | None = None) -> None:
         if self.gradients is not None:
             self.gradients.finish()
         self.reducer.finish(chunk)
 
-    def keep(self, x: Tensor) -> Kept | ParkedInput:
-        """Keeps a tensor between a tile's passes; `.tensor` gives it back, sooner after `.prefetch()`."""
-        return self._meter.keep(x) if self._arena is None else ParkedInput(x, self._arena, self._meter)
+    def keep(self, x: Tensor) -> Kept | OffloadedInput:
+        """Keeps a tensor between a microbatch's passes; `.tensor` gives it back, sooner after `.prefetch()`."""
+        return self._meter.keep(x) if self._arena is None else OffloadedInput(x, self._arena, self._meter)
 
-    def park(self) -> ParkedLayer | None:
+    def offload(self) -> OffloadedLayer | None:
         """Where a layer's graph keeps its tensors in host memory; None where they stay on the device."""
-        return None if self._arena is None else ParkedLayer(self._arena, self._meter)
+        return None if self._arena is None else OffloadedLayer(self._arena, self._meter)
 
     def finish(self) -> None:
         """Returns when all reductions are through: owned gradients are complete sums."""

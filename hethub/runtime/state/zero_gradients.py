@@ -21,12 +21,12 @@ class _Reducing:
     works: list[tuple["dist.Work | None", LocalPiece, Tensor]]
 
 
-class UnitGradients:
+class ZeroGradients:
     """The full gradients of units: one buffer that fills while the one before it is reduced.
 
-    `open` waits until at most one unit is on its way, so two buffers exist at most beside those of units that fill over
-    several visits (head, tied embedding) or tiles (the part that all tiles pass in turn). `reductions` counts a step's
-    reductions by unit.
+    `open` waits until at most one unit is on its way, so two buffers exist at most beside those of units that fill
+    over several visits (head, tied embedding) or microbatches (the part that all microbatches pass in turn).
+    `reductions` counts a step's reductions by unit.
     """
 
     def __init__(self, reducer: Reducer, meter: MemoryMeter) -> None:

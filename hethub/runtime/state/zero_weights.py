@@ -1,4 +1,5 @@
-"""Weights that are on the device only while their layer computes: gathered from their owners, or fetched from the host."""
+"""Weights that are on the device only while their layer computes: gathered from their owners, or fetched from the
+host."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ class _Present:
     is_complete: bool = False
 
 
-class UnitWeights:
+class ZeroWeights:
     """The full weights of units, present from `start` to `free`.
 
     `gathers` counts how often each unit came since the start; `most_present` and `most_chunks` are the largest numbers
@@ -50,7 +51,7 @@ class UnitWeights:
             self._start_gather(unit, present)
         else:
             assert storage.arena is not None
-            present.fetch = storage.arena.fetch(storage.parked_weights[unit], buffer)
+            present.fetch = storage.arena.fetch(storage.offloaded_weights[unit], buffer)
         self.gathers[unit] += 1
         self.most_present = max(self.most_present, len(self._present))
         self.most_chunks = max(self.most_chunks, len({self._chunk_of[unit] for unit in self._present}))
@@ -94,7 +95,7 @@ class UnitWeights:
         assert unit not in self._present
         storage = self._storage
         assert storage.arena is not None
-        buffer = storage.arena.fetch(storage.parked_weights[unit]).wait()
+        buffer = storage.arena.fetch(storage.offloaded_weights[unit]).wait()
         self._meter.take(buffer)
         works = []
         for piece in self._reducer.units[unit]:
@@ -104,5 +105,5 @@ class UnitWeights:
             if work is not None:
                 work.wait()
             put(buffer, piece.weights, flat)
-        storage.arena.store(storage.parked_weights[unit], buffer)
+        storage.arena.store(storage.offloaded_weights[unit], buffer)
         self._meter.release(buffer)

@@ -14,8 +14,8 @@ from hethub.spec.ranges import Range
 from hethub.spec.schedule.interleaved import interleave, interleave_regular, most_held
 from hethub.spec.schedule.microbatches import (
     Load,
-    Tile,
-    Tiling,
+    Microbatching,
+    MicrobatchRange,
     Transfer,
     as_one_replica,
     deal,
@@ -28,10 +28,10 @@ from hethub.spec.schedule.microbatches import (
     rounds,
     transfers,
 )  # fmt: skip
-from hethub.spec.schedule.orders import LaneOrder
+from hethub.spec.schedule.orders import ActorOrder
 
 
-class Seat(NamedTuple):
+class Assignment(NamedTuple):
     """A rank's place in the plan."""
 
     rank: int
@@ -41,10 +41,10 @@ class Seat(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A part of a stage: the layers that one forward or backward of it runs."""
+    """A chunk of a stage: the layers that one forward or backward of it runs."""
 
     stage: int
-    part: int
+    chunk: int
     layers: Range
 
 
@@ -56,12 +56,17 @@ class Boundary(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
-ALL_IN_FLIGHT = ("gpipe", "ministages", "layered")  # schedules under which all tiles run forward before a backward
+ALL_IN_FLIGHT = (
+    "gpipe",
+    "ministages",
+    "layered",
+)  # schedules under which all microbatches run forward before a backward
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan that fits its model and cluster. Build it with `bind`, which checks; then everything here is consistent."""
+    """A plan that fits its model and cluster. Build it with `bind`, which checks; then everything here is
+    consistent."""
 
     plan: PlanSpec
     model: ModelSpec
@@ -79,55 +84,56 @@ class Layout:
         return self.plan.stages[stage].replicas[replica]
 
     @cached_property
-    def seats(self) -> tuple[Seat, ...]:
-        """One seat per rank, in rank order."""
-        seats = [
-            Seat(rank, s, r, position)
+    def assignments(self) -> tuple[Assignment, ...]:
+        """One assignment per rank, in rank order."""
+        assignments = [
+            Assignment(rank, s, r, position)
             for s, stage in enumerate(self.plan.stages)
             for r, replica in enumerate(stage.replicas)
             for position, rank in enumerate(replica.ranks)
         ]
-        return tuple(sorted(seats))
+        return tuple(sorted(assignments))
 
     @cached_property
-    def tiles(self) -> tuple[tuple[Tile, ...], ...]:
-        """Per stage, its tiles in order of the sample axis."""
-        return tuple(tiling.tiles(stage) for stage, tiling in enumerate(self.tilings))
+    def microbatches(self) -> tuple[tuple[MicrobatchRange, ...], ...]:
+        """Per stage, its microbatches in order of the sample axis."""
+        return tuple(microbatching.microbatches(stage) for stage, microbatching in enumerate(self.microbatchings))
 
     @cached_property
-    def tilings(self) -> tuple[Tiling, ...]:
-        """Per stage, its tiles as columns."""
+    def microbatchings(self) -> tuple[Microbatching, ...]:
+        """Per stage, its microbatches as columns."""
         return tuple(deal(stage.replicas) for stage in self.plan.stages)
 
-    def tiles_of(self, stage: int, replica: int) -> tuple[Tile, ...]:
-        """A replica's tiles in order."""
-        return self._tiles_by_replica[stage][replica]
+    def microbatches_of(self, stage: int, replica: int) -> tuple[MicrobatchRange, ...]:
+        """A replica's microbatches in order."""
+        return self._microbatches_by_replica[stage][replica]
 
     @cached_property
-    def _tiles_by_replica(self) -> tuple[tuple[tuple[Tile, ...], ...], ...]:
+    def _microbatches_by_replica(self) -> tuple[tuple[tuple[MicrobatchRange, ...], ...], ...]:
         result = []
-        for stage, tiles in zip(self.plan.stages, self.tiles, strict=True):
-            own: list[list[Tile]] = [[] for _ in stage.replicas]
-            for tile in tiles:
-                own[tile.replica].append(tile)
+        for stage, microbatches in zip(self.plan.stages, self.microbatches, strict=True):
+            own: list[list[MicrobatchRange]] = [[] for _ in stage.replicas]
+            for microbatch in microbatches:
+                own[microbatch.replica].append(microbatch)
             result.append(tuple(map(tuple, own)))
         return tuple(result)
 
     @cached_property
-    def lanes(self) -> tuple[Tiling, ...]:
-        """Per stage, the tiles as schedules see them: its own, or its rounds, which are the tiles of one replica."""
+    def actors(self) -> tuple[Microbatching, ...]:
+        """Per stage, the microbatches as schedules see them: its own, or its rounds, which are the microbatches of one
+        replica."""
         return tuple(
-            as_one_replica(tiling) if self.plan.runs_in_rounds(stage) else tiling
-            for stage, tiling in enumerate(self.tilings)
+            as_one_replica(microbatching) if self.plan.runs_in_rounds(stage) else microbatching
+            for stage, microbatching in enumerate(self.microbatchings)
         )
 
-    def lane_of(self, stage: int, replica: int) -> int:
-        """The lane a replica goes in: one of its own, or the first with all others of its stage."""
+    def actor_of(self, stage: int, replica: int) -> int:
+        """The actor a replica goes in: one of its own, or the first with all others of its stage."""
         return 0 if self.plan.runs_in_rounds(stage) else replica
 
     @cached_property
     def loads(self) -> tuple[list[Load], ...]:
-        """Per stage and lane, its tiles and samples."""
+        """Per stage and actor, its microbatches and samples."""
         return tuple(
             self._loads_together(stage) if self.plan.runs_in_rounds(stage) else list(map(load_alone, spec.replicas))
             for stage, spec in enumerate(self.stages)
@@ -136,33 +142,35 @@ class Layout:
     def _loads_together(self, stage: int) -> list[Load]:
         own = list(map(load_alone, self.stages[stage].replicas))
         if len(set(own)) > 1:
-            return loads(self.lanes[stage])
-        return [Load(own[0].num_tiles, len(own) * own[0].samples, len(own) * own[0].largest)]
+            return loads(self.actors[stage])
+        return [Load(own[0].num_microbatches, len(own) * own[0].samples, len(own) * own[0].largest)]
 
-    def lane_tiles(self, stage: int, replica: int) -> tuple[Tile | None, ...]:
-        """The replica's own tile of each tile of its lane; None for a round that has none for it."""
+    def actor_microbatches(self, stage: int, replica: int) -> tuple[MicrobatchRange | None, ...]:
+        """The replica's own microbatch of each microbatch of its actor; None for a round that has none for it."""
         if not self.plan.runs_in_rounds(stage):
-            return self.tiles_of(stage, replica)
-        own: list[Tile | None] = [None] * self.loads[stage][0].num_tiles
-        for number, tile in zip(self.round_numbers(stage, replica), self.tiles_of(stage, replica), strict=True):
-            own[number] = tile
+            return self.microbatches_of(stage, replica)
+        own: list[MicrobatchRange | None] = [None] * self.loads[stage][0].num_microbatches
+        for number, microbatch in zip(
+            self.round_numbers(stage, replica), self.microbatches_of(stage, replica), strict=True
+        ):
+            own[number] = microbatch
         return tuple(own)
 
     def round_numbers(self, stage: int, replica: int) -> list[int]:
-        """The round of each of a replica's tiles."""
+        """The round of each of a replica's microbatches."""
         return self._round_numbers[stage][replica]
 
     def joins_every_round(self, stage: int, replica: int) -> bool:
-        """Whether a replica of a stage in rounds has a tile in each of them."""
-        return load_alone(self.replica(stage, replica)).num_tiles == self.loads[stage][0].num_tiles
+        """Whether a replica of a stage in rounds has a microbatch in each of them."""
+        return load_alone(self.replica(stage, replica)).num_microbatches == self.loads[stage][0].num_microbatches
 
     @cached_property
     def _round_numbers(self) -> dict[int, list[list[int]]]:
-        """For the stages in rounds, the rounds of each replica's tiles."""
+        """For the stages in rounds, the rounds of each replica's microbatches."""
         found = {}
         for stage, spec in enumerate(self.stages):
             if self.plan.runs_in_rounds(stage):
-                replicas = self.tilings[stage].replicas
+                replicas = self.microbatchings[stage].replicas
                 numbers: list[list[int]] = [[] for _ in spec.replicas]
                 for number, together in enumerate(rounds(replicas)):
                     for replica in replicas[together.start : together.stop]:
@@ -172,45 +180,46 @@ class Layout:
 
     @cached_property
     def in_flight(self) -> list[list[int]]:
-        """Per stage and replica, the tiles held at most before their backward; of a stage in rounds, those under way.
+        """Per stage and replica, the microbatches held at most before their backward; of a stage in rounds, those
+        under way.
 
-        Under interleaved a tile counts once for every chunk that it is held in; under ministages and layered, where all
-        tiles are held in all parts, it counts once.
+        Under interleaved a microbatch counts once for every chunk that it is held in; under ministages and layered,
+        where all microbatches are held in all chunks, it counts once.
         """
-        limits, parts = self.lane_limits, self.plan.num_chunks
+        limits, chunks = self.actor_limits, self.plan.num_chunks
         return [
             [
-                min(limits[stage][self.lane_of(stage, r)], load_alone(replica).num_tiles * parts)
+                min(limits[stage][self.actor_of(stage, r)], load_alone(replica).num_microbatches * chunks)
                 for r, replica in enumerate(spec.replicas)
             ]
             for stage, spec in enumerate(self.stages)
         ]
 
     @cached_property
-    def lane_limits(self) -> list[list[int]]:
-        """As `in_flight`, per lane."""
+    def actor_limits(self) -> list[list[int]]:
+        """As `in_flight`, per actor."""
         if self.plan.schedule in ALL_IN_FLIGHT:
-            return [[load.num_tiles for load in own] for own in self.loads]
+            return [[load.num_microbatches for load in own] for own in self.loads]
         if self.plan.schedule == "interleaved":
-            held = {order: most_held(order) for lanes in self.interleaved for order in dict.fromkeys(lanes)}
-            return [[held[order] for order in lanes] for lanes in self.interleaved]
+            held = {order: most_held(order) for actors in self.interleaved for order in dict.fromkeys(actors)}
+            return [[held[order] for order in actors] for actors in self.interleaved]
         return even_limits(self.plan) if is_even(self.plan) else in_flight_limits(self.plan)
 
     @cached_property
     def samples_under_way(self) -> list[int]:
-        """Per stage, the samples that its lanes may hold together before their backward."""
+        """Per stage, the samples that its actors may hold together before their backward."""
         return [
             sum(limit * load.largest for limit, load in zip(limits, loads, strict=True))
-            for limits, loads in zip(self.lane_limits, self.loads, strict=True)
+            for limits, loads in zip(self.actor_limits, self.loads, strict=True)
         ]
 
     @cached_property
-    def interleaved(self) -> list[list[LaneOrder]]:
-        """Per stage and lane, the order of schedule interleaved."""
-        return interleave_regular(self.plan) if is_regular(self.plan) else interleave(self.plan, self.lanes)
+    def interleaved(self) -> list[list[ActorOrder]]:
+        """Per stage and actor, the order of schedule interleaved."""
+        return interleave_regular(self.plan) if is_regular(self.plan) else interleave(self.plan, self.actors)
 
-    def parts(self, stage: int) -> tuple[Range, ...]:
-        """The layers that each of a stage's parts runs: its chunks, or under `layered` its layers one by one."""
+    def chunks(self, stage: int) -> tuple[Range, ...]:
+        """The layers that each of a stage's chunks runs: its chunks, or under `layered` its layers one by one."""
         chunks = self.plan.stages[stage].chunks
         if self.plan.schedule != "layered":
             return chunks
@@ -218,22 +227,22 @@ class Layout:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """All parts of all stages in the order in which a sample passes them."""
+        """All chunks of all stages in the order in which a sample passes them."""
         found = [
-            Unit(stage, part, layers)
+            Unit(stage, chunk, layers)
             for stage in range(self.num_stages)
-            for part, layers in enumerate(self.parts(stage))
+            for chunk, layers in enumerate(self.chunks(stage))
         ]
         return tuple(sorted(found, key=lambda unit: unit.layers))
 
-    def unit_beside(self, stage: int, part: int, way: Literal[-1, 1]) -> Unit | None:
-        """The unit that samples pass before (-1) or after (1) a part of a stage; None at the model's ends."""
-        index = self._unit_index[stage, part] + way
+    def chunk_beside(self, stage: int, chunk: int, way: Literal[-1, 1]) -> Unit | None:
+        """The unit that samples pass before (-1) or after (1) a chunk of a stage; None at the model's ends."""
+        index = self._unit_index[stage, chunk] + way
         return self.units[index] if 0 <= index < len(self.units) else None
 
     @cached_property
     def _unit_index(self) -> dict[tuple[int, int], int]:
-        return {(unit.stage, unit.part): index for index, unit in enumerate(self.units)}
+        return {(unit.stage, unit.chunk): index for index, unit in enumerate(self.units)}
 
     @cached_property
     def boundaries(self) -> tuple[Boundary, ...]:
@@ -242,7 +251,7 @@ class Layout:
         first_tag = 0
         for source, target in pairwise(self.units):
             if source.stage != target.stage:
-                crossing = transfers(self.tiles[source.stage], self.tiles[target.stage], first_tag)
+                crossing = transfers(self.microbatches[source.stage], self.microbatches[target.stage], first_tag)
                 found.append(Boundary(source, target, tuple(crossing)))
                 first_tag += len(crossing)
         return tuple(found)
@@ -252,10 +261,11 @@ class Layout:
         """Per boundary, what crosses it forward; tags are unique over all boundaries."""
         return tuple(boundary.transfers for boundary in self.boundaries)
 
-    def leader(self, tile: Tile) -> int:
-        """The rank that sends and receives for a tile; turns go round the replica, so its links share the load."""
-        ranks = self.replica(tile.stage, tile.replica).ranks
-        return ranks[tile.index % len(ranks)]
+    def leader(self, microbatch: MicrobatchRange) -> int:
+        """The rank that sends and receives for a microbatch; turns go round the replica, so its links share the
+        load."""
+        ranks = self.replica(microbatch.stage, microbatch.replica).ranks
+        return ranks[microbatch.index % len(ranks)]
 
     def shares(self, stage: int, replica: int) -> list[RankShares]:
         """What each rank of a replica holds of heads, columns and vocabulary."""
@@ -346,10 +356,10 @@ def _check_schedule(layout: Layout) -> None:
     for index, stage in enumerate(layout.stages):
         if name in ALL_IN_FLIGHT and any(replica.in_flight for replica in stage.replicas):
             raise BadInput(
-                f"stages[{index}]: schedule {name} holds all tiles at once, so in_flight has no meaning; remove it or choose 1f1b."
+                f"stages[{index}]: schedule {name} holds all microbatches at once, so in_flight has no meaning; remove it or choose 1f1b."
             )
         if name == "zero_bubble" and stage.recompute == "full":
             raise BadInput(
-                f"stages[{index}]: schedule zero_bubble puts weight gradients off, for which a tile keeps what its layers computed; "
+                f"stages[{index}]: schedule zero_bubble puts weight gradients off, for which a microbatch keeps what its layers computed; "
                 "recompute: full has thrown that away. Set recompute to none or selective, or choose 1f1b."
             )

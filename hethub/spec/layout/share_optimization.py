@@ -8,7 +8,7 @@ import numpy as np
 from hethub.spec.layout.shares import Owners
 
 
-class ShareProgramme:
+class ShareOptimization:
     """The linear programme: one amount per (group, owner), then one deviation each, then the unnamed ranks' maximum."""
 
     def __init__(self, groups: Sequence[Owners], total: int, shares: Mapping[int, float]) -> None:
@@ -119,7 +119,8 @@ class ShareProgramme:
 
 
 def _down(fraction: float) -> float:
-    """The fraction with six decimals, not above it (but for the solver's own error), so that what is offered is accepted."""
+    """The fraction with six decimals, not above it (but for the solver's own error), so that what is offered is
+    accepted."""
     return max(0.0, math.floor(fraction * 1e6 + 1e-3) / 1e6)
 
 

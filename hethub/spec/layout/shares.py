@@ -26,10 +26,10 @@ def owner_fractions(
     if not shares and len(groups) == 1:
         return [{rank: 1 / len(groups[0][0]) for rank in groups[0][0]}]
     from hethub.spec.layout.share_optimization import (
-        ShareProgramme,  # local: most plans name no shares, and numpy takes its time
+        ShareOptimization,  # local: most plans name no shares, and numpy takes its time
     )
 
-    programme = ShareProgramme(groups, total, shares)
+    programme = ShareOptimization(groups, total, shares)
     amounts = programme.solve()
     if amounts is None:
         raise BadInput(programme.explain(stage))
@@ -40,7 +40,8 @@ def owner_fractions(
 
 
 def cut_buckets(sizes: Sequence[int], fractions: Sequence[float]) -> list[list[Range]]:
-    """Per bucket of `sizes` elements, the range of it that each owner steps; totals are `fractions` of all, to an element.
+    """Per bucket of `sizes` elements, the range of it that each owner steps; totals are `fractions` of all, to an
+    element.
 
     Nearly as many buckets as the smallest fraction allows are cut evenly, spread over the whole, and only the others
     unevenly (Cephalo, arXiv 2411.01075): even collectives are the vendors' fast ones.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hethub.spec.layout.bind import Layout, Seat
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.shares import cut_buckets, owner_fractions
 from hethub.spec.layout.tensors import EMBEDDING, RankShares, TensorInfo, layer_tensors, stage_tensors
 from hethub.spec.plan import StageSpec
@@ -25,7 +25,7 @@ class PlacedTensor:
     model order; the embedding goes with the first, the head with the last), or, one above the last, a tied embedding
     that both ends use. Norms, and an embedding tied to the head of another stage, have none: they stay.
 
-    `chunk` is the chunk of the stage whose backward, of all tiles, completes the gradient; None where that takes
+    `chunk` is the chunk of the stage whose backward, of all microbatches, completes the gradient; None where that takes
     another stage too.
     """
 
@@ -138,7 +138,8 @@ class StateMap:
         return chunk_of(spec, layer)
 
     def level(self, stage: int) -> int:
-        """The ZeRO level at which the stage's ranks hold state: its own, but 1 at most where one replica holds it all."""
+        """The ZeRO level at which the stage's ranks hold state: its own, but 1 at most where one replica holds it
+        all."""
         spec = self.layout.stages[stage]
         return spec.zero if len(spec.replicas) > 1 else min(spec.zero, 1)
 
@@ -156,14 +157,14 @@ class StateMap:
     def by_name(self) -> dict[str, PlacedTensor]:
         return {placed.info.name: placed for placed in self.tensors}
 
-    def held_by(self, seat: Seat) -> list[tuple[PlacedTensor, Range]]:
+    def held_by(self, assignment: Assignment) -> list[tuple[PlacedTensor, Range]]:
         """The tensors that a rank holds and its run of each on the flat axis, in axis order.
 
         A tied head on another stage is a second holding of the embedding, under the embedding's name and span.
         """
-        shares = self._shares[seat.stage, seat.replica][seat.position]
-        held = [placed for placed in self.tensors if placed.stage == seat.stage]
-        if self._holds_tied_head(seat.stage):
+        shares = self._shares[assignment.stage, assignment.replica][assignment.position]
+        held = [placed for placed in self.tensors if placed.stage == assignment.stage]
+        if self._holds_tied_head(assignment.stage):
             held.insert(0, self.by_name[EMBEDDING])
         return [(placed, placed.info.held(shares).shift(placed.span.start)) for placed in held]
 
@@ -186,7 +187,8 @@ class StateMap:
         return tuple(self._bucket(tensors, by_group, cuts) for tensors, by_group in grouped)
 
     def _bucketed(self) -> list[list[PlacedTensor]]:
-        """The tensors cut into buckets of about BUCKET_ELEMENTS, never across a stage or chunk, or from matrices into norms.
+        """The tensors cut into buckets of about BUCKET_ELEMENTS, never across a stage or chunk, or from matrices into
+        norms.
 
         A tied embedding on two stages is a bucket of its own: its reduction waits for both. Where units come and go,
         no bucket holds parts of two.
@@ -224,7 +226,8 @@ class StateMap:
         return runs
 
     def _contributions(self, tensor: PlacedTensor, stage: int, replica: int) -> list[tuple[int, Range]]:
-        """Which rank of a replica contributes which run: a replicated tensor is complete on each, so the first stands for all."""
+        """Which rank of a replica contributes which run: a replicated tensor is complete on each, so the first stands
+        for all."""
         shares, ranks = self._shares[stage, replica], self.layout.replica(stage, replica).ranks
         if tensor.info.axis is None:
             return [(ranks[0], tensor.span)]
@@ -290,9 +293,9 @@ def both_ends_step(layout: Layout) -> bool:
     return layout.head_is_apart and not any(layout.stages[end].state_shares for end in (0, -1))
 
 
-def steps_per_part(layout: Layout) -> bool:
+def steps_per_chunk(layout: Layout) -> bool:
     """Whether each chunk of a stage is stepped right after its backward, before the backward of the next."""
-    return layout.plan.steps_part_by_part
+    return layout.plan.steps_chunk_by_chunk
 
 
 def chunk_of(spec: StageSpec, layer: int) -> int:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from hethub.spec.schedule.microbatches import Tile
+from hethub.spec.schedule.microbatches import MicrobatchRange
 
 
 class Kind(StrEnum):
@@ -11,17 +11,20 @@ class Kind(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"  # under zero_bubble the gradients of the inputs only
-    WEIGHT = "weight"  # zero_bubble: the gradients of the weights, from what the tile's backward has kept for them
+    WEIGHT = (
+        "weight"  # zero_bubble: the gradients of the weights, from what the microbatch's backward has kept for them
+    )
     REDUCE = "reduce"  # gradients summed over replicas; overlapped with the last backward, waited for here
     STEP = "step"  # global norm, clipping, optimizer
     GATHER = "gather"  # new weights from their owners to all holders
 
 
 class Pass(NamedTuple):
-    """A lane's `index`-th tile in a part of its stage. A lane is a replica, or a stage that goes in rounds."""
+    """An actor's `index`-th microbatch in a chunk of its stage. An actor is a replica, or a stage that goes in
+    rounds."""
 
     kind: Kind
-    part: int
+    chunk: int
     index: int  # type: ignore[assignment]  # hides tuple.index
 
 
@@ -30,13 +33,13 @@ UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
 
 
 class Action(NamedTuple):
-    """One entry of a rank's schedule. Compute has a tile, but in a round that has none for this replica."""
+    """One entry of a rank's schedule. Compute has a microbatch, but in a round that has none for this replica."""
 
     kind: Kind
     stage: int
-    tile: Tile | None = None
-    part: int = 0  # of the stage's parts (Layout.parts)
-    num_parts: int = 1
+    microbatch: MicrobatchRange | None = None
+    chunk: int = 0  # of the stage's chunks (Layout.chunks)
+    num_chunks: int = 1
 
     @property
     def is_compute(self) -> bool:
@@ -44,8 +47,9 @@ class Action(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`forward s0 [4, 6)`, with `c1` where a stage has several parts: equal in the prediction's and the run's trace."""
-        place = f"{self.kind} s{self.stage}" + (f" c{self.part}" if self.num_parts > 1 else "")
-        if self.tile is not None:
-            return f"{place} [{self.tile.samples.start}, {self.tile.samples.stop})"
-        return f"{place} without tile" if self.is_compute else place
+        """`forward s0 [4, 6)`, with `c1` where a stage has several chunks: equal in the prediction's and the run's
+        trace."""
+        place = f"{self.kind} s{self.stage}" + (f" c{self.chunk}" if self.num_chunks > 1 else "")
+        if self.microbatch is not None:
+            return f"{place} [{self.microbatch.samples.start}, {self.microbatch.samples.stop})"
+        return f"{place} without microbatch" if self.is_compute else place

@@ -1,7 +1,7 @@
-"""Interleaved chunks run on paper: every lane's order of passes, for tiles and replicas of any kind.
+"""Interleaved chunks run on paper: every actor's order of passes, for microbatches and replicas of any kind.
 
-A lane works through its samples in the same time as any other, backward twice as long as forward; that is all the time
-there is in it, so the order is a function of the plan alone. Having run once, it cannot deadlock.
+An actor works through its samples in the same time as any other, backward twice as long as forward; that is all the
+time there is in it, so the order is a function of the plan alone. Having run once, it cannot deadlock.
 """
 
 import heapq
@@ -11,61 +11,65 @@ from collections.abc import Iterator, Sequence
 
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule.actions import Kind, Pass
-from hethub.spec.schedule.microbatches import Load, Tiling, asked_in_flight, loads
+from hethub.spec.schedule.microbatches import Load, Microbatching, asked_in_flight, loads
 
-Step = tuple[Kind, int, int]  # what is done at which station to which of its stage's tiles
+Step = tuple[Kind, int, int]  # what is done at which station to which of its stage's microbatches
 
 
 def depth(stage: int, num_stages: int, per_stage: float, per_wave: float, num_chunks: int) -> float:
-    """Forwards that Megatron runs before a stage's first backward, for so many tiles per stage of the pipeline."""
+    """Forwards that Megatron runs before a stage's first backward, for so many microbatches per stage of the
+    pipeline."""
     return (num_stages - stage - 1) * 2 * per_stage + (num_chunks - 1) * per_wave
 
 
-class _Lane:
-    """What a lane has before it, what it may run next, and what it has run."""
+class _Actor:
+    """What an actor has before it, what it may run next, and what it has run."""
 
     def __init__(self, limit: int, ticks: int) -> None:
         self.limit, self.held = limit, 0
         self.ticks = ticks  # of one sample in one layer, forward
         self.busy = False
-        self.line: list[tuple[int, int, int]] = []  # forwards to come, as (wave, station, tile), a heap
+        self.line: list[tuple[int, int, int]] = []  # forwards to come, as (wave, station, microbatch), a heap
         self.gone: set[tuple[int, int, int]] = set()  # those of them that ran out of line
         self.ready: set[tuple[int, int, int]] = set()  # those of them that could run
-        self.backwards: list[tuple[int, int, int]] = []  # (wave, -station, tile) that could run, a heap
+        self.backwards: list[tuple[int, int, int]] = []  # (wave, -station, microbatch) that could run, a heap
         self.order: list[Pass] = []
 
 
-class PaperRun:
-    """All lanes at once: the next forward in line if it could run and there is room for it, else a backward.
+class ListSchedule:
+    """All actors at once: the next forward in line if it could run and there is room for it, else a backward.
 
-    Forwards stand in line as Megatron has them: waves of tiles, about as many as there are stages, pass one chunk after
-    the other. `tilings` are the stages' tiles, those of a lane under its number.
+    Forwards stand in line as Megatron has them: waves of microbatches, about as many as there are stages, pass one
+    chunk after the other. `microbatchings` are the stages' microbatches, those of an actor under its number.
     """
 
-    def __init__(self, plan: PlanSpec, tilings: Sequence[Tiling]) -> None:
-        self.plan, self.tilings, self.stages = plan, tilings, len(plan.stages)
+    def __init__(self, plan: PlanSpec, microbatchings: Sequence[Microbatching]) -> None:
+        self.plan, self.microbatchings, self.stages = plan, microbatchings, len(plan.stages)
         self.stations = self.stages * plan.num_chunks  # (chunk, stage) in the order in which a sample passes them
-        work = [loads(own) for own in tilings]
-        self.abreast = max(sum(load.largest for load in lanes) for lanes in work)  # samples that a stage has at once
+        work = [loads(own) for own in microbatchings]
+        self.abreast = max(sum(load.largest for load in actors) for actors in work)  # samples that a stage has at once
         self.num_waves = max(1, plan.global_batch // (self.stages * self.abreast))
-        ticks = math.lcm(*(load.samples * plan.stages[s].num_layers for s, lanes in enumerate(work) for load in lanes))
-        self.lanes = [
+        ticks = math.lcm(
+            *(load.samples * plan.stages[s].num_layers for s, actors in enumerate(work) for load in actors)
+        )
+        self.actors = [
             [
-                _Lane(self._limit(stage, lane, load), ticks // (load.samples * plan.stages[stage].num_layers))
-                for lane, load in enumerate(lanes)
+                _Actor(self._limit(stage, actor, load), ticks // (load.samples * plan.stages[stage].num_layers))
+                for actor, load in enumerate(actors)
             ]
-            for stage, lanes in enumerate(work)
+            for stage, actors in enumerate(work)
         ]
         self.above, self.below = self._overlaps(-1), self._overlaps(1)
         self.lacks: dict[Step, int] = {}  # what a pass still waits for
-        self.awake = {lane: None for lanes in self.lanes for lane in lanes}  # those that may have something to do
+        self.awake = {actor: None for actors in self.actors for actor in actors}  # those that may have something to do
         self._queue()
 
     def _overlaps(self, way: int) -> list[list[list[int]]]:
-        """Per stage and tile, the tiles of the stage before (-1) or after (1) it that share samples with it."""
+        """Per stage and microbatch, the microbatches of the stage before (-1) or after (1) it that share samples with
+        it."""
         found = []
-        for stage, own in enumerate(self.tilings):
-            other = self.tilings[(stage + way) % self.stages]
+        for stage, own in enumerate(self.microbatchings):
+            other = self.microbatchings[(stage + way) % self.stages]
             found.append(
                 [
                     list(range(bisect_left(other.stops, start + 1), bisect_left(other.starts, stop)))
@@ -74,11 +78,11 @@ class PaperRun:
             )
         return found
 
-    def _limit(self, stage: int, lane: int, load: Load) -> int:
-        asked, _ = asked_in_flight(self.plan, stage)[lane]
+    def _limit(self, stage: int, actor: int, load: Load) -> int:
+        asked, _ = asked_in_flight(self.plan, stage)[actor]
         if asked is not None:
             return asked
-        per_batch = load.samples / load.largest  # tiles of the lane
+        per_batch = load.samples / load.largest  # microbatches of the actor
         per_stage = per_batch * self.abreast / self.plan.global_batch
         least = depth(stage, self.stages, per_stage, per_batch / self.num_waves, self.plan.num_chunks)
         return max(1, math.ceil(least + per_stage))
@@ -86,30 +90,30 @@ class PaperRun:
     def _queue(self) -> None:
         for station in range(self.stations):
             stage = station % self.stages
-            for n in range(len(self.tilings[stage].stops)):
-                heapq.heappush(self._lane(station, n).line, self._rank(station, n))
+            for n in range(len(self.microbatchings[stage].stops)):
+                heapq.heappush(self._actor(station, n).line, self._rank(station, n))
                 self.lacks[Kind.FORWARD, station, n] = len(self.above[stage][n]) if station else 0
                 self.lacks[Kind.BACKWARD, station, n] = 1
                 if station + 1 < self.stations:
                     self.lacks[Kind.BACKWARD, station, n] += len(self.below[stage][n])
                 if not station:
-                    self._lane(station, n).ready.add(self._rank(station, n))
+                    self._actor(station, n).ready.add(self._rank(station, n))
 
-    def _lane(self, station: int, n: int) -> _Lane:
+    def _actor(self, station: int, n: int) -> _Actor:
         stage = station % self.stages
-        return self.lanes[stage][self.tilings[stage].replicas[n]]
+        return self.actors[stage][self.microbatchings[stage].replicas[n]]
 
     def _rank(self, station: int, n: int) -> tuple[int, int, int]:
-        start = self.tilings[station % self.stages].starts[n]
+        start = self.microbatchings[station % self.stages].starts[n]
         return start * self.num_waves // self.plan.global_batch, station, n
 
     def run(self) -> list[list[list[Pass]]]:
-        """Every lane's passes in the order in which they ran."""
+        """Every actor's passes in the order in which they ran."""
         left = len(self.lacks)
         under_way: list[tuple[int, int, Step]] = []  # by when they end, then by when they started
         started, now = 0, 0
         while left:
-            begun = [step for lane in self.awake if not lane.busy for step in self._pick(lane)]
+            begun = [step for actor in self.awake if not actor.busy for step in self._pick(actor)]
             self.awake.clear()
             if not begun and not under_way:
                 begun = [self._out_of_line()]
@@ -120,49 +124,49 @@ class PaperRun:
             while under_way and under_way[0][0] == now:
                 self._done(*heapq.heappop(under_way)[2])
                 left -= 1
-        return [[lane.order for lane in lanes] for lanes in self.lanes]
+        return [[actor.order for actor in actors] for actors in self.actors]
 
     def _ticks(self, kind: Kind, station: int, n: int) -> int:
         chunk = self.plan.stages[station % self.stages].chunks[station // self.stages]
-        own = self.tilings[station % self.stages]
+        own = self.microbatchings[station % self.stages]
         return (
-            self._lane(station, n).ticks
+            self._actor(station, n).ticks
             * (own.stops[n] - own.starts[n])
             * chunk.size
             * (1 if kind is Kind.FORWARD else 2)
         )
 
-    def _pick(self, lane: _Lane) -> Iterator[Step]:
-        while lane.line and lane.line[0] in lane.gone:
-            heapq.heappop(lane.line)
-        if lane.held < lane.limit and lane.line and lane.line[0] in lane.ready:
-            yield self._forward(lane, heapq.heappop(lane.line))
-        elif lane.backwards:
-            _, station, n = heapq.heappop(lane.backwards)
-            yield self._start(lane, Kind.BACKWARD, -station, n)
+    def _pick(self, actor: _Actor) -> Iterator[Step]:
+        while actor.line and actor.line[0] in actor.gone:
+            heapq.heappop(actor.line)
+        if actor.held < actor.limit and actor.line and actor.line[0] in actor.ready:
+            yield self._forward(actor, heapq.heappop(actor.line))
+        elif actor.backwards:
+            _, station, n = heapq.heappop(actor.backwards)
+            yield self._start(actor, Kind.BACKWARD, -station, n)
 
-    def _forward(self, lane: _Lane, rank: tuple[int, int, int]) -> Step:
-        lane.ready.remove(rank)
-        return self._start(lane, Kind.FORWARD, *rank[1:])
+    def _forward(self, actor: _Actor, rank: tuple[int, int, int]) -> Step:
+        actor.ready.remove(rank)
+        return self._start(actor, Kind.FORWARD, *rank[1:])
 
-    def _start(self, lane: _Lane, kind: Kind, station: int, n: int) -> Step:
-        lane.busy = True
-        lane.held += 1 if kind is Kind.FORWARD else -1
-        lane.order.append(Pass(kind, station // self.stages, self.tilings[station % self.stages].indices[n]))
+    def _start(self, actor: _Actor, kind: Kind, station: int, n: int) -> Step:
+        actor.busy = True
+        actor.held += 1 if kind is Kind.FORWARD else -1
+        actor.order.append(Pass(kind, station // self.stages, self.microbatchings[station % self.stages].indices[n]))
         return kind, station, n
 
     def _out_of_line(self) -> Step:
-        """Where all lanes wait for each other, the first forward that could run does, and gets room for it."""
-        able = [lane for lanes in self.lanes for lane in lanes if lane.ready]
+        """Where all actors wait for each other, the first forward that could run does, and gets room for it."""
+        able = [actor for actors in self.actors for actor in actors if actor.ready]
         assert able, "passes wait for each other"
-        lane = min(able, key=lambda one: (one.held >= one.limit, min(one.ready)))
-        lane.limit = max(lane.limit, lane.held + 1)
-        lane.gone.add(min(lane.ready))
-        return self._forward(lane, min(lane.ready))
+        actor = min(able, key=lambda one: (one.held >= one.limit, min(one.ready)))
+        actor.limit = max(actor.limit, actor.held + 1)
+        actor.gone.add(min(actor.ready))
+        return self._forward(actor, min(actor.ready))
 
     def _done(self, kind: Kind, station: int, n: int) -> None:
-        lane = self._lane(station, n)
-        lane.busy, self.awake[lane] = False, None
+        actor = self._actor(station, n)
+        actor.busy, self.awake[actor] = False, None
         stage = station % self.stages
         if kind is Kind.FORWARD:
             if station + 1 < self.stations:
@@ -177,9 +181,9 @@ class PaperRun:
         self.lacks[kind, station, n] -= 1
         if self.lacks[kind, station, n]:
             return
-        lane, (wave, _, _) = self._lane(station, n), self._rank(station, n)
-        self.awake[lane] = None
+        actor, (wave, _, _) = self._actor(station, n), self._rank(station, n)
+        self.awake[actor] = None
         if kind is Kind.FORWARD:
-            lane.ready.add(self._rank(station, n))
+            actor.ready.add(self._rank(station, n))
         else:
-            heapq.heappush(lane.backwards, (wave, -station, n))
+            heapq.heappush(actor.backwards, (wave, -station, n))

@@ -1,4 +1,4 @@
-"""Tiles: how a stage's micro-batches lie on the sample axis, who needs whom, and how many must be in flight."""
+"""Microbatches: how a stage's micro-batches lie on the sample axis, who needs whom, and how many must be in flight."""
 
 import math
 from bisect import bisect_left
@@ -14,42 +14,44 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec
 from hethub.spec.ranges import Range, overlap
 
 
-class Tile(NamedTuple):
+class MicrobatchRange(NamedTuple):
     """The `index`-th micro-batch of a replica of a stage: samples [samples.start, samples.stop) of the step."""
 
     stage: int
     replica: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a tile
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a microbatch
     samples: Range
 
 
 class Transfer(NamedTuple):
-    """Samples that one tile hands to a tile of the next stage; `tag` is unique among the step's activations."""
+    """Samples that one microbatch hands to a microbatch of the next stage; `tag` is unique among the step's
+    activations."""
 
-    source: Tile
-    target: Tile
+    source: MicrobatchRange
+    target: MicrobatchRange
     samples: Range
     tag: int
 
 
-class Tiling(NamedTuple):
-    """A stage's tiles in order of the sample axis, as columns: what arithmetic over thousands of them needs."""
+class Microbatching(NamedTuple):
+    """A stage's microbatches in order of the sample axis, as columns: what arithmetic over thousands of them needs."""
 
     replicas: list[int]
-    indices: list[int]  # which of its replica's tiles each is
+    indices: list[int]  # which of its replica's microbatches each is
     starts: list[int]
     stops: list[int]
 
-    def tiles(self, stage: int) -> tuple[Tile, ...]:
+    def microbatches(self, stage: int) -> tuple[MicrobatchRange, ...]:
         samples = map(Range, self.starts, self.stops)
-        return tuple(map(Tile, repeat(stage), self.replicas, self.indices, samples))
+        return tuple(map(MicrobatchRange, repeat(stage), self.replicas, self.indices, samples))
 
 
-def deal(replicas: Sequence[ReplicaSpec]) -> Tiling:
-    """The tiles of a stage, dealt by design rule 1.
+def deal(replicas: Sequence[ReplicaSpec]) -> Microbatching:
+    """The microbatches of a stage, dealt by design rule 1.
 
-    A replica's turn comes at (dealt + micro_batch) / samples, which grows with every tile of its own: all turns sorted,
-    ties as listed, are the order of dealing. Unlike fractions with denominators up to 2**24 round to unlike floats.
+    A replica's turn comes at (dealt + micro_batch) / samples, which grows with every microbatch of its own: all turns
+    sorted, ties as listed, are the order of dealing. Unlike fractions with denominators up to 2**24 round to unlike
+    floats.
     """
     return _dealt(_sizes(replicas))
 
@@ -60,7 +62,7 @@ def _sizes(replicas: Sequence[ReplicaSpec]) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=64)  # a search asks for few of them again and again
-def _dealt(replicas: tuple[tuple[int, int], ...]) -> Tiling:
+def _dealt(replicas: tuple[tuple[int, int], ...]) -> Microbatching:
     most = max(map(max, replicas))
     fraction: Any = truediv if most < 2**24 else Fraction
     turns: list[Any] = []
@@ -75,13 +77,15 @@ def _dealt(replicas: tuple[tuple[int, int], ...]) -> Tiling:
         sizes += [size] * (count - 1) + [samples - size * (count - 1)]
     order = sorted(range(len(turns)), key=turns.__getitem__)
     stops = list(accumulate(sizes[turn] for turn in order))
-    return Tiling([positions[t] for t in order], [indices[t] for t in order], [0, *stops[:-1]], stops)
+    return Microbatching([positions[t] for t in order], [indices[t] for t in order], [0, *stops[:-1]], stops)
 
 
 def rounds(replicas: Sequence[int]) -> list[Range]:
-    """A stage's tiles, given by their replicas, as runs with at most one tile of each replica, each as long as it can be.
+    """A stage's microbatches, given by their replicas, as runs with at most one microbatch of each replica, each as
+    long as it can be.
 
-    There are as many as the busiest replica has tiles: between two tiles of any other lies at least one of its own.
+    There are as many as the busiest replica has microbatches: between two microbatches of any other lies at least one
+    of its own.
     """
     starts = [0]
     seen: set[int] = set()
@@ -93,44 +97,48 @@ def rounds(replicas: Sequence[int]) -> list[Range]:
     return [Range(*edges) for edges in pairwise([*starts, len(replicas)])]
 
 
-def as_one_replica(tiling: Tiling) -> Tiling:
-    """Rounds as the tiles of a single replica, which they are to the stages around."""
-    together = rounds(tiling.replicas)
-    starts = [tiling.starts[own.start] for own in together]
-    return Tiling([0] * len(together), list(range(len(together))), starts, [*starts[1:], tiling.stops[-1]])
+def as_one_replica(microbatching: Microbatching) -> Microbatching:
+    """Rounds as the microbatches of a single replica, which they are to the stages around."""
+    together = rounds(microbatching.replicas)
+    starts = [microbatching.starts[own.start] for own in together]
+    return Microbatching(
+        [0] * len(together), list(range(len(together))), starts, [*starts[1:], microbatching.stops[-1]]
+    )
 
 
 class Load(NamedTuple):
-    """What a lane has to do in a step."""
+    """What an actor has to do in a step."""
 
-    num_tiles: int
+    num_microbatches: int
     samples: int
-    largest: int  # samples of its largest tile
+    largest: int  # samples of its largest microbatch
 
 
-def loads(tiling: Tiling) -> list[Load]:
-    """The load of every lane of a stage, in their order."""
+def loads(microbatching: Microbatching) -> list[Load]:
+    """The load of every actor of a stage, in their order."""
     sizes: dict[int, list[int]] = {}
-    for lane, start, stop in zip(tiling.replicas, tiling.starts, tiling.stops, strict=True):
-        sizes.setdefault(lane, []).append(stop - start)
+    for actor, start, stop in zip(microbatching.replicas, microbatching.starts, microbatching.stops, strict=True):
+        sizes.setdefault(actor, []).append(stop - start)
     return [Load(len(own), sum(own), max(own)) for _, own in sorted(sizes.items())]
 
 
 def load_alone(replica: ReplicaSpec) -> Load:
-    """The load of a replica that is a lane of its own."""
+    """The load of a replica that is an actor of its own."""
     count = -(-replica.samples // replica.micro_batch)
     return Load(count, replica.samples, min(replica.micro_batch, replica.samples))
 
 
-def overlapping(tiles: Sequence[Tile], samples: Range) -> Sequence[Tile]:
-    """Those of `tiles` (in axis order, without gaps) that share a sample with `samples`."""
-    first = bisect_left(tiles, samples.start + 1, key=lambda tile: tile.samples.stop)
-    last = bisect_left(tiles, samples.stop, key=lambda tile: tile.samples.start)
-    return tiles[first:last]
+def overlapping(microbatches: Sequence[MicrobatchRange], samples: Range) -> Sequence[MicrobatchRange]:
+    """Those of `microbatches` (in axis order, without gaps) that share a sample with `samples`."""
+    first = bisect_left(microbatches, samples.start + 1, key=lambda microbatch: microbatch.samples.stop)
+    last = bisect_left(microbatches, samples.stop, key=lambda microbatch: microbatch.samples.start)
+    return microbatches[first:last]
 
 
-def transfers(sources: Sequence[Tile], targets: Sequence[Tile], first_tag: int = 0) -> list[Transfer]:
-    """What crosses one stage boundary, in axis order: the overlaps of both tilings and nothing else."""
+def transfers(
+    sources: Sequence[MicrobatchRange], targets: Sequence[MicrobatchRange], first_tag: int = 0
+) -> list[Transfer]:
+    """What crosses one stage boundary, in axis order: the overlaps of both microbatchings and nothing else."""
     crossing: list[Transfer] = []
     s = t = 0
     while s < len(sources):
@@ -142,8 +150,9 @@ def transfers(sources: Sequence[Tile], targets: Sequence[Tile], first_tag: int =
     return crossing
 
 
-def overlaps(above: Tiling, below: Tiling) -> tuple[list[int], list[int], list[int]]:
-    """The pairs of two stages' tiles that share samples, as columns: the tiles' places on the axis, and how many."""
+def overlaps(above: Microbatching, below: Microbatching) -> tuple[list[int], list[int], list[int]]:
+    """The pairs of two stages' microbatches that share samples, as columns: the microbatches' places on the axis, and
+    how many."""
     if above.stops == below.stops:
         places = list(range(len(above.stops)))
         return places, places, list(map(sub, above.stops, above.starts))
@@ -160,24 +169,25 @@ def overlaps(above: Tiling, below: Tiling) -> tuple[list[int], list[int], list[i
     return firsts, seconds, samples
 
 
-class Crossing(NamedTuple):
-    """What two stages' tiles share, as columns: the tiles' places on the axis, and what they have in common with others."""
+class Overlaps(NamedTuple):
+    """What two stages' microbatches share, as columns: the microbatches' places on the axis, and what they have in
+    common with others."""
 
     above: list[int]
     below: list[int]
     sorts: list[tuple[int, int, int]]  # replica above, replica below, how many samples
     sort_of: list[int]
-    firsts: tuple[list[int], list[int]]  # of each tile above, and of each one below, its first row
+    firsts: tuple[list[int], list[int]]  # of each microbatch above, and of each one below, its first row
     others: tuple[list[int], list[int]]  # all other rows
 
 
-def crossing(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> Crossing:
-    """What the tiles of two stages share."""
+def crossing(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> Overlaps:
+    """What the microbatches of two stages share."""
     return _crossing(_sizes(above), _sizes(below))
 
 
 @lru_cache(maxsize=64)
-def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], ...]) -> Crossing:
+def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], ...]) -> Overlaps:
     sources, targets = _dealt(above), _dealt(below)
     givers, takers, samples = overlaps(sources, targets)
     sorts: dict[tuple[int, int, int], int] = {}
@@ -186,7 +196,7 @@ def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], 
     )
     sort_of = [sorts.setdefault(sort, len(sorts)) for sort in between]
     firsts, others = zip(*(_firsts(places) for places in (givers, takers)), strict=True)
-    return Crossing(givers, takers, list(sorts), sort_of, firsts, others)
+    return Overlaps(givers, takers, list(sorts), sort_of, firsts, others)
 
 
 def _firsts(places: list[int]) -> tuple[list[int], list[int]]:
@@ -206,19 +216,21 @@ def is_even(plan: PlanSpec) -> bool:
 
 
 def is_regular(plan: PlanSpec) -> bool:
-    """Whether it is even and says nowhere how many tiles are held."""
+    """Whether it is even and says nowhere how many microbatches are held."""
     return is_even(plan) and not any(stage.replicas[0].in_flight for stage in plan.stages)
 
 
 def even_limits(plan: PlanSpec) -> list[list[int]]:
-    """As `in_flight_limits` for an even plan, without its tiles: one replica of each stage stands for all."""
+    """As `in_flight_limits` for an even plan, without its microbatches: one replica of each stage stands for all."""
     limits: list[int] = []
-    num_tiles = load_alone(plan.stages[0].replicas[0]).num_tiles
-    waits = waits_below = 0  # tiles that must have run forward above, for the stage below and for the one after it
+    num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
+    waits = waits_below = (
+        0  # microbatches that must have run forward above, for the stage below and for the one after it
+    )
     for stage in range(len(plan.stages) - 1, -1, -1):
-        default = max(waits_below, min(limits[0] + 1, num_tiles)) if limits else 1
+        default = max(waits_below, min(limits[0] + 1, num_microbatches)) if limits else 1
         asked = asked_in_flight(plan, stage)[0]
-        limits.insert(0, _granted(asked, max(1, waits), default, num_tiles))
+        limits.insert(0, _granted(asked, max(1, waits), default, num_microbatches))
         waits, waits_below = max(limits[0], waits), waits
     return [
         [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
@@ -227,15 +239,15 @@ def even_limits(plan: PlanSpec) -> list[list[int]]:
 
 
 def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
-    """Per stage and lane, how many tiles it may hold before their backward under 1F1B.
+    """Per stage and actor, how many microbatches it may hold before their backward under 1F1B.
 
-    A lane is a replica, or all of them where the stage runs in rounds.
+    An actor is a replica, or all of them where the stage runs in rounds.
 
     A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
     sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
-    replica's own tiles, from a backward to the forwards it waits for cannot deadlock (one less nearly always does).
-    The default lets the replica below find one more tile ready. Raises BadInput where the plan gives less than that
-    distance.
+    replica's own microbatches, from a backward to the forwards it waits for cannot deadlock (one less nearly always
+    does). The default lets the replica below find one more microbatch ready. Raises BadInput where the plan gives less
+    than that distance.
     """
     stages = _stacked(plan)
     for stage in reversed(stages):
@@ -257,25 +269,26 @@ def _stacked(plan: PlanSpec) -> list["_Stage"]:
     return found
 
 
-def _granted(asked: tuple[int | None, str], least: int, default: int, num_tiles: int) -> int:
-    """Tiles that a lane may hold: those asked for, with the place that asks; else the default. Raises BadInput."""
+def _granted(asked: tuple[int | None, str], least: int, default: int, num_microbatches: int) -> int:
+    """Microbatches that an actor may hold: those asked for, with the place that asks; else the default. Raises
+    BadInput."""
     _check_asked(asked, least, default)
     given, _ = asked
-    return min(default if given is None else given, num_tiles)
+    return min(default if given is None else given, num_microbatches)
 
 
 def _check_asked(asked: tuple[int | None, str], least: int, default: int) -> None:
-    """Raises BadInput where a lane is asked to hold fewer tiles than it must."""
+    """Raises BadInput where an actor is asked to hold fewer microbatches than it must."""
     given, place = asked
     if given is not None and given < least:
         raise BadInput(
-            f"{place}.in_flight is {given}, but a tile's backward waits for {least} of this replica's forwards; give at least "
+            f"{place}.in_flight is {given}, but a microbatch's backward waits for {least} of this replica's forwards; give at least "
             f"{least}, or remove it for the default of {default}."
         )
 
 
 def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
-    """Per lane of a stage, the in_flight that the plan gives and where it does. Together, the smallest one counts."""
+    """Per actor of a stage, the in_flight that the plan gives and where it does. Together, the smallest one counts."""
     given = [
         (replica.in_flight, f"stages[{stage}].replicas[{position}]")
         for position, replica in enumerate(plan.stages[stage].replicas)
@@ -285,66 +298,70 @@ def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
     return [min(given, key=lambda one: one[0] or math.inf)]
 
 
-def places(tiling: Tiling, num_lanes: int) -> list[list[int]]:
-    """Where on the axis each lane's own tiles are."""
-    found: list[list[int]] = [[] for _ in range(num_lanes)]
-    for place, lane in enumerate(tiling.replicas):
-        found[lane].append(place)
+def places(microbatching: Microbatching, num_actors: int) -> list[list[int]]:
+    """Where on the axis each actor's own microbatches are."""
+    found: list[list[int]] = [[] for _ in range(num_actors)]
+    for place, actor in enumerate(microbatching.replicas):
+        found[actor].append(place)
     return found
 
 
 class _Stage:
-    """A stage over those below it: what its lanes may hold, and what the stage above waits for."""
+    """A stage over those below it: what its actors may hold, and what the stage above waits for."""
 
-    def __init__(self, below: "_Stage | None", tiling: Tiling, asked: tuple[tuple[int | None, str], ...]) -> None:
-        self.tiling, self.asked, self._owned = tiling, asked, places(tiling, len(asked))
+    def __init__(
+        self, below: "_Stage | None", microbatching: Microbatching, asked: tuple[tuple[int | None, str], ...]
+    ) -> None:
+        self.microbatching, self.asked, self._owned = microbatching, asked, places(microbatching, len(asked))
         if below is None:
-            self._needed = [0] * len(tiling.stops)
+            self._needed = [0] * len(microbatching.stops)
             self._least = self._default = [1] * len(asked)
         else:
-            self._needed = below.needed(tiling, below.frontier)
+            self._needed = below.needed(microbatching, below.frontier)
             self._least = _distances(self._owned, self._needed)
-            self._default = _distances(self._owned, below.needed(tiling, below.roomy))
+            self._default = _distances(self._owned, below.needed(microbatching, below.roomy))
         usual = zip(asked, self._least, self._default, map(len, self._owned), strict=True)
         self.limits = [
             min(given if given and given >= least else default, most) for (given, _), least, default, most in usual
         ]
 
     def check(self) -> None:
-        """Raises BadInput where fewer tiles are asked for than there must be."""
+        """Raises BadInput where fewer microbatches are asked for than there must be."""
         for one in zip(self.asked, self._least, self._default, strict=True):
             _check_asked(*one)
 
     @cached_property
     def frontier(self) -> list[int]:
-        """Per tile, up to which sample forwards are listed before its backward."""
-        return _listed(self.tiling, self._owned, self.limits, self._needed)
+        """Per microbatch, up to which sample forwards are listed before its backward."""
+        return _listed(self.microbatching, self._owned, self.limits, self._needed)
 
     @cached_property
     def roomy(self) -> list[int]:
-        """The same with one more tile per replica."""
-        return _listed(self.tiling, self._owned, [limit + 1 for limit in self.limits], self._needed)
+        """The same with one more microbatch per replica."""
+        return _listed(self.microbatching, self._owned, [limit + 1 for limit in self.limits], self._needed)
 
-    def needed(self, above: Tiling, frontier: Sequence[int]) -> list[int]:
-        """How many tiles of the stage above, counted along the axis, must have run forward before each one's backward can
-        end, where so much of the axis is listed before the backwards below."""
-        if above.stops != self.tiling.stops:
-            behind = map(bisect_left, repeat(self.tiling.starts), above.stops)  # the number of tiles that start before
+    def needed(self, above: Microbatching, frontier: Sequence[int]) -> list[int]:
+        """How many microbatches of the stage above, counted along the axis, must have run forward before each one's
+        backward can end, where so much of the axis is listed before the backwards below."""
+        if above.stops != self.microbatching.stops:
+            behind = map(
+                bisect_left, repeat(self.microbatching.starts), above.stops
+            )  # the number of microbatches that start before
             frontier = [frontier[number - 1] for number in behind]
         return list(map(bisect_left, repeat(above.starts), frontier))
 
 
-@lru_cache(maxsize=256)  # plans of a search differ in a stage or two, and in layers more often than in tiles
+@lru_cache(maxsize=256)  # plans of a search differ in a stage or two, and in layers more often than in microbatches
 def _over(
     below: _Stage | None, sizes: tuple[tuple[int, int], ...], in_rounds: bool, asked: tuple[tuple[int | None, str], ...]
 ) -> _Stage:
-    """The stage of these replicas and lanes over those below it."""
-    tiling = _dealt(sizes)
-    return _Stage(below, as_one_replica(tiling) if in_rounds else tiling, asked)
+    """The stage of these replicas and actors over those below it."""
+    microbatching = _dealt(sizes)
+    return _Stage(below, as_one_replica(microbatching) if in_rounds else microbatching, asked)
 
 
 def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
-    """Per lane, the most of its own tiles, counted from one of them, among those needed for its backward."""
+    """Per actor, the most of its own microbatches, counted from one of them, among those needed for its backward."""
     found = []
     for own in owned:
         reached = map(bisect_left, repeat(own), [needed[place] for place in own])
@@ -352,12 +369,15 @@ def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
     return found
 
 
-def _listed(tiling: Tiling, owned: Sequence[list[int]], limits: Sequence[int], needed: Sequence[int]) -> list[int]:
-    """Per tile, up to which sample forwards are listed before its backward, or the backwards that it waits for."""
-    stops = tiling.stops
-    ahead = []  # by lane, where the last of as many tiles as it holds is
+def _listed(
+    microbatching: Microbatching, owned: Sequence[list[int]], limits: Sequence[int], needed: Sequence[int]
+) -> list[int]:
+    """Per microbatch, up to which sample forwards are listed before its backward, or the backwards that it waits
+    for."""
+    stops = microbatching.stops
+    ahead = []  # by actor, where the last of as many microbatches as it holds is
     for own, limit in zip(owned, limits, strict=True):
         ahead.append(chain(own[limit - 1 :], repeat(own[-1])))
-    listed = map(next, map(ahead.__getitem__, tiling.replicas))
+    listed = map(next, map(ahead.__getitem__, microbatching.replicas))
     waits = [number - 1 for number in needed]
     return [stops[place] for place in accumulate(map(max, waits, listed), max)]

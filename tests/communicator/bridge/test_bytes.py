@@ -23,7 +23,7 @@ from hethub.communicator.joining.islands import (
 from hethub.communicator.measuring import bench
 from hethub.communicator.measuring.bound import least_messages
 from hethub.spec.errors import BadInput
-from hethub.spec.ranges import Range, from_sizes, split, tiles_exactly
+from hethub.spec.ranges import Range, covers_exactly, from_sizes, split
 from tests.support.ranks import run_ranks
 
 LAYOUTS = [
@@ -151,7 +151,7 @@ def test_every_element_has_one_owner_and_one_holder_per_island(problem, num_elem
     for index, island in enumerate(islands):
         for rank in island:
             segments = held_segments(islands, parts, rank)
-            assert tiles_exactly([share for segment in segments for share in segment.shares], parts[rank])
+            assert covers_exactly([share for segment in segments for share in segment.shares], parts[rank])
             for segment in segments:
                 assert segment.holders[index] == rank
                 for holder, share, other in zip(segment.holders, segment.shares, islands, strict=True):
@@ -164,7 +164,7 @@ def test_every_element_has_one_owner_and_one_holder_per_island(problem, num_elem
 def test_chunks_cover_every_range_once(problem, num_chunks):
     _, ranges = problem
     for rank, whole in enumerate(ranges):
-        assert tiles_exactly([chunk[rank] for chunk in chunked(ranges, num_chunks)], whole)
+        assert covers_exactly([chunk[rank] for chunk in chunked(ranges, num_chunks)], whole)
 
 
 @given(st.lists(st.integers(0, 6), max_size=5), st.integers(1, 4))

@@ -317,7 +317,8 @@ def leaked(rank, store):
 
 
 def left_by_plain_groups(rank, store):
-    """As `leaked`, for a program that knows torch's own functions only; also threads, and ports after the first round."""
+    """As `leaked`, for a program that knows torch's own functions only; also threads, and ports after the first
+    round."""
     counts = []
     for number in range(4):
         init_plainly(str(number), rank, 2, store)

@@ -1,4 +1,5 @@
-"""A link between two hosts goes down in mid-collective: every rank is told, and once it is up again a new world works."""
+"""A link between two hosts goes down in mid-collective: every rank is told, and once it is up again a new world
+works."""
 
 import os
 import re
@@ -33,7 +34,8 @@ def meet(store, name, rank, side):
 
 
 def lose_the_link(rank, store, found):
-    """(error, seconds it took, a sum in the world rebuilt after it); ranks 0 and 1 are on one host, 2 and 3 on another."""
+    """(error, seconds it took, a sum in the world rebuilt after it); ranks 0 and 1 are on one host, 2 and 3 on
+    another."""
     side = rank // 2
     found.enter(side)
     world = meet(store, "first", rank, side)

@@ -115,7 +115,8 @@ def test_another_token_is_refused(rank_0, rank_1):
 
 
 def run_beside_a_stranger(rank, store):
-    """Ranks 0 and 1 make a world; rank 2 is a stranger who reads the store and tries all doors with a token of its own."""
+    """Ranks 0 and 1 make a world; rank 2 is a stranger who reads the store and tries all doors with a token of its
+    own."""
     if rank < 2:
         meeting = Rendezvous.on_one_host(dist.PrefixStore("job", store), rank, 2, token="the job's secret")
         world = connect(meeting, islands=[[0], [1]], relay="gloo")
@@ -152,8 +153,8 @@ MPI_METHODS = {"send", "recv", "isend", "irecv", "bcast", "gather", "allgather",
 
 
 def test_nothing_of_ours_unpickles():
-    """By reading the source: no pickling module but for what the planner's own forks answer over their pipes, and one object
-    collective of torch's (what a checkpoint wrote)."""
+    """By reading the source: no pickling module but for what the planner's own forks answer over their pipes, and one
+    object collective of torch's (what a checkpoint wrote)."""
     found = set()
     for path in sorted((ROOT / "hethub").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

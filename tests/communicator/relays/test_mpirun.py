@@ -22,7 +22,8 @@ SOCKETS = Path(__file__).resolve().parents[2] / "support" / "sockets.py"
 REDUCE = f"""
 import importlib.util, json, sys, torch, torch.distributed as dist
 from hethub.runtime.launch.rendezvous import launch_info, rendezvous
-from hethub.communicator import connect, mpi_relay
+from hethub.communicator import connect
+from hethub.communicator.relays import mpi as mpi_relay
 spec = importlib.util.spec_from_file_location("sockets", {str(SOCKETS)!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)

@@ -1,4 +1,5 @@
-"""Estimates of many drafts at once: each is what it would be alone, and never less than what its slowest replica computes."""
+"""Estimates of many drafts at once: each is what it would be alone, and never less than what its slowest replica
+computes."""
 
 from dataclasses import replace
 from typing import Any
@@ -73,7 +74,7 @@ def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
         ]
 
 
-def test_no_tiles_in_flight_and_neither_schedule_bring_an_estimate_below_its_floor() -> None:
+def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_its_floor() -> None:
     asked, drafts = problem(), every_draft()
     surrogate = Surrogate(asked, UnitCosts(asked))
     for draft in drafts:

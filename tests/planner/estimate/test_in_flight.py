@@ -1,4 +1,5 @@
-"""Tiles in flight by estimate: round trips over stages with tiles of like and unlike sizes, and what hides them."""
+"""Microbatches in flight by estimate: round trips over stages with microbatches of like and unlike sizes, and what
+hides them."""
 
 import numpy as np
 import pytest
@@ -11,23 +12,23 @@ from hethub.planner.problem.problem import Batch, pose
 from tests.planner.test_plan import TINY, cluster
 
 
-def trips_of(tiles: list[float], waves: list[int], crossing: list[float]) -> np.ndarray:
+def trips_of(microbatches: list[float], waves: list[int], crossing: list[float]) -> np.ndarray:
     """[s, t] of one draft."""
-    return round_trips(np.array([tiles]), np.array([waves], dtype=float), np.array([crossing]))[0]
+    return round_trips(np.array([microbatches]), np.array([waves], dtype=float), np.array([crossing]))[0]
 
 
 def flights_of(waves: list[int]) -> list[float]:
     return default_flights(np.array([waves], dtype=float))[0].tolist()
 
 
-def test_like_tiles_pass_all_stages_and_come_back():
+def test_like_microbatches_pass_all_stages_and_come_back():
     trips = trips_of([3.0, 2.0, 1.0], [4, 4, 4], [0.5, 0.25])
     assert trips[0].tolist() == [3.0, 6.0, 7.5]
     assert trips[1, 1:].tolist() == [2.0, 3.5]
     assert trips[2, 2] == 1.0
 
 
-def test_smaller_tiles_below_or_above_are_run_as_often_as_the_largest_needs():
+def test_smaller_microbatches_below_or_above_are_run_as_often_as_the_largest_needs():
     assert trips_of([4.0, 1.0], [4, 1], [0.0])[0].tolist() == [4.0, 4.0 + 4 * 1.0]
     assert trips_of([1.0, 4.0], [1, 4], [0.0])[0].tolist() == [1.0, 4.0 + 4 * 1.0]
     assert trips_of([2.0, 1.0, 4.0], [2, 1, 4], [0.0, 0.0])[0].tolist() == [2.0, 3.0 + 1.0, 7.0 + 3 * 1.0]
@@ -35,14 +36,14 @@ def test_smaller_tiles_below_or_above_are_run_as_often_as_the_largest_needs():
 
 def test_drafts_estimated_together_are_estimated_as_alone():
     waves = [[4, 4, 4], [4, 1, 2], [1, 3, 2]]
-    tiles, crossing = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
-    together = round_trips(tiles, np.array(waves, dtype=float), crossing)
+    microbatches, crossing = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
+    together = round_trips(microbatches, np.array(waves, dtype=float), crossing)
     for index, wave in enumerate(waves):
-        alone = trips_of(tiles[index].tolist(), wave, crossing[index].tolist())
+        alone = trips_of(microbatches[index].tolist(), wave, crossing[index].tolist())
         assert np.allclose(np.triu(together[index]), np.triu(alone), rtol=1e-12)
 
 
-def test_default_flights_are_the_depth_where_tiles_are_alike():
+def test_default_flights_are_the_depth_where_microbatches_are_alike():
     assert flights_of([2, 2, 2, 2]) == [4, 3, 2, 1]
     assert flights_of([4, 1]) == [1, 1]
     assert flights_of([1, 4]) == [8, 1]
@@ -61,10 +62,10 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(waves):
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1), (1, 4), (5, 5)])
 @pytest.mark.parametrize("roomy", [False, True])
-def test_estimates_of_unlike_tiles_are_near_the_prediction(sizes, roomy):
+def test_estimates_of_unlike_microbatches_are_near_the_prediction(sizes, roomy):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(120, 64, "fp32"))
     judge = Judge(problem, UnitCosts(problem))
-    judge.tiles_left = 10**6
+    judge.microbatches_left = 10**6
     draft = Draft(tuple(DraftStage(3, (Seats(k, 1, b, 2),)) for k, b in enumerate(sizes)), roomy=roomy)
     verdict = judge(draft)
     assert verdict is not None

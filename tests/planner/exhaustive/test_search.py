@@ -1,4 +1,5 @@
-"""Small spaces searched to their end: bounds, replayed times and the answer, beside the predictor and the whole grid."""
+"""Small spaces searched to their end: bounds, replayed times and the answer, beside the predictor and the whole
+grid."""
 
 import random
 from itertools import pairwise
@@ -14,7 +15,14 @@ from hethub.planner.exhaustive.points import Branch, Point, branches_below, prom
 from hethub.planner.exhaustive.replay import nodes_of
 from hethub.planner.exhaustive.search import search_tiny, step_seconds
 from hethub.planner.exhaustive.shapes import is_tiny, shapes_of
-from hethub.planner.exhaustive.stages import Cuts, StageBounds, StageCosts, bounds_of, count_tilings, tilings
+from hethub.planner.exhaustive.stages import (
+    Cuts,
+    StageBounds,
+    StageCosts,
+    bounds_of,
+    count_microbatchings,
+    microbatchings,
+)
 from hethub.planner.problem.capabilities import RUNTIME
 from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.predictor import predict
@@ -31,7 +39,7 @@ def random_point(costs: StageCosts, draw: random.Random) -> Point:
     cut = sorted(draw.sample(range(1, problem.model.layers), len(shape) - 1))
     layers = tuple(b - a for a, b in pairwise((0, *cut, problem.model.layers)))
     stages = tuple(costs.options(shape, layers, stage) for stage in range(len(shape)))
-    options = (draw.randrange(len(own.bounds.busy), len(own.modes) * len(own.tilings)) for own in stages)
+    options = (draw.randrange(len(own.bounds.busy), len(own.modes) * len(own.microbatchings)) for own in stages)
     return Point(Branch(costs, shape, layers, stages), tuple(options))
 
 
@@ -39,16 +47,16 @@ def with_floors(point: Point) -> Point:
     """The point with the floors that stand for its modes."""
     found = []
     for stage, option in zip(point.branch.stages, point.options, strict=True):
-        mode, way = divmod(option, len(stage.tilings))
+        mode, way = divmod(option, len(stage.microbatchings))
         (floor,) = (number for number, members in enumerate(stage.members) if mode in members)
-        found.append(floor * len(stage.tilings) + way)
+        found.append(floor * len(stage.microbatchings) + way)
     return point._replace(options=tuple(found))
 
 
 def bounds_at(point: Point) -> list[StageBounds]:
-    """By stage, the bounds of the point's mode with its tiling."""
+    """By stage, the bounds of the point's mode with its microbatching."""
     return [
-        bounds_of(stage.mode(option), stage.tilings).at(np.array([option % len(stage.tilings)]))
+        bounds_of(stage.mode(option), stage.microbatchings).at(np.array([option % len(stage.microbatchings)]))
         for stage, option in zip(point.branch.stages, point.options, strict=True)
     ]
 
@@ -141,9 +149,9 @@ def test_an_answer_says_what_no_plan_of_a_small_space_is_below() -> None:
 
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_tilings_are_counted_as_they_are_made(replicas: int, even: bool) -> None:
-    made = tilings(7, replicas, Cuts((1, 2, 4), even))
-    assert len(made) == count_tilings(7, replicas, Cuts((1, 2, 4), even))
+def test_microbatchings_are_counted_as_they_are_made(replicas: int, even: bool) -> None:
+    made = microbatchings(7, replicas, Cuts((1, 2, 4), even))
+    assert len(made) == count_microbatchings(7, replicas, Cuts((1, 2, 4), even))
     assert (made.samples.sum(axis=1) == 7).all()
     assert (made.sizes <= made.samples).all()
 

@@ -66,7 +66,7 @@ def test_poplar_gives_all_ranks_one_number_of_steps_and_the_faster_ones_larger_b
         assert draft.plan is not None
         layout = checked(asked, draft.plan)
         replicas = draft.plan.stages[0].replicas
-        steps = [len(layout.tiles_of(0, r)) for r in range(len(replicas))]
+        steps = [len(layout.microbatches_of(0, r)) for r in range(len(replicas))]
         assert max(steps) - min(steps) <= 1  # the last step takes what is left
         assert replicas[2].micro_batch > replicas[0].micro_batch
         assert draft.plan.stages[0].zero == zero

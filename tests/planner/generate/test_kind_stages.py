@@ -11,7 +11,7 @@ from hethub.planner.candidate.settings import main_orders
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Surrogate
 from hethub.planner.evaluate.evaluator import Judge
-from hethub.planner.generate.kind_stages import Programme, kind_drafts
+from hethub.planner.generate.kind_stages import TaskGraph, kind_drafts
 from hethub.planner.generate.kind_ways import Goals, KindWays
 from hethub.planner.problem.problem import Batch, Problem, pose
 from hethub.spec.cluster import ClusterSpec
@@ -83,7 +83,7 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
                     soonest[sum(stages)] = min(through, soonest.get(sum(stages), np.inf))
     wanted = {stages: through for stages, through in soonest.items() if np.isfinite(through)}
     found: dict[int, float] = {}
-    for draft in Programme(problem, kinds, goals).drafts():
+    for draft in TaskGraph(problem, kinds, goals).drafts():
         through = sum(
             stage.layers * surrogate.costs.rate(*stage.seats[0][:3], stage.recompute).layer.total
             for stage in draft.stages

@@ -1,4 +1,5 @@
-"""Tables and case folders: what is read, what is skipped with its reason, and that published rows are predicted well."""
+"""Tables and case folders: what is read, what is skipped with its reason, and that published rows are predicted
+well."""
 
 import csv
 import json

@@ -30,7 +30,8 @@ def test_a_tied_head_on_other_ranks_is_summed_between_the_ends() -> None:
         for model in (tied, LLAMA_8B)
     ]
     assert costs[1].state.tied_seconds == 0.0
-    # Four ranks of a node each send half of a quarter of the fp32 gradients to the rank that steps it, over 40 Gbit/s at best.
+    # Four ranks of a node each send half of a quarter of the fp32 gradients to the rank that steps it, over 40 Gbit/s
+    # at best.
     wire = 0.5 * tied.vocab * tied.hidden * 4 / (40e9 / 8)
     assert costs[0].state.tied_seconds > wire
     assert costs[0].state.reduction(0).tail_seconds == pytest.approx(costs[0].state.tied_seconds)
@@ -64,8 +65,10 @@ def test_cpus_that_are_not_emulated_compute_and_communicate_by_turns(emulated: b
     layout = bind(layout.plan.replace(schedule="layered"), TINY, on)
     costs = PlanCosts(layout, HETHUB, packaged())
     state, portions = costs.state, costs.state.portions[0]
-    tiles = [costs.tile(0, 0, 4, portion) for portion in portions]
-    compute = 4 * sum(tile.forward.total + tile.backward.total for tile in tiles) + costs.optimizer(0, 0, None)
+    microbatches = [costs.microbatch(0, 0, 4, portion) for portion in portions]
+    compute = 4 * sum(
+        microbatch.forward.total + microbatch.backward.total for microbatch in microbatches
+    ) + costs.optimizer(0, 0, None)
     gathers = 2 * sum(sum(state.gather_seconds(0, portion)) for portion in portions)
     sums = sum(sum(state.reduce_seconds(0, portion)) for portion in portions)
     step = predict(layout).step_seconds

@@ -1,4 +1,5 @@
-"""What is no Llama in bf16 on a known accelerator: other families, other precisions, and devices known by their data sheet."""
+"""What is no Llama in bf16 on a known accelerator: other families, other precisions, and devices known by their data
+sheet."""
 
 from pathlib import Path
 from typing import Any

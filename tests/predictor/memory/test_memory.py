@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install hethub[tra
 
 from hethub.runtime.memory.accounting import MemoryMeter  # noqa: E402
 from hethub.runtime.model.initial import initialise  # noqa: E402
-from hethub.runtime.model.stage import Stage, TileInput  # noqa: E402
+from hethub.runtime.model.stage import MicrobatchInput, Stage  # noqa: E402
 from hethub.runtime.model.tensor_parallel import TensorGroup  # noqa: E402
 from hethub.runtime.pace import Pace  # noqa: E402
-from hethub.runtime.pipeline.passes import Itinerary, TilePass, Visit  # noqa: E402
+from hethub.runtime.pipeline.passes import Itinerary, MicrobatchPass, Visit  # noqa: E402
 from hethub.runtime.state.reduction import Reducer  # noqa: E402
 from hethub.runtime.state.storage import FlatStorage  # noqa: E402
-from hethub.runtime.state.zero import Residency  # noqa: E402
+from hethub.runtime.state.zero import ZeroManager  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
 PLAIN = ModelSpec(
@@ -29,28 +29,29 @@ PLAIN = ModelSpec(
 
 
 def counted_bytes(layout: Layout, rank: int) -> int:
-    """Weights, gradients and kept tensors of a rank without tensor parallelism, all its tiles in flight run forward."""
-    seat = layout.seats[rank]
-    storage = FlatStorage(StateMap(layout), seat, layout.plan.precision, torch.device("cpu"))
+    """Weights, gradients and kept tensors of a rank without tensor parallelism, all its microbatches in flight run
+    forward."""
+    assignment = layout.assignments[rank]
+    storage = FlatStorage(StateMap(layout), assignment, layout.plan.precision, torch.device("cpu"))
     initialise(storage, layout.model, seed=0)
-    stage = Stage(layout, seat, storage, TensorGroup(None))
+    stage = Stage(layout, assignment, storage, TensorGroup(None))
     meter = MemoryMeter([storage.weights, storage.grads, stage.cos, stage.sin])
-    spec, seq = layout.replica(seat.stage, seat.replica), layout.plan.seq_len
-    residency = Residency(Reducer(storage.state, storage, lambda ranks: None, spec.ranks), meter)
-    residency.start_step(10**6)
-    flight, layers = layout.in_flight[seat.stage][seat.replica], range(len(stage.layers))
+    spec, seq = layout.replica(assignment.stage, assignment.replica), layout.plan.seq_len
+    zero_manager = ZeroManager(Reducer(storage.state, storage, lambda ranks: None, spec.ranks), meter)
+    zero_manager.start_step(10**6)
+    flight, layers = layout.in_flight[assignment.stage][assignment.replica], range(len(stage.layers))
     visits = [Visit(Kind.FORWARD, layer) for _ in range(flight) for layer in layers]
     visits += [Visit(Kind.BACKWARD, layer) for layer in reversed(layers)]
-    itinerary = Itinerary(residency, visits, Pace())
+    itinerary = Itinerary(zero_manager, visits, Pace())
     tokens = torch.zeros(spec.micro_batch, seq, dtype=torch.long)
-    data = TileInput(batch=spec.micro_batch, tokens=tokens, targets=tokens)
+    data = MicrobatchInput(batch=spec.micro_batch, tokens=tokens, targets=tokens)
     running = []
     with meter.counting():
         for _ in range(flight):
             x = None
             if not stage.is_first:
                 x = torch.zeros(spec.micro_batch * seq, stage.hidden, dtype=storage.weights.dtype)
-            running.append(TilePass(stage, itinerary, Range(0, len(stage.layers)), data, 1.0))
+            running.append(MicrobatchPass(stage, itinerary, Range(0, len(stage.layers)), data, 1.0))
             result = running[-1].forward(x)
         running[0].backward(None if stage.is_last else torch.zeros_like(result))
     return storage.weights.nbytes + storage.grads.nbytes + meter.peak_bytes

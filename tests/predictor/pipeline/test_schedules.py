@@ -35,7 +35,7 @@ def test_every_plan_is_predicted_in_the_order_that_runs(data: st.DataObject) -> 
     short = step_times(layout, PlanCosts(layout, HETHUB, packaged()))
     assert short.seconds == pytest.approx(prediction.step_seconds, rel=1e-12)
     assert short.breakdown == pytest.approx(prediction.breakdown, rel=1e-9, abs=1e-12 * short.seconds)
-    by_part = layout.plan.steps_part_by_part and layout.plan.num_chunks > 1
+    by_part = layout.plan.steps_chunk_by_chunk and layout.plan.num_chunks > 1
     over = max if by_part else min  # who is done first begins the next step
     assert over(last_stops(prediction)) == pytest.approx(prediction.step_seconds)
 
@@ -86,7 +86,7 @@ def check_timeline(layout: Layout, prediction) -> None:
             spans = [span for span in prediction.timeline if span.rank == rank]
             assert [span.name for span in spans] == [act.name for act in acts]
             assert all(a.stop_seconds <= b.start_seconds + 1e-12 for a, b in pairwise(spans))
-        ends |= {act: span for act, span in zip(acts, spans, strict=True) if act.tile is not None}
+        ends |= {act: span for act, span in zip(acts, spans, strict=True) if act.microbatch is not None}
     for act, span in ends.items():
         for needed in dependencies(layout, act):
             assert ends[needed].stop_seconds <= span.start_seconds + 1e-12
@@ -103,13 +103,13 @@ ALIKE = [
 
 
 @pytest.mark.parametrize("missing", [0, 1], ids=["whole", "short"])
-@pytest.mark.parametrize(("name", "pp", "chunks", "zero", "tiles"), ALIKE, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "pp", "chunks", "zero", "microbatches"), ALIKE, ids=lambda value: str(value))
 def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
-    name: str, pp: int, chunks: int, zero: int, tiles: int, missing: int
+    name: str, pp: int, chunks: int, zero: int, microbatches: int, missing: int
 ) -> None:
-    """Extrapolated where all tiles are whole; where the last one is short, one replica's are all replayed."""
+    """Extrapolated where all microbatches are whole; where the last one is short, one replica's are all replayed."""
     on, size = cluster(("A100-SXM4-80GB", 1, pp), ("V100-SXM2-16GB", 1, pp)), TINY.layers // (pp * chunks)
-    samples = 2 * tiles - missing
+    samples = 2 * microbatches - missing
     stages = [
         {
             "layers": [[(c * pp + s) * size, (c * pp + s + 1) * size] for c in range(chunks)],

@@ -1,4 +1,5 @@
-"""A checkpoint restores the same bits under every plan, rank count and precision; the same plan trains on bit by bit."""
+"""A checkpoint restores the same bits under every plan, rank count and precision; the same plan trains on bit by
+bit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A rehearsal takes the planned time by its own books, and trains exactly what a run on real devices would."""
+"""An emulation takes the planned time by its own books, and trains exactly what a run on real devices would."""
 
 import json
 from time import monotonic
@@ -16,7 +16,7 @@ from hethub.predictor.memory.ranks import RankMemory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate import pace as rehearsal
 from hethub.runtime.emulate.network import EmulatedClock, Way
-from hethub.runtime.emulate.pace import ClusterNetwork, RankTimes, RehearsedPace, round_up
+from hethub.runtime.emulate.pace import ClusterNetwork, EmulatedPace, RankTimes, round_up
 from hethub.runtime.emulate.world import connect_emulated
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
@@ -122,21 +122,21 @@ def layout(stages=STAGES, cluster=EMULATED, **changes):
     return bind(PlanSpec.model_validate(plan(stages, **changes)), model, ClusterSpec.model_validate(cluster))
 
 
-def test_layers_and_ends_add_up_to_the_predicted_tile():
+def test_layers_and_ends_add_up_to_the_predicted_microbatch():
     bound = layout()
     costs = PlanCosts(bound, HETHUB, packaged())
-    for seat in bound.seats:
-        times, samples = RankTimes(costs, seat), bound.replica(seat.stage, seat.replica).micro_batch
-        tile = costs.tile(seat.stage, seat.replica, samples)
-        for kind, parts in ((Kind.FORWARD, tile.forward), (Kind.BACKWARD, tile.backward)):
-            own = sum(times.layer(kind, layer, samples) for layer in range(bound.stages[seat.stage].num_layers))
+    for assignment in bound.assignments:
+        times, samples = RankTimes(costs, assignment), bound.replica(assignment.stage, assignment.replica).micro_batch
+        microbatch = costs.microbatch(assignment.stage, assignment.replica, samples)
+        for kind, parts in ((Kind.FORWARD, microbatch.forward), (Kind.BACKWARD, microbatch.backward)):
+            own = sum(times.layer(kind, layer, samples) for layer in range(bound.stages[assignment.stage].num_layers))
             assert own == pytest.approx(parts.compute)
 
 
 def test_a_slowdown_slows_all_that_a_rank_computes():
     bound = layout()
     costs = PlanCosts(bound, HETHUB, packaged())
-    plain, slow = RankTimes(costs, bound.seats[0]), RankTimes(costs, bound.seats[0], 1.5)
+    plain, slow = RankTimes(costs, bound.assignments[0]), RankTimes(costs, bound.assignments[0], 1.5)
     assert slow.layer(Kind.FORWARD, 1, 2) == pytest.approx(1.5 * plain.layer(Kind.FORWARD, 1, 2))
     assert slow.optimizer(1000) == pytest.approx(1.5 * plain.optimizer(1000))
     assert plain.optimizer(0) == 0.0
@@ -167,8 +167,8 @@ def test_scales_are_rounded_up_to_two_digits():
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rehearsed")
+def emulated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulated")
     job = write_job(folder / "job", cluster=EMULATED, train={"steps": 4})
     ended = ranks(4, "train", job, "--run-dir", folder / "run", cwd=folder)
     assert [end.exit_code for end in ended] == [0] * 4, ended[0].stderr
@@ -179,9 +179,9 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_rehearsal_says_that_it_is_one(rehearsed):
-    ended, run = rehearsed
-    assert "rehearsed (median)" in ended.stdout
+def test_a_rehearsal_says_that_it_is_one(emulated):
+    ended, run = emulated
+    assert "emulated (median)" in ended.stdout
     assert "measured" not in ended.stdout
     assert "measured" not in (run / "report.html").read_text()
     report = json.loads((run / "rehearsal.json").read_text())
@@ -190,8 +190,8 @@ def test_a_rehearsal_says_that_it_is_one(rehearsed):
     assert all(row["time_scale"] == report["time_scale"] > 0 for row in metrics(run))
 
 
-def test_no_rehearsed_step_is_shorter_than_its_busiest_rank(rehearsed):
-    _, run = rehearsed
+def test_no_rehearsed_step_is_shorter_than_its_busiest_rank(emulated):
+    _, run = emulated
     bound = layout()
     prediction = predict(bound)
     assert prediction.step_seconds == pytest.approx(metrics(run)[0]["predicted_step_seconds"])
@@ -199,17 +199,17 @@ def test_no_rehearsed_step_is_shorter_than_its_busiest_rank(rehearsed):
         assert row["step_seconds"] >= prediction.breakdown["compute"]
 
 
-def test_memory_is_that_of_the_emulated_accelerator(rehearsed):
-    _, run = rehearsed
+def test_memory_is_that_of_the_emulated_accelerator(emulated):
+    _, run = emulated
     predicted = max(entry.bytes for entry in predict(layout()).memory)
     assert metrics(run)[-1]["memory_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
-def test_the_loss_is_that_of_a_run_on_cpus(rehearsed, tmp_path):
+def test_the_loss_is_that_of_a_run_on_cpus(emulated, tmp_path):
     job = write_job(tmp_path / "job", train={"steps": 4})
     ended = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert ended[0].exit_code == 0, ended[0].stderr
-    real, emulated = ([row["loss"] for row in metrics(run)] for run in (tmp_path / "run", rehearsed[1]))
+    real, emulated = ([row["loss"] for row in metrics(run)] for run in (tmp_path / "run", emulated[1]))
     assert emulated == pytest.approx(real, rel=1e-6)
 
 
@@ -223,7 +223,7 @@ def test_a_scale_that_is_too_small_is_refused_with_the_one_it_needs(tmp_path):
 
 
 def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
-    pace = RehearsedPace.__new__(RehearsedPace)
+    pace = EmulatedPace.__new__(EmulatedPace)
     pace.rank = 3
     pace._memory = RankMemory(3, "T4", 900, 1000, {"framework": 500, "weights": 400})
     assert pace.memory_bytes(500) == 1000

@@ -1,4 +1,5 @@
-"""Ranks that measure themselves: the edge of memory is found without falling over it, and unlike ranks get unlike work."""
+"""Ranks that measure themselves: the edge of memory is found without falling over it, and unlike ranks get unlike
+work."""
 
 import json
 import os

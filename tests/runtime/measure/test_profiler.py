@@ -43,7 +43,8 @@ def test_all_ranks_of_two_islands_measure_one_profile() -> None:
 def test_passes_of_a_process_held_to_a_part_of_a_core_count_with_the_time_it_stands_still(
     stands_still: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of three passes fit into what a period grants, the third waits for the next: a clock of its own tells how long."""
+    """Two of three passes fit into what a period grants, the third waits for the next: a clock of its own tells how
+    long."""
     from hethub.runtime.measure import profiler
 
     wall, cpu, passes = [0.0], [0.0], [1.0, 1.0, 4.0] * 10

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
-from hethub.runtime.loop import straggler_watch as drifting
+from hethub.runtime.loop import straggler_watch as stragglers
 from hethub.runtime.loop import train
-from hethub.runtime.loop.straggler_watch import Drifting
+from hethub.runtime.loop.straggler_watch import Stragglers
 from hethub.runtime.measure.straggler import (
-    Drifted,
-    DriftWatch,
     Noted,
     Remedy,
+    Straggler,
+    StragglerWatch,
     planned_seconds,
     planning_seconds,
     slowed,
 )
 from hethub.runtime.pace import WatchedPace
-from hethub.spec.job import DriftSpec
+from hethub.spec.job import StragglerSpec
 from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import load_plan
 from tests.planner.test_profiled import profile
@@ -32,7 +32,7 @@ from tests.runtime.emulate.test_emulation import layout
 from tests.support.command import ranks
 from tests.support.job_files import write_job
 
-SPEC = DriftSpec(threshold=0.2, steps=3)
+SPEC = StragglerSpec(threshold=0.2, steps=3)
 
 
 NOTHING = Noted([], {})
@@ -43,10 +43,10 @@ def forward(*seconds):
 
 
 def test_a_rank_is_named_once_it_was_slow_for_long_enough():
-    watch = DriftWatch(forward(1.0, 2.0, 4.0), SPEC)
+    watch = StragglerWatch(forward(1.0, 2.0, 4.0), SPEC)
     slow, well = forward(1.0, 3.0, 4.0), forward(1.0, 2.0, 4.0)
     assert watch.note(slow) == watch.note(slow) == NOTHING
-    assert watch.note(slow) == Noted([Drifted(1, 1.5, "forward", {"forward": 3.0}, {"forward": 2.0})], {})
+    assert watch.note(slow) == Noted([Straggler(1, 1.5, "forward", {"forward": 3.0}, {"forward": 2.0})], {})
     assert watch.note(slow) == NOTHING  # told once
     assert [watch.note(well) for _ in range(3)] == [NOTHING, NOTHING, Noted([], {1: 1.0})]
     assert watch.note(well) == NOTHING
@@ -54,18 +54,18 @@ def test_a_rank_is_named_once_it_was_slow_for_long_enough():
 
 
 def test_a_single_slow_step_is_no_drift():
-    watch = DriftWatch(forward(1.0, 1.0), SPEC)
+    watch = StragglerWatch(forward(1.0, 1.0), SPEC)
     assert all(watch.note(forward(*step)) == NOTHING for step in [[1.0, 9.0], [1.0, 9.0], [1.0, 1.0]] * 3)
 
 
 @given(st.floats(0.1, 10.0), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8))
 def test_what_all_ranks_have_in_common_is_no_drift(error, planned):
-    watch = DriftWatch(forward(*planned), SPEC)
+    watch = StragglerWatch(forward(*planned), SPEC)
     assert all(watch.note(forward(*(error * seconds for seconds in planned))) == NOTHING for _ in range(5))
 
 
 def test_a_rank_faster_than_planned_makes_no_other_slow():
-    watch = DriftWatch(forward(1.0, 1.0), SPEC)
+    watch = StragglerWatch(forward(1.0, 1.0), SPEC)
     assert all(watch.note(forward(0.5, 1.1)) == NOTHING for _ in range(5))
     assert [watch.note(forward(0.5, 1.3)) for _ in range(3)][-1].slow[0].factor == pytest.approx(1.3)
 
@@ -74,7 +74,7 @@ def test_the_kind_that_exceeds_its_plan_the_most_is_named():
     planned = [{"forward": 1.0, "backward": 2.0, "step": 0.1}] * 3
     slow = {"forward": 1.1, "backward": 4.0, "step": 0.3}  # all take three times as long to step
     busy = [{"forward": 1.0, "backward": 2.0, "step": 0.3}, slow, {"forward": 1.0, "backward": 2.0, "step": 0.3}]
-    watch = DriftWatch(planned, SPEC)
+    watch = StragglerWatch(planned, SPEC)
     (found,) = [watch.note(busy) for _ in range(3)][-1].slow
     assert (found.rank, found.kind, found.factor) == (1, "backward", pytest.approx(5.1 / 3))
     assert (found.measured, found.planned) == (slow, planned[1])
@@ -82,7 +82,7 @@ def test_the_kind_that_exceeds_its_plan_the_most_is_named():
 
 
 def test_a_rank_planned_as_slow_is_told_to_be_well_again():
-    watch = DriftWatch(forward(1.0, 2.0), SPEC, {1: 2.0})
+    watch = StragglerWatch(forward(1.0, 2.0), SPEC, {1: 2.0})
     assert [watch.note(forward(1.0, 2.0)) for _ in range(3)] == [NOTHING] * 3
     assert [watch.note(forward(1.0, 1.0)) for _ in range(4)] == [NOTHING, NOTHING, Noted([], {1: 1.0}), NOTHING]
 
@@ -94,8 +94,8 @@ class Watched:
         self.job = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="auto"))
         self.agreed = SimpleNamespace(layout=layout(), profile=None)
         self.factors, self.step = [], 0
-        monkeypatch.setattr(drifting, "find_remedy", self._remedy)
-        self.drifting = Drifting(self.job, self.agreed)
+        monkeypatch.setattr(stragglers, "find_remedy", self._remedy)
+        self.stragglers = Stragglers(self.job, self.agreed)
 
     def _remedy(self, job, layout, profile, factors):
         self.factors.append(dict(factors))
@@ -108,11 +108,11 @@ class Watched:
         for _ in range(3):
             self.step += 10
             busy = planned_seconds(self.agreed.layout, None, {1: factor})
-            rows += self.drifting.note(self.step, busy, self.agreed, plans=True)
+            rows += self.stragglers.note(self.step, busy, self.agreed, plans=True)
         return rows
 
     def chosen(self):
-        return self.drifting.chosen(SimpleNamespace(all_gather_objects=lambda own: [own]))
+        return self.stragglers.chosen(SimpleNamespace(all_gather_objects=lambda own: [own]))
 
 
 def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
@@ -131,13 +131,13 @@ def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
 def test_under_a_new_plan_factors_go_on_from_what_it_was_made_for(monkeypatch):
     run = Watched(monkeypatch)
     run.steps(2.0)
-    run.drifting.follow(run.agreed)
+    run.stragglers.follow(run.agreed)
     assert run.steps(2.0) == []
     run.steps(3.0)
     run.steps(2.0)
     run.steps(3.0)
     assert run.factors == [{1: pytest.approx(factor)} for factor in (2.0, 3.0, 3.0)]
-    run.drifting.follow(run.agreed)
+    run.stragglers.follow(run.agreed)
     assert run.steps(1.0)[0]["factor"] == 1.0
     assert run.factors[-1] == {}  # a plan for four healthy ranks
 
@@ -166,7 +166,7 @@ def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given
     assert slow.head(2).total == pytest.approx(2 * plain.head(2).total)
 
 
-def test_planned_work_is_that_of_all_tiles_times_what_is_known():
+def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
     plain = planned_seconds(layout(), None)
     assert len(plain) == 4
     assert plain[2] == plain[3]  # one replica
@@ -264,7 +264,7 @@ def test_the_new_plan_gives_the_slow_rank_less(replanned):
 
 def test_a_trainer_is_gone_before_the_next_is_built(replanned):
     ended, _ = replanned
-    assert "built beside 0 of 6" in ended.stdout  # after the rehearsal's trial and the plan at the start
+    assert "built beside 0 of 6" in ended.stdout  # after the emulation's trial and the plan at the start
 
 
 def test_the_loss_goes_on_exactly(replanned, tmp_path):

@@ -82,12 +82,12 @@ def live_and_peak(world: Any, case: Case) -> tuple[int, int, int]:
     return trainer._meter.live_bytes, trainer._meter.peak_bytes, trainer.memory_bytes
 
 
-TOKENS = 2 * 16  # of a tile: micro-batch times sequence
+TOKENS = 2 * 16  # of a microbatch: micro-batch times sequence
 
 
-@pytest.mark.parametrize(("schedule", "tiles_held"), [("1f1b", 2), ("gpipe", 4)])
-def test_a_steps_peak_is_the_tiles_in_flight(schedule: str, tiles_held: int) -> None:
-    """The first of two stages holds as many tiles as are in flight, and each keeps the same bytes."""
+@pytest.mark.parametrize(("schedule", "microbatches_held"), [("1f1b", 2), ("gpipe", 4)])
+def test_a_steps_peak_is_the_microbatches_in_flight(schedule: str, microbatches_held: int) -> None:
+    """The first of two stages holds as many microbatches as are in flight, and each keeps the same bytes."""
     peaks = {}
     for recompute in ("none", "full"):
         stages = [
@@ -101,11 +101,11 @@ def test_a_steps_peak_is_the_tiles_in_flight(schedule: str, tiles_held: int) -> 
         peaks[recompute] = first[1]
     width = MODEL.hidden
     inputs = 2 * TOKENS * width * 4  # the input of each of two layers
-    assert peaks["full"] >= tiles_held * inputs
+    assert peaks["full"] >= microbatches_held * inputs
     assert peaks["none"] > 2 * peaks["full"]
 
 
-def test_twice_the_tiles_in_flight_is_twice_the_memory_kept() -> None:
+def test_twice_the_microbatches_in_flight_is_twice_the_memory_kept() -> None:
     peaks = {}
     for in_flight in (2, 4):
         stages = [stage((0, 2), replica([0], 8, 1, in_flight=in_flight)), stage((2, 4), replica([1], 8, 1))]

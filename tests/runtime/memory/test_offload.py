@@ -1,4 +1,5 @@
-"""Parameters and optimizer state in host memory: the same training as without, and the bytes where they are said to be."""
+"""Parameters and optimizer state in host memory: the same training as without, and the bytes where they are said to
+be."""
 
 import gc
 from typing import Any
@@ -21,7 +22,7 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], Shards, dict[st
     trainer = build_trainer(world, case)
     losses = [trainer.run_step(step).loss for step in range(1, case.steps + 1)]
     gc.collect()
-    weights = trainer.residency.weights
+    weights = trainer.zero_manager.weights
     counted = {
         "host": trainer.arena.live_bytes,
         "device": trainer.storage.device_bytes + trainer.optimizer.device_bytes,

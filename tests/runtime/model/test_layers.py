@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def parameter(weight: Tensor, uses: int = 1) -> Parameter:
-    """A parameter that expects one tile, its old gradient left as rubbish that must not be seen."""
+    """A parameter that expects one microbatch, its old gradient left as rubbish that must not be seen."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     own = Parameter("w", weight.clone(), torch.full_like(weight, 7.0, dtype=wide))
     own.uses = uses
@@ -65,7 +65,8 @@ def test_rms_norm() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rms_norm_of_half_precision_has_fp32_statistics(dtype: torch.dtype) -> None:
-    """Sums of squares overflow in fp16 (300 squared, 64 times) and lose all bits in bf16; normed, then cast, then scaled."""
+    """Sums of squares overflow in fp16 (300 squared, 64 times) and lose all bits in bf16; normed, then cast, then
+    scaled."""
     x, weight = 300 * random(5, 64).to(dtype), random(64, seed=1, dtype=dtype)
     result = rms_norm(x, parameter(weight), 1e-5)
     assert result.dtype == dtype
@@ -133,7 +134,7 @@ def test_head_loss_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int)
     assert completed == [own]  # once, with the last chunk
 
 
-def test_a_tile_of_ignored_targets_costs_nothing() -> None:
+def test_a_microbatch_of_ignored_targets_costs_nothing() -> None:
     own = parameter(random(17, 5, seed=1))
     result, grad_x, grad_w = ours(lambda x: head_loss(x, TARGETS * 0 + IGNORED, 0, 1.0, ALONE, own), random(7, 5), own)
     assert result == 0
@@ -153,9 +154,9 @@ def test_head_loss_of_huge_logits_is_finite(size: float) -> None:
     assert torch.isfinite(grad_x).all()
 
 
-def test_parameters_sum_over_tiles_and_tell_when_complete() -> None:
+def test_parameters_sum_over_microbatches_and_tell_when_complete() -> None:
     own = parameter(random(4, 3))
-    own.uses = 2  # as a tied head: two places per tile
+    own.uses = 2  # as a tied head: two places per microbatch
     for _ in range(2):  # the second step must not see the first one's gradient
         told = []
         own.start_step(2, told.append)
@@ -240,7 +241,8 @@ VOCAB = [Range(0, 11), Range(11, 12), Range(12, 17)]
 
 
 def sharded(world: Any) -> list[Tensor]:
-    """Loss, embedding and both products on this rank's uneven shards: results, input gradients, own weight gradients."""
+    """Loss, embedding and both products on this rank's uneven shards: results, input gradients, own weight
+    gradients."""
     group = TensorGroup(world.group((0, 1, 2)))
     part = VOCAB[world.rank]
     head, table = parameter(random(17, 5, seed=1)[slice(*part)]), parameter(random(17, 5, seed=1)[slice(*part)])

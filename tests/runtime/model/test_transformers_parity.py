@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.checkpoint.hugging_face import export
 from hethub.runtime.model.initial import load_hugging_face
-from hethub.runtime.model.stage import TileInput
+from hethub.runtime.model.stage import MicrobatchInput
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.model import ModelSpec, from_hugging_face
 from tests.support.layouts import Case, Shards, build_trainer, random_tokens, replica, shards, stage
@@ -64,7 +64,7 @@ def ours(
     logits = np.empty((0, 0), np.float32)
     if len(case.stages) == 1:
         tokens = torch.from_numpy(batch(case, 1)[:, :-1])
-        logits = trainer.stage.logits(TileInput(batch=case.global_batch, tokens=tokens)).numpy()
+        logits = trainer.stage.logits(MicrobatchInput(batch=case.global_batch, tokens=tokens)).numpy()
     outcomes = [trainer.run_step(step) for step in range(1, 6)]
     store = CheckpointStore(RunFolder(run).checkpoints, 1, world)
     trainer.save(store, 5, blocking=True)

@@ -20,7 +20,7 @@ CASES = [
         name="dp2 to dp1", stages=[stage((0, 2), replica([0], 4), replica([1], 4)), stage((2, 4), replica([2], 8, 2))]
     ),
     Case(
-        name="dp1 to dp3 with other tile sizes",
+        name="dp1 to dp3 with other microbatch sizes",
         stages=[stage((0, 2), replica([0], 8, 3)), stage((2, 4), replica([1], 4, 2), replica([2], 3), replica([3], 1))],
     ),
     Case(

@@ -12,7 +12,7 @@ TIED = MODEL.replace(tied_head=True)
 NO_CLIP = {"grad_clip": None}
 
 TWO_CHUNKS = [chunked([(0, 1), (2, 3)], replica([0], 8, 2)), chunked([(1, 2), (3, 4)], replica([1], 8, 2))]
-UNEVEN_CHUNKS = [  # uneven chunks, tiles and replicas
+UNEVEN_CHUNKS = [  # uneven chunks, microbatches and replicas
     chunked([(0, 2), (3, 4)], replica([0], 5, 2), replica([1], 3)),
     chunked([(2, 3), (4, 6)], replica([2], 8, 3)),
 ]
@@ -33,7 +33,7 @@ THREE_STAGES = [stage((0, 1), replica([0], 8, 2)), stage((1, 3), replica([1], 8,
 
 
 def lockstep(zero: int, **more: Any) -> list[dict[str, Any]]:
-    """Two stages whose replicas have unlike tiles and counts: three rounds, and some without a tile."""
+    """Two stages whose replicas have unlike microbatches and counts: three rounds, and some without a microbatch."""
     return [
         stage((0, 2), replica([0], 5, 2), replica([1], 3, 3), zero=zero, **more),
         stage((2, 4), replica([2], 6, 2), replica([3], 2, 2), zero=zero, **more),
@@ -73,7 +73,7 @@ CASES = [
     Case(name="layered, tied head, no clipping", schedule="layered", stages=UNLIKE, model=TIED, train=NO_CLIP, vendors="anaan"),
     Case(name="interleaved, regular", schedule="interleaved", stages=TWO_CHUNKS),
     Case(name="interleaved, regular, no clipping", schedule="interleaved", stages=TWO_CHUNKS, train=NO_CLIP),
-    Case(name="interleaved, 3 chunks, unlike tiles", schedule="interleaved", stages=THREE_CHUNKS, model=SIX),
+    Case(name="interleaved, 3 chunks, unlike microbatches", schedule="interleaved", stages=THREE_CHUNKS, model=SIX),
     Case(name="interleaved, 3 chunks, no clipping", schedule="interleaved", stages=THREE_CHUNKS, model=SIX, train=NO_CLIP),
     Case(name="interleaved, uneven", schedule="interleaved", stages=UNEVEN_CHUNKS, model=SIX, train=NO_CLIP),
     Case(name="interleaved, TP and DP, tied head", schedule="interleaved", stages=TP_CHUNKS, model=TIED, vendors="aann"),

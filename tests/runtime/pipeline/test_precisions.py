@@ -2,9 +2,10 @@
 
 `make test` runs forty steps of a small model under the same bound; the 200 steps are slow.
 
-The bound of 0.5 % was calibrated on two tilings of one process (micro-batch 4 against 1), which is what rounding alone
-does to the same training: mean |Δloss| of the last 50 steps over their mean loss was 0.022 % in bf16 and 0.003 % in
-fp16. At five times the learning rate it was 1.4 %: there the training itself is chaotic, and no layout could do better.
+The bound of 0.5 % was calibrated on two microbatchings of one process (micro-batch 4 against 1), which is what
+rounding alone does to the same training: mean |Δloss| of the last 50 steps over their mean loss was 0.022 % in bf16
+and 0.003 % in fp16. At five times the learning rate it was 1.4 %: there the training itself is chaotic, and no layout
+could do better.
 """
 
 import functools

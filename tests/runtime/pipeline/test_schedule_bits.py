@@ -1,4 +1,5 @@
-"""What a schedule may not change: the bits of the result, where tiles come in one order. And what it keeps of tiles."""
+"""What a schedule may not change: the bits of the result, where microbatches come in one order. And what it keeps of
+microbatches."""
 
 import gc
 from typing import Any
@@ -19,7 +20,7 @@ TWO_CHUNKS = [
 
 
 def train_counting(world: Any, case: Case) -> tuple[list[tuple[float, float | None]], Shards, int, int]:
-    """Losses and norms, weights, the bytes that tiles keep behind a step, and the most that they kept."""
+    """Losses and norms, weights, the bytes that microbatches keep behind a step, and the most that they kept."""
     trainer = build_trainer(world, case)
     outcomes = [trainer.run_step(step) for step in range(1, 4)]
     gc.collect()
@@ -37,7 +38,7 @@ def plain() -> list[Any]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", "layered", "ministages"])
-def test_tiles_in_one_order_give_the_same_bits(schedule: str, plain: list[Any]) -> None:
+def test_microbatches_in_one_order_give_the_same_bits(schedule: str, plain: list[Any]) -> None:
     """Clipping is on, so the norm's bits count too."""
     for (numbers, held, live, _), (reference, expected, *_) in zip(results(schedule), plain, strict=True):
         assert numbers == reference
@@ -51,7 +52,8 @@ def test_nothing_is_kept_behind_a_step_of_chunks(schedule: str) -> None:
 
 
 def test_weights_put_off_keep_their_products() -> None:
-    """The second of two stages puts one tile off, the first none; that is every product's input and output gradient."""
+    """The second of two stages puts one microbatch off, the first none; that is every product's input and output
+    gradient."""
     stages = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]
     (one, two), (split_one, split_two) = (
         [result[3] for result in run_ranks(2, train_counting, Case(name=name, schedule=name, stages=stages))]
@@ -61,4 +63,4 @@ def test_weights_put_off_keep_their_products() -> None:
     tokens, width = 2 * SEQ_LEN, 8
     products = tokens * (4 * MODEL.hidden + 2 * query + 2 * kv + 3 * MODEL.ffn) * width  # of a layer
     assert split_two - two == pytest.approx(2 * products, rel=0.1)
-    assert split_one - one < products  # between the two halves of a tile: less than its layers have given back
+    assert split_one - one < products  # between the two halves of a microbatch: less than its layers have given back

@@ -16,22 +16,22 @@ from tests.support.plain_llama import PlainLlama
 from tests.support.ranks import run_ranks, start_ranks, values
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
-Order = list[tuple[str, int, int]]  # what, part, tile
+Order = list[tuple[str, int, int]]  # what, chunk, microbatch
 
 
 class RecordingStage(PipelineStage):
     """A pipeline stage that notes what it is told to run."""
 
-    def __init__(self, order: Order, part: int, *args: Any) -> None:
+    def __init__(self, order: Order, chunk: int, *args: Any) -> None:
         super().__init__(*args)
-        self.order, self.part = order, part
+        self.order, self.chunk = order, chunk
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.order.append(("forward", self.part, fwd_chunk_id))
+        self.order.append(("forward", self.chunk, fwd_chunk_id))
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.order.append(("backward", self.part, bwd_chunk_id))
+        self.order.append(("backward", self.chunk, bwd_chunk_id))
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
@@ -42,7 +42,7 @@ def torch_step(rank: int, store: dist.Store, case: Case) -> tuple[Order, float, 
     chunks = [Range(*chunk) for chunk in case.stages[rank]["layers"]]
     own = [PlainLlama(case.model, layers, seed=1) for layers in chunks]
     order: Order = []
-    parts = [
+    chunks = [
         RecordingStage(order, c, module, c * case.size + rank, len(chunks) * case.size, torch.device("cpu"))
         for c, module in enumerate(own)
     ]
@@ -54,7 +54,7 @@ def torch_step(rank: int, store: dist.Store, case: Case) -> tuple[Order, float, 
         return total / targets.numel()
 
     count = case.global_batch // case.stages[0]["replicas"][0]["micro_batch"]
-    held: Any = parts if case.schedule == "interleaved" else parts[0]
+    held: Any = chunks if case.schedule == "interleaved" else chunks[0]
     schedule = SCHEDULES[case.schedule](held, count, loss_fn=loss_function, scale_grads=False)
     losses: list[Tensor] = []
     if rank == case.size - 1:
@@ -69,15 +69,18 @@ def torch_step(rank: int, store: dist.Store, case: Case) -> tuple[Order, float, 
     return order, float(sum(losses)), square
 
 
-def pipeline(num_stages: int, num_tiles: int, schedule: str, num_chunks: int = 1) -> Case:
+def pipeline(num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Case:
     stages = [
         chunked(
-            [(c * num_stages + s, c * num_stages + s + 1) for c in range(num_chunks)], replica([s], 2 * num_tiles, 2)
+            [(c * num_stages + s, c * num_stages + s + 1) for c in range(num_chunks)],
+            replica([s], 2 * num_microbatches, 2),
         )
         for s in range(num_stages)
     ]
     model = MODEL.replace(layers=num_stages * num_chunks)
-    return Case(name=schedule, stages=stages, schedule=schedule, global_batch=2 * num_tiles, model=model, steps=1)
+    return Case(
+        name=schedule, stages=stages, schedule=schedule, global_batch=2 * num_microbatches, model=model, steps=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,9 @@ def test_torch_runs_the_same_order_to_the_same_loss(case: Case) -> None:
     theirs = values(start_ranks(case.size, torch_step, case))
     for s, (order, _, _) in enumerate(theirs):
         ours = [
-            (str(action.kind), action.part, action.tile.index) for action in actions(case.layout(), s, 0) if action.tile
+            (str(action.kind), action.chunk, action.microbatch.index)
+            for action in actions(case.layout(), s, 0)
+            if action.microbatch
         ]
         assert ours == order
     losses, norms, _ = run_ranks(case.size, train, case)[0]

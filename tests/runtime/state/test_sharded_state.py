@@ -1,4 +1,5 @@
-"""Gradients and weights that only their owners keep (ZeRO 2 and 3), with state shares, train the model of one process."""
+"""Gradients and weights that only their owners keep (ZeRO 2 and 3), with state shares, train the model of one
+process."""
 
 from dataclasses import replace
 from typing import Any
@@ -87,7 +88,7 @@ CASES = [
         stages=[stage((0, 4), replica([0], 5, 1), replica([1], 3, 2), zero=3, state_shares={1: 0.1})],
     ),
     Case(
-        name="zero2 in rounds between pipelines, other tiles and islands",
+        name="zero2 in rounds between pipelines, other microbatches and islands",
         stages=[
             stage((0, 1), replica([0], 8, 3)),
             stage((1, 3), replica([1], 6, 2), replica([2], 2, 2), zero=2),
@@ -110,7 +111,7 @@ CASES = [
         train=NO_CLIP,
     ),
     Case(
-        name="ministages, zero3, one tile beside three, tied head",
+        name="ministages, zero3, one microbatch beside three, tied head",
         stages=[chunked([(0, 2), (2, 4)], replica([0], 6, 2), replica([1], 2, 2), zero=3)],
         schedule="ministages",
         model=TIED,
@@ -184,7 +185,7 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Sh
     trainer = build_trainer(world, case)
     losses, norms = [], []
     for step in range(1, case.steps + 1):
-        gathers = trainer.residency.weights and trainer.residency.weights.gathers
+        gathers = trainer.zero_manager.weights and trainer.zero_manager.weights.gathers
         if gathers:
             gathers.clear()
         outcome = trainer.run_step(step)
@@ -192,7 +193,7 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], list[float], Sh
         norms.append(outcome.grad_norm or float("nan"))
     trainer.stepping.flush()
     verify_copies(world, trainer.reducer, case.steps)
-    weights, gradients = trainer.residency.weights, trainer.residency.gradients
+    weights, gradients = trainer.zero_manager.weights, trainer.zero_manager.gradients
     counted: dict[str, Any] = {
         "gathers": dict(weights.gathers) if weights else {},
         "most_present": weights.most_present if weights else 0,
@@ -249,7 +250,8 @@ def counted(stages: list[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("shares", [{}, {0: 0.0}, {0: 0.1}, {0: 0.9}], ids=["even", "0 %", "10 %", "90 %"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_of_state_are_the_shares(zero: int, shares: dict[int, float]) -> None:
-    """Of two ranks: optimizer state at every level, gradients from ZeRO 2 on, weights under 3; norms are held by both."""
+    """Of two ranks: optimizer state at every level, gradients from ZeRO 2 on, weights under 3; norms are held by
+    both."""
     case = Case(name="shares", stages=alike(2, zero, state_shares=shares), steps=2)
     for rank, counts in enumerate(check_against_one_process(case)):
         share = shares.get(0, 0.5) if rank == 0 else 1 - shares.get(0, 0.5)
@@ -268,7 +270,7 @@ def test_zero2_keeps_all_weights_and_its_own_gradients() -> None:
         assert counts["weights"] == MODEL.parameters
         assert counts["gradients"] <= MODEL.parameters / 2 + NORMS
         assert counts["gathers"] == {}
-        assert counts["reductions"] == dict.fromkeys(range(4), 2)  # units times tiles
+        assert counts["reductions"] == dict.fromkeys(range(4), 2)  # units times microbatches
 
 
 def test_layered_gathers_a_layer_once_per_pass_and_reduces_it_once() -> None:
@@ -280,7 +282,7 @@ def test_layered_gathers_a_layer_once_per_pass_and_reduces_it_once() -> None:
         assert counts["most_present"] == 2
 
 
-def test_rounds_gather_a_layer_once_per_tile_and_pass_on_ranks_without_a_tile_too() -> None:
+def test_rounds_gather_a_layer_once_per_microbatch_and_pass_on_ranks_without_a_microbatch_too() -> None:
     for counts in counted([stage((0, 4), replica([0], 6, 2), replica([1], 2, 2), zero=3)]):
         assert counts["gathers"] == {0: 4, 1: 6, 2: 6, 3: 3}  # the ends stay where the next visit is theirs
         assert counts["reductions"] == dict.fromkeys(range(4), 3)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Action, Kind, actions, dependencies, execution_order, schedule
-from hethub.spec.schedule.microbatches import Tile
+from hethub.spec.schedule.microbatches import MicrobatchRange
 from tests.spec.random_plans import any_cases, cases
 from tests.spec.schedule.test_microbatches import minimum, with_in_flight
 from tests.support.layouts import MODEL, Case, chunked, replica, stage
@@ -20,25 +20,26 @@ PIPELINE = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))
 
 
 def check_order(layout: Layout) -> None:
-    """Everything runs once, after what it needs: other stages' tiles, the own tile's part before, its forward."""
+    """Everything runs once, after what it needs: other stages' microbatches, the own microbatch's chunk before, its
+    forward."""
     done: set[Action] = set()
-    compute = [acts for acts in execution_order(layout) if acts[2].tile is not None]
+    compute = [acts for acts in execution_order(layout) if acts[2].microbatch is not None]
     for s, r, action in compute:
-        tile, part = action.tile, action.part
-        assert tile is not None
-        assert (action.stage, tile.replica) == (s, r)
+        microbatch, chunk = action.microbatch, action.chunk
+        assert microbatch is not None
+        assert (action.stage, microbatch.replica) == (s, r)
         assert done.issuperset(dependencies(layout, action))
         if action.kind is Kind.WEIGHT:
             assert action._replace(kind=Kind.BACKWARD) in done
         if action.kind is Kind.BACKWARD:
             assert action._replace(kind=Kind.FORWARD) in done
-        beside = layout.unit_beside(s, part, -1 if action.kind is Kind.FORWARD else 1)
+        beside = layout.chunk_beside(s, chunk, -1 if action.kind is Kind.FORWARD else 1)
         if beside is not None and beside.stage == s and action.kind is not Kind.WEIGHT:
-            assert action._replace(part=beside.part) in done
+            assert action._replace(chunk=beside.chunk) in done
         done.add(action)
     kinds = 3 if layout.plan.schedule == "zero_bubble" else 2
-    tiles = sum(len(own) * len(layout.parts(s)) for s, own in enumerate(layout.tiles))
-    assert len(compute) == len(done) == kinds * tiles
+    microbatches = sum(len(own) * len(layout.chunks(s)) for s, own in enumerate(layout.microbatches))
+    assert len(compute) == len(done) == kinds * microbatches
 
 
 @settings(max_examples=300)
@@ -56,59 +57,59 @@ def test_the_entries_of_a_round_belong_together(case: Case) -> None:
         for r in replicas:
             compute = [act for act in lists[s, r] if act.is_compute]
             update = [act for act in lists[s, r] if not act.is_compute]
-            if layout.plan.steps_part_by_part:
-                ends = {act.part: index for index, act in enumerate(lists[s, r]) if act.kind is Kind.BACKWARD}
-                for part, index in ends.items():
-                    assert lists[s, r][index + 1 : index + 4] == [act for act in update if act.part == part]
+            if layout.plan.steps_chunk_by_chunk:
+                ends = {act.chunk: index for index, act in enumerate(lists[s, r]) if act.kind is Kind.BACKWARD}
+                for chunk, index in ends.items():
+                    assert lists[s, r][index + 1 : index + 4] == [act for act in update if act.chunk == chunk]
             else:
                 assert lists[s, r] == compute + update
                 assert [act.kind for act in update] == [Kind.REDUCE, Kind.STEP, Kind.GATHER]
-            assert layout.plan.runs_in_rounds(s) or all(act.tile for act in compute)
+            assert layout.plan.runs_in_rounds(s) or all(act.microbatch for act in compute)
         if not layout.plan.runs_in_rounds(s):
             continue
         for together in zip(*(lists[s, r] for r in replicas), strict=True):
-            assert len({(act.kind, act.part) for act in together}) == 1
-            ranges = sorted(act.tile.samples for act in together if act.tile)
+            assert len({(act.kind, act.chunk) for act in together}) == 1
+            ranges = sorted(act.microbatch.samples for act in together if act.microbatch)
             assert all(a.stop == b.start for a, b in pairwise(ranges))
-        busiest = max(len(layout.tiles_of(s, r)) for r in replicas)
-        assert len([act for act in lists[s, 0] if act.kind is Kind.FORWARD]) == busiest * len(layout.parts(s))
+        busiest = max(len(layout.microbatches_of(s, r)) for r in replicas)
+        assert len([act for act in lists[s, 0] if act.kind is Kind.FORWARD]) == busiest * len(layout.chunks(s))
 
 
 @given(any_cases(max_batch=20))
-def test_a_part_is_passed_by_all_tiles_before_the_next(case: Case) -> None:
+def test_a_part_is_passed_by_all_microbatches_before_the_next(case: Case) -> None:
     if case.schedule not in ("ministages", "layered"):
         return
     layout = case.layout()
     for (s, r), acts in schedule(layout).items():
-        parts = range(len(layout.parts(s)))
-        for kind, order in ((Kind.FORWARD, parts), (Kind.BACKWARD, parts[::-1])):
-            own = [(act.part, act.tile) for act in acts if act.kind is kind]
-            assert own == [(part, tile) for part in order for tile in layout.tiles_of(s, r)]
+        chunks = range(len(layout.chunks(s)))
+        for kind, order in ((Kind.FORWARD, chunks), (Kind.BACKWARD, chunks[::-1])):
+            own = [(act.chunk, act.microbatch) for act in acts if act.kind is kind]
+            assert own == [(chunk, microbatch) for chunk in order for microbatch in layout.microbatches_of(s, r)]
 
 
 @given(cases(max_batch=20))
-def test_every_tile_runs_forward_once_and_backward_once(case: Case) -> None:
+def test_every_microbatch_runs_forward_once_and_backward_once(case: Case) -> None:
     layout = case.layout()
     for (s, r), acts in schedule(layout).items():
-        tiles = layout.tiles_of(s, r)
-        assert [a.tile for a in acts if a.kind is Kind.FORWARD] == list(tiles)
-        assert [a.tile for a in acts if a.kind is Kind.BACKWARD] == list(tiles)
-        assert [a.kind for a in acts if a.tile is None] == [Kind.REDUCE, Kind.STEP, Kind.GATHER]
-        assert all(a.tile is None for a in acts[2 * len(tiles) :])
+        microbatches = layout.microbatches_of(s, r)
+        assert [a.microbatch for a in acts if a.kind is Kind.FORWARD] == list(microbatches)
+        assert [a.microbatch for a in acts if a.kind is Kind.BACKWARD] == list(microbatches)
+        assert [a.kind for a in acts if a.microbatch is None] == [Kind.REDUCE, Kind.STEP, Kind.GATHER]
+        assert all(a.microbatch is None for a in acts[2 * len(microbatches) :])
 
 
 @given(any_cases(max_batch=20))
 def test_what_is_held_is_foreseen(case: Case) -> None:
     layout = case.layout()
     for (s, r), acts in schedule(layout).items():
-        held: set[tuple[int, Tile]] = set()
+        held: set[tuple[int, MicrobatchRange]] = set()
         most = 0
         for action in acts:
-            if action.tile and action.kind is Kind.FORWARD:
-                held.add((action.part, action.tile))
-            elif action.tile and action.kind is Kind.BACKWARD:
-                held.remove((action.part, action.tile))
-            counted = held if layout.plan.schedule == "interleaved" else {tile for _, tile in held}
+            if action.microbatch and action.kind is Kind.FORWARD:
+                held.add((action.chunk, action.microbatch))
+            elif action.microbatch and action.kind is Kind.BACKWARD:
+                held.remove((action.chunk, action.microbatch))
+            counted = held if layout.plan.schedule == "interleaved" else {microbatch for _, microbatch in held}
             most = max(most, len(counted))
         assert most <= layout.in_flight[s][r]
         assert most == layout.in_flight[s][r] or layout.plan.runs_in_rounds(s)
@@ -122,38 +123,42 @@ def test_weight_parts_stay_within_the_fullest_stage(case: Case) -> None:
     held_by_stage = []
     for s in range(layout.num_stages):
         held = 0
-        for lane in {tile.replica for tile in layout.lanes[s].tiles(s)}:
-            size = max(tile.samples.size for tile in layout.lanes[s].tiles(s) if tile.replica == lane)
-            limit = layout.lane_limits[s][lane]
-            fullest_here, put_off = limit * size, 0
-            seats = [r for r in range(len(layout.stages[s].replicas)) if layout.lane_of(s, r) == lane]
+        for actor in {microbatch.replica for microbatch in layout.actors[s].microbatches(s)}:
+            size = max(
+                microbatch.samples.size
+                for microbatch in layout.actors[s].microbatches(s)
+                if microbatch.replica == actor
+            )
+            limit = layout.actor_limits[s][actor]
+            fullest_here, deferred_wgrad = limit * size, 0
+            assignments = [r for r in range(len(layout.stages[s].replicas)) if layout.actor_of(s, r) == actor]
             waiting = 0
-            for action in actions(layout, s, seats[0]):
+            for action in actions(layout, s, assignments[0]):
                 waiting += {Kind.BACKWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
-                put_off = max(put_off, waiting - 1)  # one is between its two halves
-            held += put_off * size + fullest_here
+                deferred_wgrad = max(deferred_wgrad, waiting - 1)  # one is between its two halves
+            held += deferred_wgrad * size + fullest_here
         held_by_stage.append(held)
         fullest = max(fullest, sum(
-            layout.lane_limits[s][lane] * max(t.samples.size for t in layout.lanes[s].tiles(s) if t.replica == lane)
-            for lane in {tile.replica for tile in layout.lanes[s].tiles(s)}
+            layout.actor_limits[s][actor] * max(t.samples.size for t in layout.actors[s].microbatches(s) if t.replica == actor)
+            for actor in {microbatch.replica for microbatch in layout.actors[s].microbatches(s)}
         ))  # fmt: skip
     assert all(held <= fullest for held in held_by_stage)
 
 
 @given(cases(max_batch=20))
-def test_a_replica_never_holds_more_tiles_than_in_flight(case: Case) -> None:
+def test_a_replica_never_holds_more_microbatches_than_in_flight(case: Case) -> None:
     layout = case.layout()
     for (s, r), acts in schedule(layout).items():
         held, most = set(), 0
         for action in acts:
             if action.kind is Kind.FORWARD:
-                held.add(action.tile)
+                held.add(action.microbatch)
             elif action.kind is Kind.BACKWARD:
-                held.remove(action.tile)
+                held.remove(action.microbatch)
             most = max(most, len(held))
-        assert most == layout.in_flight[s][r] <= len(layout.tiles_of(s, r))
+        assert most == layout.in_flight[s][r] <= len(layout.microbatches_of(s, r))
         if case.schedule == "gpipe":
-            assert most == len(layout.tiles_of(s, r))
+            assert most == len(layout.microbatches_of(s, r))
 
 
 @given(cases(schedule="1f1b"), st.data())
@@ -179,12 +184,15 @@ def test_the_classical_order_of_two_stages() -> None:
 
 
 def names(layout: Layout, stage: int) -> list[str]:
-    """A stage's compute in short: F00 is the forward of tile 0 in part 0."""
-    return [f"{act.kind[0].upper()}{act.part}{act.tile.index}" for act in actions(layout, stage, 0) if act.tile]
+    """A stage's compute in short: F00 is the forward of microbatch 0 in chunk 0."""
+    return [
+        f"{act.kind[0].upper()}{act.chunk}{act.microbatch.index}" for act in actions(layout, stage, 0) if act.microbatch
+    ]
 
 
 def test_interleaved_is_megatrons_order_where_all_is_regular() -> None:
-    """By hand from the rule: groups of two tiles, chunk after chunk; 4 and 2 forwards before the first backward."""
+    """By hand from the rule: groups of two microbatches, chunk after chunk; 4 and 2 forwards before the first
+    backward."""
     stages = [chunked([(0, 1), (2, 3)], replica([0], 4)), chunked([(1, 2), (3, 4)], replica([1], 4))]
     layout = Case(name="vpp", stages=stages, schedule="interleaved", global_batch=4).layout()
     assert names(layout, 0) == [
@@ -199,34 +207,39 @@ def test_interleaved_is_megatrons_order_where_all_is_regular() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 3), st.integers(1, 2), st.integers(0, 13))
-def test_megatrons_order_runs_for_any_number_of_tiles(pp: int, chunks: int, dp: int, more: int) -> None:
-    """Tiles that fill no group of their own make the first ones larger; a stage holds what its largest group asks for."""
-    tiles = pp + more
+def test_megatrons_order_runs_for_any_number_of_microbatches(pp: int, chunks: int, dp: int, more: int) -> None:
+    """Microbatches that fill no group of their own make the first ones larger; a stage holds what its largest group
+    asks for."""
+    microbatches = pp + more
     stages = [
         chunked(
-            [(c * pp + s, c * pp + s + 1) for c in range(chunks)], *(replica([s * dp + r], tiles) for r in range(dp))
+            [(c * pp + s, c * pp + s + 1) for c in range(chunks)],
+            *(replica([s * dp + r], microbatches) for r in range(dp)),
         )
         for s in range(pp)
     ]
     model = MODEL.replace(layers=pp * chunks)
-    layout = Case(name="any", stages=stages, schedule="interleaved", global_batch=dp * tiles, model=model).layout()
+    layout = Case(
+        name="any", stages=stages, schedule="interleaved", global_batch=dp * microbatches, model=model
+    ).layout()
     check_order(layout)
-    largest = -(-tiles // (tiles // pp))
+    largest = -(-microbatches // (microbatches // pp))
     for s in range(pp):
-        assert layout.in_flight[s] == [min(2 * (pp - s - 1) + (chunks - 1) * largest + 1, chunks * tiles)] * dp
+        assert layout.in_flight[s] == [min(2 * (pp - s - 1) + (chunks - 1) * largest + 1, chunks * microbatches)] * dp
 
 
 def ticks(layout: Layout) -> int:
-    """How long a step's compute takes where a sample takes a tick forward in a layer, one for its input, one for its weights."""
+    """How long a step's compute takes where a sample takes a tick forward in a layer, one for its input, one for its
+    weights."""
     splits = layout.plan.schedule == "zero_bubble"
     lengths = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits else 2, Kind.WEIGHT: 1}
     clock: dict[tuple[int, int], int] = {}
     ends: dict[Action, int] = {}
     for s, r, act in execution_order(layout):
-        if act.tile is not None:
+        if act.microbatch is not None:
             start = max([clock.get((s, r), 0), *(ends[need] for need in dependencies(layout, act))])
-            part = layout.parts(s)[act.part]
-            clock[s, r] = ends[act] = start + lengths[act.kind] * act.tile.samples.size * part.size
+            chunk = layout.chunks(s)[act.chunk]
+            clock[s, r] = ends[act] = start + lengths[act.kind] * act.microbatch.samples.size * chunk.size
     return max(clock.values())
 
 
@@ -244,7 +257,7 @@ def test_interleaving_and_splitting_fill_waits(micro_batches: tuple[int, ...], b
 
 
 def test_zero_bubble_puts_off_more_the_later_the_stage() -> None:
-    """By hand, schedule H1: stage s puts s tiles off; without the weight parts it is 1F1B."""
+    """By hand, schedule H1: stage s puts s microbatches off; without the weight gradients it is 1F1B."""
     stages = [stage((s, s + 1), replica([s], 4)) for s in range(3)]
     layout = Case(
         name="zb", stages=stages, schedule="zero_bubble", global_batch=4, model=MODEL.replace(layers=3)
@@ -258,8 +271,8 @@ def test_zero_bubble_puts_off_more_the_later_the_stage() -> None:
 def test_zero_bubble_without_its_weight_parts_is_1f1b(case: Case) -> None:
     layout = case.layout()
     plain = Layout(layout.plan.replace(schedule="1f1b"), layout.model, layout.cluster)
-    for seat, acts in schedule(layout).items():
-        assert [act for act in acts if act.kind is not Kind.WEIGHT] == schedule(plain)[seat]
+    for assignment, acts in schedule(layout).items():
+        assert [act for act in acts if act.kind is not Kind.WEIGHT] == schedule(plain)[assignment]
 
 
 @settings(max_examples=50)
@@ -318,7 +331,7 @@ def test_too_few_in_flight_is_refused_when_the_plan_is_bound() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "ministages", "layered"])
-def test_in_flight_has_no_meaning_where_all_tiles_are_held(name: str) -> None:
+def test_in_flight_has_no_meaning_where_all_microbatches_are_held(name: str) -> None:
     stages = [stage((0, 4), replica([0], 8, 1, in_flight=3))]
-    with pytest.raises(BadInput, match=f"schedule {name} holds all tiles at once, so in_flight has no meaning"):
+    with pytest.raises(BadInput, match=f"schedule {name} holds all microbatches at once, so in_flight has no meaning"):
         Case(name=name, stages=stages, schedule=name, model=MODEL).layout()

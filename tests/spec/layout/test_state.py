@@ -14,7 +14,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.shares import cut_buckets
 from hethub.spec.layout.state import Piece, StateMap, both_ends_step, slice_runs
-from hethub.spec.ranges import Range, merge, overlap, split_by_shares, tiles_exactly
+from hethub.spec.ranges import Range, covers_exactly, merge, overlap, split_by_shares
 from tests.spec.random_plans import TIED, cases
 from tests.support.layouts import MODEL, Case, replica, stage
 
@@ -29,13 +29,13 @@ def users(layout: Layout, stage: int) -> list[int]:
 
 
 @given(cases())
-def test_buckets_tile_the_axis_and_pieces_tile_the_buckets(case: Case) -> None:
+def test_buckets_microbatch_the_axis_and_pieces_microbatch_the_buckets(case: Case) -> None:
     state = StateMap(case.layout())
     axis = Range(0, case.model.parameters)
-    assert tiles_exactly([placed.span for placed in state.tensors], axis)
-    assert tiles_exactly([bucket.span for bucket in state.buckets], axis)
+    assert covers_exactly([placed.span for placed in state.tensors], axis)
+    assert covers_exactly([bucket.span for bucket in state.buckets], axis)
     for bucket in state.buckets:
-        assert tiles_exactly([run for piece in bucket.pieces for run in piece.runs], bucket.span)
+        assert covers_exactly([run for piece in bucket.pieces for run in piece.runs], bucket.span)
         inside = [t for t in state.tensors if bucket.span.contains(t.span)]
         assert {t.info.decays for t in inside} == {bucket.decays}
         assert {t.stage for t in inside} == {bucket.stage}
@@ -66,7 +66,7 @@ def holders(state: StateMap, layout: Layout, ranks: tuple[int, ...], runs: tuple
     """The ranks that hold all of the runs; fails where one holds only a part of them."""
     found = set()
     for rank in ranks:
-        held = merge(run for _, run in state.held_by(layout.seats[rank]))
+        held = merge(run for _, run in state.held_by(layout.assignments[rank]))
         inside = [any(whole.contains(run) for whole in held) for run in runs]
         assert all(inside) or not any(overlap(whole, run) for whole in held for run in runs)
         found |= {rank} if all(inside) else set()
@@ -80,7 +80,7 @@ def test_every_element_is_stepped_by_one_owner_or_by_all_its_holders(case: Case)
     for bucket in state.buckets:
         for piece in bucket.pieces:
             if piece.group.sharded:
-                assert tiles_exactly(piece.cuts, Range(0, piece.numel))
+                assert covers_exactly(piece.cuts, Range(0, piece.numel))
                 stepping = {r for r in piece.group.contributors if piece.owned_runs(r)}
                 assert stepping <= set(piece.group.owners)
                 if bucket.span.start == 0 and both_ends_step(layout):  # a tied head: every end's rank its part
@@ -170,15 +170,15 @@ def test_the_largest_share_is_named_and_then_accepted(replicas: list[dict[str, A
     largest = corrected({0: 0.99}, str(refusal.value))[0]
     owned = totals(one_stage(replicas, model, {0: largest}), 0)
     held = sum(
-        run.size for placed, run in one_stage(replicas, model, {}).held_by(seat_of(replicas, model, 0)) if placed
+        run.size for placed, run in one_stage(replicas, model, {}).held_by(assignment_of(replicas, model, 0)) if placed
     )
     assert owned[0] == pytest.approx(held, rel=1e-4)  # all it holds: nobody else must own any of it
     with pytest.raises(BadInput, match="at most"):
         _ = one_stage(replicas, model, {0: largest + 1e-4}).buckets
 
 
-def seat_of(replicas: list[dict[str, Any]], model: Any, rank: int) -> Any:
-    return one_stage(replicas, model, {}).layout.seats[rank]
+def assignment_of(replicas: list[dict[str, Any]], model: Any, rank: int) -> Any:
+    return one_stage(replicas, model, {}).layout.assignments[rank]
 
 
 def test_unnamed_ranks_share_the_rest_equally() -> None:
@@ -200,7 +200,7 @@ def test_buckets_are_cut_to_exact_totals(sizes: list[int], weights: list[int]) -
     fractions = [weight / sum(weights) for weight in weights]
     cuts = cut_buckets(sizes, fractions)
     for size, parts in zip(sizes, cuts, strict=True):
-        assert tiles_exactly(parts, Range(0, size))
+        assert covers_exactly(parts, Range(0, size))
         assert len(parts) == len(weights)
     if len(set(fractions)) > 1:
         exact = [part.size for part in split_by_shares(sum(sizes), fractions)]

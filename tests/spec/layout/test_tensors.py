@@ -19,7 +19,7 @@ from hethub.spec.layout.tensors import (
 )
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import ReplicaSpec
-from hethub.spec.ranges import Range, tiles_exactly
+from hethub.spec.ranges import Range, covers_exactly
 from tests.support.layouts import MODEL
 
 
@@ -46,16 +46,16 @@ def test_equal_degrees_cover_everything_and_keep_query_groups_with_their_kv_head
 ) -> None:
     tp = data.draw(st.sampled_from(tp_degrees(spec)))
     held = shared(spec, tp)
-    assert tiles_exactly([h.query for h in held], Range(0, spec.heads))
-    assert tiles_exactly([h.ffn for h in held], Range(0, spec.ffn))
-    assert tiles_exactly([h.vocab for h in held], Range(0, spec.vocab))
+    assert covers_exactly([h.query for h in held], Range(0, spec.heads))
+    assert covers_exactly([h.ffn for h in held], Range(0, spec.ffn))
+    assert covers_exactly([h.vocab for h in held], Range(0, spec.vocab))
     assert len({h.query.size for h in held}) == 1
     per_group = spec.heads // spec.num_kv_heads
     for own in held:
         needed = {head // per_group for head in range(*own.query)}
         assert needed == set(range(*own.kv))  # just the KV heads its queries use
     if tp <= spec.num_kv_heads:
-        assert tiles_exactly([h.kv for h in held], Range(0, spec.num_kv_heads))
+        assert covers_exactly([h.kv for h in held], Range(0, spec.num_kv_heads))
 
 
 @given(models)
@@ -75,9 +75,9 @@ def test_uneven_shares_split_by_whole_kv_groups_or_are_refused(spec: ModelSpec, 
     except BadInput as refusal:
         assert re.search("leave rank|uneven parts|does not divide", str(refusal))  # noqa: PT017
         return
-    assert tiles_exactly([h.query for h in held], Range(0, spec.heads))
-    assert tiles_exactly([h.ffn for h in held], Range(0, spec.ffn))
-    assert tiles_exactly([h.vocab for h in held], Range(0, spec.vocab))
+    assert covers_exactly([h.query for h in held], Range(0, spec.heads))
+    assert covers_exactly([h.ffn for h in held], Range(0, spec.ffn))
+    assert covers_exactly([h.vocab for h in held], Range(0, spec.vocab))
     per_group = spec.heads // spec.num_kv_heads
     for own in held:
         assert {head // per_group for head in range(*own.query)} == set(range(*own.kv))
@@ -161,5 +161,5 @@ def test_shards_of_every_tensor_are_runs_that_cover_it(spec: ModelSpec, data: st
             assert min(r.start for r in runs) == 0
             assert max(r.stop for r in runs) == tensor.numel
         else:
-            assert tiles_exactly(runs, Range(0, tensor.numel))
+            assert covers_exactly(runs, Range(0, tensor.numel))
         assert covered is None or len(covered) == tensor.numel

@@ -1,4 +1,4 @@
-"""Dealing against a naive statement of design rule 1; transfers; how many tiles must be in flight."""
+"""Dealing against a naive statement of design rule 1; transfers; how many microbatches must be in flight."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -18,33 +18,33 @@ from tests.support.layouts import MODEL, Case, replica, stage
 
 
 def naive_deal(replicas: tuple[ReplicaSpec, ...]) -> list[tuple[int, int, int]]:
-    """(replica, start, stop) of every tile, by fractions."""
-    dealt, position, tiles = [0] * len(replicas), 0, []
+    """(replica, start, stop) of every microbatch, by fractions."""
+    dealt, position, microbatches = [0] * len(replicas), 0, []
     while any(done < r.samples for done, r in zip(dealt, replicas, strict=True)):
         waiting = [i for i, r in enumerate(replicas) if dealt[i] < r.samples]
         chosen = min(waiting, key=lambda i: (Fraction(dealt[i] + replicas[i].micro_batch, replicas[i].samples), i))
         size = min(replicas[chosen].micro_batch, replicas[chosen].samples - dealt[chosen])
-        tiles.append((chosen, position, position + size))
+        microbatches.append((chosen, position, position + size))
         dealt[chosen] += size
         position += size
-    return tiles
+    return microbatches
 
 
 @given(replica_specs())
 def test_dealing_is_rule_1(replicas: tuple[ReplicaSpec, ...]) -> None:
-    dealt = deal(replicas).tiles(0)
-    assert [(tile.replica, *tile.samples) for tile in dealt] == naive_deal(replicas)
+    dealt = deal(replicas).microbatches(0)
+    assert [(microbatch.replica, *microbatch.samples) for microbatch in dealt] == naive_deal(replicas)
     for position, spec in enumerate(replicas):
-        own = [tile for tile in dealt if tile.replica == position]
-        assert sum(tile.samples.size for tile in own) == spec.samples
-        assert [tile.index for tile in own] == list(range(len(own)))
-        assert all(tile.samples.size == spec.micro_batch for tile in own[:-1])  # only the last may be short
+        own = [microbatch for microbatch in dealt if microbatch.replica == position]
+        assert sum(microbatch.samples.size for microbatch in own) == spec.samples
+        assert [microbatch.index for microbatch in own] == list(range(len(own)))
+        assert all(microbatch.samples.size == spec.micro_batch for microbatch in own[:-1])  # only the last may be short
         assert 1 <= own[-1].samples.size <= spec.micro_batch
 
 
 @settings(max_examples=500)
 @given(replica_specs())
-def test_there_are_as_many_rounds_as_the_busiest_replica_has_tiles(replicas: tuple[ReplicaSpec, ...]) -> None:
+def test_there_are_as_many_rounds_as_the_busiest_replica_has_microbatches(replicas: tuple[ReplicaSpec, ...]) -> None:
     dealt = deal(replicas)
     found = rounds(dealt.replicas)
     assert [position for together in found for position in range(*together)] == list(range(len(dealt.replicas)))
@@ -53,8 +53,8 @@ def test_there_are_as_many_rounds_as_the_busiest_replica_has_tiles(replicas: tup
         assert len(set(own)) == len(own)
     counts = [dealt.replicas.count(replica) for replica in range(len(replicas))]
     assert len(found) == max(counts)
-    whole = as_one_replica(dealt).tiles(0)
-    assert [tile.index for tile in whole] == list(range(max(counts)))
+    whole = as_one_replica(dealt).microbatches(0)
+    assert [microbatch.index for microbatch in whole] == list(range(max(counts)))
     assert all(a.samples.stop == b.samples.start for a, b in pairwise(whole))
 
 
@@ -64,16 +64,18 @@ def test_dealing_by_hand() -> None:
         ReplicaSpec(ranks=(1,), micro_batch=1, samples=3),
     )
     # (0+2)/6 ties with (0+1)/3: the one listed first goes first, every time.
-    assert [tile.replica for tile in deal(two).tiles(0)] == [0, 1, 0, 1, 0, 1]
+    assert [microbatch.replica for microbatch in deal(two).microbatches(0)] == [0, 1, 0, 1, 0, 1]
     short = (ReplicaSpec(ranks=(0,), micro_batch=3, samples=8),)
-    assert [tuple(tile.samples) for tile in deal(short).tiles(0)] == [(0, 3), (3, 6), (6, 8)]
+    assert [tuple(microbatch.samples) for microbatch in deal(short).microbatches(0)] == [(0, 3), (3, 6), (6, 8)]
 
 
 @given(replica_specs(), st.integers(0, 39), st.integers(1, 40))
 def test_overlapping_finds_what_a_scan_finds(replicas: tuple[ReplicaSpec, ...], start: int, size: int) -> None:
-    tiles = deal(replicas).tiles(0)
+    microbatches = deal(replicas).microbatches(0)
     samples = Range(start, start + size)
-    assert list(overlapping(tiles, samples)) == [tile for tile in tiles if overlap(tile.samples, samples)]
+    assert list(overlapping(microbatches, samples)) == [
+        microbatch for microbatch in microbatches if overlap(microbatch.samples, samples)
+    ]
 
 
 @given(cases())
@@ -98,8 +100,8 @@ def test_uniform_pipelines_default_to_the_classical_depth(num_stages: int) -> No
 
 def minimum(plan: PlanSpec, layout: Layout, position: tuple[int, int]) -> int:
     """The smallest in_flight that is accepted for a replica, the others left to their defaults."""
-    tiles = len(layout.tiles_of(*position))
-    for value in range(1, tiles + 1):
+    microbatches = len(layout.microbatches_of(*position))
+    for value in range(1, microbatches + 1):
         try:
             in_flight_limits(with_in_flight(plan, {position: value}))
         except BadInput as refusal:
@@ -123,17 +125,17 @@ def with_in_flight(plan: PlanSpec, values: dict[tuple[int, int], int]) -> PlanSp
 
 
 def forced(layout: Layout, in_flight: list[list[int]]) -> Layout:
-    """The layout with numbers of tiles in flight that nobody checked."""
+    """The layout with numbers of microbatches in flight that nobody checked."""
     unchecked = Layout(layout.plan, layout.model, layout.cluster)
-    unchecked.__dict__["lane_limits"] = in_flight
+    unchecked.__dict__["actor_limits"] = in_flight
     return unchecked
 
 
 @given(cases(schedule="1f1b"), st.data())
 def test_the_smallest_in_flight_runs_and_one_less_is_refused(case: Case, data: st.DataObject) -> None:
     layout = case.layout()
-    seats = [(s, r) for s, spec in enumerate(layout.stages) for r in range(len(spec.replicas))]
-    chosen = data.draw(st.sampled_from(seats))
+    assignments = [(s, r) for s, spec in enumerate(layout.stages) for r in range(len(spec.replicas))]
+    chosen = data.draw(st.sampled_from(assignments))
     least = minimum(layout.plan, layout, chosen)
     execution_order(Layout(with_in_flight(layout.plan, {chosen: least}), layout.model, layout.cluster))
     if least > 1:
@@ -152,19 +154,19 @@ def test_all_replicas_at_their_smallest_run_too(case: Case) -> None:
 
 
 def test_fewer_than_the_smallest_would_deadlock() -> None:
-    """Two tiles of one sample above feed one tile of two samples: both must be in flight at once."""
+    """Two microbatches of one sample above feed one microbatch of two samples: both must be in flight at once."""
     stages = [stage((0, 2), replica([0], 4, 1)), stage((2, 4), replica([1], 4, 2))]
     layout = Case(name="wide below", stages=stages, global_batch=4).layout()
     assert minimum(layout.plan, layout, (0, 0)) == 2
     with pytest.raises(AssertionError, match="wait for each other"):
         execution_order(forced(layout, [[1], [1]]))
     with pytest.raises(
-        BadInput, match=r"in_flight is 1, but a tile's backward waits for 2 .* remove it for the default of 4"
+        BadInput, match=r"in_flight is 1, but a microbatch's backward waits for 2 .* remove it for the default of 4"
     ):
         in_flight_limits(with_in_flight(layout.plan, {(0, 0): 1}))
 
 
-def test_a_tile_below_that_starts_early_pulls_its_whole_source_tile_up() -> None:
+def test_a_microbatch_below_that_starts_early_pulls_its_whole_source_microbatch_up() -> None:
     """Regression: stage 2 lists [2, 4) before its first backward, and [2, 4) needs the whole of [3, 5) above it."""
     stages = [
         stage((0, 1), replica([0], 5, 2)),

@@ -1,7 +1,7 @@
 """The systems that hethub unites, each as a planner of its own kind of plan over our specs; all judged alike.
 
-A family yields drafts, as its system's search would propose them; the predictor's judge picks among them with full link,
-optimizer and memory cost, whatever the paper left out.
+A family yields drafts, as its system's search would propose them; the predictor's judge picks among them with full
+link, optimizer and memory cost, whatever the paper left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,9 @@
 """`cephalo`: Cephalo's plans (arXiv 2411.01075). One stage, no TP; samples and training state divided independently.
 
 ZeRO-3 with layered accumulation: all micro-batches pass a layer before the next, so a layer is gathered once per pass.
-Every accelerator gets a micro-batch and a number of samples for speed, whatever state it holds; the state is then cut so
-that all fit, evenly where possible; what layers keep is recomputed and offloaded where that is needed. Faults of the
-published planner are not repeated: communication is priced, and no plan over memory is proposed.
+Every accelerator gets a micro-batch and a number of samples for speed, whatever state it holds; the state is then cut
+so that all fit, evenly where possible; what layers keep is recomputed and offloaded where that is needed. Faults of
+the published planner are not repeated: communication is priced, and no plan over memory is proposed.
 """
 
 from collections import Counter
@@ -37,8 +37,8 @@ ROUNDING = 0.985
 def whole(
     problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
-    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none that
-    would compute as long as the limit."""
+    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none
+    that would compute as long as the limit."""
     zero, costs = max(levels(problem)), surrogate.costs
     if (
         problem.constraints.tp not in (None, 1)
@@ -65,8 +65,8 @@ def whole(
 def _largest(
     problem: Problem, costs: UnitCosts, state: float, wanted: WholeStage, schedule: ScheduleName, limit_seconds: float
 ) -> tuple[int, WholeStage | None, bool]:
-    """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be fastest;
-    no stage where none fits or can take less than the limit."""
+    """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be
+    fastest; no stage where none fits or can take less than the limit."""
     for most in reversed(problem.micro_batches):
         curves = _curves(problem, costs, wanted.recompute, most)
         if _least_seconds(problem, curves) >= limit_seconds:
@@ -79,7 +79,7 @@ def _largest(
 
 def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float:
     """Seconds of all samples if they could be divided exactly by speed."""
-    best = [max(b / seconds for b, seconds in enumerate(curve.tile_seconds, start=1)) for curve in curves]
+    best = [max(b / seconds for b, seconds in enumerate(curve.microbatch_seconds, start=1)) for curve in curves]
     return problem.batch.global_batch / sum(kind.size * rate for kind, rate in zip(problem.kinds, best, strict=True))
 
 
@@ -111,16 +111,20 @@ def _curves(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int)
     curves = []
     for kind in range(len(problem.kinds)):
         rates = (costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
-        tiles = list(accumulate((rate.tile(problem.model.layers, True, True).total for rate in rates), max))
-        size = max(
-            (b for b in problem.micro_batches if b <= problem.at_most(kind, most)), key=lambda b: b / tiles[b - 1]
+        microbatches = list(
+            accumulate((rate.microbatch(problem.model.layers, True, True).total for rate in rates), max)
         )
-        curves.append(division.Worker(size, tuple(tiles[:size])))
+        size = max(
+            (b for b in problem.micro_batches if b <= problem.at_most(kind, most)),
+            key=lambda b: b / microbatches[b - 1],
+        )
+        curves.append(division.Worker(size, tuple(microbatches[:size])))
     return curves
 
 
 def _workers(problem: Problem, curves: Sequence[division.Worker], limits: Mapping[int, int]) -> list[Worker] | None:
-    """Every rank with samples for the earliest finish, those with a limit at it; None where the others cannot take all."""
+    """Every rank with samples for the earliest finish, those with a limit at it; None where the others cannot take
+    all."""
     own = ranks_by_kind(problem)
     free = [(kind, rank) for kind, rank in own if rank not in limits]
     left = problem.batch.global_batch - sum(limits.values())

@@ -1,4 +1,5 @@
-"""`hethub`: HETHUB's plans (arXiv 2405.16256). TP inside a node, one DP degree, every stage of one kind, uneven layers."""
+"""`hethub`: HETHUB's plans (arXiv 2405.16256). TP inside a node, one DP degree, every stage of one kind, uneven
+layers."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,8 @@
-"""Zorse's ministages: every group of accelerators holds several chunks of layers, and all tiles pass one before the next.
+"""Zorse's ministages: every group of accelerators holds several chunks of layers, and all microbatches pass one before
+the next.
 
-With ZeRO-2 inside a group and, where memory asks for it, what layers keep, parameters or optimizer state in host memory:
-what is resident is then a chunk or two, not the stage.
+With ZeRO-2 inside a group and, where memory asks for it, what layers keep, parameters or optimizer state in host
+memory: what is resident is then a chunk or two, not the stage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,9 @@ OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
 def drafts(
     problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
-    """The family's plain drafts with their stages in chunks, those first that by a rough estimate take least; of those that
-    fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far beyond it."""
+    """The family's plain drafts with their stages in chunks, those first that by a rough estimate take least; of those
+    that fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far
+    beyond it."""
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
@@ -67,10 +69,11 @@ def _most_chunks(draft: Draft) -> int:
 
 
 class _Pace(NamedTuple):
-    """Seconds of a stage's layer: of all tiles on the busiest replica, of one tile, and of its collectives."""
+    """Seconds of a stage's layer: of all microbatches on the busiest replica, of one microbatch, and of its
+    collectives."""
 
     compute: float
-    tile: float
+    microbatch: float
     collective: float
 
 
@@ -82,12 +85,13 @@ class _Paces:
         self._collectives: dict[tuple[Seats, ...], float] = {}
 
     def seconds(self, draft: Draft, chunks: int) -> float:
-        """Chunk after chunk at the pace of the slowest stage, whose sums come behind its tiles, and a tile through all."""
+        """Chunk after chunk at the pace of the slowest stage, whose sums come behind its microbatches, and a
+        microbatch through all."""
         found = [self._pace(draft, index) for index in range(len(draft.stages))]
         sizes = [[part.size for part in split(stage.layers, chunks)] for stage in draft.stages]
         each = list(zip(*sizes, strict=True))
         paced = sum(max(n * (p.compute + p.collective) for n, p in zip(own, found, strict=True)) for own in each)
-        return paced + sum(n * p.tile for n, p in zip(each[0], found, strict=True))
+        return paced + sum(n * p.microbatch for n, p in zip(each[0], found, strict=True))
 
     def offloading_seconds(self, plain: Draft, made: Draft) -> float:
         """Beside that, new parameters on their way over the accelerators to all hosts; compute hides the fetching."""
@@ -103,11 +107,11 @@ class _Paces:
         return max(stage.layers * num_bytes * 1e-9 / rate for stage, rate in zip(plain.stages, rates, strict=True))
 
     def _pace(self, draft: Draft, index: int) -> _Pace:
-        stage, compute, tile = draft.stages[index], 0.0, 0.0
+        stage, compute, microbatch = draft.stages[index], 0.0, 0.0
         for own, samples in zip(stage.seats, self._surrogate.samples(draft, index), strict=True):
             layer = self._costs.rate(own.kind, own.tp, own.micro_batch, stage.recompute).layer.total
-            compute, tile = max(compute, samples / own.micro_batch * layer), max(tile, layer)
-        return _Pace(compute, tile, self._collective(stage.seats))
+            compute, microbatch = max(compute, samples / own.micro_batch * layer), max(microbatch, layer)
+        return _Pace(compute, microbatch, self._collective(stage.seats))
 
     def _collective(self, seats: tuple[Seats, ...]) -> float:
         """To sum a layer's gradients and gather its new weights, on the kinds' first ranks."""
@@ -125,8 +129,9 @@ def _able(surrogate: Surrogate, draft: Draft) -> Iterator[int]:
 
 
 def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
-    """Whether every rank has room, whatever is offloaded, for weights and gradients of the largest chunk and the gradients
-    of a layer above; and, where what layers keep stays, for that beside the topmost chunk when a first tile is through."""
+    """Whether every rank has room, whatever is offloaded, for weights and gradients of the largest chunk and the
+    gradients of a layer above; and, where what layers keep stays, for that beside the topmost chunk when a first
+    microbatch is through."""
     problem = surrogate.problem
     weights, gradients = (width * problem.model.layer_parameters for width in _widths(surrogate.costs))
     for index, stage in enumerate(draft.stages):
@@ -134,8 +139,8 @@ def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
         keeps = not any("activations" in offload for offload in _offloads(problem, stage.recompute))
         for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
             at = problem.coefficients(own.kind, 1, own.micro_batch, stage.recompute)
-            tiles = max(samples - DIVISION_ERR, 1) / own.micro_batch
-            kept = keeps * at.layer_tile[MIDDLE] * (stage.layers * tiles - top)
+            microbatches = max(samples - DIVISION_ERR, 1) / own.micro_batch
+            kept = keeps * at.layer_microbatch[MIDDLE] * (stage.layers * microbatches - top)
             room = problem.capacity(own.kind) - at.once[MIDDLE]
             if max(kept + top * (weights + gradients), most * (weights + gradients) + gradients) > room:
                 return False
@@ -187,8 +192,8 @@ def _workers(draft: Draft, problem: Problem, costs: UnitCosts) -> list[list[Work
 
 def _curve(stage: DraftStage, kind: int, micro_batch: int, costs: UnitCosts) -> division.Worker:
     rates = (costs.rate(kind, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
-    tiles = accumulate((rate.tile(stage.layers, False, False).total for rate in rates), max)
-    return division.Worker(micro_batch, tuple(tiles))
+    microbatches = accumulate((rate.microbatch(stage.layers, False, False).total for rate in rates), max)
+    return division.Worker(micro_batch, tuple(microbatches))
 
 
 def _chunks(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:

@@ -51,7 +51,8 @@ def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
 def whole(
     problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
 ) -> Iterator[Draft]:
-    """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the limit."""
+    """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the
+    limit."""
     if not _is_allowed(problem) or problem.size == 1:
         return
     found = [
@@ -82,9 +83,11 @@ def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, z
         if problem.coefficients(kind, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
         <= problem.size
     ]
-    most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole tile
+    most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole microbatch
     able = [b for b in fitting if b <= problem.at_most(kind, most)]
-    return max(able, key=lambda b: b / costs.rate(kind, 1, b, recompute).tile(layers, True, True).total, default=None)
+    return max(
+        able, key=lambda b: b / costs.rate(kind, 1, b, recompute).microbatch(layers, True, True).total, default=None
+    )
 
 
 class _Steps(NamedTuple):
@@ -111,7 +114,7 @@ def _shared_steps(
 
 
 class _Ends(NamedTuple):
-    """When tiles of all sizes end, ascending, and the largest that has ended by then."""
+    """When microbatches of all sizes end, ascending, and the largest that has ended by then."""
 
     seconds: list[float]
     largest: list[int]
@@ -122,7 +125,7 @@ class _Ends(NamedTuple):
         return _Ends([seconds for seconds, _ in ordered], list(accumulate((size for _, size in ordered), max)))
 
     def within(self, seconds: float) -> int:
-        """The largest tile that ends within `seconds`; 0 where none does."""
+        """The largest microbatch that ends within `seconds`; 0 where none does."""
         ended = bisect_right(self.seconds, seconds)
         return self.largest[ended - 1] if ended else 0
 
@@ -133,7 +136,10 @@ def _every_step(
     """Every micro-step time with the largest batches that end within it, up to `tops` by kind."""
     total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
     curves = [
-        {b: costs.rate(k, 1, b, recompute).tile(problem.model.layers, True, True).total for b in range(1, top + 1)}
+        {
+            b: costs.rate(k, 1, b, recompute).microbatch(problem.model.layers, True, True).total
+            for b in range(1, top + 1)
+        }
         for k, top in enumerate(tops)
     ]
     ends = [_Ends.of(curve) for curve in curves]
@@ -190,7 +196,7 @@ class _Fitting:
     def _fits(self, kind: int, batch: int) -> bool:
         key = (probe_for(self._problem.kinds[kind].accelerator), batch)
         if key not in self._alone:
-            twice = Worker(kind, 0, batch, 2 * batch)  # a tile's last reduction goes on beside the next one
+            twice = Worker(kind, 0, batch, 2 * batch)  # a microbatch's last reduction goes on beside the next one
             stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
             self._alone[key] = held_alone(self._problem, "1f1b", stage)[twice.load].alone
         return self._alone[key] + self._part <= self._problem.capacity(kind)

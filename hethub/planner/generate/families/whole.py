@@ -1,4 +1,5 @@
-"""Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move about."""
+"""Whole plans of one-rank replicas, for families whose schedules, samples or offloading the search does not move
+about."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -141,8 +142,8 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> d
 
 
 def meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
-    """Seconds of the collectives of a tile on all ranks at ZeRO-2 or 3: gathers for both passes, and sums. Layer by layer
-    they take longer, and at uneven shares too."""
+    """Seconds of the collectives of a microbatch on all ranks at ZeRO-2 or 3: gathers for both passes, and sums. Layer
+    by layer they take longer, and at uneven shares too."""
     model, group = problem.model, costs.network.group(range(problem.size))
     gathered = 2 * costs.width if zero == 3 else 0
     return costs.network.reduce_scatter(group, model.parameters * (gathered + costs.gradient_width))

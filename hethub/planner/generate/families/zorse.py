@@ -51,7 +51,7 @@ def _count(nodes: list[list[Unit]], group: list[int]) -> Sort:
 
 
 def _by_memory(problem: Problem, groups: list[Sort]) -> list[Sort]:
-    """Groups from the most memory per accelerator to the least: the first stages hold the most tiles."""
+    """Groups from the most memory per accelerator to the least: the first stages hold the most microbatches."""
     memory = {
         group: sum(problem.kinds[kind].memory_bytes * n for kind, n in group) / sum(n for _, n in group)
         for group in set(groups)
@@ -75,9 +75,9 @@ def _nodes(problem: Problem) -> list[list[Unit]]:
 
 
 def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> np.ndarray:
-    """Bytes per second between nodes of the graph, as all pairs reach them together: what a cut weighs is then what its
-    wires carry, so that groups are parted where the network is slow. By pairs one at a time, every cut would part a node
-    from all others, and never a region from a region."""
+    """Bytes per second between nodes of the graph, as all pairs reach them together: what a cut weighs is then what
+    its wires carry, so that groups are parted where the network is slow. By pairs one at a time, every cut would part
+    a node from all others, and never a region from a region."""
     weights = np.zeros((len(nodes), len(nodes)))
     firsts = [node[0].ranks[0] for node in nodes]
     places = [problem.cluster.places[rank] for rank in firsts]
@@ -100,7 +100,8 @@ Cut = tuple[float, list[int]]  # its weight and one side
 
 
 def _split_once(groups: list[list[int]], weights: np.ndarray, known: dict[tuple[int, ...], Cut]) -> list[list[int]]:
-    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT), which `known` keeps."""
+    """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT), which `known`
+    keeps."""
     for group in groups:
         if len(group) > 1 and tuple(group) not in known:
             known[tuple(group)] = _minimum_cut(weights[np.ix_(group, group)])

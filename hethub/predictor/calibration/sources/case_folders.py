@@ -1,5 +1,5 @@
-"""Measured runs of one's own as cases: a folder with cluster.yaml, plan.yaml, measured.json and, unless configs/models has
-the model that the plan names, model.yaml."""
+"""Measured runs of one's own as cases: a folder with cluster.yaml, plan.yaml, measured.json and, unless configs/models
+has the model that the plan names, model.yaml."""
 
 import json
 from pathlib import Path

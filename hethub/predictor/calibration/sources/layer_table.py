@@ -45,7 +45,8 @@ class LayerRow:
 
     @property
     def is_transformer(self) -> bool:
-        """Whether it is a language model's layer; the vision models' token counts are not those of their column `seq`."""
+        """Whether it is a language model's layer; the vision models' token counts are not those of their column
+        `seq`."""
         return not self.model.startswith("vit")
 
 

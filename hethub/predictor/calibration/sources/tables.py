@@ -20,10 +20,10 @@ REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab
 IN_NODE_NICS = 8
 LARGEST = 10**7  # of any count in a table: larger ones are slips, and would be laid out one by one
 HALF_GRADIENT_BYTES = 6.0  # gradients kept in half precision: the new and the old one read, the sum written
-# What sources' published programs say and their tables do not. Sailor's launch scripts ask for no half precision, neither of
-# Megatron (--fp16) nor in DeepSpeed's configuration, though the table says fp16; NVIDIA's container computes fp32 products in
-# tf32; its ports of OPT and GPT-Neo have no dropout in attention and a head of their own (github.com/eth-easl/sailor). The rows'
-# peak memory agrees.
+# What sources' published programs say and their tables do not. Sailor's launch scripts ask for no half precision,
+# neither of Megatron (--fp16) nor in DeepSpeed's configuration, though the table says fp16; NVIDIA's container
+# computes fp32 products in tf32; its ports of OPT and GPT-Neo have no dropout in attention and a head of their own
+# (github.com/eth-easl/sailor). The rows' peak memory agrees.
 RAN_IN: Mapping[str, MathPrecision] = {"Sailor": "tf32"}
 WITHOUT_ATTENTION_DROPOUT = WITH_OWN_HEAD = ("Sailor",)
 
@@ -76,7 +76,8 @@ def columns_of(path: Path) -> tuple[str, ...]:
 
 
 def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV table with their names: the column id, else the line. Raises BadInput where a column is missing."""
+    """The rows of a CSV table with their names: the column id, else the line. Raises BadInput where a column is
+    missing."""
     columns = columns_of(path)
     if missing := [name for name in required if name not in columns]:
         raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
