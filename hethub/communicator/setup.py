@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.wire import check_wire
-from hethub.communicator.groups.context import Context
+from hethub.communicator.context import Context
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
 from hethub.communicator.joining.liveness import Hub, Liveness
 from hethub.communicator.joining.rendezvous import Rendezvous

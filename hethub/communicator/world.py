@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.messages import PointToPoint
+from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
-from hethub.communicator.groups.context import Context
 from hethub.communicator.groups.process_group import HethubGroup
-from hethub.communicator.groups.work import Operation
 from hethub.communicator.joining.islands import Islands, island_index
 from hethub.communicator.joining.liveness import Failure
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.choice import RelayChoice
 from hethub.communicator.setup import make_context
+from hethub.communicator.work import Operation
 from hethub.kernels.device import Device, choose_device
 from hethub.spec.errors import RunFailed
 

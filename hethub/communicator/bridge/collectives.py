@@ -13,10 +13,10 @@ import torch
 
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.chunks import run_pipelined
-from hethub.communicator.bridge.counters import Leg, LegClock
 from hethub.communicator.bridge.crossing import Assembled, Decoded, DeviceSide, Expected, HostSide, encode_pieces
 from hethub.communicator.bridge.exchange import Exchange, Piece
 from hethub.communicator.bridge.links import Links, Stage
+from hethub.communicator.counters import Leg, LegClock
 from hethub.communicator.joining.islands import Islands, carried_pieces, chunked, intersect, island_index
 from hethub.communicator.relays.relay import Incoming, Transfer
 from hethub.kernels.device import Device, Stream

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from hethub.communicator.bridge.counters import Leg, LegClock
 from hethub.communicator.bridge.links import Links, Stage
 from hethub.communicator.bridge.wire import Wire
+from hethub.communicator.counters import Leg, LegClock
 from hethub.communicator.relays.relay import Incoming, Transfer
 from hethub.kernels.device import Device, Event, Stream
 from hethub.spec.ranges import Range

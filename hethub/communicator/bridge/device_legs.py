@@ -14,8 +14,8 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.chunks import run_pipelined
 from hethub.communicator.bridge.collectives import Bridge
-from hethub.communicator.bridge.counters import Leg
 from hethub.communicator.bridge.launch_order import Dispatcher, Turn
+from hethub.communicator.counters import Leg
 from hethub.kernels.device import Device, Event
 from hethub.spec.ranges import Range
 

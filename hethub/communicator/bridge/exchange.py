@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from hethub.communicator.bridge.arithmetic import Reduction
-from hethub.communicator.bridge.counters import Leg, LegClock
 from hethub.communicator.bridge.crossing import Departing, Expected, Side
 from hethub.communicator.bridge.links import Links, Stage
+from hethub.communicator.counters import Leg, LegClock
 from hethub.communicator.joining.islands import Islands, Segment, held_segments, island_index
 from hethub.communicator.relays.relay import Transfer
 from hethub.spec.ranges import Range, overlap

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 import torch
 
-from hethub.communicator.bridge.counters import Counters
+from hethub.communicator.counters import Counters
 from hethub.communicator.relays.choice import Carriers
 from hethub.communicator.relays.relay import Incoming, Outgoing, Relay, Transfer
 

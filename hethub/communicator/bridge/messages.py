@@ -9,17 +9,31 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.staging import Staged, Stager
-from hethub.communicator.groups.context import Context
-from hethub.communicator.groups.work import HethubWork, Job, NativeWork, Operation, Worker
-from hethub.communicator.joining.islands import island_index
+from hethub.communicator.counters import Counters
+from hethub.communicator.joining.islands import Islands, island_index
 from hethub.communicator.relays.gloo import GlooTransfer
+from hethub.communicator.work import CallbackThreads, HethubWork, Job, NativeWork, Operation, Worker
 from hethub.spec.errors import BadInput
+
+
+class Process(Protocol):
+    """What messages use of this process's part in the world."""
+
+    islands: Islands
+    counters: Counters
+    callbacks: CallbackThreads
+    aborted: bool
+
+    @property
+    def rank(self) -> int: ...
+
+    def stager(self) -> Stager: ...
 
 
 class PointToPoint:
@@ -28,12 +42,12 @@ class PointToPoint:
     `label` names the group in the counters.
     """
 
-    def __init__(self, gloo: torch_private.GlooGroup, context: Context, members: Sequence[int], label: str) -> None:
-        self._context = context
+    def __init__(self, gloo: torch_private.GlooGroup, process: Process, members: Sequence[int], label: str) -> None:
+        self._process = process
         self._members = members
         self._gloo = gloo
         self._label = label
-        self._stager = context.stager()
+        self._stager = process.stager()
         self._lanes: dict[int, tuple[Worker, Stager]] = {}
         self._lock = threading.Lock()
         self._aborted = False
@@ -90,7 +104,7 @@ class PointToPoint:
             raise operation.failed(error, peer) from error
 
     def _start_any(self, host: torch.Tensor, tensor: torch.Tensor, tag: int, operation: Operation) -> NativeWork:
-        if self._aborted or self._context.aborted:
+        if self._aborted or self._process.aborted:
             raise operation.failed(RuntimeError("the group was given up; build it anew"))
         try:
             inner = self._gloo.recv_anysource([host], tag)
@@ -107,23 +121,23 @@ class PointToPoint:
             host = staged.load_whole()
             GlooTransfer(torch_private.gloo_send(self._gloo, host, peer, tag), host, peer).wait()
 
-        blocks_streams = self._context.blocks_streams([tensor])
-        work = HethubWork(operation, [tensor], self._context.callbacks, blocks_streams=blocks_streams)
+        blocks_streams = stager.blocks_streams([tensor])
+        work = HethubWork(operation, [tensor], self._process.callbacks, blocks_streams=blocks_streams)
         return worker.submit(Job(run=job, work=work, count=self._counted(tensor, "send")))
 
     def _count_sent(self, tensor: torch.Tensor, peer: int) -> None:
-        other, islands = self._members[peer], self._context.islands
-        is_bridge = island_index(islands, other) != island_index(islands, self._context.rank)
-        self._context.counters.count_sent(self._label, other, "gloo", is_bridge=is_bridge, num_bytes=tensor.nbytes)
+        other, islands = self._members[peer], self._process.islands
+        is_bridge = island_index(islands, other) != island_index(islands, self._process.rank)
+        self._process.counters.count_sent(self._label, other, "gloo", is_bridge=is_bridge, num_bytes=tensor.nbytes)
 
     def _counted(self, tensor: torch.Tensor, name: str) -> Callable[[float], None]:
         """Counts one message and the seconds it was waited for."""
-        return functools.partial(self._context.counters.count_operation, self._label, name, tensor.nbytes)
+        return functools.partial(self._process.counters.count_operation, self._label, name, tensor.nbytes)
 
     def _lane(self, peer: int) -> tuple[Worker, Stager]:
         with self._lock:
             if peer not in self._lanes:
-                self._lanes[peer] = Worker(f"hethub-send-{peer}", self._context.device.activate), self._context.stager()
+                self._lanes[peer] = Worker(f"hethub-send-{peer}", self._stager.device.activate), self._process.stager()
             return self._lanes[peer]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.groups.context import Context
+from hethub.communicator.context import Context
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.joining.islands import parse_islands, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token

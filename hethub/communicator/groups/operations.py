@@ -11,14 +11,14 @@ import torch
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction, make_reduction
-from hethub.communicator.bridge.counters import Leg
 from hethub.communicator.bridge.device_legs import NativeLegs
 from hethub.communicator.bridge.launch_order import Turn
 from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.bridge.staging import Staged
-from hethub.communicator.groups import debug as fingerprint
-from hethub.communicator.groups.context import Context
-from hethub.communicator.groups.work import HethubWork, Job, Operation, Worker
+from hethub.communicator.context import Context
+from hethub.communicator.counters import Leg
+from hethub.communicator.groups import debug
+from hethub.communicator.work import HethubWork, Job, Operation, Worker
 
 _ALIKE = {
     "all_reduce",
@@ -91,10 +91,10 @@ class GroupCore(torch_private.GroupBase):
     def _compared(self, name: str, job: Run, tensors: Tensors, chosen: Sequence[str]) -> Run:
         """The job, run once all members have said that they are about to do the same."""
         self._num_operations += 1
-        own = fingerprint.describe(name, self._num_operations, tensors, chosen, alike=name in _ALIKE)
+        own = debug.describe(name, self._num_operations, tensors, chosen, alike=name in _ALIKE)
 
         def compared() -> None:
-            fingerprint.compare(self._gloo, own, self.context.rank, self.members)
+            debug.compare(self._gloo, own, self.context.rank, self.members)
             job()
 
         return compared
@@ -151,14 +151,14 @@ class GroupCore(torch_private.GroupBase):
     ) -> HethubWork:
         """A job with a turn leaves it whatever happens, and never runs in the thread that takes turns."""
         if self.context.debug:
-            job = self._compared(name, job, tensors, chosen() if chosen else fingerprint.option_words(opts))
+            job = self._compared(name, job, tensors, chosen() if chosen else debug.option_words(opts))
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(
             self._operation(name, tensors),
             tensors,
             self.context.callbacks,
             self._timeout_seconds,
-            blocks_streams=self.context.blocks_streams(tensors),
+            blocks_streams=self._stager.blocks_streams(tensors),
         )
         work.end_profiled = torch_private.profiled_range(f"hethub:{name}")
 

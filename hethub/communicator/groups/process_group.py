@@ -15,7 +15,7 @@ from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.staging import Staged
 from hethub.communicator.groups.debug import option_words, range_words, reduction_word
 from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
-from hethub.communicator.groups.work import HethubWork
+from hethub.communicator.work import HethubWork
 from hethub.spec.ranges import Range, from_sizes, split
 
 __all__ = ["HethubGroup", "Run", "Tensors", "Words"]

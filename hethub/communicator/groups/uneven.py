@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hethub.communicator import torch_private
 from hethub.communicator.groups.backend import context_of
 from hethub.communicator.groups.process_group import HethubGroup
-from hethub.communicator.groups.work import HethubWork
+from hethub.communicator.work import HethubWork
 from hethub.spec.ranges import Range, covers_exactly
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.bridge.counters import since
+from hethub.communicator.counters import since
 from hethub.communicator.joining.islands import lower_bound_bridge_elements
 from hethub.communicator.measuring.bound import bound_call, wire_bytes
 from hethub.communicator.world import World

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hethub.communicator import torch_private
+from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
-from hethub.communicator.groups.context import Context
 from hethub.communicator.groups.process_group import HethubGroup, Run, Tensors, Words
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.setup import make_context

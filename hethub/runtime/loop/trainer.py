@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hethub.communicator import World
-from hethub.communicator.bridge.counters import since
+from hethub.communicator.counters import since
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
 from hethub.runtime.data import Dataset

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.launch_order import Dispatcher
-from hethub.communicator.groups.work import CallbackThreads, HethubWork, Job, Operation, Worker
+from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation, Worker
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
 from tests.communicator.groups.test_operations import LAYOUTS, move_all_types, premul_and_coalesced, reduce_all_cases

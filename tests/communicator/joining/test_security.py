@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous, connect
 from hethub.communicator.joining.liveness import proof
 from hethub.communicator.joining.rendezvous import agree_on_token
-from hethub.communicator.relays import shm_connection as shm_connect
+from hethub.communicator.relays import shm_connection
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
 from tests.support.ranks import run_ranks, start_ranks, values
@@ -179,7 +179,7 @@ def test_nothing_of_ours_unpickles():
 @pytest.mark.parametrize("hello", ["right", "too short", "not text", "nothing", "gone", "another user"])
 def test_only_ranks_are_admitted_to_shared_memory(hello, monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    right = shm_connect._HELLO.pack(1, proof("secret", "shm", 1).encode())
+    right = shm_connection._HELLO.pack(1, proof("secret", "shm", 1).encode())
     sent = {"right": right, "another user": right, "too short": b"x", "not text": right[:4] + b"\xff" * 64}
     if hello in sent:
         theirs.send(sent[hello])
@@ -187,6 +187,6 @@ def test_only_ranks_are_admitted_to_shared_memory(hello, monkeypatch):
         theirs.close()
     if hello == "another user":
         monkeypatch.setattr(os, "getuid", lambda: -1)
-    assert shm_connect._admitted(ours, "secret", 0.2) == (1 if hello == "right" else None)
+    assert shm_connection._admitted(ours, "secret", 0.2) == (1 if hello == "right" else None)
     ours.close()
     theirs.close()

@@ -23,11 +23,11 @@ REDUCE = f"""
 import importlib.util, json, sys, torch, torch.distributed as dist
 from hethub.runtime.launch.rendezvous import launch_info, rendezvous
 from hethub.communicator import connect
-from hethub.communicator.relays import mpi as mpi_relay
+from hethub.communicator.relays import mpi
 spec = importlib.util.spec_from_file_location("sockets", {str(SOCKETS)!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)
-mpi_relay._MAX_MESSAGE_BYTES = 100_000  # an MPI count ends at 2 GiB; a message above the limit is cut
+mpi._MAX_MESSAGE_BYTES = 100_000  # an MPI count ends at 2 GiB; a message above the limit is cut
 world = connect(rendezvous(launch_info()), islands=[[0, 2], [1]], relay=sys.argv[1])
 tensor = torch.arange(200_000, dtype=torch.float64) * (world.rank + 1)
 dist.all_reduce(tensor)

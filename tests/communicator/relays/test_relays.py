@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.relays import choice as relay_choice
+from hethub.communicator.relays import choice
 from hethub.communicator.relays.choice import RelayChoice, faster_by_size
 from hethub.communicator.relays.mpi import ask_open_mpi, is_gpu_aware
 from hethub.kernels.device import Device
@@ -20,7 +20,7 @@ BY_SIZE = {"near": [[0, "shm"], [100_000, "gloo"]], "far": [[0, "gloo"]]}
     ("gloo", "mpi", "chosen"),
     [
         ([1.0, 10.0], [0.5, 2.0], ((0, "mpi"),)),
-        ([1.0, 10.0], [1.0, 2.0], ((0, "gloo"), (relay_choice.PROBED_BYTES[1], "mpi"))),
+        ([1.0, 10.0], [1.0, 2.0], ((0, "gloo"), (choice.PROBED_BYTES[1], "mpi"))),
         ([1.0, 10.0], [0.1, 9.5], ((0, "gloo"),)),
         ([1.0, 1.0], [1.0, 1.0], ((0, "gloo"),)),
     ],
@@ -30,8 +30,8 @@ def test_mpi_gets_the_sizes_at_which_it_is_clearly_faster(gloo, mpi, chosen):
 
 
 def test_a_choice_survives_its_file():
-    choice = RelayChoice.from_dict(BY_SIZE)
-    assert RelayChoice.from_dict(choice.to_dict()) == choice
+    stored = RelayChoice.from_dict(BY_SIZE)
+    assert RelayChoice.from_dict(stored.to_dict()) == stored
 
 
 @pytest.mark.parametrize("near", [[], [[5, "shm"]], [[0, "carrier pigeon"]], [[0, "shm"], [8, "gloo"], [4, "mpi"]]])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.relays import shm as shm_relay
+from hethub.communicator.relays import shm
 from hethub.communicator.relays.relay import PeerError
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
 from tests.support.ranks import run_ranks
@@ -42,7 +42,7 @@ def test_both_sides_send_hundreds_of_messages_before_they_read(relays, num_eleme
 
 
 def test_a_peer_that_never_reads_is_an_error(relays, monkeypatch):
-    monkeypatch.setattr(shm_relay, "_MAX_QUEUED", 10)
+    monkeypatch.setattr(shm, "_MAX_QUEUED", 10)
 
     def send_until_refused():
         for number in range(100_000):

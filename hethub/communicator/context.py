@@ -6,21 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.collectives import Bridge, Tuning
-from hethub.communicator.bridge.counters import Counters
 from hethub.communicator.bridge.launch_order import Dispatcher
 from hethub.communicator.bridge.links import Links
 from hethub.communicator.bridge.staging import Stager
-from hethub.communicator.groups.work import CallbackThreads
+from hethub.communicator.counters import Counters
 from hethub.communicator.joining.islands import Islands, island_index, restrict
 from hethub.communicator.joining.liveness import Failure, Hub, Liveness
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.choice import Carriers, RelayChoice
 from hethub.communicator.relays.relay import Relay
+from hethub.communicator.work import CallbackThreads
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
 
@@ -53,7 +52,7 @@ class Context:
     spanning: dict[str, Any] = field(default_factory=dict)
     """Our operations over native groups, by name, where a caller has asked for them."""
     emulation: Any = None
-    """What makes the groups of an emulation (communicator/emulated.py), None elsewhere."""
+    """What makes the groups of an emulation, None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -77,10 +76,6 @@ class Context:
     def has_device(self) -> bool:
         """Whether tensors of this rank may lie outside host memory."""
         return self.device.is_gpu or self.stages_host_tensors
-
-    def blocks_streams(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a stream can wait for an operation on these tensors by itself; on ROCm torch does not test that."""
-        return self.device.vendor == "nvidia" and any(tensor.is_cuda for tensor in tensors)
 
     def stager(self) -> Stager:
         """What moves tensors to and from the device for one thread of communication."""

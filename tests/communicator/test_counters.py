@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.bridge.counters import since
+from hethub.communicator.counters import since
 from tests.support.ranks import run_ranks
 
 

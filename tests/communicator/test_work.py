@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from hethub.communicator.groups.work import HethubWork, Operation
+from hethub.communicator.work import HethubWork, Operation
 
 
 class Nobody:
