@@ -4,6 +4,8 @@
 between any two ranks, barriers and small objects on the control lane, and failures that name the rank. Importing this
 package makes torch know the c10d backend "hethub", so that `init_process_group("hethub")` works in any program.
 `reduce_scatter_by_ranges` and `all_gather_by_ranges` are the uneven collectives.
+
+Start reading: world.py, then groups/ (what c10d calls) and bridge/ (where bytes cross vendors).
 """
 
 from hethub.communicator.groups.backend import register

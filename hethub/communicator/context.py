@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
-from hethub.communicator.bridge.collectives import Bridge, Tuning
+from hethub.communicator.bridge.chunks import Tuning
+from hethub.communicator.bridge.collectives import Bridge
 from hethub.communicator.bridge.launch_order import Dispatcher
 from hethub.communicator.bridge.links import Links
 from hethub.communicator.bridge.staging import Stager

@@ -1,182 +1,168 @@
-"""An all-reduce's step between islands: a rank's part of its island's partial becomes that part of the total.
+"""The step between islands, the same for host and device: partials leave, arrive, are added; totals may travel back.
 
-Two islands swap their partials: one hop, and both add the same numbers in the same order. With three and more, every
-island owns an equal share of each segment: partials travel to the owner, which adds them, and the total travels back.
-Both directions take the narrow wire where one is chosen, and the owner keeps the total as the others receive it.
+A `Side` is where this rank computes: in host memory (`host_side`), or on its device (`device_side`), where partials are
+encoded before they are copied to the host and arrivals are decoded and added, so that only what the wire carries
+is copied. What goes where, and the order of additions, is the `Route`'s.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from hethub.communicator.bridge.arithmetic import Reduction
-from hethub.communicator.bridge.crossing import Departing, Expected, Side
-from hethub.communicator.bridge.links import Links, Stage
+from hethub.communicator.bridge.links import Stage, wait_for
+from hethub.communicator.bridge.routes import Route, Total
+from hethub.communicator.bridge.wire import Wire
 from hethub.communicator.counters import Leg, LegClock
-from hethub.communicator.joining.islands import Islands, Segment, held_segments, island_index
 from hethub.communicator.relays.relay import Transfer
-from hethub.spec.ranges import Range, overlap
+from hethub.spec.ranges import Range
+
+Held = tuple[int, Range, torch.Tensor]
+"""(rank, range, elements): a rank's piece of its island's partial, as all ranks see it."""
+Start = Callable[[], Transfer]
+"""What puts a message on the wire once it is copied to where its relay takes it from."""
+
+
+class Expected(Protocol):
+    """A message that will arrive."""
+
+    def wait(self) -> torch.Tensor:
+        """The elements it stands for, decoded, where this side computes; valid until `release`."""
+
+    def release(self) -> None: ...
+
+
+class Side(Protocol):
+    """Where this rank computes, for one chunk. Ranges are those of the collective's flat tensor."""
+
+    copies: bool
+    """Whether messages are copied to the host before they can be sent."""
+    clock: LegClock
+
+    def partial(self, piece: Range, only_reader: int | None) -> torch.Tensor:
+        """The island's sum of the piece; `only_reader` is the other rank that alone will get it, if one does."""
+
+    def place(self, piece: Range) -> torch.Tensor:
+        """Where the total of the piece is written."""
+
+    def send(self, message: torch.Tensor, peer: int, stage: Stage) -> Start:
+        """Sends an encoded message, as far as that needs no waiting; the call does the rest."""
+
+    def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
+        """Posts the receive of a message that stands for that many elements."""
+
+    def release(self) -> None:
+        """The partials are not read any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Part of one chunk to be summed over islands: the part of every rank, this rank's residual and its side."""
+class Exchange:
+    """One chunk's exchange for one rank.
 
-    parts: Sequence[Range]
+    `residual` (fp32, of the flat tensor) carries a narrow wire's rounding errors from call to call.
+    """
+
+    route: Route
     side: Side
     reduction: Reduction
     residual: torch.Tensor | None = None
 
-
-class Exchange:
-    """The step for one member of a group; generators as `pipeline` runs them, messages posted before the first
-    yield."""
-
-    def __init__(self, links: Links, islands: Islands, rank: int, clock: LegClock) -> None:
-        self._links = links
-        self._islands = islands
-        self._rank = rank
-        self._home = island_index(islands, rank)
-        self._clock = clock
-
-    def run(self, piece: Piece, partial_of: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """`partial_of()` is asked for this rank's partial when it is needed; in the end that tensor is the total."""
-        mine = piece.parts[self._rank]
-        if not mine:
-            partial_of()
-        elif len(self._islands) == 2:
-            yield from self._swap(piece, mine, partial_of)
-        else:
-            yield from self._by_owners(piece, mine, partial_of)
-
-    def _swap(self, piece: Piece, mine: Range, partial_of: Callable[[], torch.Tensor]) -> Iterator[None]:
-        wire = piece.reduction.wire
-        (theirs,) = (island for index, island in enumerate(self._islands) if index != self._home)
-        peers = [(peer, common) for peer in theirs if (common := overlap(mine, piece.parts[peer]))]
-        foreign = [piece.side.expect(common.size, wire, peer, Stage.EXCHANGE) for peer, common in peers]
+    def stages(self) -> Iterator[None]:
+        """As `run_pipelined` runs them: every receive is posted before the first yield."""
+        route, side = self.route, self.side
+        expected = [(rank, piece, self._expect(rank, piece, Stage.EXCHANGE)) for rank, piece in route.expected]
+        returned = [(piece, self._expect(rank, piece, Stage.TOTAL)) for rank, piece in route.returned]
         yield
-        partial = partial_of()
-        places = [_at(partial, common, mine) for _, common in peers]
-        with self._clock(Leg.ADD):
-            own = [self._encoded(piece, place, common, mine) for place, (_, common) in zip(places, peers, strict=True)]
-            departing = [piece.side.depart(message, peer) for (message, _), (peer, _) in zip(own, peers, strict=True)]
+        own, starts = self._send_partials()
+        if side.copies:
+            yield
+        sends = [start() for start in starts]
         yield
-        sends = [
-            self._links.send(each.message(), peer, Stage.EXCHANGE)
-            for each, (peer, _) in zip(departing, peers, strict=True)
-        ]
+        held = [*own, *((rank, piece, message.wait()) for rank, piece, message in expected)]
+        with side.clock(Leg.WIRE):
+            wait_for(sends)  # what the wire carries unchanged may be sent from where the total is written
+        starts = [start for total in route.totals for start in self._make(total, held)]
+        for *_, message in expected:
+            message.release()
+        side.release()
+        if not route.returns:
+            return
+        if side.copies:
+            yield
+        sends = [start() for start in starts]
         yield
-        arrived = [expected.wait() for expected in foreign]
-        self._wait(sends)  # what the wire carries unchanged is sent from `partial` itself, which the total overwrites
-        with self._clock(Leg.ADD):
-            for place, (_, seen), other in zip(places, own, arrived, strict=True):
-                piece.reduction.total([seen, other] if self._home == 0 else [other, seen], place)
-        _release(foreign)
+        for piece, message in returned:
+            side.place(piece).copy_(message.wait())
+            message.release()
+        with side.clock(Leg.WIRE):
+            wait_for(sends)
 
-    def _by_owners(self, piece: Piece, mine: Range, partial_of: Callable[[], torch.Tensor]) -> Iterator[None]:
-        segments = held_segments(self._islands, piece.parts, self._rank)
-        partials = [self._expect_partials(piece, segment) for segment in segments]
-        totals = [
-            (share, piece.side.expect(share.size, piece.reduction.wire, holder, Stage.TOTAL))
-            for segment in segments
-            for holder, share in self._foreign_shares(segment)
-        ]
-        yield
-        partial = partial_of()
-        departing: list[tuple[int, Departing]] = []
-        seen: list[torch.Tensor] = []
-        with self._clock(Leg.ADD):
-            for segment in segments:
-                for holder, share in self._foreign_shares(segment):
-                    message, _ = self._encoded(piece, _at(partial, share, mine), share, mine)
-                    departing.append((holder, piece.side.depart(message, holder)))
-                own = segment.shares[self._home]
-                seen.append(self._encoded(piece, _at(partial, own, mine), own, mine)[1])
-        yield
-        sends = [self._links.send(each.message(), holder, Stage.EXCHANGE) for holder, each in departing]
-        yield
-        returning: list[tuple[int, Departing]] = []
-        for segment, own_seen, expected in zip(segments, seen, partials, strict=True):
-            total = self._total(piece, segment, mine, own_seen, expected, partial)
-            if total is not None:
-                others = (holder for holder in segment.holders if holder != self._rank)
-                returning += [(holder, piece.side.depart(total, holder)) for holder in others]
-        yield
-        returned = [self._links.send(each.message(), holder, Stage.TOTAL) for holder, each in returning]
-        self._wait(sends)  # they may be sent from `partial` itself, which the totals overwrite
-        yield
-        for share, arriving in totals:
-            _at(partial, share, mine).copy_(arriving.wait())
-            arriving.release()
-        self._wait(returned)
+    def _expect(self, rank: int, piece: Range, stage: Stage) -> Expected:
+        return self.side.expect(piece.size, self.reduction.wire, rank, stage)
 
-    def _expect_partials(self, piece: Piece, segment: Segment) -> list[Expected]:
-        """The other islands' partials of the share this rank's island owns."""
-        own = segment.shares[self._home]
-        holders = [holder for holder in segment.holders if holder != self._rank and own]
-        return [piece.side.expect(own.size, piece.reduction.wire, holder, Stage.EXCHANGE) for holder in holders]
+    def _send_partials(self) -> tuple[list[Held], list[Start]]:
+        """What stays of this rank's partials, as all ranks see them; and the calls that send the others."""
+        own, starts = [], []
+        for partial in self.route.partials:
+            whole = self.side.partial(partial.piece, partial.only_reader(self.route.rank))
+            encoded: dict[Range, tuple[torch.Tensor, torch.Tensor]] = {}
+            for reader, piece in partial.readers:
+                if piece not in encoded:
+                    encoded[piece] = self._encoded(at(whole, partial.piece, piece), piece)
+                message, seen = encoded[piece]
+                if reader == self.route.rank:
+                    own.append((reader, piece, seen))
+                else:
+                    starts.append(self.side.send(message, reader, Stage.EXCHANGE))
+        return own, starts
 
-    def _total(
-        self,
-        piece: Piece,
-        segment: Segment,
-        mine: Range,
-        own_seen: torch.Tensor,
-        expected: Sequence[Expected],
-        partial: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Writes the total of the share this rank owns into `partial`, as the others will see it; the message to
-        them."""
-        own = segment.shares[self._home]
-        if not own:
-            return None
-        arrived = [each.wait() for each in expected]
-        place = _at(partial, own, mine)
-        with self._clock(Leg.ADD):
-            piece.reduction.total([*arrived[: self._home], own_seen, *arrived[self._home :]], place)
-            _release(expected)
-            if piece.reduction.wire.dtype == place.dtype:
-                return place
-            message = piece.reduction.wire.encode(place)
-            seen = piece.reduction.wire.decode(message, own.size)
-            if piece.residual is not None:
-                _at(piece.residual, own, mine).add_((place - seen) * piece.reduction.num_contributions)
-            place.copy_(seen)
-            return message
+    def _encoded(self, partial: torch.Tensor, piece: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """The message, and the partial as its readers see it.
 
-    def _encoded(
-        self, piece: Piece, place: torch.Tensor, where: Range, mine: Range
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message for a piece of the partial, and the piece as its receivers see it."""
-        wire = piece.reduction.wire
-        if wire.dtype == place.dtype:
-            return place, place
-        residual = None if piece.residual is None else _at(piece.residual, where, mine)
-        wanted = place if residual is None else place + residual
-        message = wire.encode(wanted)
-        seen = wire.decode(message, where.size)
-        if residual is not None:
-            residual.copy_(wanted - seen)
+        With error feedback, `residual` is what earlier calls rounded away here: it is added first, and what this call
+        rounds away replaces it (1-bit SGD, Seide et al. 2014; Karimireddy et al. 2019 for why it converges).
+        """
+        wire = self.reduction.wire
+        if wire.dtype == partial.dtype:
+            return partial, partial
+        with self.side.clock(Leg.ADD):
+            residual = None if self.residual is None else self.residual[piece.start : piece.stop]
+            wanted = partial if residual is None else partial + residual
+            message = wire.encode(wanted)
+            seen = wire.decode(message, piece.size)
+            if residual is not None:
+                residual.copy_(wanted - seen)
         return message, seen
 
-    def _foreign_shares(self, segment: Segment) -> Iterator[tuple[int, Range]]:
-        """(holder, share) of the other islands, empty shares left out."""
-        for holder, share in zip(segment.holders, segment.shares, strict=True):
-            if holder != self._rank and share:
-                yield holder, share
+    def _make(self, total: Total, held: Sequence[Held]) -> list[Start]:
+        """Writes the total to its place, as its readers will see it; the calls that send it to them."""
+        place = self.side.place(total.piece)
+        with self.side.clock(Leg.ADD):
+            self.reduction.total([_part_of(held, rank, total.piece) for rank in total.holders], place)
+            message = self._settled(place, total.piece) if self.route.returns else place
+        return [self.side.send(message, reader, Stage.TOTAL) for reader in total.readers]
 
-    def _wait(self, transfers: Sequence[Transfer]) -> None:
-        with self._clock(Leg.WIRE):
-            for transfer in transfers:
-                transfer.wait()
+    def _settled(self, total: torch.Tensor, piece: Range) -> torch.Tensor:
+        """The message of a total, which becomes what the message says."""
+        wire = self.reduction.wire
+        if wire.dtype == total.dtype:
+            return total
+        message = wire.encode(total)
+        seen = wire.decode(message, piece.size)
+        if self.residual is not None:
+            lost = (total - seen) * self.reduction.num_contributions
+            self.residual[piece.start : piece.stop].add_(lost)
+        total.copy_(seen)
+        return message
 
 
-def _at(tensor: torch.Tensor, piece: Range, mine: Range) -> torch.Tensor:
-    """The elements of `piece` in a tensor that holds `mine`."""
-    return tensor[piece.start - mine.start : piece.stop - mine.start]
+def at(tensor: torch.Tensor, whole: Range, piece: Range) -> torch.Tensor:
+    """The elements of `piece` in a tensor that holds `whole`."""
+    return tensor[piece.start - whole.start : piece.stop - whole.start]
 
 
-def _release(messages: Sequence[Expected]) -> None:
-    for message in messages:
-        message.release()
+def _part_of(held: Sequence[Held], rank: int, piece: Range) -> torch.Tensor:
+    """The rank's partial of the piece, out of the pieces held."""
+    return next(at(tensor, whole, piece) for holder, whole, tensor in held if holder == rank and whole.contains(piece))

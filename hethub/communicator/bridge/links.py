@@ -1,6 +1,6 @@
-"""A group's way to its members: messages by group rank and stage, each over the relay chosen for pair and size."""
+"""What joins a rank to its group's members: messages by group rank and stage, over the relay for pair and size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 import torch
@@ -23,6 +23,12 @@ class Stage(IntEnum):
 
 
 _NUM_STAGES = 8
+
+
+def wait_for(transfers: Iterable[Transfer]) -> None:
+    """Returns when all tensors may be used again."""
+    for transfer in transfers:
+        transfer.wait()
 
 
 class Links:
@@ -49,32 +55,32 @@ class Links:
         self._counters = counters
 
     def send(self, tensor: torch.Tensor, to: int, stage: Stage) -> Transfer:
-        relay, peer = self._way(to, tensor.nbytes)
+        relay, peer = self._carrier(to, tensor.nbytes)
         self._count(to, peer, relay, tensor.nbytes)
         return relay.send(tensor, peer, self._first_tag + stage)
 
     def outgoing(self, num_elements: int, dtype: torch.dtype, to: int) -> Outgoing:
-        relay, peer = self._way(to, num_elements * dtype.itemsize)
+        relay, peer = self._carrier(to, num_elements * dtype.itemsize)
         return relay.outgoing(num_elements, dtype, peer)
 
     def send_outgoing(self, message: Outgoing, to: int, stage: Stage) -> Transfer:
-        relay, peer = self._way(to, message.tensor.nbytes)
+        relay, peer = self._carrier(to, message.tensor.nbytes)
         self._count(to, peer, relay, message.tensor.nbytes)
         return message.send(self._first_tag + stage)
 
     def receive(self, tensor: torch.Tensor, source: int, stage: Stage) -> Transfer:
-        relay, peer = self._way(source, tensor.nbytes)
+        relay, peer = self._carrier(source, tensor.nbytes)
         return relay.receive(tensor, peer, self._first_tag + stage)
 
     def expect(self, num_elements: int, dtype: torch.dtype, source: int, stage: Stage) -> Incoming:
-        relay, peer = self._way(source, num_elements * dtype.itemsize)
+        relay, peer = self._carrier(source, num_elements * dtype.itemsize)
         return relay.expect(num_elements, dtype, peer, self._first_tag + stage)
 
     def takes_device_memory(self, member: int, num_bytes: int) -> bool:
         """Whether messages of that size to and from the member need not lie in host memory."""
-        return self._way(member, num_bytes)[0].takes_device_memory
+        return self._carrier(member, num_bytes)[0].takes_device_memory
 
-    def _way(self, member: int, num_bytes: int) -> tuple[Relay, int]:
+    def _carrier(self, member: int, num_bytes: int) -> tuple[Relay, int]:
         """The relay for a message of that size, and the member's rank in the world."""
         peer = self._members[member]
         return self._relays[peer].carrier(num_bytes), peer

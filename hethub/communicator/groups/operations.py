@@ -11,7 +11,7 @@ import torch
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction, make_reduction
-from hethub.communicator.bridge.device_legs import NativeLegs
+from hethub.communicator.bridge.device_side import NativeLegs
 from hethub.communicator.bridge.launch_order import Turn
 from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.bridge.staging import Staged

@@ -202,7 +202,7 @@ class HethubGroup(GroupCore):
 
         def job() -> None:
             received = dict(enumerate(place for staged in places for place in staged.empty()))
-            self._bridge.exchange({opts.rootRank: self._load_whole(source)}, received)
+            self._bridge.all_to_all({opts.rootRank: self._load_whole(source)}, received)
             self._store(places)
 
         return self._submit("gather", job, outputs[0] if outputs else inputs, chosen=lambda: option_words(opts))
@@ -213,7 +213,7 @@ class HethubGroup(GroupCore):
 
         def job() -> None:
             sent = dict(enumerate(source for staged in sources for source in self._load(staged)))
-            self._bridge.exchange(sent, {opts.rootRank: place.empty_whole()})
+            self._bridge.all_to_all(sent, {opts.rootRank: place.empty_whole()})
             self._store([place])
 
         return self._submit("scatter", job, outputs, chosen=lambda: option_words(opts))
@@ -232,7 +232,7 @@ class HethubGroup(GroupCore):
 
         def job() -> None:
             sent = _by_rank(self._load_whole(own), send_ranges)
-            self._bridge.exchange(sent, _by_rank(place.empty_whole(), receive_ranges))
+            self._bridge.all_to_all(sent, _by_rank(place.empty_whole(), receive_ranges))
             self._store([place])
 
         return self._submit("all_to_all_single", job, [output])
@@ -244,7 +244,7 @@ class HethubGroup(GroupCore):
 
         def job() -> None:
             sent = dict(enumerate(self._load(sources)))
-            self._bridge.exchange(sent, dict(enumerate(places.empty())))
+            self._bridge.all_to_all(sent, dict(enumerate(places.empty())))
             self._store([places])
 
         return self._submit("all_to_all", job, outputs)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from hethub.communicator.joining.rendezvous import Rendezvous
 
 
-class Way(NamedTuple):
+class Transfer(NamedTuple):
     """What a message or collective takes of the emulated network, in emulated seconds.
 
     It holds one interface out of each entry of `interfaces` for `hold_seconds` and is there `latency_seconds` later.
@@ -35,9 +35,9 @@ class EmulatedNetwork(Protocol):
 
     num_interfaces: int
 
-    def message(self, source: int, target: int, num_bytes: int) -> Way: ...
+    def message(self, source: int, target: int, num_bytes: int) -> Transfer: ...
 
-    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Way:
+    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Transfer:
         """`num_bytes`: of the whole tensor, whatever part of it a rank gets or gives."""
 
 

@@ -16,7 +16,7 @@ from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.ranks import memory
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.runtime.emulate.network import Way
+from hethub.runtime.emulate.network import Transfer
 from hethub.runtime.emulate.world import EmulatedWorld
 from hethub.runtime.loop.trainer import COUNTED_STEPS, Trainer
 from hethub.runtime.pace import Pace, StepPace
@@ -54,19 +54,19 @@ class ClusterNetwork:
             self._slots[kind, owner, direction] = tuple(range(self.num_interfaces, self.num_interfaces + count))
             self.num_interfaces += count
 
-    def message(self, source: int, target: int, num_bytes: int) -> Way:
+    def message(self, source: int, target: int, num_bytes: int) -> Transfer:
         """A message between two ranks: one interface of the sender's kind out, one in."""
         link = self._network.link(source, target)
         a, b = self._places[source], self._places[target]
         kind = "bridge" if a.island != b.island else "rank" if a.machine == b.machine else "nic"
         ends = (source, target) if kind == "rank" else (a.machine, b.machine)
         interfaces = (self._slots[kind, ends[0], "out"], self._slots[kind, ends[1], "in"])
-        return Way(num_bytes * link.seconds_per_byte, link.latency_seconds, interfaces)
+        return Transfer(num_bytes * link.seconds_per_byte, link.latency_seconds, interfaces)
 
-    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Way:
+    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Transfer:
         """A collective on all interfaces its members have; what else these carry comes before or after."""
         if len(ranks) == 1 or not num_bytes:
-            return Way(0.0, 0.0, ())
+            return Transfer(0.0, 0.0, ())
         if name == "broadcast":
             return self.message(ranks[0], ranks[1], num_bytes)
         group = self._network.group(ranks)
@@ -77,7 +77,7 @@ class ClusterNetwork:
         kinds = {"bridge", "nic"} if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
         owners = ranks if kinds == {"rank"} else machines
         slots = [self._slots[kind, owner, way] for kind in kinds for owner in owners for way in ("out", "in")]
-        return Way(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))
+        return Transfer(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))
 
 
 class RankTimes:

@@ -20,7 +20,7 @@ from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.setup import make_context
 from hethub.communicator.world import World, connecting
 from hethub.kernels.device import Device
-from hethub.runtime.emulate.network import EmulatedClock, EmulatedNetwork, Fabric, Way
+from hethub.runtime.emulate.network import EmulatedClock, EmulatedNetwork, Fabric, Transfer
 from hethub.spec.errors import BadInput
 
 _STAMP_TAGS = 2**29  # beyond all tags of the runtime's messages
@@ -43,10 +43,10 @@ class Emulation:
         """The group of `members`, as the backend makes groups."""
         return EmulatedGroup(self, context, members, name, gloo, timeout_seconds)
 
-    def end_of(self, way: Way, entered: float) -> float:
-        """When something that enters its way at `entered` is there."""
-        start = self.fabric.reserve(way.interfaces, entered, way.hold_seconds * self.clock.scale)
-        return start + (way.hold_seconds + way.latency_seconds) * self.clock.scale
+    def end_of(self, transfer: Transfer, entered: float) -> float:
+        """When something that enters the network at `entered` is there."""
+        start = self.fabric.reserve(transfer.interfaces, entered, transfer.hold_seconds * self.clock.scale)
+        return start + (transfer.hold_seconds + transfer.latency_seconds) * self.clock.scale
 
 
 def connect_emulated(
@@ -87,11 +87,11 @@ class EmulatedWorld(World):
         return self.emulation.clock
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
-        way = self.emulation.network.message(self.rank, dst, tensor.nbytes)
-        there = self.emulation.end_of(way, self.clock.at)
+        transfer = self.emulation.network.message(self.rank, dst, tensor.nbytes)
+        there = self.emulation.end_of(transfer, self.clock.at)
         stamp = torch.tensor([there], dtype=torch.float64)
         works = [super().send(tensor, dst, tag), super().send(stamp, dst, tag + _STAMP_TAGS)]
-        return EmulatedWork(works, self.clock, stamp, delay=-way.latency_seconds * self.clock.scale)
+        return EmulatedWork(works, self.clock, stamp, delay=-transfer.latency_seconds * self.clock.scale)
 
     def receive(self, tensor: torch.Tensor, src: int, tag: int = 0) -> torch_private.WorkBase:
         stamp = torch.zeros(1, dtype=torch.float64)
@@ -137,8 +137,8 @@ class EmulatedGroup(HethubGroup):
         if self._rank == 0:
             entries, sizes = torch.stack(rows).unbind(1)
             whole = sizes.sum() if name in _BY_PARTS else sizes.max()
-            way = self._emulation.network.collective(name, self.members, int(whole))
-            end[0] = self._emulation.end_of(way, float(entries.max()))
+            transfer = self._emulation.network.collective(name, self.members, int(whole))
+            end[0] = self._emulation.end_of(transfer, float(entries.max()))
         self._stamps.broadcast(end, 0).wait()
 
 

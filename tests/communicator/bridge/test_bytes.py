@@ -9,21 +9,25 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.communicator.joining.islands import (
+from hethub.communicator.bridge.chunks import chunked
+from hethub.communicator.bridge.routes import (
+    all_reduce_route,
     carried_pieces,
+    island_parts,
+    reduce_scatter_route,
+    split_pieces,
+)
+from hethub.communicator.joining.islands import (
     check_islands,
-    chunked,
-    held_segments,
     islands_by_label,
     lower_bound_bridge_elements,
     parse_islands,
     restrict,
-    split_pieces,
 )
 from hethub.communicator.measuring import bench
 from hethub.communicator.measuring.bound import least_messages
 from hethub.spec.errors import BadInput
-from hethub.spec.ranges import Range, covers_exactly, from_sizes, split
+from hethub.spec.ranges import Range, covers_exactly, from_sizes
 from tests.support.ranks import run_ranks
 
 LAYOUTS = [
@@ -140,24 +144,47 @@ def test_each_island_carries_exactly_what_others_own(problem):
         assert max(sizes) - min(sizes) <= 1
 
 
+def check_routes(islands, routes):
+    """Every total is made of one partial per island, and every message that is sent is expected, in the same order."""
+    for route in routes:
+        made = {p.piece for p in route.partials}
+        assert made <= set(route.held[route.rank])
+        for total in route.totals:
+            assert all(holder in island for holder, island in zip(total.holders, islands, strict=True))
+            for holder in total.holders:
+                read = [piece for p in routes[holder].partials for rank, piece in p.readers if rank == route.rank]
+                assert sum(piece.contains(total.piece) for piece in read) == 1
+        for peer in routes:
+            if peer is not route:
+                sent = [piece for p in route.partials for rank, piece in p.readers if rank == peer.rank]
+                assert sent == [piece for rank, piece in peer.expected if rank == route.rank]
+                told = [total.piece for total in route.totals if peer.rank in total.readers]
+                assert told == [piece for rank, piece in peer.returned if rank == route.rank]
+
+
 @given(problems(), st.integers(0, 50))
-def test_every_element_has_one_owner_and_one_holder_per_island(problem, num_elements):
+def test_routes_of_an_all_reduce_fit_together(problem, num_elements):
     islands, ranges = problem
-    parts = [Range(0, 0)] * len(ranges)
+    parts = island_parts(islands, Range(0, num_elements))
+    routes = [all_reduce_route(islands, parts, rank) for rank in range(len(ranges))]
+    check_routes(islands, routes)
     for island in islands:
-        for rank, piece in zip(island, split(num_elements, len(island)), strict=True):
-            parts[rank] = piece
-    owner = {}
-    for index, island in enumerate(islands):
-        for rank in island:
-            segments = held_segments(islands, parts, rank)
-            assert covers_exactly([share for segment in segments for share in segment.shares], parts[rank])
-            for segment in segments:
-                assert segment.holders[index] == rank
-                for holder, share, other in zip(segment.holders, segment.shares, islands, strict=True):
-                    assert holder in other
-                    assert all(owner.setdefault(i, holder) == holder for i in range(*share))
-    assert sorted(owner) == list(range(num_elements))
+        assert covers_exactly([parts[rank] for rank in island], Range(0, num_elements))
+    for route in routes:
+        settled = [total.piece for total in route.totals] + [piece for _, piece in route.returned]
+        assert covers_exactly(settled, route.mine)
+    if len(islands) > 2:
+        owned = [total.piece for route in routes for total in route.totals]
+        assert covers_exactly(owned, Range(0, num_elements))
+
+
+@given(problems())
+def test_routes_of_a_reduce_scatter_fit_together(problem):
+    islands, ranges = problem
+    routes = [reduce_scatter_route(islands, ranges, rank) for rank in range(len(ranges))]
+    check_routes(islands, routes)
+    for route in routes:
+        assert covers_exactly([total.piece for total in route.totals], ranges[route.rank])
 
 
 @given(problems(), st.integers(1, 5))

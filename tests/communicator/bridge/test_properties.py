@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
-from hethub.communicator.bridge.collectives import Tuning
+from hethub.communicator.bridge.chunks import Tuning
 from hethub.spec.ranges import from_sizes
 from tests.support.ranks import run_ranks
 

@@ -1,13 +1,16 @@
 """Narrow wires: smaller messages, bounded error, the same bits everywhere, and feedback that makes the error vanish."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hethub.communicator import all_reduce_with_feedback
-from hethub.communicator.bridge.crossing import encode_pieces
-from hethub.communicator.bridge.wire import make_wire
-from hethub.kernels.reference import TorchKernels
+from hethub.communicator.bridge.arithmetic import make_reduction
+from hethub.communicator.bridge.exchange import Exchange
+from hethub.communicator.bridge.routes import all_reduce_route
+from hethub.communicator.counters import LegClock
 from hethub.spec.ranges import Range
 from tests.support.ranks import run_ranks
 
@@ -77,15 +80,17 @@ def test_feedback_makes_the_mean_error_vanish(wire, islands):
         assert errors[-1] < errors[0] / 10
 
 
-def test_encoding_pieces_is_what_the_receiver_decodes():
-    partial = torch.randn(1000)
-    wire = make_wire("int8", torch.float32, TorchKernels())
-    pieces = [Range(0, 300), Range(300, 1000)]
-    residual = torch.zeros(1000)
-    messages, own = encode_pieces(partial, pieces, wire, residual)
-    received = torch.cat([wire.decode(m, p.size) for m, p in zip(messages, pieces, strict=True)])
-    assert torch.equal(own, received)
-    torch.testing.assert_close(own + residual, partial, rtol=0, atol=1e-6)
+def test_a_partial_is_encoded_as_its_receiver_decodes_it():
+    partial, residual = torch.randn(300), torch.zeros(1000)
+    reduction = make_reduction(dist.ReduceOp.SUM, torch.float32, 2, "int8")
+    route = all_reduce_route(((0,), (1,)), [Range(0, 1000)] * 2, 0)
+    side = SimpleNamespace(clock=LegClock())
+    exchange = Exchange(route=route, side=side, reduction=reduction, residual=residual)
+    message, own = exchange._encoded(partial, Range(100, 400))
+    assert torch.equal(own, reduction.wire.decode(message, 300))
+    torch.testing.assert_close(own + residual[100:400], partial, rtol=0, atol=1e-6)
+    assert not residual[:100].any()
+    assert not residual[400:].any()
 
 
 def test_unknown_wires_are_refused():

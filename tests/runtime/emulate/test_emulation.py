@@ -15,7 +15,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.ranks import RankMemory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate import pace as rehearsal
-from hethub.runtime.emulate.network import EmulatedClock, Way
+from hethub.runtime.emulate.network import EmulatedClock, Transfer
 from hethub.runtime.emulate.pace import ClusterNetwork, EmulatedPace, RankTimes, round_up
 from hethub.runtime.emulate.world import connect_emulated
 from hethub.spec.cluster import ClusterSpec
@@ -41,10 +41,10 @@ class SlowLine:
     num_interfaces = 1
 
     def message(self, source, target, num_bytes):
-        return Way(num_bytes / 1000, 2.0, ((0,),))
+        return Transfer(num_bytes / 1000, 2.0, ((0,),))
 
     def collective(self, name, ranks, num_bytes):
-        return Way(num_bytes / 1000, 2.0, ((0,),))
+        return Transfer(num_bytes / 1000, 2.0, ((0,),))
 
 
 def on_slow_line(rank, store, scale, function):
