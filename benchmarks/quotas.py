@@ -31,7 +31,7 @@ from hethub.planner import plan
 from hethub.predictor import predict
 from hethub.predictor.cost.profile import DeviceProfile
 from hethub.runtime.data import Dataset
-from hethub.runtime.launch.consensus import decided, exchange
+from hethub.runtime.launch.consensus import all_gather, broadcast
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.autotune import Measured, combine, measure_rank
 from hethub.spec.cluster import ClusterSpec
@@ -145,9 +145,9 @@ def _take_assignment(rank: int, store: Any, groups: list[str]) -> Assignment:
     node = {"name": "cpu", "accelerator": "CPU-core", "accelerators": 2}
     cluster = ClusterSpec.model_validate({"name": "quotas", "nodes": [node]})
     accelerator = cluster.places[rank].accelerator
-    exchange(meeting, "start", None)
+    all_gather(meeting, "start", None)
     curve = measure_rank(MODEL, TRAIN, accelerator, device, accelerator.memory_bytes, 2)
-    curves = [DeviceProfile.model_validate(row) for row in exchange(meeting, "curves", curve.to_dict())]
+    curves = [DeviceProfile.model_validate(row) for row in all_gather(meeting, "curves", curve.to_dict())]
     return Assignment(meeting, device, combine(MODEL, cluster, curves, fresh=True))
 
 
@@ -174,7 +174,7 @@ def _rank_of_choice(rank: int, store: Any, groups: list[str], rounds: int) -> li
         answer = plan(MODEL, cluster, TRAIN.batch, with_bounds=False, top=RUNNERS_UP, profile=profile)
         return [each.model_dump(mode="json") for each in (answer.plan, *(other.plan for other in answer.runners_up))]
 
-    plans = decided(assignment.meeting, "plans", find, patience_seconds=PLANNING_SECONDS)
+    plans = broadcast(assignment.meeting, "plans", find, patience_seconds=PLANNING_SECONDS)
     layouts = [bind(PlanSpec.model_validate(each), MODEL, cluster) for each in plans]
     measured = _train_in_turn(assignment, {str(index): layout for index, layout in enumerate(layouts)}, rounds)
     return [

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
-    from hethub.runtime.launch.command import LAUNCHERS
+    from hethub.runtime.launch.launcher_command import LAUNCHERS
 
     parser = command(
         commands,
@@ -33,7 +33,7 @@ def _add_launch(commands: Any) -> None:
 
 
 def launch(options: argparse.Namespace) -> None:
-    from hethub.runtime.launch.command import launch_commands, run_here
+    from hethub.runtime.launch.launcher_command import launch_commands, run_here
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
@@ -111,8 +111,8 @@ def profile(options: argparse.Namespace) -> None:
         return _merge(options)
     need_torch("profile")
     from hethub.predictor.cost.profile import save_profile
-    from hethub.report.progress import counted
     from hethub.runtime.measure.profile_run import profile_ranks
+    from hethub.runtime.progress import counted
     from hethub.spec.job import load_job
 
     check_writable(options.out)

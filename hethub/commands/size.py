@@ -44,7 +44,7 @@ def size(options: argparse.Namespace) -> None:
     from hethub.capacity.sizing import Question, load_catalogue
     from hethub.capacity.sizing import size as look
     from hethub.report.capacity import print_sizing, write_sizing
-    from hethub.report.progress import counted
+    from hethub.runtime.progress import counted
     from hethub.spec.cluster import load_cluster
     from hethub.spec.job import load_job
 
@@ -71,7 +71,7 @@ def size(options: argparse.Namespace) -> None:
 def _add(options: argparse.Namespace, catalogue: "CatalogueSpec", judge: "Judge", have: "ClusterSpec | None") -> None:
     from hethub.capacity.sizing import rank_additions
     from hethub.report.capacity import print_additions
-    from hethub.report.progress import counted
+    from hethub.runtime.progress import counted
 
     assert have is not None
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:

@@ -31,20 +31,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     need_torch("train")
     from hethub.report.run import finish_run
-    from hethub.runtime.loop.train import TrainRequest, train
+    from hethub.runtime.loop.train import train
 
     if options.resume is not None and options.run_dir is not None:
         raise BadInput(
             "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
         )
-    request = TrainRequest(
-        job_path=options.job,
+    summary = train(
+        options.job,
+        overrides=options.set,
         plan_path=options.plan,
+        profile_path=options.profile,
         run_dir=options.run_dir,
         resume=options.resume,
-        profile_path=options.profile,
-        overrides=options.set,
     )
-    summary = train(request)
     if summary is not None:
         finish_run(summary)

@@ -9,7 +9,7 @@ from rich.table import Table
 from hethub.capacity.sizing import Addition, CatalogueSpec, LeftOut, Option, Question, Sizing, best
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
-from hethub.runtime.loop.console import make_console
+from hethub.runtime.console import make_console
 
 MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 

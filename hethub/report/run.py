@@ -4,8 +4,8 @@ from rich.table import Table
 
 from hethub.report.html import report_run
 from hethub.report.trace import chrome_trace, times_are, write_trace
-from hethub.runtime.loop.console import make_console
-from hethub.runtime.loop.train import RunSummary
+from hethub.runtime.console import make_console
+from hethub.runtime.loop.steps import RunSummary
 from hethub.runtime.run_folder import RunFolder
 
 
@@ -17,8 +17,8 @@ def finish_run(summary: RunSummary) -> None:
     report_run(summary.folder, folder.path / "report.html")
     console = make_console()
     console.print(summary_table(summary))
-    if summary.rehearsal is not None:
-        overrun, scale = summary.rehearsal["overrun_percent"], summary.rehearsal["time_scale"]
+    if summary.emulation is not None:
+        overrun, scale = summary.emulation["overrun_percent"], summary.emulation["time_scale"]
         console.print(
             f"emulated: times are emulated (1 s took {scale:g} s); real computing came late by {overrun:.2f} % of them"
         )

@@ -12,7 +12,7 @@ from rich.table import Table
 from hethub.predictor import Prediction
 from hethub.report.alone import print_kinds_alone
 from hethub.report.explanation import print_explanation
-from hethub.runtime.loop.console import make_console
+from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec

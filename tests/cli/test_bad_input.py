@@ -191,9 +191,9 @@ def test_a_mistake_in_the_arguments_is_one_paragraph(name, tmp_path):
 
 def little_host_memory(rank):
     """Hosts of which the ranks find 4 KiB of memory."""
-    from hethub.runtime.launch import preflight as agreement
+    from hethub.runtime.launch import preflight
 
-    agreement.host_memory_bytes = lambda: 4096
+    preflight.host_memory_bytes = lambda: 4096
 
 
 def test_offload_beyond_the_host_memory_that_ranks_found_is_refused(tmp_path):

@@ -62,12 +62,12 @@ def test_a_ranks_own_exception_shows_its_traceback_once(failing, tmp_path):
 def fail_before_the_world(rank):
     """Rank 0, which serves the store and plans for all, fails while the others wait for it."""
     if rank == 0:
-        import hethub.runtime.loop.prepare as prepare
+        from hethub.runtime.loop import plan
 
-        def failing(*_):
+        def failing(*_, **__):
             raise ZeroDivisionError("of the planner")
 
-        prepare._decide = failing
+        plan._decide = failing
 
 
 def test_a_failure_before_the_ranks_are_connected_ends_all(tmp_path):
@@ -84,9 +84,9 @@ def test_a_failure_before_the_ranks_are_connected_ends_all(tmp_path):
 def die_before_the_world(rank):
     """Rank 2 dies when the ranks have met and are to tell what they have read."""
     if rank == 2:
-        import hethub.runtime.loop.prepare as prepare
+        from hethub.runtime.loop import read
 
-        prepare.open_dataset = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        read.open_dataset = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_rank_that_dies_before_the_ranks_are_connected_is_named_within_the_timeout(tmp_path):

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hethub.runtime.data.opening import empty
 from hethub.runtime.data.sources import Piece, list_files, pieces
 from hethub.runtime.data.token_file import token_file_writer
 from hethub.runtime.data.tokenizer import encode_stream, load_tokenizer
+from hethub.runtime.progress import ProgressDisplay
 from hethub.spec.errors import BadInput
 
 Advance = Callable[[int], None]
@@ -89,32 +90,17 @@ def _counted(texts: Iterator[Piece], advance: Advance) -> Iterator[Piece]:
 
 
 @contextmanager
-def _shown(total_bytes: int, progress: bool) -> Iterator[Advance]:
+def _shown(total_bytes: int, shows: bool) -> Iterator[Advance]:
     """A function to call with bytes done: a bar on a terminal, else a line every tenth of the way, both on stderr."""
-    console = Console(stderr=True)
-    if not progress:
-        yield lambda num_bytes: None
-    elif not console.is_terminal:
-        yield _Lines(console, total_bytes)
-    else:
-        columns = TextColumn("tokenise"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("tokenise", total=total_bytes)
-            yield lambda num_bytes: bar.advance(task, num_bytes)
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    total, done = max(1, total_bytes), 0
+    with ProgressDisplay("tokenise", *columns, console=Console(stderr=True), total=total_bytes, shows=shows) as display:
 
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            before, done = done, done + num_bytes
+            is_due = 10 * done // total > 10 * before // total
+            line = f"tokenise: {done:,} of {total:,} bytes ({100 * done // total} %)"
+            display.update(done, line if is_due else None)
 
-class _Lines:
-    """Progress where the output is no terminal."""
-
-    def __init__(self, console: Console, total_bytes: int) -> None:
-        self._console = console
-        self._total = max(1, total_bytes)
-        self._done = self._tenths = 0
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        tenths = 10 * self._done // self._total
-        if tenths > self._tenths:
-            self._tenths = tenths
-            percent = 100 * self._done // self._total
-            self._console.print(f"tokenise: {self._done:,} of {self._total:,} bytes ({percent} %)")
+        yield advance

@@ -8,9 +8,10 @@ from typing import Any
 from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.device import Device, choose_device
 from hethub.runtime.doctor.machine import Finding, examine
-from hethub.runtime.launch.consensus import exchange, leave
-from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, own_facts
-from hethub.runtime.launch.rendezvous import LaunchInfo, rendezvous
+from hethub.runtime.launch.consensus import leave
+from hethub.runtime.launch.launcher_environment import LaunchInfo
+from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, exchange_facts, own_facts
+from hethub.runtime.launch.rendezvous import meet
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 
@@ -82,32 +83,28 @@ class RanksExamined:
 
 def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined | None:
     """What the started ranks have, on rank 0; None on the others. Raises BadInput where they cannot even meet."""
-    meeting = rendezvous(info, network=None if cluster is None else cluster.network_of(info.rank))
+    meeting = meet(info, cluster)
     findings = examine()
     try:
         device = choose_device(info.local_rank, info.local_size)
     except BadInput as error:
         device = Device(vendor="cpu")
         findings.append(Finding(what="device", state="missing", found=str(error)))
-    facts = own_facts(
-        rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
-        memory_bytes=device.memory_bytes(), job="", tokens="",
-    )  # fmt: skip
     own = RankReport(
-        **asdict(facts),
+        **asdict(own_facts(info, device)),
         host_identity=host_identity(),
         identity=device.identity,
         address=f"{meeting.interface or ''} {meeting.address}".strip(),
         findings=[finding.to_dict() for finding in findings],
     )
-    ranks = [RankReport(**row) for row in exchange(meeting, "doctor", asdict(own))]
+    ranks = exchange_facts(meeting, "doctor", own)
     leave(meeting)
     if meeting.finalize is not None:
         meeting.finalize()
-    return judged(ranks, cluster, relay) if info.rank == 0 else None
+    return evaluate(ranks, cluster, relay) if info.rank == 0 else None
 
 
-def judged(ranks: Sequence[RankReport], cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined:
+def evaluate(ranks: Sequence[RankReport], cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined:
     """The ranks with what is to be said of several at once: equal findings in one line, and what does not fit."""
     grouped: dict[tuple[str, str, str, str], list[int]] = {}
     for report in ranks:

@@ -1,4 +1,4 @@
-"""The ranks speak with one voice before they have a world: every rank tells through the store, all judge alike."""
+"""Consensus of the ranks before they have a world: every rank tells through the store, all conclude alike."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
+from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.errors import BadInput, RunFailed
 
 T = TypeVar("T")
@@ -17,39 +18,50 @@ Answer = dict[str, Any]  # what a rank tells the others: a value, a fault of the
 _LEAVE_SECONDS = 10.0
 
 
-def exchange(meeting: Rendezvous, key: str, value: Any) -> list[Any]:
+@contextmanager
+def one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
+    """Before the ranks can speak with each other: what is wrong on a node, all its ranks find and one says."""
+    try:
+        yield
+    except BadInput as error:
+        error.quiet = info.local_rank != 0
+        raise
+
+
+def all_gather(meeting: Rendezvous, key: str, value: Any) -> list[Any]:
     """Every rank's JSON-able value, by rank; all ranks call it with the same key."""
     _tell(meeting, key, {"value": value})
     return [_hear(meeting, key, rank)["value"] for rank in range(meeting.size)]
 
 
-def together(meeting: Rendezvous, key: str, prepare: Callable[[], T], *, patience_seconds: float | None = None) -> T:
-    """`prepare()` on every rank; where it refuses bad input on any, BadInput on all, spoken by the lowest such rank.
+def consensus(meeting: Rendezvous, key: str, attempt: Callable[[], T], *, patience_seconds: float | None = None) -> T:
+    """This rank's `attempt()`, once it has succeeded on every rank.
 
-    A rank on which it fails otherwise raises what failed; all others raise RunFailed naming it, as they do where a
-    rank does not answer within `patience_seconds` (None: the store's own timeout).
+    Where it refuses bad input on any, BadInput on all, spoken by the lowest such rank. A rank on which it fails
+    otherwise raises what failed; all others raise RunFailed naming it, as they do where a rank does not answer within
+    `patience_seconds` (None: the store's own timeout).
     """
-    result, answer = _attempt(meeting, key, prepare)
+    result, answer = _attempt(meeting, key, attempt)
     _tell(meeting, key, answer)
-    _judge(meeting, [_hear(meeting, key, rank, patience_seconds) for rank in range(meeting.size)])
+    _conclude(meeting, [_hear(meeting, key, rank, patience_seconds) for rank in range(meeting.size)])
     return result  # type: ignore[return-value]
 
 
-def decided(meeting: Rendezvous, key: str, decide: Callable[[], T], *, patience_seconds: float) -> T:
-    """What `decide()` gives on rank 0 (JSON-able), on every rank; what it raises there is told as in `together`."""
+def broadcast(meeting: Rendezvous, key: str, decide: Callable[[], T], *, patience_seconds: float) -> T:
+    """What `decide()` gives on rank 0 (JSON-able), on every rank; what it raises there is told as in `consensus`."""
     if meeting.rank == 0:
         result, answer = _attempt(meeting, key, decide)
         _tell(meeting, key, {**answer, "value": result})
     answer = _hear(meeting, key, 0, patience_seconds)
-    _judge(meeting, [answer])
+    _conclude(meeting, [answer])
     value: T = answer["value"]
     return value
 
 
-def _attempt(meeting: Rendezvous, key: str, prepare: Callable[[], T]) -> tuple[T | None, Answer]:
+def _attempt(meeting: Rendezvous, key: str, attempt: Callable[[], T]) -> tuple[T | None, Answer]:
     """The result, and what to tell the others of it. A failure is told before it is raised."""
     try:
-        return prepare(), {}
+        return attempt(), {}
     except BadInput as error:
         return None, {"fault": str(error)}
     except Exception as error:
@@ -83,7 +95,7 @@ def _reaching(meeting: Rendezvous, key: str, rank: int) -> Iterator[None]:
         ) from None
 
 
-def _judge(meeting: Rendezvous, answers: Sequence[Answer]) -> None:
+def _conclude(meeting: Rendezvous, answers: Sequence[Answer]) -> None:
     """Raises what the ranks have told: a failure of one, or bad input; `quiet` where another rank speaks for all."""
     for what in ("failure", "fault"):
         told = [answer.get(what) for answer in answers]

@@ -59,19 +59,31 @@ _VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
     ),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+_RANK: dict[Launcher, str] = {**{launcher: names[0] for launcher, names in _VARIABLES.items()}, "slurm": "SLURM_PROCID"}
+
+
+def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is rank 0 of its launcher, or alone; asks for no more variables than that."""
+    launcher = _innermost_launcher(environment)
+    return launcher == "alone" or environment.get(_RANK[launcher], "0") == "0"
+
+
+def is_under_open_mpi(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether Open MPI's mpirun started this process, or what started it."""
+    return _RANK["openmpi"] in environment
 
 
 def _innermost_launcher(environment: Mapping[str, str]) -> Launcher:
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun"
-    if "OMPI_COMM_WORLD_RANK" in environment:
+    if is_under_open_mpi(environment):
         return "openmpi"
     if "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
         return "mpich"
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= environment.keys():
         return "torchrun"
     # A batch script has SLURM_PROCID too; only what srun has started is in a step.
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+    if _RANK["slurm"] in environment and "SLURM_STEP_ID" in environment:
         return "slurm"
     return "alone"
 
@@ -91,7 +103,7 @@ def _number(environment: Mapping[str, str], name: str, launcher: Launcher) -> in
 def _from_slurm(environment: Mapping[str, str]) -> LaunchInfo:
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     rank, size, local_rank = (
-        _number(environment, name, "slurm") for name in ("SLURM_PROCID", size_name, "SLURM_LOCALID")
+        _number(environment, name, "slurm") for name in (_RANK["slurm"], size_name, "SLURM_LOCALID")
     )
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_NODEID" in environment:
         tasks = expand_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])

@@ -1,14 +1,20 @@
-"""What all ranks must agree on before a run: versions, vendors, data; the same judgement on every rank."""
+"""Preflight: what all ranks must agree on before a run (versions, vendors, data), with one conclusion on every rank."""
 
 import hashlib
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from hethub.communicator import Rendezvous
+from hethub.communicator.joining.islands import parse_islands
 from hethub.communicator.joining.versions import Software, check_same
+from hethub.kernels.device import Device
+from hethub.runtime.launch.consensus import all_gather, consensus
+from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.runtime.memory.host_limit import host_memory_bytes
 from hethub.spec.accelerator import AcceleratorSpec, catalogue
 from hethub.spec.base import Source, build
@@ -35,14 +41,38 @@ class Facts(Software):
         return f"rank {self.rank} ({self.host})"
 
 
-def own_facts(
-    *, rank: int, local_rank: int, vendor: str, device: str, memory_bytes: int | None, job: str, tokens: str
-) -> Facts:
-    """This process's facts; `job` and `tokens` are the fingerprints of what it read."""
+AnyFacts = TypeVar("AnyFacts", bound=Facts)
+
+
+class Agreed(NamedTuple):
+    """What all ranks have found alike of each other."""
+
+    cluster: ClusterSpec
+    facts: list[Facts]  # by rank
+    warnings: list[str]
+
+
+def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str = "") -> Facts:
+    """This process's facts; `read` is the JSON-able data of its files, `tokens` the fingerprint of its data."""
     return Facts(
-        rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
-        job=job, tokens=tokens, host_memory_bytes=host_memory_bytes(), **Facts.versions(),
+        rank=info.rank, host=socket.gethostname(), local_rank=info.local_rank, vendor=device.vendor, device=device.name,
+        memory_bytes=device.memory_bytes(), job="" if read is None else fingerprint(read), tokens=tokens,
+        host_memory_bytes=host_memory_bytes(), **Facts.versions(),
     )  # fmt: skip
+
+
+def agree(meeting: Rendezvous, own: Facts, cluster: ClusterSpec | None) -> Agreed:
+    """The cluster that all ranks make, `cluster` where one is named, the same on every rank. Raises BadInput on every
+    rank where they do not fit together."""
+    facts = exchange_facts(meeting, "versions and data", own)
+    warnings = consensus(meeting, "versions", lambda: check_versions(facts))
+    found = consensus(meeting, "cluster", lambda: find_cluster(cluster, facts))
+    return Agreed(cluster=found, facts=facts, warnings=warnings)
+
+
+def exchange_facts(meeting: Rendezvous, key: str, own: AnyFacts) -> list[AnyFacts]:
+    """Every rank's facts, by rank."""
+    return [type(own)(**row) for row in all_gather(meeting, key, asdict(own))]
 
 
 def fingerprint(data: Any) -> str:
@@ -63,6 +93,16 @@ _READ_ALIKE = {
     "tokens": "Every rank must read the same data (python-stdlib differs between Python versions); copy one token file "
     "made by `hethub tokenise` to every node.",
 }
+
+
+def find_cluster(cluster: ClusterSpec | None, facts: Sequence[Facts]) -> ClusterSpec:
+    """The cluster named, which the ranks must match, or what the ranks found (HETHUB_ISLANDS emulates islands). Raises
+    BadInput."""
+    if cluster is None:
+        named = os.environ.get("HETHUB_ISLANDS")
+        return detect_cluster(facts, parse_islands(named, len(facts)) if named else None)
+    check_cluster(cluster, facts)
+    return cluster
 
 
 def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
@@ -144,11 +184,3 @@ def _model_number(name: str) -> set[str]:
     words = _words(name)
     numbered = [word for word in words if any(character.isdigit() for character in word)]
     return set(numbered[:1] or words)
-
-
-def facts_from(rows: Sequence[dict[str, Any]]) -> list[Facts]:
-    return [Facts(**row) for row in rows]
-
-
-def to_row(facts: Facts) -> dict[str, Any]:
-    return asdict(facts)

@@ -12,12 +12,19 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
 from hethub.runtime.launch.store import join_store, meet_at_master, serve_store
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE, Interface, choose_interface
 
-__all__ = ["LaunchInfo", "import_mpi", "launch_info", "rendezvous"]
+__all__ = ["LaunchInfo", "import_mpi", "launch_info", "meet", "rendezvous"]
 
 _GREETING_BYTES = 512
+
+
+def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float = 120.0) -> Rendezvous:
+    """The rendezvous of a command's ranks, on the network that their cluster names for this one. Raises BadInput."""
+    network = None if cluster is None else cluster.network_of(info.rank)
+    return rendezvous(info, network=network, timeout_seconds=timeout_seconds)
 
 
 def rendezvous(info: LaunchInfo, *, network: str | None = None, timeout_seconds: float = 120.0) -> Rendezvous:

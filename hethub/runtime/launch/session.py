@@ -1,14 +1,15 @@
-"""A world of the started ranks for commands that measure: meet, agree who is who, connect; and end together."""
+"""A world of the started ranks for commands that measure: meet, agree who is who, connect; and end as one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hethub.communicator import World, connect
 from hethub.kernels.device import Device
-from hethub.runtime.launch.consensus import exchange, together
-from hethub.runtime.launch.preflight import check_versions, facts_from, own_facts, to_row
-from hethub.runtime.launch.rendezvous import LaunchInfo, launch_info, rendezvous
-from hethub.runtime.loop.prepare import agreed_cluster, device_in
+from hethub.runtime.launch.consensus import consensus
+from hethub.runtime.launch.device import open_device
+from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
+from hethub.runtime.launch.preflight import agree, own_facts
+from hethub.runtime.launch.rendezvous import meet
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import CommunicatorSpec, Job
@@ -26,15 +27,9 @@ def session(
     """
     info = launch_info()
     cluster = None if job is None else job.cluster
-    meeting = rendezvous(info, network=None if cluster is None else cluster.network_of(info.rank))
-    device = together(meeting, "device", lambda: _real_device(cluster, info))
-    own = own_facts(
-        rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
-        memory_bytes=device.memory_bytes(), job="", tokens="",
-    )  # fmt: skip
-    facts = facts_from(exchange(meeting, "who", to_row(own)))
-    together(meeting, "versions", lambda: check_versions(facts))
-    found = together(meeting, "cluster", lambda: agreed_cluster(job, facts))
+    meeting = meet(info, cluster)
+    device = consensus(meeting, "device", lambda: _real_device(cluster, info))
+    found = agree(meeting, own_facts(info, device), cluster).cluster
     bridged = communicator or CommunicatorSpec()
     world = connect(
         meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
@@ -50,7 +45,7 @@ def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
             f"cluster '{cluster.name}' is marked emulated: on these CPUs there is nothing of it to measure. `hethub train` emulates it "
             "with predicted times; measure on the real accelerators."
         )
-    return device_in(cluster, info)
+    return open_device(cluster, info)
 
 
 @contextmanager

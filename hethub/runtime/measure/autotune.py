@@ -22,7 +22,7 @@ from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
-from hethub.runtime.launch.consensus import exchange, together
+from hethub.runtime.launch.consensus import all_gather, consensus
 from hethub.runtime.measure.profiler import build_bench_stage, measure_device
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.model.layers import TokenLayout
@@ -51,15 +51,15 @@ class Measured:
 def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: ClusterSpec) -> Measured:
     """What every rank measured of itself, or remembers; the same on every rank. Raises BadInput."""
     cache = Cache(job.model, job.spec.train, device, meeting.local_rank)
-    known = together(meeting, "measurements", cache.load)
-    remembered = exchange(meeting, "remembered measurements", known is not None)
+    known = consensus(meeting, "measurements", cache.load)
+    remembered = all_gather(meeting, "remembered measurements", known is not None)
     unsaved = None
     if not all(remembered):
-        exchange(meeting, "start of measuring", None)  # all at once, as they will compute
+        all_gather(meeting, "start of measuring", None)  # all at once, as they will compute
         accelerator = cluster.places[meeting.rank].accelerator
         free = device.free_memory_bytes()
         limit = int((accelerator.memory_bytes if free is None else free) * (1.0 - job.spec.constraints.reserve))
-        known = together(
+        known = consensus(
             meeting,
             "own measurements",
             lambda: measure_rank(job.model, job.spec.train, accelerator, device, limit, meeting.size),
@@ -67,7 +67,7 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
         )
         unsaved = cache.save(known)
     assert known is not None
-    rows = exchange(meeting, "curves", {"curve": known.to_dict(), "unsaved": unsaved})
+    rows = all_gather(meeting, "curves", {"curve": known.to_dict(), "unsaved": unsaved})
     curves = [DeviceProfile.model_validate(row["curve"]) for row in rows]
     found = combine(job.model, cluster, curves, fresh=not all(remembered))
     warnings = dict.fromkeys(f"warning: {row['unsaved']}" for row in rows if row["unsaved"])

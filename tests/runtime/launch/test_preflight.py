@@ -1,4 +1,4 @@
-"""What ranks must agree on, judged from what they say; and how they speak with one voice."""
+"""What ranks must agree on, concluded from what they say; and how they come to it."""
 
 import os
 import time
@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from torch.distributed import HashStore
 
 from hethub.communicator import Rendezvous
-from hethub.runtime.launch.consensus import decided, exchange, together
-from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, detect_cluster, facts_from, to_row
+from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
+from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, detect_cluster, exchange_facts
 from hethub.runtime.memory.host_limit import host_memory_bytes
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -50,7 +51,8 @@ def test_what_must_be_equal_names_both_ranks(what, value):
 
 
 def test_facts_survive_the_store():
-    assert facts_from([to_row(FIRST)]) == [FIRST]
+    alone = Rendezvous.on_one_host(HashStore(), 0, 1)
+    assert exchange_facts(alone, "versions", FIRST) == [FIRST]
 
 
 def cluster(*nodes):
@@ -131,7 +133,7 @@ def test_a_device_without_a_description_is_refused():
         detect_cluster([replace(FIRST, device="Abacus 3")])
 
 
-# -- with one voice ----------------------------------------------------------------------------------------------------
+# -- consensus --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -143,13 +145,13 @@ def meeting(rank, store):
         store.wait([f"done/{other}" for other in range(3)])
 
 
-def exchange_ranks(rank, store):
+def gather_ranks(rank, store):
     with meeting(rank, store) as here:
-        return exchange(here, "rank", {"rank": rank})
+        return all_gather(here, "rank", {"rank": rank})
 
 
 def test_every_rank_hears_all():
-    assert values(start_ranks(3, exchange_ranks)) == [[{"rank": rank} for rank in range(3)]] * 3
+    assert values(start_ranks(3, gather_ranks)) == [[{"rank": rank} for rank in range(3)]] * 3
 
 
 def refuse_on_some(rank, store, faults):
@@ -160,12 +162,12 @@ def refuse_on_some(rank, store, faults):
 
     try:
         with meeting(rank, store) as here:
-            return together(here, "files", prepare)
+            return consensus(here, "files", prepare)
     except BadInput as error:
         return str(error), error.quiet, error.agreed
 
 
-def test_together_gives_every_rank_its_own_result():
+def test_a_consensus_gives_every_rank_its_own_result():
     assert values(start_ranks(3, refuse_on_some, [None, None, None])) == [0, 1, 2]
 
 
@@ -189,7 +191,7 @@ def read_late(rank, store):
         if rank == 2:
             time.sleep(1.0)
         try:
-            decided(here, "plan", decide, patience_seconds=30)
+            broadcast(here, "plan", decide, patience_seconds=30)
         except BadInput as error:
             os.write(2, f"{error} {error.quiet}".encode())
             os._exit(2)
@@ -203,7 +205,7 @@ def test_rank_0_decides_and_waits_until_all_have_heard():
 
 def decide_for_all(rank, store):
     with meeting(rank, store) as here:
-        return decided(here, "plan", lambda: {"by": rank}, patience_seconds=30)
+        return broadcast(here, "plan", lambda: {"by": rank}, patience_seconds=30)
 
 
 def test_what_rank_0_decides_holds_on_all():
@@ -216,7 +218,7 @@ def fail_on_one(rank, store, failing):
             raise KeyError("a bug")
 
     with meeting(rank, store) as here:
-        together(here, "files", prepare)
+        consensus(here, "files", prepare)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -236,7 +238,7 @@ def one_stays_silent(rank, store):
         Rendezvous.on_one_host(store, rank, 3)
         time.sleep(60)
     with meeting(rank, store) as here:
-        together(here, "files", lambda: None, patience_seconds=1.0)
+        consensus(here, "files", lambda: None, patience_seconds=1.0)
 
 
 def test_a_rank_that_does_not_answer_is_named():

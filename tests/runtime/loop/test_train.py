@@ -10,8 +10,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from hethub.runtime.loop.prepare import TrainRequest, _plan_file
-from hethub.runtime.loop.progress import TerminalReporter, describe
+from hethub.runtime.loop.display import TrainingDisplay, describe
+from hethub.runtime.loop.plan import _plan_file
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.run_folder import RunFolder, StepMetrics
 from hethub.spec.errors import BadInput
@@ -41,24 +41,19 @@ def finished_run(path, content):
 # -- which plan --------------------------------------------------------------------------------------------------------
 
 
-def request(job, **more):
-    return TrainRequest(job_path=job.path, **more)
-
-
 def test_a_plan_that_is_named_is_taken(job, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    assert _plan_file(request(job), job, folder, job.cluster) == tmp_path / "job" / "plan.yaml"
+    assert _plan_file(job, None, folder, job.cluster, resumes=False) == tmp_path / "job" / "plan.yaml"
     other = tmp_path / "other.yaml"
-    assert _plan_file(request(job, plan_path=other), job, folder, job.cluster) == other
+    assert _plan_file(job, other, folder, job.cluster, resumes=False) == other
 
 
 def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
     job = load_job(write_job(tmp_path / "job", plan="auto"))
     folder = finished_run(tmp_path / "run", plan())
-    again = request(job, resume=folder.path)
-    assert _plan_file(again, job, folder, job.cluster) == folder.plan
-    assert _plan_file(again, job, folder, job.cluster.replace(name="larger")) is None
-    assert _plan_file(request(job), job, folder, job.cluster) is None
+    assert _plan_file(job, None, folder, job.cluster, resumes=True) == folder.plan
+    assert _plan_file(job, None, folder, job.cluster.replace(name="larger"), resumes=True) is None
+    assert _plan_file(job, None, folder, job.cluster, resumes=False) is None
 
 
 def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):
@@ -133,9 +128,9 @@ def test_a_signal_is_remembered_and_given_back():
 
 def test_a_long_run_prints_about_twenty_plain_lines():
     out = io.StringIO()
-    with TerminalReporter(1, 1000, Console(file=out, width=140)) as reporter:
+    with TrainingDisplay(1, 1000, console=Console(file=out, width=140)) as display:
         for step in range(1, 1001):
-            reporter.step(metrics(step))
+            display.step(metrics(step))
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("step 1/1000  loss 2.0000  grad norm 1.000")
     assert lines[-1].startswith("step 1000/1000")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
-from hethub.runtime.loop import straggler_watch as stragglers
-from hethub.runtime.loop import train
-from hethub.runtime.loop.straggler_watch import Stragglers
+from hethub.runtime.loop import replanning
+from hethub.runtime.loop.replanning import Replanner
+from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.straggler import (
     Noted,
     Remedy,
@@ -53,13 +53,13 @@ def test_a_rank_is_named_once_it_was_slow_for_long_enough():
     assert [bool(watch.note(slow).slow) for _ in range(3)] == [False, False, True]
 
 
-def test_a_single_slow_step_is_no_drift():
+def test_a_single_slow_step_makes_no_straggler():
     watch = StragglerWatch(forward(1.0, 1.0), SPEC)
     assert all(watch.note(forward(*step)) == NOTHING for step in [[1.0, 9.0], [1.0, 9.0], [1.0, 1.0]] * 3)
 
 
 @given(st.floats(0.1, 10.0), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8))
-def test_what_all_ranks_have_in_common_is_no_drift(error, planned):
+def test_what_all_ranks_have_in_common_makes_no_straggler(error, planned):
     watch = StragglerWatch(forward(*planned), SPEC)
     assert all(watch.note(forward(*(error * seconds for seconds in planned))) == NOTHING for _ in range(5))
 
@@ -92,10 +92,10 @@ class Watched:
 
     def __init__(self, monkeypatch):
         self.job = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="auto"))
-        self.agreed = SimpleNamespace(layout=layout(), profile=None)
+        self.layout = layout()
         self.factors, self.step = [], 0
-        monkeypatch.setattr(stragglers, "find_remedy", self._remedy)
-        self.stragglers = Stragglers(self.job, self.agreed)
+        monkeypatch.setattr(replanning, "find_remedy", self._remedy)
+        self.replanner = Replanner(self.job, self.layout, None)
 
     def _remedy(self, job, layout, profile, factors):
         self.factors.append(dict(factors))
@@ -107,12 +107,12 @@ class Watched:
         rows = []
         for _ in range(3):
             self.step += 10
-            busy = planned_seconds(self.agreed.layout, None, {1: factor})
-            rows += self.stragglers.note(self.step, busy, self.agreed, plans=True)
+            busy = planned_seconds(self.layout, None, {1: factor})
+            rows += self.replanner.note(self.step, busy, plans=True)
         return rows
 
     def chosen(self):
-        return self.stragglers.chosen(SimpleNamespace(all_gather_objects=lambda own: [own]))
+        return self.replanner.chosen(SimpleNamespace(all_gather_objects=lambda own: [own]))
 
 
 def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
@@ -131,13 +131,13 @@ def test_a_rank_that_is_slow_again_is_as_slow_as_before(monkeypatch):
 def test_under_a_new_plan_factors_go_on_from_what_it_was_made_for(monkeypatch):
     run = Watched(monkeypatch)
     run.steps(2.0)
-    run.stragglers.follow(run.agreed)
+    run.replanner.follow(run.layout)
     assert run.steps(2.0) == []
     run.steps(3.0)
     run.steps(2.0)
     run.steps(3.0)
     assert run.factors == [{1: pytest.approx(factor)} for factor in (2.0, 3.0, 3.0)]
-    run.stragglers.follow(run.agreed)
+    run.replanner.follow(run.layout)
     assert run.steps(1.0)[0]["factor"] == 1.0
     assert run.factors[-1] == {}  # a plan for four healthy ranks
 
@@ -219,20 +219,19 @@ def losses(run):
 
 def count_trainers(_rank):
     """Has a rank print, at each trainer it builds, how many of the parts of those before are still there."""
-    build, earlier = train._trainer, []
+    build, earlier = Trainer.__init__, []
 
-    def counted(*args):
+    def counted(trainer, *args, **more):
         print(f"built beside {sum(part() is not None for part in earlier)} of {len(earlier)}")
-        trainer = build(*args)
+        build(trainer, *args, **more)
         earlier.extend(map(weakref.ref, (trainer, trainer.storage, trainer.optimizer)))
-        return trainer
 
-    train._trainer = counted
+    Trainer.__init__ = counted
 
 
 @pytest.fixture(scope="module")
 def replanned(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drift")
+    folder = tmp_path_factory.mktemp("straggler")
     path = job(folder / "job", {1: 2.0}, replan="auto")
     ended = ranks(2, "train", path, "--run-dir", folder / "run", cwd=folder, hook=count_trainers)
     assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr

@@ -1,12 +1,12 @@
-"""The watch for drift in a run: who is told what, and when another plan is taken."""
+"""Replanning for stragglers in a run: who is told what, and when another plan is taken."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hethub.communicator import World
-from hethub.runtime.loop.prepare import Agreed
-from hethub.runtime.loop.trainer import Trainer
+from hethub.kernels.device import Device
+from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.measure.straggler import (
     WORTHWHILE_PERCENT,
     Remedy,
@@ -17,33 +17,38 @@ from hethub.runtime.measure.straggler import (
     name_of,
     planned_seconds,
 )
-from hethub.runtime.pace import Pace
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
+from hethub.spec.layout.bind import Layout
 
-Rebuild = Callable[[Agreed, Pace, dict[str, Any]], tuple[Agreed, Trainer]]
+
+def make_replanner(job: Job, device: Device, layout: Layout, profile: ProfileSpec | None) -> "Replanner | None":
+    """Who watches for ranks slower than planned; nobody where the job says so, and on CPUs unless it asks."""
+    shares_cores = not device.is_gpu and not layout.cluster.emulated
+    if job.spec.replan == "never" or (job.spec.replan is None and shares_cores):
+        return None
+    return Replanner(job, layout, profile)
 
 
-class Stragglers:
+class Replanner:
     """One rank's part in the watch. All ranks note the same and find the same slow ranks; rank 0 plans and speaks."""
 
-    def __init__(self, job: Job, agreed: Agreed) -> None:
-        self._job = job
+    def __init__(self, job: Job, layout: Layout, profile: ProfileSpec | None) -> None:
+        self._job, self._profile = job, profile
         self._factors: dict[int, float] = {}  # of the ranks that are slow, beside what the job's profile says
         self._remedy: Remedy | None = None
-        self.follow(agreed)
+        self.follow(layout)
 
-    def follow(self, agreed: Agreed) -> None:
+    def follow(self, layout: Layout) -> None:
         """Watches this plan, for which the slow ranks' speeds are known."""
+        self._layout = layout
         self._planned_for = dict(self._factors)
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
-        planned = planned_seconds(agreed.layout, agreed.profile, self._factors)
+        planned = planned_seconds(layout, self._profile, self._factors)
         self._watch = StragglerWatch(planned, self._job.spec.drift, self._factors)
 
-    def note(
-        self, step: int, busy_seconds: Sequence[dict[str, float] | None], agreed: Agreed, *, plans: bool
-    ) -> list[dict[str, Any]]:
+    def note(self, step: int, busy_seconds: Sequence[dict[str, float] | None], *, plans: bool) -> list[dict[str, Any]]:
         """Takes in a step; what there is to say of it, a row each. The rank that `plans` looks for a better plan."""
         known = [seconds for seconds in busy_seconds if seconds is not None]
         if len(known) < len(busy_seconds):
@@ -59,11 +64,11 @@ class Stragglers:
             if factor > 1.0:
                 self._factors[rank] = factor
         self._is_due, self._remedy = self._factors != self._planned_for, None
-        gain = self._plan_anew(agreed) if plans and self._is_due else "the plan stays"
+        gain = self._plan_anew() if plans and self._is_due else "the plan stays"
         percent = None if self._remedy is None else self._remedy.gain_percent
-        rows = [self._slow_row(straggler, agreed) for straggler in noted.slow]
+        rows = [self._slow_row(straggler) for straggler in noted.slow]
         rows += [
-            {"rank": rank, "factor": factor, "text": f"{name_of(agreed.layout, rank)} is no longer slow"}
+            {"rank": rank, "factor": factor, "text": f"{name_of(self._layout, rank)} is no longer slow"}
             for rank, factor in noted.recovered.items()
         ]
         return [
@@ -71,17 +76,17 @@ class Stragglers:
             for row in rows
         ]
 
-    def _slow_row(self, straggler: Straggler, agreed: Agreed) -> dict[str, Any]:
+    def _slow_row(self, straggler: Straggler) -> dict[str, Any]:
         return {
             "rank": straggler.rank, "factor": straggler.factor, "kind": straggler.kind, "looked_at_steps": list(self._looked_at),
             "measured_seconds": straggler.measured, "planned_seconds": straggler.planned,
-            "text": describe(agreed.layout, straggler, list(self._looked_at)),
+            "text": describe(self._layout, straggler, list(self._looked_at)),
         }  # fmt: skip
 
-    def _plan_anew(self, agreed: Agreed) -> str:
+    def _plan_anew(self) -> str:
         """What a plan for the true speeds would bring, in words; keeps it."""
         try:
-            self._remedy = find_remedy(self._job, agreed.layout, agreed.profile, self._factors)
+            self._remedy = find_remedy(self._job, self._layout, self._profile, self._factors)
         except BadInput as reason:
             self._remedy = None
             return f"no other plan: {reason}"

@@ -5,6 +5,8 @@ import sys
 
 from rich.console import Console
 
+from hethub.runtime.launch.launcher_environment import is_under_open_mpi
+
 _PLAIN_WIDTH = 140  # of tables in a file or a pipe
 
 
@@ -16,7 +18,7 @@ def shows_on_terminal() -> bool:
     """
     if not sys.stdout.isatty():
         return False
-    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+    if not is_under_open_mpi():
         return True
     try:
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))

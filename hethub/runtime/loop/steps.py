@@ -1,10 +1,10 @@
-"""The steps of a run on one rank, and what is kept and shown of them."""
+"""Loop: the steps of a run on one rank, and what is kept and shown of them."""
 
 import gc
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,16 +13,19 @@ from hethub.communicator import World
 from hethub.predictor.cost.profile import save_profile
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointStore
-from hethub.runtime.loop.prepare import Agreed
-from hethub.runtime.loop.progress import Reporter, Silent, TerminalReporter
+from hethub.runtime.data import Dataset
+from hethub.runtime.loop.build import make_trainer
+from hethub.runtime.loop.display import TrainingDisplay
+from hethub.runtime.loop.plan import Planned
+from hethub.runtime.loop.replanning import make_replanner
 from hethub.runtime.loop.stop_signal import StopSignal
-from hethub.runtime.loop.straggler_watch import Rebuild, Stragglers
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.clock import clock_offset
 from hethub.runtime.pace import Pace, StepPace
 from hethub.spec.errors import RunFailed
 from hethub.spec.job import Job
-from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.plan import PlanSpec
 
 TRACED_STEPS = 3  # the last steps of a run, kept for its trace
 SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
@@ -40,27 +43,26 @@ class RunSummary:
     predicted_step_seconds: float
     measured_step_seconds: float  # median
     layout: Layout
-    rehearsal: dict[str, Any] | None  # how the pace was kept, where accelerators were emulated
+    emulation: dict[str, Any] | None  # how the pace was kept, where accelerators were emulated
     spans: list[Span] = field(repr=False)
 
 
-class Run:
+class TrainingLoop:
     """A trainer with its weights in place, `done` steps behind them; rank 0 writes the run folder and speaks."""
 
     def __init__(
         self,
-        job: Job,
-        agreed: Agreed,
         world: World,
+        job: Job,
+        dataset: Dataset,
+        planned: Planned,
         trainer: Trainer,
         store: CheckpointStore,
         done: int,
-        stragglers: Stragglers | None,
-        rebuild: Rebuild,
     ) -> None:
-        self.agreed, self.world, self.trainer, self.store = agreed, world, trainer, store
-        self.job, self.done, self.last = job, done, job.spec.train.steps
-        self._stragglers, self._rebuild = stragglers, rebuild
+        self.world, self.job, self.dataset, self.planned = world, job, dataset, planned
+        self.trainer, self.store, self.done, self.last = trainer, store, done, job.spec.train.steps
+        self._replanner = make_replanner(job, world.device, planned.layout, planned.profile)
         self._begun = done  # the step behind which the present trainer began
         self._losses: list[float] = []
         self._seconds: list[float] = []
@@ -71,19 +73,19 @@ class Run:
     def _speaks(self) -> bool:
         return self.world.rank == 0
 
-    def train(self) -> RunSummary | None:
+    def run(self, warnings: Sequence[str] = ()) -> RunSummary | None:
         """Trains up to the job's last step, or until a signal asks to save and exit."""
         first, stopped, step = self.done + 1, False, self.done
-        reporter: Reporter = TerminalReporter(first, self.last) if self._speaks else Silent()
+        display = TrainingDisplay(first, self.last, shows=self._speaks)
         if self._speaks:
             self._open()
         before = clock_offset(self.world)
-        with StopSignal() as signals, reporter:
-            for line in self._opening():
-                self._say(line, reporter)
+        with StopSignal() as signals, display:
+            for line in self._opening(warnings):
+                self._say(line, display)
             with self._saving():
                 for step in range(first, self.last + 1):
-                    stopped = self._step(step, signals, reporter)
+                    stopped = self._step(step, signals, display)
                     if stopped:
                         break
         offset = (before + clock_offset(self.world)) / 2
@@ -101,21 +103,21 @@ class Run:
         self.store.wait()
 
     def _open(self) -> None:
-        folder = self.agreed.folder
+        folder = self.planned.folder
         chosen = {"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()}
-        folder.start(self.job, self.agreed.layout, self.agreed.prediction, chosen)
-        if self.agreed.profile is not None:
-            save_profile(self.agreed.profile, folder.profile)
+        folder.start(self.job, self.planned.layout, self.planned.prediction, chosen)
+        if self.planned.profile is not None:
+            save_profile(self.planned.profile, folder.profile)
         folder.cut_metrics(self.done)
 
-    def _opening(self) -> list[str]:
-        plan, prediction, folder = self.agreed.layout.plan, self.agreed.prediction, self.agreed.folder
+    def _opening(self, warnings: Sequence[str]) -> list[str]:
+        plan, prediction, folder = self.planned.layout.plan, self.planned.prediction, self.planned.folder
         stages = "; ".join(
             f"layers [{stage.layers[0][0]}, {stage.layers[-1][1]}) on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
             for stage in plan.stages
         )
-        lines = [f"warning: {warning}" for warning in self.agreed.warnings]
-        lines += self.agreed.measured
+        lines = [f"warning: {warning}" for warning in warnings]
+        lines += self.planned.measured
         lines.append(f"run folder {folder.path}")
         lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
         lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")
@@ -127,13 +129,13 @@ class Run:
             lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
         return lines
 
-    def _say(self, text: str, reporter: Reporter) -> None:
+    def _say(self, text: str, display: TrainingDisplay) -> None:
         """To whoever watches, and to log.txt."""
-        reporter.say(text)
+        display.say(text)
         if self._speaks:
-            self.agreed.folder.log(text)
+            self.planned.folder.log(text)
 
-    def _step(self, step: int, signals: StopSignal, reporter: Reporter) -> bool:
+    def _step(self, step: int, signals: StopSignal, display: TrainingDisplay) -> bool:
         start = monotonic()
         outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
         seconds = self.trainer.pace.seconds(monotonic() - start)
@@ -143,45 +145,46 @@ class Run:
         self._seconds.append(seconds)
         self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
         if self._speaks:
-            metrics = self.trainer.metrics(step, outcome, seconds, self.agreed.prediction["step_seconds"])
-            self.agreed.folder.append(metrics)
-            reporter.step(metrics)
-        if self._stragglers is not None and step - self._begun > SETTLING_STEPS:
-            for row in self._stragglers.note(step, outcome.busy_seconds, self.agreed, plans=self._speaks):
-                self._say(row["text"], reporter)
+            metrics = self.trainer.metrics(step, outcome, seconds, self.planned.prediction["step_seconds"])
+            self.planned.folder.append(metrics)
+            display.step(metrics)
+        if self._replanner is not None and step - self._begun > SETTLING_STEPS:
+            for row in self._replanner.note(step, outcome.busy_seconds, plans=self._speaks):
+                self._say(row["text"], display)
                 if self._speaks:
-                    self.agreed.folder.append_straggler(row)
+                    self.planned.folder.append_straggler(row)
         ends = outcome.stop_requested or step == self.last
         every = self.job.spec.checkpoint.every_steps
         if ends or (every is not None and step % every == 0):
             self.trainer.save(self.store, step, blocking=ends)
             if self._speaks:
-                self.agreed.folder.log(f"checkpoint of step {step}{'' if ends else ' begun'}")
+                self.planned.folder.log(f"checkpoint of step {step}{'' if ends else ' begun'}")
             if not ends:
-                self._replan(step, reporter)
+                self._replan(step, display)
         return outcome.stop_requested
 
-    def _replan(self, step: int, reporter: Reporter) -> None:
+    def _replan(self, step: int, display: TrainingDisplay) -> None:
         """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants
         it."""
-        found = self._stragglers.chosen(self.world) if self._stragglers is not None else None
-        if self._stragglers is None or found is None:
+        found = self._replanner.chosen(self.world) if self._replanner is not None else None
+        if self._replanner is None or found is None:
             return
         self.store.release()
         self.world.barrier()
         pace = self._drop_trainer()
-        self.agreed, self.trainer = self._rebuild(self.agreed, pace, found)
+        layout = bind(PlanSpec.model_validate(found["plan"]), self.job.model, self.planned.layout.cluster)
+        prediction = {"strategy": "replanned", **found["prediction"]}
+        self.planned = replace(self.planned, layout=layout, prediction=prediction)
+        self.trainer = make_trainer(layout, self.world, self.job, self.dataset, pace.on(layout))
         path = self.store.latest()
         assert path is not None
         self.trainer.restore(self.store, path)
-        self._stragglers.follow(self.agreed)
+        self._replanner.follow(layout)
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
-        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", reporter)
+        self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", display)
         if self._speaks:
-            self.agreed.folder.write_plan(self.agreed.layout, self.agreed.prediction)
-            self.agreed.folder.append_straggler(
-                {"step": step, "text": "new plan", "prediction": self.agreed.prediction}
-            )
+            self.planned.folder.write_plan(layout, prediction)
+            self.planned.folder.append_straggler({"step": step, "text": "new plan", "prediction": prediction})
 
     def _drop_trainer(self) -> Pace:
         """The trainer's pace; the trainer is gone and its memory free: two states need not fit on a device."""
@@ -200,22 +203,22 @@ class Run:
         ]
         rows = self.world.all_gather_objects(spans)
         counters = self.world.all_gather_objects(self.world.counters())
-        rehearsal = self._emulation()
+        emulation = self._emulation()
         if not self._speaks:
             return None
-        self.agreed.folder.write_counters(counters)
-        if rehearsal is not None:
-            self.agreed.folder.write_emulation(rehearsal)
+        self.planned.folder.write_counters(counters)
+        if emulation is not None:
+            self.planned.folder.write_emulation(emulation)
         return RunSummary(
-            folder=self.agreed.folder.path,
+            folder=self.planned.folder.path,
             last_step=last_step,
             stopped_early=stopped,
             first_loss=self._losses[0],
             last_loss=self._losses[-1],
-            predicted_step_seconds=self.agreed.prediction["step_seconds"],
+            predicted_step_seconds=self.planned.prediction["step_seconds"],
             measured_step_seconds=statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
-            layout=self.agreed.layout,
-            rehearsal=rehearsal,
+            layout=self.planned.layout,
+            emulation=emulation,
             spans=[Span(*span) for row in rows for span in row],
         )
 

@@ -1,0 +1,96 @@
+"""Build: from a plan to connected ranks, each with a trainer that has its initial weights. Nothing is written yet."""
+
+from typing import Any
+
+from hethub.communicator import Rendezvous, World, connect
+from hethub.kernels.device import Device
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.runtime.data import Dataset
+from hethub.runtime.emulate.pace import ClusterNetwork, emulated_pace
+from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
+from hethub.runtime.launch.consensus import consensus
+from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.model.initial import load_hugging_face
+from hethub.runtime.pace import Pace, WatchedPace
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import CommunicatorSpec, Job
+from hethub.spec.layout.bind import Layout
+
+BUILDING_SECONDS = 3600.0  # how long ranks wait for each other's weights; a dead one is noticed by the watch
+
+
+def connect_ranks(
+    meeting: Rendezvous,
+    spec: CommunicatorSpec,
+    device: Device,
+    cluster: ClusterSpec,
+    profile: ProfileSpec | None,
+    relays: dict[str, Any] | None,
+) -> World:
+    """The world of the run, as the job wants its ranks bridged; over `relays`, where the run has had some before."""
+    options: dict[str, Any] = {
+        "device": device, "islands": list(cluster.islands.values()), "relay": spec.relay, "wire": spec.wire,
+        "timeout_seconds": spec.timeout_seconds,
+    }  # fmt: skip
+    if cluster.emulated:
+        return connect_emulated(meeting, ClusterNetwork(cluster, profile), **options)
+    return connect(meeting, stored_relays=relays, **options)
+
+
+def build(
+    meeting: Rendezvous,
+    world: World,
+    job: Job,
+    dataset: Dataset,
+    layout: Layout,
+    profile: ProfileSpec | None,
+    predicted_seconds: float,
+    *,
+    fills: bool,
+) -> Trainer:
+    """This rank's trainer at its pace; it `fills` the weights unless a checkpoint will bring them."""
+
+    def filled() -> Trainer:
+        trainer = make_trainer(layout, world, job, dataset, pace)
+        if fills:
+            _fill(trainer, job)
+        return trainer
+
+    pace = consensus(
+        meeting,
+        "pace",
+        lambda: _pace(world, job, dataset, layout, profile, predicted_seconds),
+        patience_seconds=BUILDING_SECONDS,
+    )
+    return consensus(meeting, "weights", filled, patience_seconds=BUILDING_SECONDS)
+
+
+def make_trainer(layout: Layout, world: World, job: Job, dataset: Dataset, pace: Pace) -> Trainer:
+    """A trainer whose weights are still to come."""
+    return Trainer(layout, world, dataset, job.spec.train, document_mask=job.spec.data.document_mask, pace=pace)
+
+
+def _pace(
+    world: World,
+    job: Job,
+    dataset: Dataset,
+    layout: Layout,
+    profile: ProfileSpec | None,
+    predicted_seconds: float,
+) -> Pace:
+    """As fast as the ranks can, or in an emulation as fast as the emulated accelerators."""
+    if not isinstance(world, EmulatedWorld):
+        return WatchedPace(world.device)
+    return emulated_pace(
+        layout, world, job.spec.rehearsal, predicted_seconds,
+        lambda pace: make_trainer(layout, world, job, dataset, pace), profile,
+    )  # fmt: skip
+
+
+def _fill(trainer: Trainer, job: Job) -> None:
+    """Initial weights: the Hugging Face folder's, or drawn from the job's seed."""
+    if job.hugging_face_folder is None:
+        trainer.initialise()
+    else:
+        load_hugging_face(trainer.storage, job.model, job.hugging_face_folder)
+        trainer.optimizer.reload_masters()
