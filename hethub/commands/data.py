@@ -46,6 +46,6 @@ def _add_export(commands: Any) -> None:
 
 def export(options: argparse.Namespace) -> None:
     need_torch("export")
-    from hethub.runtime.checkpoint.hugging_face import export as write_folder
+    from hethub.runtime.checkpoint.export import export as write_folder
 
     print(f"exported {write_folder(options.run, options.to)} to {options.to}")

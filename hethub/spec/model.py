@@ -1,14 +1,13 @@
 """Models: the shape of a transformer, read from our YAML or from a Hugging Face folder."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Positive
 from hethub.spec.base import Source, Spec, build, load
-from hethub.spec.errors import BadInput
+from hethub.spec.hugging_face import read_shape
 
 Count = Annotated[int, Field(ge=1)]
 # Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by
@@ -120,62 +119,6 @@ def load_model(reference: str, base: Path) -> ModelSpec:
 
 
 def from_hugging_face(folder: Path) -> ModelSpec:
-    """The shape in a Hugging Face Llama folder's config.json, of transformers 4.x or 5.x.
-
-    Raises BadInput where the folder is none, or the model uses what hethub does not implement.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(
-            f"{path}: cannot be read ({error.strerror}). `hf:` wants a folder as `save_pretrained` writes it."
-        ) from None
-    except ValueError as error:
-        raise BadInput(f"{path}: is not valid JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")
-    _refuse_unimplemented(config, path)
-    return build(ModelSpec, _from_hf_keys(config, folder, path), Source(str(path)), "Hugging Face config")
-
-
-def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
-    wanted = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, value in wanted.items():
-        if config.get(key, value) != value:
-            raise BadInput(
-                f"{path}: {key} is {config[key]!r}; hethub implements {value!r} only. Choose a model with that value."
-            )
-    if config.get("attention_dropout", 0.0):
-        raise BadInput(
-            f"{path}: attention_dropout is {config['attention_dropout']}; only 0 gives every plan the same loss. Set it to 0."
-        )
-
-
-def _from_hf_keys(config: dict[str, Any], folder: Path, path: Path) -> dict[str, Any]:
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    names = {
-        "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim", "ffn": "intermediate_size", "vocab": "vocab_size", "max_seq_len": "max_position_embeddings",
-        "tied_head": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
-    }  # fmt: skip
-    shape = {ours: config[theirs] for ours, theirs in names.items() if config.get(theirs) is not None}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    return {
-        "name": folder.resolve().name,
-        "norm_eps": 1e-6,  # what transformers takes where the config says nothing
-        **shape,
-        **({"rope_theta": theta} if theta is not None else {}),
-        "rope_scaling": _rope_scaling(rope, path),
-    }
-
-
-def _rope_scaling(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise BadInput(f"{path}: rope_type '{kind}' is not implemented; known: default, llama3.")
-    keys = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-            "original_max_seq_len": "original_max_position_embeddings"}  # fmt: skip
-    return {ours: rope[theirs] for ours, theirs in keys.items() if theirs in rope}
+    """The shape that a Hugging Face Llama folder's config.json describes. Raises BadInput."""
+    path, shape = read_shape(folder)
+    return build(ModelSpec, shape, Source(str(path)), "Hugging Face config")

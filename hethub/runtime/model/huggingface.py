@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.hugging_face import config_of
 from hethub.spec.layout.tensors import HEAD, TensorInfo, model_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range
@@ -162,50 +163,10 @@ def write_folder(
     if tokenizer_source is not None and not tokenizer_source.exists():
         raise BadInput(f"{tokenizer_source}: there is no such tokenizer.json or Hugging Face folder to take it from.")
     with _appearing(folder) as temporary:
-        config = config_of(model, dtype) | _token_ids(tokenizer_source, end_of_document)
+        config = config_of(model, str(dtype).removeprefix("torch.")) | _token_ids(tokenizer_source, end_of_document)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _copy_tokenizer(tokenizer_source, temporary)
         _write_weights(temporary, model, tensors, dtype, max_shard_bytes)
-
-
-def config_of(model: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of the model, in the keys of transformers 5.x and, beside them, those of 4.x."""
-    assert model.family == "llama", model.family
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if (scaling := model.rope_scaling) is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        }
-    dtype_name = str(dtype).removeprefix("torch.")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_seq_len,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_head,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None if model.rope_scaling is None else rope,
-        "dtype": dtype_name,
-        "torch_dtype": dtype_name,
-        "use_cache": True,
-    }
 
 
 def _token_ids(source: Path | None, end_of_document: int | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from hethub.runtime.checkpoint import CheckpointStore
-from hethub.runtime.checkpoint.hugging_face import export
+from hethub.runtime.checkpoint.export import export
 from hethub.runtime.model.initial import load_hugging_face
 from hethub.runtime.model.stage import MicrobatchInput
 from hethub.runtime.run_folder import RunFolder

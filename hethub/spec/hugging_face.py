@@ -1,0 +1,96 @@
+"""A Hugging Face Llama's config.json and our model's shape, each from the other by one table of keys."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hethub.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from hethub.spec.model import ModelSpec
+
+# Our key of the shape: theirs.
+_SHAPE = {
+    "vocab": "vocab_size", "hidden": "hidden_size", "ffn": "intermediate_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "max_seq_len": "max_position_embeddings", "init_std": "initializer_range", "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}  # fmt: skip
+_ROPE = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}  # fmt: skip
+# The only values that hethub implements: others are refused, and these are written.
+_ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_DEFAULT_NORM_EPS = 1e-6  # what transformers takes where the config says nothing
+
+
+def read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder's config.json, of transformers 4.x or 5.x, and the keys of our model file that it stands for.
+
+    Raises BadInput where the folder is none, or the model uses what hethub does not implement.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(
+            f"{path}: cannot be read ({error.strerror}). `hf:` wants a folder as `save_pretrained` writes it."
+        ) from None
+    except ValueError as error:
+        raise BadInput(f"{path}: is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")
+    _refuse_unimplemented(config, path)
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    return path, {
+        "name": folder.resolve().name,
+        "norm_eps": _DEFAULT_NORM_EPS,
+        **{ours: config[theirs] for ours, theirs in _SHAPE.items() if config.get(theirs) is not None},
+        **({"rope_theta": theta} if theta is not None else {}),
+        "rope_scaling": _read_rope_scaling(rope, path),
+    }
+
+
+def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
+    for key, value in _ONLY.items():
+        if config.get(key, value) != value:
+            raise BadInput(
+                f"{path}: {key} is {config[key]!r}; hethub implements {value!r} only. Choose a model with that value."
+            )
+    if config.get("attention_dropout", 0.0):
+        raise BadInput(
+            f"{path}: attention_dropout is {config['attention_dropout']}; only 0 gives every plan the same loss. Set it to 0."
+        )
+
+
+def _read_rope_scaling(rope: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return None
+    if rope_type != "llama3":
+        raise BadInput(f"{path}: rope_type '{rope_type}' is not implemented; known: default, llama3.")
+    return {ours: rope[theirs] for ours, theirs in _ROPE.items() if theirs in rope}
+
+
+def config_of(model: "ModelSpec", dtype: str) -> dict[str, Any]:
+    """The config.json of the model, in the keys of transformers 5.x and, beside them, those of 4.x."""
+    assert model.family == "llama", model.family
+    resolved = {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if model.rope_scaling is not None:
+        scaling = model.rope_scaling.model_dump()
+        rope = {"rope_type": scaling["type"], **{theirs: scaling[ours] for ours, theirs in _ROPE.items()}}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **_ONLY,
+        **{theirs: resolved.get(ours, getattr(model, ours)) for ours, theirs in _SHAPE.items()},
+        "attention_dropout": 0.0,
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_scaling is None else rope,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
