@@ -1,1 +1,5 @@
-"""The commands by theme: what each takes on the command line, and the few calls that do it."""
+"""The commands by theme: what each takes on the command line, and the few calls that do it.
+
+Start reading: common.py, then train.py.
+May import: .
+"""

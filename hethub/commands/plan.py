@@ -51,14 +51,14 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
-    text = f"write every kind's best plan alone, the parts of the upper bound, into this folder{default}"
+    text = f"write every device type's best plan alone, the parts of the upper bound, into this folder{default}"
     parser.add_argument("--alone", type=Path, metavar="DIR", help=text)
 
 
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
     from hethub.predictor.cost.profile import profile_for
-    from hethub.report.alone import save_kinds_alone
+    from hethub.report.alone import save_alone
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
     from hethub.spec.plan import save_plan
@@ -80,7 +80,7 @@ def plan(options: argparse.Namespace) -> None:
         written.append(options.out)
     folder = options.alone or (options.out and options.out.with_suffix(".alone"))
     if folder is not None:
-        written += save_kinds_alone(result.kinds_alone, job.model, folder)
+        written += save_alone(result.kinds_alone, job.model, folder)
     if options.json:
         print_json(result.to_dict())
     else:
@@ -98,7 +98,7 @@ def _add_predict(commands: Any) -> None:
     add_job(parser)
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
     add_profile(parser)
-    parser.add_argument("--bounds", action="store_true", help="plan every kind alone, for %% of the upper bound")
+    parser.add_argument("--bounds", action="store_true", help="plan every device type alone, for %% of the upper bound")
     _add_alone(parser, "; as --bounds")
     parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
     add_json(parser)
@@ -129,11 +129,11 @@ def predict(options: argparse.Namespace) -> None:
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
         written.append(options.trace)
     if options.alone is not None:
-        from hethub.report.alone import save_kinds_alone
+        from hethub.report.alone import save_alone
 
-        written += save_kinds_alone(chosen.kinds_alone or (), job.model, options.alone)
+        written += save_alone(chosen.kinds_alone or (), job.model, options.alone)
     if options.json:
-        alone = [kind.to_dict() for kind in chosen.kinds_alone or ()]
+        alone = [each.to_dict() for each in chosen.kinds_alone or ()]
         print_json({"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone})
     else:
         from hethub.report.tables import print_predicted
@@ -142,7 +142,7 @@ def predict(options: argparse.Namespace) -> None:
 
 
 class _Chosen(NamedTuple):
-    """The plan to predict and, where they were planned, the kinds alone."""
+    """The plan to predict and, where they were planned, the device types alone."""
 
     strategy: str
     plan: "PlanSpec"

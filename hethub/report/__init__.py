@@ -1,1 +1,5 @@
-"""What people see of plans and runs: tables, traces, pages."""
+"""What people see of plans and runs: tables, traces, pages.
+
+Start reading: tables.py, then html.py.
+May import: .
+"""

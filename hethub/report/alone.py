@@ -1,4 +1,4 @@
-"""The parts of the upper bound: every kind of accelerator alone in its best plan, on the terminal and as files."""
+"""The parts of the upper bound: every device type alone in its best plan, on the terminal and as files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from hethub.planner import KindAlone
 
 
-def print_kinds_alone(alone: Sequence["KindAlone"], console: Console) -> None:
-    """A line for every kind, with its part of the batch, its throughput and its plan."""
-    for kind in alone:
-        lifted = ", its memory limit lifted since it cannot hold the model" if kind.memory_lifted else ""
+def print_alone(alone: Sequence["KindAlone"], console: Console) -> None:
+    """A line for every device type, with its part of the batch, its throughput and its plan."""
+    for each in alone:
+        lifted = ", its memory limit lifted since it cannot hold the model" if each.memory_lifted else ""
         console.print(
-            f"alone: {kind.count} x {kind.accelerator} ({kind.island}), {kind.global_batch} samples: "
-            f"{kind.tokens_per_second:,.0f} tokens/s{lifted}, {kind.plan.schedule}, {shape(kind.plan)}"
+            f"alone: {each.count} x {each.accelerator} ({each.island}), {each.global_batch} samples: "
+            f"{each.tokens_per_second:,.0f} tokens/s{lifted}, {each.plan.schedule}, {shape(each.plan)}"
         )
     if not alone:
-        console.print("no upper bound: the batch leaves one kind of accelerator without a sample")
+        console.print("no upper bound: the batch leaves one device type without a sample")
 
 
-def save_kinds_alone(alone: Sequence["KindAlone"], model: ModelSpec, folder: Path) -> list[Path]:
-    """Writes a folder per kind; its plan.yaml, cluster.yaml and model.yaml are what `hethub report` and `diff` read."""
+def save_alone(alone: Sequence["KindAlone"], model: ModelSpec, folder: Path) -> list[Path]:
+    """Writes a folder per device type; `hethub report` and `diff` read its plan.yaml, cluster.yaml and model.yaml."""
     written = []
-    for index, kind in enumerate(alone):
-        own = folder / f"{index}-{kind.accelerator}-{kind.island}"
+    for index, each in enumerate(alone):
+        own = folder / f"{index}-{each.accelerator}-{each.island}"
         own.mkdir(parents=True, exist_ok=True)
-        save_plan(kind.plan, own / "plan.yaml")
-        write_yaml(kind.cluster.to_dict(), own / "cluster.yaml")
+        save_plan(each.plan, own / "plan.yaml")
+        write_yaml(each.cluster.to_dict(), own / "cluster.yaml")
         write_yaml(model.to_dict(), own / "model.yaml")
         written.append(own)
     return written

@@ -19,9 +19,9 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
     """The planner's notes, as far as it was asked for them."""
     if result.out_of_time:
         console.print("the time limit ended the search: this is the best plan found so far")
-    for kind, stages in _offloaded(result.plan).items():
+    for what, stages in _offloaded(result.plan).items():
         console.print(
-            f"{kind} in host memory: {'every stage' if len(stages) == len(result.plan.stages) else f'stages {stages}'}"
+            f"{what} in host memory: {'every stage' if len(stages) == len(result.plan.stages) else f'stages {stages}'}"
         )
     if result.runners_up:
         console.print(_runners_up(result))
@@ -41,8 +41,8 @@ def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
     """By what is offloaded, the stages whose it is."""
     found: dict[str, list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        for kind in stage.offload:
-            found.setdefault(kind, []).append(index)
+        for what in stage.offload:
+            found.setdefault(what, []).append(index)
     return found
 
 

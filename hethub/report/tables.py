@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hethub.predictor import Prediction
-from hethub.report.alone import print_kinds_alone
+from hethub.report.alone import print_alone
 from hethub.report.explanation import print_explanation
 from hethub.runtime.console import make_console
 from hethub.spec.cluster import ClusterSpec
@@ -31,7 +31,7 @@ def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, wri
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
     print_prediction(result.strategy, result.plan, result.prediction, console)
-    print_kinds_alone(result.kinds_alone, console)
+    print_alone(result.kinds_alone, console)
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
         console.print(
@@ -53,7 +53,7 @@ def print_predicted(
     console = make_console()
     print_prediction(strategy, plan, prediction, console)
     if alone is not None:
-        print_kinds_alone(alone, console)
+        print_alone(alone, console)
     _print_written(written, console)
 
 

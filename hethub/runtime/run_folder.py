@@ -93,7 +93,7 @@ class RunFolder:
         (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def append_straggler(self, row: dict[str, Any]) -> None:
-        """Adds a line about a rank that is slower than planned, or a plan that was changed for it."""
+        """Adds a line about a straggler, a rank slower than planned, or a plan that was changed for it."""
         with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 

@@ -172,7 +172,7 @@ def _cupy_fits(package: str, version: str) -> Finding:
 
 
 def _relays() -> Finding:
-    """What can carry bytes between islands here; which of it a job takes, `doctor_ranks` says."""
+    """What can carry bytes between islands here; which of it a job takes, ranks.py says."""
     relays = ["gloo"]
     if sys.platform == "linux" and os.access("/dev/shm", os.W_OK):
         relays.append("shm")
