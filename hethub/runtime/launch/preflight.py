@@ -1,7 +1,5 @@
 """What all ranks must agree on before a run: versions, vendors, data; the same judgement on every rank."""
 
-import hashlib
-import json
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,11 +41,6 @@ def own_facts(
         rank=rank, host=socket.gethostname(), local_rank=local_rank, vendor=vendor, device=device, memory_bytes=memory_bytes,
         job=job, tokens=tokens, host_memory_bytes=host_memory_bytes(), **Facts.versions(),
     )  # fmt: skip
-
-
-def fingerprint(data: Any) -> str:
-    """A hash of JSON-able data, equal for equal data."""
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def check_versions(facts: Sequence[Facts]) -> list[str]:

@@ -12,6 +12,7 @@ from hethub.kernels.device import Device, choose_device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, profile_for
 from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.json_hash import json_hash
 from hethub.runtime.launch.consensus import decided, exchange, together
 from hethub.runtime.launch.preflight import (
     Facts,
@@ -19,7 +20,6 @@ from hethub.runtime.launch.preflight import (
     check_versions,
     detect_cluster,
     facts_from,
-    fingerprint,
     own_facts,
     to_row,
 )  # fmt: skip
@@ -105,7 +105,7 @@ def prepare(job: Job | BadInput, info: LaunchInfo) -> Prepared:
     read = [job.spec.to_dict(), job.model.to_dict(), None if job.cluster is None else job.cluster.to_dict()]
     facts = own_facts(
         rank=info.rank, local_rank=info.local_rank, vendor=device.vendor, device=device.name,
-        memory_bytes=device.memory_bytes(), job=fingerprint(read), tokens=dataset.fingerprint(),
+        memory_bytes=device.memory_bytes(), job=json_hash(read), tokens=dataset.fingerprint(),
     )  # fmt: skip
     return Prepared(job=job, device=device, dataset=dataset, facts=facts)
 
