@@ -8,7 +8,8 @@ from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
 from hethub.runtime.checkpoint import CheckpointStore
-from hethub.runtime.emulate.pace import ClusterNetwork, emulated_pace
+from hethub.runtime.emulate.cluster_network import ClusterNetwork
+from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.launch.consensus import together
 from hethub.runtime.launch.rendezvous import LaunchInfo, launch_info, rendezvous
@@ -88,7 +89,7 @@ def _pace(prepared: Prepared, agreed: Agreed, world: World) -> Pace:
     job = prepared.job
     return emulated_pace(
         agreed.layout, world, job.spec.rehearsal, agreed.prediction["step_seconds"],
-        lambda pace: _trainer(prepared, agreed, world, pace), agreed.profile,
+        lambda pace: _trainer(prepared, agreed, world, pace).run_step, agreed.profile,
     )  # fmt: skip
 
 

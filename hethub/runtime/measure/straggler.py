@@ -17,8 +17,8 @@ from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.runtime.emulate.pace import RankTimes
 from hethub.runtime.measure.autotune import tell_apart
+from hethub.runtime.measure.rank_times import RankTimes
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, Job, JobSpec, StragglerSpec

@@ -14,10 +14,12 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.ranks import RankMemory
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.runtime.emulate import pace as rehearsal
+from hethub.runtime.emulate import pace as pace_module
+from hethub.runtime.emulate.cluster_network import ClusterNetwork
 from hethub.runtime.emulate.network import EmulatedClock, Way
-from hethub.runtime.emulate.pace import ClusterNetwork, EmulatedPace, RankTimes, round_up
+from hethub.runtime.emulate.pace import EmulatedPace, round_up
 from hethub.runtime.emulate.world import connect_emulated
+from hethub.runtime.measure.rank_times import RankTimes
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
 from hethub.spec.layout.bind import bind
@@ -179,7 +181,7 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_rehearsal_says_that_it_is_one(emulated):
+def test_an_emulated_run_says_that_it_is_one(emulated):
     ended, run = emulated
     assert "emulated (median)" in ended.stdout
     assert "measured" not in ended.stdout
@@ -190,7 +192,7 @@ def test_a_rehearsal_says_that_it_is_one(emulated):
     assert all(row["time_scale"] == report["time_scale"] > 0 for row in metrics(run))
 
 
-def test_no_rehearsed_step_is_shorter_than_its_busiest_rank(emulated):
+def test_no_emulated_step_is_shorter_than_its_busiest_rank(emulated):
     _, run = emulated
     bound = layout()
     prediction = predict(bound)
@@ -233,13 +235,13 @@ def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
 
 def give_less_memory(rank):
     """Rank 2's emulated accelerator turns out to have half a GiB, which no plan knew."""
-    planned = rehearsal.memory
+    planned = pace_module.memory
 
     def found(layout):
         return [entry._replace(limit=2**29) if entry.rank == 2 else entry for entry in planned(layout)]
 
     if rank == 2:
-        rehearsal.memory = found
+        pace_module.memory = found
 
 
 def test_a_run_ends_where_an_emulated_accelerator_is_out_of_memory(tmp_path):
