@@ -1,4 +1,4 @@
-"""The watch for drift in a run: who is told what, and when another plan is taken."""
+"""The watch for stragglers in a run: who is told what, and when another plan is taken."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,15 +7,15 @@ from typing import Any
 from hethub.communicator import World
 from hethub.runtime.loop.prepare import Agreed
 from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.measure.rank_times import planned_seconds
 from hethub.runtime.measure.straggler import (
     WORTHWHILE_PERCENT,
     Remedy,
     Straggler,
-    StragglerWatch,
+    StragglerDetector,
     describe,
     find_remedy,
     name_of,
-    planned_seconds,
 )
 from hethub.runtime.pace import Pace
 from hethub.spec.errors import BadInput
@@ -39,7 +39,7 @@ class Stragglers:
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
         planned = planned_seconds(agreed.layout, agreed.profile, self._factors)
-        self._watch = StragglerWatch(planned, self._job.spec.drift, self._factors)
+        self._watch = StragglerDetector(planned, self._job.spec.drift, self._factors)
 
     def note(
         self, step: int, busy_seconds: Sequence[dict[str, float] | None], agreed: Agreed, *, plans: bool

@@ -1,11 +1,17 @@
 """How long a rank is planned to compute: what an emulation takes, and what stragglers are measured against."""
 
+from collections import Counter
+
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import PassSeconds
 from hethub.predictor.cost.links import host_gbytes_per_second
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.spec.layout.bind import Assignment
+from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Kind
+
+PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)  # what makes a rank slow; the update is only reported
 
 
 class RankTimes:
@@ -41,3 +47,28 @@ class RankTimes:
     def optimizer(self, num_elements: int) -> float:
         """Seconds to update the state of so many parameters."""
         return self._slowdown * self._cost.optimizer(num_elements) if num_elements else 0.0
+
+
+def planned_seconds(
+    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
+) -> list[dict[str, float]]:
+    """What every rank is planned to compute in a step, by kind of action, communication left out; times its known
+    factor."""
+    costs = PlanCosts(layout, HETHUB, packaged(), profile)
+    result = []
+    for assignment in layout.assignments:
+        times = RankTimes(costs, assignment, (factors or {}).get(assignment.rank, 1.0))
+        layers = range(layout.stages[assignment.stage].num_layers)
+        sizes = Counter(
+            microbatch.samples.size for microbatch in layout.microbatches_of(assignment.stage, assignment.replica)
+        )
+        seconds: dict[str, float] = {
+            kind: sum(count * times.layer(kind, layer, size) for size, count in sizes.items() for layer in layers)
+            for kind in PASSES
+        }
+        owned = costs.state.owned(
+            assignment.stage, layout.replica(assignment.stage, assignment.replica), assignment.rank, None
+        )
+        seconds[Kind.STEP] = times.optimizer(round(owned))
+        result.append({kind: value for kind, value in seconds.items() if value})
+    return result

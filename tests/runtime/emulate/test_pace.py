@@ -10,6 +10,7 @@ from hethub.runtime.emulate import pace as pace_module
 from hethub.runtime.emulate.pace import EmulatedPace, round_up
 from hethub.spec.errors import RunFailed
 from tests.support.command import ranks
+from tests.support.emulated import EMULATED, layout
 from tests.support.job_files import write_job
 
 
@@ -38,7 +39,8 @@ def test_an_emulated_run_says_that_it_is_one(emulated):
     report = json.loads((run / "rehearsal.json").read_text())
     assert len(report["overrun_percent_by_rank"]) == 4
     assert report["overrun_percent"] == max(report["overrun_percent_by_rank"])
-    assert all(row["time_scale"] == report["time_scale"] > 0 for row in metrics(run))
+    assert [row["time_scale"] for row in metrics(run)] == [report["time_scale"]] * 4
+    assert report["time_scale"] > 0
 
 
 def test_no_emulated_step_is_shorter_than_its_busiest_rank(emulated):
@@ -46,8 +48,7 @@ def test_no_emulated_step_is_shorter_than_its_busiest_rank(emulated):
     bound = layout()
     prediction = predict(bound)
     assert prediction.step_seconds == pytest.approx(metrics(run)[0]["predicted_step_seconds"])
-    for row in metrics(run):
-        assert row["step_seconds"] >= prediction.breakdown["compute"]
+    assert min(row["step_seconds"] for row in metrics(run)) >= prediction.breakdown["compute"]
 
 
 def test_memory_is_that_of_the_emulated_accelerator(emulated):

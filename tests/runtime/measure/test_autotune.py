@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hethub.kernels.device import Device
+from hethub.predictor.memory.ranks import memory
 from hethub.runtime.measure import autotune
 from hethub.runtime.measure.autotune import kept_bytes, largest_batch, measure_rank, resident_bytes
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.plan import load_plan
+from tests.predictor.plans import cluster, uniform
 from tests.support.command import ranks
 from tests.support.curves import TINY, curve
 from tests.support.job_files import write_job
@@ -62,6 +64,18 @@ def test_a_rank_measures_sizes_up_to_what_its_memory_holds():
     tight = measure_rank(TINY, TRAIN, core, device, state + 3 * one + one // 2, 2)
     assert tight.largest_micro_batch == 3
     assert [timing.micro_batch for timing in tight.layers] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_what_a_rank_holds_for_good_is_what_the_memory_model_says(precision):
+    """Of the whole model on every rank under ZeRO-1."""
+    train = TRAIN.replace(precision=precision)
+    spread = uniform(
+        TINY, cluster(("A100-SXM4-80GB", 1, 4)), tp=1, pp=1, micro_batch=1, batch=8, seq=32, precision=precision, zero=1
+    )
+    parts = memory(spread)[0].parts
+    expected = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+    assert resident_bytes(TINY, train, 4) == pytest.approx(expected, abs=3)  # each part is rounded down
 
 
 def test_a_size_that_runs_out_of_memory_does_not_fit():

@@ -13,14 +13,7 @@ from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.runtime.loop import straggler_watch, train
 from hethub.runtime.loop.straggler_watch import Stragglers
 from hethub.runtime.measure.rank_times import planned_seconds
-from hethub.runtime.measure.straggler import (
-    Noted,
-    Remedy,
-    Straggler,
-    StragglerDetector,
-    planning_seconds,
-    slowed,
-)
+from hethub.runtime.measure.straggler import Noted, Remedy, Straggler, StragglerDetector, planning_seconds, slowed
 from hethub.spec.job import StragglerSpec
 from hethub.spec.plan import load_plan
 from tests.planner.test_profiled import profile
@@ -29,8 +22,6 @@ from tests.support.emulated import layout
 from tests.support.job_files import write_job
 
 SPEC = StragglerSpec(threshold=0.2, steps=3)
-
-
 NOTHING = Noted([], {})
 
 
