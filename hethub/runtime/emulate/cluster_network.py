@@ -33,7 +33,7 @@ class ClusterNetwork:
             self.num_interfaces += count
 
     def message(self, source: int, target: int, num_bytes: int) -> Way:
-        """A message between two ranks: one interface of the sender's kind out, one in."""
+        """A message between two ranks: one interface out at the sender, one in at the receiver."""
         link = self._network.link(source, target)
         a, b = self._places[source], self._places[target]
         kind = "bridge" if a.island != b.island else "rank" if a.machine == b.machine else "nic"

@@ -12,7 +12,7 @@ from typing import Any
 from hethub.communicator import World
 from hethub.predictor.cost.profile import save_profile
 from hethub.predictor.pipeline.timeline import Span
-from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.loop.prepare import Agreed
 from hethub.runtime.loop.progress import Reporter, Silent, TerminalReporter
 from hethub.runtime.loop.stop_signal import StopSignal
@@ -53,7 +53,7 @@ class Run:
         agreed: Agreed,
         world: World,
         trainer: Trainer,
-        store: CheckpointStore,
+        store: CheckpointManager,
         done: int,
         stragglers: Stragglers | None,
         rebuild: Rebuild,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
-from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.emulate.cluster_network import ClusterNetwork
 from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
@@ -110,7 +110,7 @@ def _build(request: TrainRequest, prepared: Prepared, agreed: Agreed, world: Wor
 def _start(request: TrainRequest, prepared: Prepared, agreed: Agreed, trainer: Trainer, rebuild: Rebuild) -> Run:
     """The run with its checkpoints opened, and the newest restored where it is resumed."""
     job, world, done = prepared.job, trainer.world, 0
-    store = CheckpointStore(agreed.folder.checkpoints, keep=job.spec.checkpoint.keep, world=world)
+    store = CheckpointManager(agreed.folder.checkpoints, keep=job.spec.checkpoint.keep, world=world)
     if request.resume is not None:
         path = store.latest()
         if path is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hethub.communicator import World
 from hethub.predictor.pipeline.timeline import Span
-from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.batch_loader import BatchLoader
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
@@ -156,7 +156,7 @@ class Trainer:
             time_scale=self.pace.time_scale,
         )
 
-    def save(self, store: CheckpointStore, step: int, *, blocking: bool) -> None:
+    def save(self, checkpoints: CheckpointManager, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""
         self.stepping.flush()
         extra = {
@@ -166,14 +166,14 @@ class Trainer:
             "loss_scale": self.loss_scale.value,
             "good_steps": self.loss_scale.good_steps,
         }
-        store.save(step, self.optimizer, extra, blocking=blocking)
+        checkpoints.save(step, self.optimizer, extra, blocking=blocking)
 
-    def restore(self, store: CheckpointStore, path: Path) -> int:
+    def restore(self, checkpoints: CheckpointManager, path: Path) -> int:
         """Takes up the state saved at `path`; returns the step it was saved behind.
 
         Raises BadInput where the data or the seed are not those of the checkpoint.
         """
-        extra = store.load(path, self.optimizer)
+        extra = checkpoints.load(path, self.optimizer)
         for key, own in (("tokens", self.dataset.fingerprint()), ("seed", self.train.seed)):
             if extra[key] != own:
                 raise BadInput(
