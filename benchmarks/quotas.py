@@ -33,7 +33,8 @@ from hethub.predictor.cost.profile import DeviceProfile
 from hethub.runtime.data import Dataset
 from hethub.runtime.launch.consensus import all_gather, broadcast
 from hethub.runtime.loop.trainer import Trainer
-from hethub.runtime.measure.autotune import Measured, combine, measure_rank
+from hethub.runtime.measure.autotune import measure_rank
+from hethub.runtime.measure.speed_classes import Measured, combine
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, TrainSpec
 from hethub.spec.layout.bind import Layout, bind

@@ -12,7 +12,8 @@ from hethub.communicator import Rendezvous
 from hethub.kernels.device import choose_device
 from hethub.predictor import predict
 from hethub.runtime.data import Dataset
-from hethub.runtime.emulate.pace import ClusterNetwork, emulated_pace
+from hethub.runtime.emulate.cluster_network import ClusterNetwork
+from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import connect_emulated
 from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
@@ -116,8 +117,9 @@ def _rank(
     )  # fmt: skip
     train = TrainSpec(steps=1000, warmup_steps=1, global_batch=plan.global_batch, seq_len=plan.seq_len)
     pace = emulated_pace(
-        layout, world, EmulationSpec(), predicted_seconds, lambda own: Trainer(layout, world, dataset, train, pace=own)
-    )
+        layout, world, EmulationSpec(), predicted_seconds,
+        lambda own: Trainer(layout, world, dataset, train, pace=own).run_step,
+    )  # fmt: skip
     assert pace.time_scale is not None
     pace.set_scale(slower * pace.time_scale, needed=pace.time_scale)
     trainer = Trainer(layout, world, dataset, train, pace=pace)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hethub.runtime.checkpoint import CheckpointStore, elements
+from hethub.runtime.checkpoint import CheckpointManager, elements
 from hethub.runtime.checkpoint.elements import Chunk, held_chunks, owned_chunks, state_of
 from hethub.runtime.loop.trainer import Trainer
 from tests.support.layouts import Case, build_trainer
@@ -46,7 +46,7 @@ def start(world: Any, case: Case) -> Trainer:
 def train_and_save(world: Any, case: Case, folder: Path, steps: Iterable[int], keep: int) -> Any:
     """Trains up to the last of `steps`, saving after each of them; this rank's state then."""
     trainer = start(world, case)
-    store = CheckpointStore(folder, keep, world)
+    store = CheckpointManager(folder, keep, world)
     wanted = list(steps)
     for step in range(1, wanted[-1] + 1):
         trainer.run_step(step)
@@ -60,11 +60,11 @@ def load_and_save(world: Any, case: Case, source: Path, target: Path, chunk_elem
     """Restores the latest checkpoint of `source` and saves it again, as this plan cuts it; this rank's state."""
     elements.CHUNK_ELEMENTS = chunk_elements
     trainer = build_trainer(world, case)
-    store = CheckpointStore(source, 1, world)
+    store = CheckpointManager(source, 1, world)
     path = store.latest()
     assert path is not None
     step = trainer.restore(store, path)
-    again = CheckpointStore(target, 1, world)
+    again = CheckpointManager(target, 1, world)
     trainer.save(again, step, blocking=True)
     return *state_parts(trainer), counters(trainer)
 

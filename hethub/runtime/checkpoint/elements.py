@@ -12,7 +12,7 @@ from torch import Tensor
 from hethub.kernels.device import Device
 from hethub.runtime.state.optimizer import Optimizer, OwnedRun
 from hethub.runtime.state.storage import FlatStorage
-from hethub.spec.ranges import Range
+from hethub.spec.ranges import Range, from_sizes
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 KINDS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
@@ -43,12 +43,10 @@ def state_of(optimizer: Optimizer, run: OwnedRun) -> dict[str, Tensor]:
 
 def owned_chunks(run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
     """`values` (a tensor per kind, elements as in the run) as views that a checkpoint knows by key and offset."""
-    start = 0
-    for placed, span in run.axis:
+    for (placed, span), place in zip(run.axis, from_sizes(span.size for _, span in run.axis), strict=True):
         for kind, tensor in values.items():
             key, offset = entry(kind, placed.info.name), span.start - placed.span.start
-            yield Chunk(key, placed.info.numel, offset, tensor[start : start + span.size])
-        start += span.size
+            yield Chunk(key, placed.info.numel, offset, tensor[place.start : place.stop])
 
 
 def held_chunks(storage: FlatStorage) -> Iterator[Chunk]:
@@ -84,10 +82,7 @@ class Snapshot:
 
     def _placed(self) -> Iterator[tuple[OwnedRun, Range]]:
         """The saved runs and their places in the buffers."""
-        position = 0
-        for run in self._runs:
-            yield run, Range(position, position + run.local.size)
-            position += run.local.size
+        yield from zip(self._runs, from_sizes(run.local.size for run in self._runs), strict=True)
 
     def take(self) -> None:
         """Copies the state as it is now; returns when the copy is complete."""

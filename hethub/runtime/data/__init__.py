@@ -1,4 +1,8 @@
-"""Training data: sources of text, tokenizers, and the packed dataset that every rank draws the same batches from."""
+"""Training data: sources of text, tokenizers, and the packed dataset that every rank draws the same batches from.
+
+Start reading: dataset.py, then opening.py.
+May import: .
+"""
 
 from hethub.runtime.data.dataset import Dataset
 from hethub.runtime.data.opening import open_dataset

@@ -1,119 +1,31 @@
-"""Emulations: CPU ranks that compute the real mathematics and take the time that their emulated accelerators would.
+"""The pace of an emulation: CPU ranks compute the real mathematics in the time that their emulated accelerators take.
 
 Per layer and per byte the predictor says how long the accelerator or the link takes; all else (order, waits, overlap,
 who waits for whom in a collective) is what the real schedule and the real messages do.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.layer import PassSeconds
-from hethub.predictor.cost.links import Network, host_gbytes_per_second
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.ranks import memory
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.runtime.emulate.network import Transfer
 from hethub.runtime.emulate.world import EmulatedWorld
-from hethub.runtime.loop.trainer import COUNTED_STEPS, Trainer
+from hethub.runtime.measure.rank_times import RankTimes
+from hethub.runtime.memory.accounting import COUNTED_STEPS
 from hethub.runtime.pace import Pace, StepPace
-from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import EmulationSpec
-from hethub.spec.layout.bind import Assignment, Layout
+from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Action, Kind
 
 REAL_SHARE = 0.25  # of the emulated step, that all ranks at once on these cores may really take
 TRIAL_STEPS = COUNTED_STEPS + 1  # the first ones count memory, which slows them
 MARGIN = 1.2  # on a scale chosen at start: later steps may find the machine busier than the trial did
-
-
-class ClusterNetwork:
-    """A cluster's links as interfaces that messages take one after the other.
-
-    Per machine its network interfaces, per machine and per rank one way out and one way in: for the bridge, and for
-    the links inside the node. Collectives take all interfaces of their machines, messages one of each end.
-    """
-
-    def __init__(self, cluster: ClusterSpec, profile: ProfileSpec | None = None) -> None:
-        self._network, self._places = Network(cluster, packaged(), profile), cluster.places
-        self._machines = [node for node in cluster.nodes for _ in range(node.count)]
-        self._slots: dict[tuple[str, int, str], tuple[int, ...]] = {}
-        self.num_interfaces = 0
-        for machine, node in enumerate(self._machines):
-            self._add("nic", machine, node.nics)
-            self._add("bridge", machine, 1)
-        for place in self._places:
-            self._add("rank", place.rank, 1)
-
-    def _add(self, kind: str, owner: int, count: int) -> None:
-        for direction in ("out", "in"):
-            self._slots[kind, owner, direction] = tuple(range(self.num_interfaces, self.num_interfaces + count))
-            self.num_interfaces += count
-
-    def message(self, source: int, target: int, num_bytes: int) -> Transfer:
-        """A message between two ranks: one interface of the sender's kind out, one in."""
-        link = self._network.link(source, target)
-        a, b = self._places[source], self._places[target]
-        kind = "bridge" if a.island != b.island else "rank" if a.machine == b.machine else "nic"
-        ends = (source, target) if kind == "rank" else (a.machine, b.machine)
-        interfaces = (self._slots[kind, ends[0], "out"], self._slots[kind, ends[1], "in"])
-        return Transfer(num_bytes * link.seconds_per_byte, link.latency_seconds, interfaces)
-
-    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Transfer:
-        """A collective on all interfaces its members have; what else these carry comes before or after."""
-        if len(ranks) == 1 or not num_bytes:
-            return Transfer(0.0, 0.0, ())
-        if name == "broadcast":
-            return self.message(ranks[0], ranks[1], num_bytes)
-        group = self._network.group(ranks)
-        rounds = 2 if name.startswith("all_reduce") else 1
-        whole = self._network.reduce_scatter(group, num_bytes)
-        latency = min(whole, self._network.reduce_scatter(group, 1e-6))
-        machines = [machine for machine, _ in group.machines]
-        kinds = {"bridge", "nic"} if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
-        owners = ranks if kinds == {"rank"} else machines
-        slots = [self._slots[kind, owner, way] for kind in kinds for owner in owners for way in ("out", "in")]
-        return Transfer(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))
-
-
-class RankTimes:
-    """Seconds of one rank's layers and optimizer on its emulated accelerator, compute only."""
-
-    def __init__(self, costs: PlanCosts, assignment: Assignment, slowdown: float = 1.0) -> None:
-        layout, self._slowdown = costs.layout, slowdown
-        spec = layout.replica(assignment.stage, assignment.replica)
-        stage = layout.stages[assignment.stage]
-        self._cost = costs.layer_cost(assignment.rank)
-        self._tp, self._fraction = (
-            costs.state.tensor_parallel(spec),
-            costs.state.rank_fractions(spec)[assignment.position],
-        )
-        self._recompute = stage.recompute
-        self._defers_wgrad = layout.plan.schedule == "zero_bubble"
-        self._first = 0 if assignment.stage == 0 else None
-        self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator, packaged().links)
-        self._last = stage.num_layers - 1 if assignment.stage == layout.num_stages - 1 else None
-
-    def layer(self, kind: Kind, layer: int, samples: int) -> float:
-        """Seconds of a layer of the stage (counted in model order), embedding and head with the model's ends."""
-        own = self._cost.layer(samples, self._tp, self._recompute, self._fraction)
-        deferred_wgrad = own.backward * self._cost.weight_share(samples, self._fraction) if self._defers_wgrad else 0.0
-        if kind not in (Kind.FORWARD, Kind.BACKWARD):
-            return self._slowdown * deferred_wgrad
-        passes = [PassSeconds(own.forward, own.backward - deferred_wgrad)]
-        if layer == self._first:
-            passes.append(self._cost.embedding(samples))
-        if layer == self._last:
-            passes.append(self._cost.head(samples, self._fraction))
-        return self._slowdown * sum(each.forward if kind is Kind.FORWARD else each.backward for each in passes)
-
-    def optimizer(self, num_elements: int) -> float:
-        """Seconds to update the state of so many parameters."""
-        return self._slowdown * self._cost.optimizer(num_elements) if num_elements else 0.0
 
 
 class EmulatedPace(Pace):
@@ -170,7 +82,8 @@ class EmulatedPace(Pace):
         self._count_overrun(real, emulated)
 
     def take_busy_seconds(self) -> dict[str, float] | None:
-        """What the emulated accelerator has computed; that this machine needed longer is overrun, no drift."""
+        """What the emulated accelerator has computed; that this machine needed longer is overrun and makes no
+        straggler."""
         taken, self._busy = self._busy, {}
         return taken if self._clock.scale else None
 
@@ -259,19 +172,20 @@ def emulated_pace(
     world: EmulatedWorld,
     spec: EmulationSpec,
     predicted_seconds: float,
-    build: Callable[[Pace], Trainer],
+    build_trial: Callable[[Pace], Callable[[int], object]],
     profile: ProfileSpec | None = None,
 ) -> EmulatedPace:
-    """The pace of this rank, its scale agreed with all ranks after a few steps at full speed by trainers thrown away.
+    """The pace of this rank, its scale agreed with all ranks after a few steps at full speed.
 
+    `build_trial` gives, for a pace, the function that trains a step (counted from 1); it is thrown away afterwards.
     Raises BadInput where the scale given is too small for these cores.
     """
     pace = EmulatedPace(layout, world, spec, profile)
-    trial = build(pace)
+    run_step = build_trial(pace)
     for step in range(1, TRIAL_STEPS + 1):
         world.barrier()
         start = monotonic()
-        trial.run_step(step)
+        run_step(step)
         world.barrier()
         seconds = monotonic() - start
     needed = max(world.all_gather_objects(pace.needed_scale(seconds, predicted_seconds)))

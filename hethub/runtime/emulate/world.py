@@ -25,7 +25,7 @@ from hethub.spec.errors import BadInput
 
 _STAMP_TAGS = 2**29  # beyond all tags of the runtime's messages
 
-# Operations whose members hand in their own part only: the whole is the sum of them.
+# Operations whose members hand in only their own part of the whole, which is the sum of them.
 _BY_PARTS = ("reduce_scatter", "reduce_scatter_by_ranges", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 
 
@@ -99,7 +99,7 @@ class EmulatedWorld(World):
         return EmulatedWork(works, self.clock, stamp)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """As in any world; small messages of the control actor take no emulated time, but wait for the last rank."""
+        """As in any world; such small messages take no emulated time, but wait for the last rank."""
         with self.clock.waiting():
             rows = super().all_gather_objects([self.clock.at, value])
         self.clock.advance(max(row[0] for row in rows))

@@ -1,7 +1,5 @@
 """Preflight: what all ranks must agree on before a run (versions, vendors, data), with one conclusion on every rank."""
 
-import hashlib
-import json
 import os
 import socket
 from collections import Counter
@@ -13,6 +11,7 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.joining.islands import parse_islands
 from hethub.communicator.joining.versions import Software, check_same
 from hethub.kernels.device import Device
+from hethub.runtime.json_hash import json_hash
 from hethub.runtime.launch.consensus import all_gather, consensus
 from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.runtime.memory.host_limit import host_memory_bytes
@@ -56,7 +55,7 @@ def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str
     """This process's facts; `read` is the JSON-able data of its files, `tokens` the fingerprint of its data."""
     return Facts(
         rank=info.rank, host=socket.gethostname(), local_rank=info.local_rank, vendor=device.vendor, device=device.name,
-        memory_bytes=device.memory_bytes(), job="" if read is None else fingerprint(read), tokens=tokens,
+        memory_bytes=device.memory_bytes(), job="" if read is None else json_hash(read), tokens=tokens,
         host_memory_bytes=host_memory_bytes(), **Facts.versions(),
     )  # fmt: skip
 
@@ -73,11 +72,6 @@ def agree(meeting: Rendezvous, own: Facts, cluster: ClusterSpec | None) -> Agree
 def exchange_facts(meeting: Rendezvous, key: str, own: AnyFacts) -> list[AnyFacts]:
     """Every rank's facts, by rank."""
     return [type(own)(**row) for row in all_gather(meeting, key, asdict(own))]
-
-
-def fingerprint(data: Any) -> str:
-    """A hash of JSON-able data, equal for equal data."""
-    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def check_versions(facts: Sequence[Facts]) -> list[str]:

@@ -6,7 +6,8 @@ from hethub.communicator import Rendezvous, World, connect
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.data import Dataset
-from hethub.runtime.emulate.pace import ClusterNetwork, emulated_pace
+from hethub.runtime.emulate.cluster_network import ClusterNetwork
+from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.loop.trainer import Trainer
@@ -83,7 +84,7 @@ def _pace(
         return WatchedPace(world.device)
     return emulated_pace(
         layout, world, job.spec.rehearsal, predicted_seconds,
-        lambda pace: make_trainer(layout, world, job, dataset, pace), profile,
+        lambda pace: make_trainer(layout, world, job, dataset, pace).run_step, profile,
     )  # fmt: skip
 
 

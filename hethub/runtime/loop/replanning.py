@@ -7,15 +7,15 @@ from typing import Any
 from hethub.communicator import World
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.runtime.measure.rank_times import planned_seconds
 from hethub.runtime.measure.straggler import (
     WORTHWHILE_PERCENT,
     Remedy,
     Straggler,
-    StragglerWatch,
+    StragglerDetector,
     describe,
     find_remedy,
     name_of,
-    planned_seconds,
 )
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
@@ -46,7 +46,7 @@ class Replanner:
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
         planned = planned_seconds(layout, self._profile, self._factors)
-        self._watch = StragglerWatch(planned, self._job.spec.drift, self._factors)
+        self._watch = StragglerDetector(planned, self._job.spec.drift, self._factors)
 
     def note(self, step: int, busy_seconds: Sequence[dict[str, float] | None], *, plans: bool) -> list[dict[str, Any]]:
         """Takes in a step; what there is to say of it, a row each. The rank that `plans` looks for a better plan."""

@@ -1,7 +1,7 @@
 """Restore: the run's checkpoints, and the newest of them in the trainer where the run is resumed."""
 
 from hethub.communicator import Rendezvous, World
-from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.loop.build import BUILDING_SECONDS
 from hethub.runtime.loop.trainer import Trainer
@@ -12,18 +12,18 @@ from hethub.spec.job import CheckpointSpec
 
 def restore(
     meeting: Rendezvous, world: World, trainer: Trainer, spec: CheckpointSpec, folder: RunFolder, *, resumes: bool
-) -> tuple[CheckpointStore, int]:
+) -> tuple[CheckpointManager, int]:
     """The folder's checkpoints, and the step that the trainer now goes on behind, 0 where nothing is resumed. Raises
     BadInput on every rank."""
 
-    def opened() -> tuple[CheckpointStore, int]:
-        store = CheckpointStore(folder.checkpoints, keep=spec.keep, world=world)
+    def opened() -> tuple[CheckpointManager, int]:
+        store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world)
         return store, _restore_newest(store, trainer) if resumes else 0
 
     return consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
 
 
-def _restore_newest(store: CheckpointStore, trainer: Trainer) -> int:
+def _restore_newest(store: CheckpointManager, trainer: Trainer) -> int:
     path = store.latest()
     if path is None:
         raise BadInput(

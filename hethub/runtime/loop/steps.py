@@ -12,7 +12,7 @@ from typing import Any
 from hethub.communicator import World
 from hethub.predictor.cost.profile import save_profile
 from hethub.predictor.pipeline.timeline import Span
-from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.build import make_trainer
 from hethub.runtime.loop.display import TrainingDisplay
@@ -57,7 +57,7 @@ class TrainingLoop:
         dataset: Dataset,
         planned: Planned,
         trainer: Trainer,
-        store: CheckpointStore,
+        store: CheckpointManager,
         done: int,
     ) -> None:
         self.world, self.job, self.dataset, self.planned = world, job, dataset, planned

@@ -1,10 +1,10 @@
-"""Drift: ranks that take longer for their work than planned, and what a new plan for their true speeds would bring.
+"""Stragglers: ranks that take longer for their work than planned, and what a new plan for their true speeds would bring.
 
 What a rank computes in a step is laid over what was planned for it, by kind of action. Predictions err alike for all
 ranks, so a rank counts as slow where it exceeds its plan, and by more than the others do.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -12,24 +12,19 @@ from typing import Any, NamedTuple
 
 import hethub
 from hethub.predictor import Prediction, predict
-from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec
-from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.runtime.emulate.pace import RankTimes
-from hethub.runtime.measure.autotune import tell_apart
+from hethub.runtime.measure.rank_times import PASSES
+from hethub.runtime.measure.speed_classes import tell_apart
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, Job, JobSpec, StragglerSpec
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import PlanSpec
 
 WORTHWHILE_PERCENT = 3.0  # gain below which a plan is not changed
 PLANNING_SECONDS = 30.0  # of search, while all ranks wait
-MARK = "!"  # in the name of an accelerator that is slower than others of its kind
-PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)  # what makes a rank slow; the update is only reported
+MARK = "!"  # in the name of an accelerator that is slower than others of its device type
 
 Seconds = Mapping[str, float]  # of a step, by kind of action
 
@@ -51,7 +46,7 @@ class Noted(NamedTuple):
     recovered: dict[int, float]
 
 
-class StragglerWatch:
+class StragglerDetector:
     """Notes what every rank computed, step by step; all ranks are told the same and so find the same.
 
     `known` are the factors by which ranks are planned to be slow already.
@@ -105,31 +100,6 @@ def against_others(busy: Sequence[Seconds], planned: Sequence[Seconds], kinds: S
     return [ratio / usual for ratio in ratios]
 
 
-def planned_seconds(
-    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
-) -> list[dict[str, float]]:
-    """What every rank is planned to compute in a step, by kind of action, communication left out; times its known
-    factor."""
-    costs = PlanCosts(layout, HETHUB, packaged(), profile)
-    result = []
-    for assignment in layout.assignments:
-        times = RankTimes(costs, assignment, (factors or {}).get(assignment.rank, 1.0))
-        layers = range(layout.stages[assignment.stage].num_layers)
-        sizes = Counter(
-            microbatch.samples.size for microbatch in layout.microbatches_of(assignment.stage, assignment.replica)
-        )
-        seconds: dict[str, float] = {
-            kind: sum(count * times.layer(kind, layer, size) for size, count in sizes.items() for layer in layers)
-            for kind in PASSES
-        }
-        owned = costs.state.owned(
-            assignment.stage, layout.replica(assignment.stage, assignment.replica), assignment.rank, None
-        )
-        seconds[Kind.STEP] = times.optimizer(round(owned))
-        result.append({kind: value for kind, value in seconds.items() if value})
-    return result
-
-
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
     """A plan for the ranks' true speeds: what it takes there, and what the present plan takes."""
@@ -168,7 +138,7 @@ def planning_seconds(spec: JobSpec) -> float:
 
 
 def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float]) -> tuple[ClusterSpec, ProfileSpec]:
-    """The cluster in which these ranks' accelerators are kinds of their own, and a profile that has them slower.
+    """The cluster in which these ranks' accelerators are device types of their own, and a profile that has them slower.
 
     What was not measured is taken from the estimate, so that a slow rank's every layer takes `factor` times as long.
     """
@@ -182,7 +152,7 @@ def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float
         if number and (name, precision) not in devices:
             known = devices.get((planned.accelerator.name, precision)) or _estimated(layout, planned.accelerator)
             devices[name, precision] = _slower(known, name, levels[number - 1])
-    content = {"date": "", "hethub": hethub.__version__, "software": "drift", "model": layout.model}
+    content = {"date": "", "hethub": hethub.__version__, "software": "stragglers", "model": layout.model}
     base = profile or ProfileSpec(**content, devices=tuple(devices.values()))
     return told, base.replace(devices=tuple(devices.values()))
 

@@ -1,10 +1,12 @@
 """Memory of a rank by our own count of tensors: weights, gradients, optimizer state, and what backward keeps."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+COUNTED_STEPS = 2  # steps whose memory is counted tensor by tensor; the following ones are alike
 
 
 class Kept:
@@ -33,6 +35,7 @@ class MemoryMeter:
     def __init__(self, fixed: list[Tensor]) -> None:
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}
         self._uses: dict[int, int] = {}
+        self._steps_counted = 0
         self.live_bytes = 0
         self.peak_bytes = 0
 
@@ -41,6 +44,13 @@ class MemoryMeter:
         """Counts what the graphs built in this block keep, until they are freed."""
         with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor):
             yield
+
+    def counting_step(self) -> AbstractContextManager[None]:
+        """As `counting` for the first COUNTED_STEPS steps; later ones are not slowed by it."""
+        if self._steps_counted == COUNTED_STEPS:
+            return nullcontext()
+        self._steps_counted += 1
+        return self.counting()
 
     def keep(self, tensor: Tensor) -> Kept:
         """Counts a tensor for as long as the result lives."""

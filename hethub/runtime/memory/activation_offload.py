@@ -25,7 +25,7 @@ class _View(NamedTuple):
 class OffloadedLayer:
     """The tensors that one layer keeps of one microbatch, each storage once; they leave when `saving` ends.
 
-    `prefetch` starts bringing them back, all together; otherwise the first one that is needed does. They are given
+    `prefetch` starts bringing all of them back; otherwise the first one that is needed does. Their host memory is given
     back with this object.
     """
 
@@ -37,7 +37,7 @@ class OffloadedLayer:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Parks what the graph built in this block keeps."""
+        """Offloads what the graph built in this block keeps."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
         self.end()

@@ -28,7 +28,7 @@ def initialise(storage: FlatStorage, model: ModelSpec, seed: int) -> None:
     for placed, parts in groupby(storage.persistent(), key=lambda part: part[0]):
         value = initial_value(placed.info, model, seed).reshape(-1)
         for _, run, weights in parts:
-            weights.copy_(value[run.start - placed.span.start : run.stop - placed.span.start])
+            weights.copy_(value[slice(*run.shift(-placed.span.start))])
 
 
 def load_hugging_face(storage: FlatStorage, model: ModelSpec, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a Llama on one rank's shards: norm, attention, MLP, and a whole layer."""
+"""A Llama's layer on one rank's shards: norm, attention and MLP."""
 
 from dataclasses import dataclass
 from typing import Any

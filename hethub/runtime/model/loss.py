@@ -44,9 +44,8 @@ def _chunk(logits: Tensor, targets: Tensor, first: int, group: TensorGroup) -> t
     valid = targets != IGNORED
     local = targets - first
     held = (local >= 0) & (local < wide.shape[1]) & valid
-    column = local.clamp(0, wide.shape[1] - 1).unsqueeze(
-        1
-    )  # of the target, where it is held; nothing waits for the host
+    # Of the target, where it is held: a gather, so that nothing waits for the host.
+    column = local.clamp(0, wide.shape[1] - 1).unsqueeze(1)
     largest = group.max(wide.amax(dim=1))
     wide.sub_(largest.unsqueeze(1))
     target = wide.gather(1, column).squeeze(1) * held

@@ -1,4 +1,4 @@
-"""Runs one rank's actions of a step: microbatches through the chunks of its stage, forward and back, and reductions."""
+"""Runs one rank's actions of a step: microbatches through the stage's model chunks, forward and back, and reductions."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,8 @@ from torch import Tensor
 from hethub.communicator import World
 from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.pace import Pace
-from hethub.runtime.pipeline.passes import Itinerary, MicrobatchPass, Visit
+from hethub.runtime.pipeline.itinerary import Itinerary, Visit
+from hethub.runtime.pipeline.passes import MicrobatchPass
 from hethub.runtime.pipeline.spans import SpanLog
 from hethub.runtime.pipeline.transport import WINDOW, Transport
 from hethub.runtime.state.zero import ZeroManager
@@ -38,19 +39,13 @@ class Executor:
     def __init__(
         self, layout: Layout, assignment: Assignment, world: World, stage: Stage, zero_manager: ZeroManager, pace: Pace
     ) -> None:
-        self.layout, self.assignment, self.stage, self.zero_manager, self.pace = (
-            layout,
-            assignment,
-            stage,
-            zero_manager,
-            pace,
-        )
+        self.layout, self.assignment, self.stage = layout, assignment, stage
+        self.zero_manager, self.pace = zero_manager, pace
         self._by_chunk = layout.plan.steps_chunk_by_chunk
         listed = actions(layout, assignment.stage, assignment.replica)
         self._actions = [action for action in listed if action.is_compute or self._by_chunk]
-        self._chunks = from_sizes(
-            chunk.size for chunk in layout.chunks(assignment.stage)
-        )  # layers, counted in the stage
+        # Layers of each model chunk, counted in the stage.
+        self._chunks = from_sizes(chunk.size for chunk in layout.chunks(assignment.stage))
         self._itinerary = Itinerary(zero_manager, self._visits(), pace)
         self._transport = Transport(layout, assignment, world, stage)
         self.microbatches = layout.microbatches_of(assignment.stage, assignment.replica)
@@ -65,15 +60,15 @@ class Executor:
     def _visits(self) -> list[Visit]:
         """The layers of all compute actions in order: microbatch by microbatch, or once for all microbatches that pass
         a chunk in turn."""
-        together = self.layout.plan.goes_chunk_by_chunk
+        chunk_by_chunk = self.layout.plan.goes_chunk_by_chunk
         compute = enumerate(action for action in self._actions if action.is_compute)
-        passes = groupby(compute, lambda at: at[1][:2] + at[1][3:] if together else at[0])
+        passes = groupby(compute, lambda at: at[1][:2] + at[1][3:] if chunk_by_chunk else at[0])
         found = []
         for _, group in passes:
             acts = [action for _, action in group]
             layers = self._layers(acts[0])
             last = layers[-1]
-            found += [Visit(acts[0].kind, layer, len(acts), not together or layer == last) for layer in layers]
+            found += [Visit(acts[0].kind, layer, len(acts), not chunk_by_chunk or layer == last) for layer in layers]
         return found
 
     def run_step(self, load: Callable[[MicrobatchRange], MicrobatchInput], loss_scale: float) -> float:
@@ -127,8 +122,10 @@ class Executor:
         stepping = self.zero_manager.stepping
         assert stepping is not None
         update = {
-            Kind.REDUCE: self.zero_manager.finish_chunk, Kind.STEP: stepping.step_chunk, Kind.GATHER: stepping.gather_chunk,
-        }  # fmt: skip
+            Kind.REDUCE: self.zero_manager.finish_chunk,
+            Kind.STEP: stepping.step_chunk,
+            Kind.GATHER: stepping.gather_chunk,
+        }
         update[action.kind](action.chunk)
 
     def _forward(self, chunk: int, microbatch: MicrobatchRange) -> None:

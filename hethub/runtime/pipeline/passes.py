@@ -4,7 +4,6 @@ Between two layers nothing but a detached tensor passes, so what happens there (
 kept elsewhere; a layer run again) are statements of a loop.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,82 +15,10 @@ from hethub.runtime.memory.accounting import Kept
 from hethub.runtime.memory.activation_offload import OffloadedInput, OffloadedLayer
 from hethub.runtime.model.layers import LlamaLayer
 from hethub.runtime.model.stage import MicrobatchInput, Stage
-from hethub.runtime.pace import Pace
+from hethub.runtime.pipeline.itinerary import Itinerary
 from hethub.runtime.state.parameter import Parameter, deferring
-from hethub.runtime.state.zero import ZeroManager
 from hethub.spec.layout.execution import Kind
 from hethub.spec.ranges import Range
-
-
-class Visit(NamedTuple):
-    """What is done in which layer of the stage, by how many microbatches in turn."""
-
-    kind: Kind
-    layer: int
-    microbatches: int = 1
-    ends_pass: bool = True  # the microbatches then pass no more layers together
-
-
-class Itinerary:
-    """The order in which a rank visits its layers in a step; each next visit is announced while the present one
-    runs."""
-
-    def __init__(self, zero_manager: ZeroManager, visits: Sequence[Visit], pace: Pace) -> None:
-        self.zero_manager, self._visits, self._pace = zero_manager, visits, pace
-        self._position = 0
-        self._under_way: dict[tuple[Kind, int], int] = {}  # the microbatches that a visit still waits for
-        self._through: list[tuple[Kind, int]] = []  # visits that are over, in a pass with layers yet to be entered
-
-    def start_step(self) -> None:
-        assert not self._under_way
-        self._position = 0
-
-    def enter(self, kind: Kind, layer: int) -> None:
-        """Makes a layer usable for one microbatch."""
-        if (kind, layer) not in self._under_way:
-            visit = self._next(kind, layer)
-            self._under_way[kind, layer] = visit.microbatches
-            self.zero_manager.acquire(kind, layer)
-            self._announce()
-            self._release_through()
-        self._pace.enter(kind, layer)
-
-    def leave(self, kind: Kind, layer: int) -> None:
-        """Ends a microbatch's use of the layer, and with the last microbatch the visit."""
-        self._pace.leave()
-        self._under_way[kind, layer] -= 1
-        if not self._under_way[kind, layer]:
-            del self._under_way[kind, layer]
-            self._through.append((kind, layer))
-            self._release_through()
-
-    def join(self, kind: Kind, layer: int) -> None:
-        """Makes a visit without a microbatch, as its round asks for: the same calls in the same order as with one."""
-        self._next(kind, layer)
-        self.zero_manager.acquire(kind, layer)
-        self._announce()
-        self.zero_manager.release(kind, layer)
-
-    def _release_through(self) -> None:
-        """Releases what is through once all layers of its pass are entered.
-
-        A replica with one microbatch would else release a layer before it acquires the next, one with more after: their
-        collectives would be in two orders.
-        """
-        if self._visits[self._position - 1].ends_pass:
-            for kind, layer in self._through:
-                self.zero_manager.release(kind, layer)
-            self._through.clear()
-
-    def _next(self, kind: Kind, layer: int) -> Visit:
-        visit = self._visits[self._position]
-        assert visit[:2] == (kind, layer)
-        self._position += 1
-        return visit
-
-    def _announce(self) -> None:
-        if self._position < len(self._visits):
-            self.zero_manager.prefetch(*self._visits[self._position][:2])
 
 
 @dataclass
@@ -141,7 +68,7 @@ class _Inlet(torch.autograd.Function):
 
 
 class _Product(NamedTuple):
-    """A gradient deferred: left @ right, to be added to the parameter's."""
+    """A deferred gradient: left @ right, to be added to the parameter's."""
 
     parameter: Parameter
     left: Kept | OffloadedInput
@@ -151,7 +78,7 @@ class _Product(NamedTuple):
 class MicrobatchPass:
     """One microbatch between its forward and its backward through the layers `layers` of a stage.
 
-    Where backward puts the weights' gradients off, the microbatch goes on holding what they are made of until
+    Where backward defers the weights' gradients, the microbatch goes on holding what they are made of until
     `run_wgrad`: for each matrix of a layer its input and the gradient of its output. Per token that is both norms'
     results, attention's and SwiGLU's (2 hidden + query + ffn columns), and gradients of 2 hidden + query + 2 key-value
     + 2 ffn columns. Norms and embedding are done at once, the head in its forward.
@@ -247,7 +174,7 @@ class MicrobatchPass:
         return grad
 
     def run_wgrad(self) -> None:
-        """Adds the weights' gradients that `backward` has put off, layer by layer in its order."""
+        """Adds the weights' gradients that `backward` has deferred, layer by layer in its order."""
         for layer, products in zip(reversed(self._layers), self._deferred_wgrad, strict=True):
             self._itinerary.enter(Kind.WEIGHT, layer)
             while products:

@@ -1,6 +1,5 @@
-"""AdamW on the elements a rank owns, with the global norm, clipping and dynamic loss scaling."""
+"""AdamW on the elements a rank owns, and its share of the gradient's norm."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -11,19 +10,12 @@ from torch.optim.adamw import adamw
 
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import Fetch, HostArena
+from hethub.runtime.state.learning_rate import learning_rate
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import FlatStorage, Held
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.state import Bucket
 from hethub.spec.ranges import Range
-
-
-def learning_rate(train: TrainSpec, step: int) -> float:
-    """The rate of `step` (counted from 1): linear warm-up to lr, then a cosine down to min_lr at the last step."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    return train.min_lr + (train.lr - train.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -245,40 +237,3 @@ class Optimizer:
     def device_bytes(self) -> int:
         """Bytes of them that are on the device all the time."""
         return 0 if self._state_arena is not None else self.state_bytes
-
-
-class LossScale:
-    """Dynamic loss scaling for fp16: halved after an overflow, doubled after `patience` good steps; 1 elsewhere."""
-
-    def __init__(self, precision: str, *, initial: float = 2.0**16, patience: int = 1000) -> None:
-        self.dynamic = precision == "fp16"
-        self.value = initial if self.dynamic else 1.0
-        self.good_steps, self._patience = 0, patience
-
-    @property
-    def is_lowest(self) -> bool:
-        """Whether an overflow cannot be the scale's fault; always so where there is no scaling."""
-        return self.value == 1.0
-
-    def update(self, *, overflow: bool) -> None:
-        """Every rank calls it with the same verdict, so all keep the same scale."""
-        if not self.dynamic:
-            return
-        self.good_steps = 0 if overflow else self.good_steps + 1
-        if overflow:
-            self.value = max(1.0, self.value / 2)
-        elif self.good_steps == self._patience:
-            self.value, self.good_steps = self.value * 2, 0
-
-
-def clip_scale(norm: float, limit: float | None) -> float:
-    """The factor that brings a gradient of this norm down to `limit`, as torch.nn.utils.clip_grad_norm_ computes it."""
-    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-
-
-def ordered_sum(values: Sequence[float]) -> float:
-    """The sum in the order given, the same bits on every rank that has the same values."""
-    total = 0.0
-    for value in values:
-        total += value
-    return total

@@ -11,9 +11,8 @@ class Parameter:
     """A weight shard and its gradient, both views into the rank's flat storage, in stored shape (cut dimension first).
 
     The gradient is written by the backward functions themselves, so that a matrix product can accumulate in place and
-    no separate pass over the weights is needed. `expected` counts the contributions of a whole step (uses x
-    microbatches); when the last one is in, `on_complete` is called, which lets its reduction start while backward goes
-    on.
+    no separate pass over the weights is needed. A step has `uses` x microbatches contributions; when the last one is in,
+    `on_complete` is called, which lets the gradient's reduction start while backward goes on.
     """
 
     def __init__(self, name: str, weight: Tensor, grad: Tensor) -> None:
@@ -25,7 +24,7 @@ class Parameter:
         self._deferred_wgrad: list[Product] | None = None
 
     def start_step(self, num_microbatches: int, on_complete: Callable[["Parameter"], None]) -> None:
-        """Forgets the old gradient and expects `num_microbatches` contributions per use."""
+        """Forgets the old gradient and expects `num_microbatches` contributions of every use."""
         self._pending, self._fresh, self._on_complete = self.uses * num_microbatches, True, on_complete
 
     def open(self, grad: Tensor) -> None:

@@ -53,7 +53,7 @@ class Stepping:
         self._squares.append(self._optimizer.square_sum(self._runs(chunk)))
 
     def step_chunk(self, chunk: int) -> None:
-        """Steps a chunk right after its reduction, unless that must wait."""
+        """Steps a chunk right after its reduction, unless that must wait for the norm."""
         if not self._waits:
             self._step_runs(self._runs(chunk), self._step, 1.0)
 
@@ -85,8 +85,7 @@ class Stepping:
             self._gather([chunk])
 
     def flush(self) -> None:
-        """Returns when nothing waits to be stepped and what is offloaded may be read; all ranks of the stage call it
-        together."""
+        """Returns when no update is pending and what is offloaded may be read; a call of all the stage's ranks."""
         for chunk in self._chunks:
             self.catch_up(chunk)
         if self._optimizer.arena is not None:

@@ -10,7 +10,7 @@ from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.state.parameter import Parameter
 from hethub.spec.layout.bind import Assignment
 from hethub.spec.layout.state import PlacedTensor, StateMap
-from hethub.spec.ranges import Range, overlap
+from hethub.spec.ranges import Range, from_sizes, overlap
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,12 +22,9 @@ class FlatMap:
 
     def __init__(self, held: Sequence[Held]) -> None:
         self.held = list(held)
-        self._places: list[tuple[PlacedTensor, Range, Range]] = []
-        offset = 0
-        for placed, run in self.held:
-            self._places.append((placed, run, Range(offset, offset + run.size)))
-            offset += run.size
-        self.numel = offset
+        here = from_sizes(run.size for _, run in self.held)
+        self._places = [(placed, run, place) for (placed, run), place in zip(self.held, here, strict=True)]
+        self.numel = here[-1].stop if here else 0
 
     def local(self, run: Range) -> Range:
         """Where a run of the state axis lies; it is a part of one that was given."""
@@ -62,8 +59,8 @@ class FlatStorage:
     """One rank's weights (in the run's precision) and gradients (at least fp32), shards in order of the state axis.
 
     `weights` and `grads` hold what stays on the device for the whole run, at the places that `weight_map` and
-    `grad_map` tell. What comes and goes with its unit (StateMap.moves) is bound to the parameters by ZeroWeights and
-    ZeroGradients, laid out by `unit_maps`; what stays of it lies, per unit, in
+    `grad_map` tell. What comes and goes with its unit (hethub.runtime.state.zero) is bound to the parameters by
+    ZeroWeights and ZeroGradients, laid out by `unit_maps`; what stays of it lies, per unit, in
 
     - `owned_grads` (ZeRO 2 and 3): the rank's own part of the gradients, laid out by `owned_maps`;
     - `owned_weights` (ZeRO 3): the rank's own part of the weights, likewise; in host memory where they are offloaded;
@@ -100,9 +97,8 @@ class FlatStorage:
         return self.shards_weights or self.arena is not None
 
     def _unit(self, placed: PlacedTensor) -> int | None:
-        return (
-            placed.unit if self.state.moves(self.assignment.stage) and placed.stage == self.assignment.stage else None
-        )
+        moves = self.state.moves(self.assignment.stage) and placed.stage == self.assignment.stage
+        return placed.unit if moves else None
 
     def _owned(self, unit: int | None) -> list[Held]:
         """The runs of a unit that this rank steps, cut at the borders of tensors, in order of the buckets' pieces."""
@@ -179,7 +175,5 @@ def put(flat: Tensor, ranges: Sequence[Range], values: Tensor) -> None:
     """Writes `values` to the ranges of `flat`, which `take` gave; nothing to do where it was a view."""
     if len(ranges) == 1 and values.data_ptr() == flat[ranges[0].start :].data_ptr():
         return
-    position = 0
-    for r in ranges:
-        flat[r.start : r.stop].copy_(values[position : position + r.size])
-        position += r.size
+    for r, place in zip(ranges, from_sizes(r.size for r in ranges), strict=True):
+        flat[r.start : r.stop].copy_(values[place.start : place.stop])

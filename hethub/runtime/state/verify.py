@@ -1,4 +1,4 @@
-"""A check that copies of parameters have not drifted apart: hashes of what several ranks hold, compared."""
+"""Checks that ranks agree: that all cut the state alike, and that copies of a parameter are equal bit by bit."""
 
 from importlib.metadata import version
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hethub.communicator import World
-from hethub.runtime.launch.preflight import fingerprint
+from hethub.runtime.json_hash import json_hash
 from hethub.runtime.state.reduction import Reducer
 from hethub.runtime.state.storage import take
 from hethub.spec.errors import RunFailed
@@ -23,7 +23,7 @@ def verify_owners(world: World, state: StateMap) -> None:
     and reductions of unlike sizes would hang.
     """
     pieces = [(p.runs, p.group.contributors, p.cuts) for bucket in state.buckets for p in bucket.pieces]
-    rows = world.all_gather_objects([fingerprint(pieces), version("scipy")])
+    rows = world.all_gather_objects([json_hash(pieces), version("scipy")])
     for rank, (cuts, solver) in enumerate(rows):
         if cuts != rows[0][0]:
             raise RunFailed(
@@ -35,7 +35,7 @@ def verify_owners(world: World, state: StateMap) -> None:
 def bit_hash(flat: Tensor) -> int:
     """A 64-bit hash of a flat tensor's bits and their order, computed on its device.
 
-    Each 16-bit or 32-bit word times a weight that depends on its position, added modulo 2**64. It finds drift, not an
+    Each 16-bit or 32-bit word times a weight that depends on its position, added modulo 2**64. It finds errors, not an
     adversary.
     """
     words = flat.contiguous().view(torch.int16 if flat.element_size() == 2 else torch.int32)

@@ -1,4 +1,4 @@
-"""What a rank has at hand while it computes: weights and gradients of its layers, and what microbatches keep of them.
+"""ZeRO and offload as an executor meets them: which weights, gradients and activations are on the device, and when.
 
 The executor says which layer it is about to enter, which comes next, and when it is through with one; the answer
 depends on where the stage's state lives:
@@ -14,8 +14,9 @@ depends on where the stage's state lives:
 Where all microbatches pass a chunk before the next (layered, ministages), the chunk's layers stay until its last
 microbatch is through.
 
-Norms stay, and so does an embedding that is tied to the head of another stage. Embedding and head come and go with the
-first and last layer; tied in one stage, they are a unit of their own that both ends use.
+A unit is what comes and goes as one, as in FSDP: the matrices of a layer, with the embedding in the model's first layer
+and the head in its last; tied in one stage, embedding and head are a unit of their own that both ends use. Norms stay,
+and so does an embedding that is tied to the head of another stage.
 """
 
 from collections import Counter
@@ -34,7 +35,7 @@ from hethub.spec.layout.state import chunk_of
 
 
 class ZeroManager:
-    """One rank's weights and gradients as its executor meets them, layer by layer.
+    """Brings one rank's weights and gradients to its executor, layer by layer, and lets them go.
 
     A layer's number counts the stage's layers in model order; the embedding goes with the first layer of the model,
     final norm and head with its last. All ranks of a stage make the same calls in the same order, those without a
@@ -59,20 +60,20 @@ class ZeroManager:
         self.gradients = ZeroGradients(reducer, meter) if storage.shards_gradients else None
         if stepping is not None:
             stepping.weights = self.weights
-        self._visitors: Counter[int] = Counter()  # layers under way that use a unit's weights
+        self._visitors: Counter[int] = Counter()  # by unit, the visits under way that use its weights
         self._next: tuple[int, ...] = ()
 
     def _units(self, layer: int) -> tuple[int, ...]:
         return self._state.units_at(self._stage, layer)
 
     def _weights_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
-        """The units whose weights a visit computes with: a weight gradients needs none."""
+        """The units whose weights a visit computes with: a weight gradient needs none."""
         return () if self.weights is None or kind is Kind.WEIGHT else self._units(layer)
 
     def _gradients_for(self, kind: Kind, layer: int) -> tuple[int, ...]:
         """The units that a visit adds gradients to.
 
-        The head's gradient is computed in its forward, the embedding's is never put off.
+        The head's gradient is computed in its forward, the embedding's is never deferred.
         """
         layout, units = self._state.layout, self._units(layer)
         if self.gradients is None:
@@ -129,7 +130,7 @@ class ZeroManager:
                 self.weights.free(unit)
 
     def finish_chunk(self, chunk: int) -> None:
-        """Returns when the reductions of a chunk are through, which its stage steps by itself."""
+        """Returns when the reductions of a chunk that is stepped by itself are through."""
         assert self.stepping is not None
         self._finish_reductions(chunk)
         self.stepping.chunk_reduced(chunk)

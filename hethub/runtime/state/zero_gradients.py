@@ -1,4 +1,7 @@
-"""Gradients that live for one round (ZeRO 2 and 3): a unit's buffer is filled, reduced, and its own part kept."""
+"""Gradients under ZeRO 2 and 3: a unit's full gradient lives for one round; a rank keeps the part that it owns.
+
+A unit is what comes and goes as one, as in FSDP (hethub.runtime.state.zero).
+"""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from torch import Tensor
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import shaped, take
+from hethub.spec.ranges import from_sizes
 
 
 @dataclass
@@ -25,7 +29,7 @@ class ZeroGradients:
     """The full gradients of units: one buffer that fills while the one before it is reduced.
 
     `open` waits until at most one unit is on its way, so two buffers exist at most beside those of units that fill
-    over several visits (head, tied embedding) or microbatches (the part that all microbatches pass in turn).
+    over several visits (head, tied embedding) or microbatches (a model chunk that all of them pass in turn).
     `reductions` counts a step's reductions by unit.
     """
 
@@ -54,7 +58,7 @@ class ZeroGradients:
             self._storage.parameters[placed.info.name].open(shaped(view, placed))
 
     def close(self, unit: int) -> None:
-        """Starts the reduction of what this round added, zeros where it was nothing; two are under way at most."""
+        """Starts the reduction of what this round added, zeros where that was nothing; two are under way at most."""
         self._land(left=1)
         buffer = self._open.pop(unit)
         for placed, _ in self._storage.unit_maps[unit].held:
@@ -76,13 +80,13 @@ class ZeroGradients:
         """Waits for the oldest reductions until `left` are under way, and adds their results to what this rank owns."""
         while len(self._reducing) > left:
             reducing = self._reducing.popleft()
-            owned, position = self._storage.owned_grads[reducing.unit], 0
-            for work, piece, flat in reducing.works:
+            owned = self._storage.owned_grads[reducing.unit]
+            places = from_sizes(piece.own.size for _, piece, _ in reducing.works)
+            for (work, piece, flat), place in zip(reducing.works, places, strict=True):
                 if work is not None:
                     work.wait()
-                home = owned[position : position + piece.own.size]
+                home = owned[place.start : place.stop]
                 own = flat[piece.own.start : piece.own.stop]
                 home.add_(own) if reducing.unit in self._landed else home.copy_(own)
-                position += piece.own.size
             self._landed.add(reducing.unit)
             self._meter.release(reducing.buffer)

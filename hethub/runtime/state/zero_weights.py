@@ -1,5 +1,8 @@
-"""Weights that are on the device only while their layer computes: gathered from their owners, or fetched from the
-host."""
+"""Weights under ZeRO 3 or offload: a unit's are on the device only while its layer computes, gathered from their owners
+or fetched from the host.
+
+A unit is what comes and goes as one, as in FSDP (hethub.runtime.state.zero).
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +15,7 @@ from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import Fetch
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import put, shaped, take
+from hethub.spec.ranges import from_sizes
 
 
 @dataclass
@@ -27,8 +31,8 @@ class _Present:
 class ZeroWeights:
     """The full weights of units, present from `start` to `free`.
 
-    `gathers` counts how often each unit came since the start; `most_present` and `most_chunks` are the largest numbers
-    of units, and of chunks that own them, that were present or on their way at once.
+    `gathers` counts how often each unit came since the start. `most_present` and `most_chunks` are the largest numbers
+    of units, and of model chunks with such units, that were present or on their way at once.
     """
 
     def __init__(self, reducer: Reducer, meter: MemoryMeter) -> None:
@@ -57,13 +61,12 @@ class ZeroWeights:
         self.most_chunks = max(self.most_chunks, len({self._chunk_of[unit] for unit in self._present}))
 
     def _start_gather(self, unit: int, present: _Present) -> None:
-        owned, position = self._storage.owned_weights[unit], 0
+        owned, pieces = self._storage.owned_weights[unit], self._reducer.units[unit]
         if self._storage.arena is not None:
             owned = self._storage.arena.fetch(owned).wait()
-        for piece in self._reducer.units[unit]:
+        for piece, place in zip(pieces, from_sizes(piece.own.size for piece in pieces), strict=True):
             flat = take(present.buffer, piece.weights)
-            flat[piece.own.start : piece.own.stop] = owned[position : position + piece.own.size]
-            position += piece.own.size
+            flat[piece.own.start : piece.own.stop] = owned[place.start : place.stop]
             present.works.append((piece.start_gather(flat), piece, flat))
 
     def finish(self, unit: int) -> None:

@@ -172,7 +172,7 @@ def test_nothing_of_ours_unpickles():
                     found.add((where, f"{owner}.{node.func.attr}"))
     assert found == {
         ("hethub/planner/search/processes.py", "multiprocessing"),
-        ("hethub/runtime/checkpoint/store.py", "dist.all_gather_object"),
+        ("hethub/runtime/checkpoint/manager.py", "dist.all_gather_object"),
     }
 
 

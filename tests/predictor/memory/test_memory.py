@@ -17,7 +17,8 @@ from hethub.runtime.model.initial import initialise  # noqa: E402
 from hethub.runtime.model.stage import MicrobatchInput, Stage  # noqa: E402
 from hethub.runtime.model.tensor_parallel import TensorGroup  # noqa: E402
 from hethub.runtime.pace import Pace  # noqa: E402
-from hethub.runtime.pipeline.passes import Itinerary, MicrobatchPass, Visit  # noqa: E402
+from hethub.runtime.pipeline.itinerary import Itinerary, Visit  # noqa: E402
+from hethub.runtime.pipeline.passes import MicrobatchPass  # noqa: E402
 from hethub.runtime.state.reduction import Reducer  # noqa: E402
 from hethub.runtime.state.storage import FlatStorage  # noqa: E402
 from hethub.runtime.state.zero import ZeroManager  # noqa: E402

@@ -8,33 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.kernels.device import Device
 from hethub.predictor import LayerCost
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.runtime.loop import replanning
 from hethub.runtime.loop.replanning import Replanner
 from hethub.runtime.loop.trainer import Trainer
-from hethub.runtime.measure.straggler import (
-    Noted,
-    Remedy,
-    Straggler,
-    StragglerWatch,
-    planned_seconds,
-    planning_seconds,
-    slowed,
-)
-from hethub.runtime.pace import WatchedPace
+from hethub.runtime.measure.rank_times import planned_seconds
+from hethub.runtime.measure.straggler import Noted, Remedy, Straggler, StragglerDetector, planning_seconds, slowed
 from hethub.spec.job import StragglerSpec
-from hethub.spec.layout.execution import Kind
 from hethub.spec.plan import load_plan
 from tests.planner.test_profiled import profile
-from tests.runtime.emulate.test_emulation import layout
 from tests.support.command import ranks
+from tests.support.emulated import layout
 from tests.support.job_files import write_job
 
 SPEC = StragglerSpec(threshold=0.2, steps=3)
-
-
 NOTHING = Noted([], {})
 
 
@@ -43,7 +31,7 @@ def forward(*seconds):
 
 
 def test_a_rank_is_named_once_it_was_slow_for_long_enough():
-    watch = StragglerWatch(forward(1.0, 2.0, 4.0), SPEC)
+    watch = StragglerDetector(forward(1.0, 2.0, 4.0), SPEC)
     slow, well = forward(1.0, 3.0, 4.0), forward(1.0, 2.0, 4.0)
     assert watch.note(slow) == watch.note(slow) == NOTHING
     assert watch.note(slow) == Noted([Straggler(1, 1.5, "forward", {"forward": 3.0}, {"forward": 2.0})], {})
@@ -54,18 +42,18 @@ def test_a_rank_is_named_once_it_was_slow_for_long_enough():
 
 
 def test_a_single_slow_step_makes_no_straggler():
-    watch = StragglerWatch(forward(1.0, 1.0), SPEC)
+    watch = StragglerDetector(forward(1.0, 1.0), SPEC)
     assert all(watch.note(forward(*step)) == NOTHING for step in [[1.0, 9.0], [1.0, 9.0], [1.0, 1.0]] * 3)
 
 
 @given(st.floats(0.1, 10.0), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8))
 def test_what_all_ranks_have_in_common_makes_no_straggler(error, planned):
-    watch = StragglerWatch(forward(*planned), SPEC)
+    watch = StragglerDetector(forward(*planned), SPEC)
     assert all(watch.note(forward(*(error * seconds for seconds in planned))) == NOTHING for _ in range(5))
 
 
 def test_a_rank_faster_than_planned_makes_no_other_slow():
-    watch = StragglerWatch(forward(1.0, 1.0), SPEC)
+    watch = StragglerDetector(forward(1.0, 1.0), SPEC)
     assert all(watch.note(forward(0.5, 1.1)) == NOTHING for _ in range(5))
     assert [watch.note(forward(0.5, 1.3)) for _ in range(3)][-1].slow[0].factor == pytest.approx(1.3)
 
@@ -74,7 +62,7 @@ def test_the_kind_that_exceeds_its_plan_the_most_is_named():
     planned = [{"forward": 1.0, "backward": 2.0, "step": 0.1}] * 3
     slow = {"forward": 1.1, "backward": 4.0, "step": 0.3}  # all take three times as long to step
     busy = [{"forward": 1.0, "backward": 2.0, "step": 0.3}, slow, {"forward": 1.0, "backward": 2.0, "step": 0.3}]
-    watch = StragglerWatch(planned, SPEC)
+    watch = StragglerDetector(planned, SPEC)
     (found,) = [watch.note(busy) for _ in range(3)][-1].slow
     assert (found.rank, found.kind, found.factor) == (1, "backward", pytest.approx(5.1 / 3))
     assert (found.measured, found.planned) == (slow, planned[1])
@@ -82,7 +70,7 @@ def test_the_kind_that_exceeds_its_plan_the_most_is_named():
 
 
 def test_a_rank_planned_as_slow_is_told_to_be_well_again():
-    watch = StragglerWatch(forward(1.0, 2.0), SPEC, {1: 2.0})
+    watch = StragglerDetector(forward(1.0, 2.0), SPEC, {1: 2.0})
     assert [watch.note(forward(1.0, 2.0)) for _ in range(3)] == [NOTHING] * 3
     assert [watch.note(forward(1.0, 1.0)) for _ in range(4)] == [NOTHING, NOTHING, Noted([], {1: 1.0}), NOTHING]
 
@@ -164,33 +152,6 @@ def test_slow_ranks_get_accelerators_of_their_own_that_take_as_much_longer(given
     slow = ProfiledLayerCost(bound.model, told.places[1].accelerator, 32, "fp32").use(measured.device(names[1], "fp32"))
     assert slow.layer(4).total == pytest.approx(2 * plain.layer(4).total)
     assert slow.head(2).total == pytest.approx(2 * plain.head(2).total)
-
-
-def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
-    plain = planned_seconds(layout(), None)
-    assert len(plain) == 4
-    assert plain[2] == plain[3]  # one replica
-    assert set(plain[2]) == {"forward", "backward", "step"}
-    again = planned_seconds(layout(), None, {0: 1.5})
-    assert again[0] == {kind: pytest.approx(1.5 * seconds) for kind, seconds in plain[0].items()}
-    assert again[1:] == plain[1:]
-
-
-def test_a_real_device_is_timed_between_entering_and_leaving():
-    pace = WatchedPace(Device(vendor="cpu"))
-    pace.start_step()
-    pace.enter(Kind.FORWARD, 0)
-    pace.leave()
-    first = pace.take_busy_seconds()
-    assert first is not None
-    assert first.keys() == {"forward"}
-    assert first["forward"] > 0.0
-    with pace.stepping(1):
-        pass
-    pace.start_step()
-    second = pace.take_busy_seconds()
-    assert second is not None
-    assert second.keys() == {"step"}  # the update behind the last asking
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

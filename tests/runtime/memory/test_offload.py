@@ -35,6 +35,7 @@ def train_counting(world: Any, case: Case) -> tuple[list[float], Shards, dict[st
 
 def assert_alike(ours: Shards, others: Shards, tolerance: float) -> None:
     """The same runs with the same values; torch's AdamW rounds the ends of a run otherwise than its middle."""
+    assert ours
     for one, other in zip(sorted(ours, key=_place), sorted(others, key=_place), strict=True):
         assert one[:3] == other[:3]
         assert np.abs(one[3] - other[3]).max() <= tolerance * np.abs(one[3]).max(), one[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hethub.runtime.checkpoint import CheckpointStore
+from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.checkpoint.export import export
 from hethub.runtime.model.initial import load_hugging_face
 from hethub.runtime.model.stage import MicrobatchInput
@@ -66,7 +66,7 @@ def ours(
         tokens = torch.from_numpy(batch(case, 1)[:, :-1])
         logits = trainer.stage.logits(MicrobatchInput(batch=case.global_batch, tokens=tokens)).numpy()
     outcomes = [trainer.run_step(step) for step in range(1, 6)]
-    store = CheckpointStore(RunFolder(run).checkpoints, 1, world)
+    store = CheckpointManager(RunFolder(run).checkpoints, 1, world)
     trainer.save(store, 5, blocking=True)
     norms = [outcome.grad_norm or math.nan for outcome in outcomes]
     return logits, [outcome.loss for outcome in outcomes], norms, shards(trainer)

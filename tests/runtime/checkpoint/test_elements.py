@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hethub.runtime.checkpoint import CheckpointStore, iterate_weights, newest_intact, read_record
+from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, newest_intact, read_record
 from tests.support.checkpoints import assembled, load_and_save, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -97,7 +97,7 @@ def train_on(world: Any, case: Case, folder: Path | None, first: int, last: int)
     """Losses of steps `first` to `last` and the state after them; starts from the checkpoint in `folder`, if given."""
     trainer = start(world, case)
     if folder is not None:
-        store = CheckpointStore(folder, 1, world)
+        store = CheckpointManager(folder, 1, world)
         path = store.latest()
         assert path is not None
         assert trainer.restore(store, path) == first - 1
@@ -130,7 +130,7 @@ def test_resumed_under_another_plan_trains_the_same_model(tmp_path: Path) -> Non
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:
     """Rank 1 begins to save only after rank 0 has trained on (alone), so rank 0's data are written after that."""
     trainer = build_trainer(world, case)
-    store = CheckpointStore(folder, 1, world)
+    store = CheckpointManager(folder, 1, world)
     trainer.run_step(1)
     before = state_parts(trainer)
     if world.rank == 0:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hethub.runtime.checkpoint import CheckpointStore, iterate_weights, newest_intact, read_record
+from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, newest_intact, read_record
 from hethub.runtime.checkpoint.integrity import candidates, faults
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.errors import BadInput, RunFailed
@@ -124,7 +124,7 @@ def resume_and_save(world: Any, case: Case, folder: Path) -> Any:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hethub.runtime.checkpoint").addHandler(handler)
     trainer = build_trainer(world, case)
-    store = CheckpointStore(folder, 2, world)
+    store = CheckpointManager(folder, 2, world)
     path = store.latest()
     assert path is not None
     start = trainer.restore(store, path)
@@ -151,7 +151,7 @@ def test_resume_passes_over_damage_and_replaces_it(folder: Path) -> None:
 
 def load_into(world: Any, case: Case, folder: Path) -> None:
     trainer = build_trainer(world, case)
-    trainer.restore(CheckpointStore(folder, 2, world), folder / "step-3")
+    trainer.restore(CheckpointManager(folder, 2, world), folder / "step-3")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_another_model_or_precision_is_refused(change: dict[str, Any], complaint
 def fail_to_write(world: Any, case: Case, folder: Path) -> list[str]:
     """Rank 1 has a disk that is full; the next call says so on all ranks, and what was saved before stays."""
     trainer = build_trainer(world, case)
-    store = CheckpointStore(folder, 1, world)
+    store = CheckpointManager(folder, 1, world)
     trainer.save(store, 1, blocking=True)
     trainer.run_step(2)
     world.barrier()
@@ -212,6 +212,9 @@ def test_pytorchs_own_tools_read_a_checkpoint(written: Path, tmp_path: Path) -> 
     state = torch.load(tmp_path / "state.pt")
     record = read_record(written / "step-3")
     assert (record.step, record.updates, record.extra["step"]) == (3, 3, 3)
-    for info, values in iterate_weights(written / "step-3", MODEL):
-        assert torch.equal(state[f"weights/{info.name}"], values)
-        assert np.any(state[f"exp_avg_sq/{info.name}"].numpy())
+    weights = {info.name: values for info, values in iterate_weights(written / "step-3", MODEL)}
+    assert state.keys() == {f"{kind}/{name}" for kind in ("weights", "exp_avg", "exp_avg_sq") for name in weights}
+    assert sum(values.numel() for values in weights.values()) == MODEL.parameters
+    for name, values in weights.items():
+        assert torch.equal(state[f"weights/{name}"], values)
+        assert np.any(state[f"exp_avg_sq/{name}"].numpy())

@@ -26,7 +26,7 @@ _WRITE_TIMEOUT = timedelta(hours=2)
 Result = TypeVar("Result")
 
 
-class CheckpointStore:
+class CheckpointManager:
     """The checkpoints in `folder`, of which the newest `keep` stay.
 
     All ranks build it and make the same calls in the same order. Raises BadInput where a rank does not see `folder`.

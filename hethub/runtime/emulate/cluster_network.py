@@ -1,0 +1,58 @@
+"""The network of an emulated cluster, from its description: what every message and collective takes of it."""
+
+from collections.abc import Sequence
+
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.runtime.emulate.network import Transfer
+from hethub.spec.cluster import ClusterSpec
+
+
+class ClusterNetwork:
+    """A cluster's links as interfaces that messages take one after the other.
+
+    Per machine its network interfaces, per machine and per rank one way out and one way in: for the bridge, and for
+    the links inside the node. Collectives take all interfaces of their machines, messages one of each end.
+    """
+
+    def __init__(self, cluster: ClusterSpec, profile: ProfileSpec | None = None) -> None:
+        self._network, self._places = Network(cluster, packaged(), profile), cluster.places
+        self._machines = [node for node in cluster.nodes for _ in range(node.count)]
+        self._slots: dict[tuple[str, int, str], tuple[int, ...]] = {}
+        self.num_interfaces = 0
+        for machine, node in enumerate(self._machines):
+            self._add("nic", machine, node.nics)
+            self._add("bridge", machine, 1)
+        for place in self._places:
+            self._add("rank", place.rank, 1)
+
+    def _add(self, kind: str, owner: int, count: int) -> None:
+        for direction in ("out", "in"):
+            self._slots[kind, owner, direction] = tuple(range(self.num_interfaces, self.num_interfaces + count))
+            self.num_interfaces += count
+
+    def message(self, source: int, target: int, num_bytes: int) -> Transfer:
+        """A message between two ranks: one interface out at the sender, one in at the receiver."""
+        link = self._network.link(source, target)
+        a, b = self._places[source], self._places[target]
+        kind = "bridge" if a.island != b.island else "rank" if a.machine == b.machine else "nic"
+        ends = (source, target) if kind == "rank" else (a.machine, b.machine)
+        interfaces = (self._slots[kind, ends[0], "out"], self._slots[kind, ends[1], "in"])
+        return Transfer(num_bytes * link.seconds_per_byte, link.latency_seconds, interfaces)
+
+    def collective(self, name: str, ranks: Sequence[int], num_bytes: int) -> Transfer:
+        """A collective on all interfaces its members have; what else these carry comes before or after."""
+        if len(ranks) == 1 or not num_bytes:
+            return Transfer(0.0, 0.0, ())
+        if name == "broadcast":
+            return self.message(ranks[0], ranks[1], num_bytes)
+        group = self._network.group(ranks)
+        rounds = 2 if name.startswith("all_reduce") else 1
+        whole = self._network.reduce_scatter(group, num_bytes)
+        latency = min(whole, self._network.reduce_scatter(group, 1e-6))
+        machines = [machine for machine, _ in group.machines]
+        kinds = {"bridge", "nic"} if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
+        owners = ranks if kinds == {"rank"} else machines
+        slots = [self._slots[kind, owner, way] for kind in kinds for owner in owners for way in ("out", "in")]
+        return Transfer(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))

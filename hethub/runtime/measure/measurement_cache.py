@@ -1,0 +1,79 @@
+"""What a rank measured of itself, kept in a cache folder for its device, model and versions."""
+
+import json
+import os
+import platform
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hethub
+from hethub.kernels.device import Device
+from hethub.predictor.cost.profile import DeviceProfile
+from hethub.spec.errors import BadInput
+from hethub.spec.job import TrainSpec
+from hethub.spec.model import ModelSpec
+
+
+class MeasurementCache:
+    """Where a rank keeps what it measured: a file for its place on the host, model, precision and sequence length."""
+
+    def __init__(self, model: ModelSpec, train: TrainSpec, device: Device, local_rank: int) -> None:
+        self._facts = {
+            "device": device_name(device), "hethub": hethub.__version__, "torch": torch.__version__,
+            "python": platform.python_version(), "model": model.to_dict(), "batch": train.global_batch,
+        }  # fmt: skip
+        place = f"{socket.gethostname()}-{local_rank}-{model.name}-{train.precision}-{train.seq_len}"
+        self.path = cache_folder() / "measured" / f"{place.replace(os.sep, '_')}.json"
+
+    def load(self) -> DeviceProfile | None:
+        """What was measured; None where nothing was, by other versions, or where it cannot be reached. Raises BadInput
+        for another device's."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except OSError:  # measured anew; whether that can be kept, `save` says
+            return None
+        try:
+            data = json.loads(text)
+            facts, profile = data["facts"], DeviceProfile.model_validate(data["profile"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{self.path}: this cache of measurements cannot be read ({error}); delete it.") from None
+        if facts.get("device") != self._facts["device"]:
+            raise BadInput(
+                f"{self.path}: these measurements are of another device, {facts.get('device')}; this rank has {self._facts['device']}. "
+                "Delete the file, name another folder in HETHUB_CACHE, or set measure: never."
+            )
+        return profile if facts == self._facts else None
+
+    def save(self, profile: DeviceProfile) -> str | None:
+        """Keeps the measurements, whole or not at all; where it cannot, what to tell the user, for the run goes on."""
+        data: dict[str, Any] = {"facts": self._facts, "profile": profile.to_dict()}
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            draft.replace(self.path)
+        except OSError as error:
+            return (
+                f"measurements are not remembered: {self.path.parent} cannot be written ({error.strerror}); name a folder that "
+                "can be in HETHUB_CACHE."
+            )
+        return None
+
+
+def cache_folder() -> Path:
+    """HETHUB_CACHE, or hethub's folder in the user's cache."""
+    named = os.environ.get("HETHUB_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hethub"
+
+
+def device_name(device: Device) -> str:
+    """What the maker calls this rank's device; of a CPU, its model."""
+    if device.is_gpu:
+        return device.name
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

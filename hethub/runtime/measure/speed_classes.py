@@ -1,0 +1,122 @@
+"""Which ranks of one accelerator are of unlike speed: they are planned as device types of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+import hethub
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.profile import DeviceProfile, LinkTiming, ProfileSpec, smallest_micro_batch
+from hethub.spec.cluster import ClusterSpec, Place
+from hethub.spec.model import ModelSpec
+
+UNLIKE = 1.15  # ranks of one accelerator that differ by more are planned as two device types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the ranks found: the cluster with unlike ranks told apart, their profile, and a line about each rank."""
+
+    cluster: ClusterSpec
+    profile: ProfileSpec
+    lines: list[str]
+
+
+def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfile], *, fresh: bool) -> Measured:
+    """One profile of all ranks' curves; ranks of one accelerator whose speeds differ become device types of
+    their own.
+
+    Of alike ranks the slowest curve counts, and the smallest of their largest micro-batches.
+    """
+    classes = speed_classes(cluster.places, curves)
+    told = tell_apart(cluster, classes)
+    slowest: dict[str, DeviceProfile] = {}
+    for place, curve in zip(told.places, curves, strict=True):
+        known = slowest.get(place.accelerator.name)
+        if known is None or seconds_per_sample(curve) > seconds_per_sample(known):
+            slowest[place.accelerator.name] = curve.replace(accelerator=place.accelerator.name)
+    alike: dict[str, list[DeviceProfile]] = {name: [] for name in slowest}
+    for place, curve in zip(told.places, curves, strict=True):
+        alike[place.accelerator.name].append(curve)
+    profile = ProfileSpec(
+        date="", hethub=hethub.__version__, software=f"torch {torch.__version__}", model=model,
+        devices=tuple(
+            own.replace(largest_micro_batch=smallest_micro_batch(alike[name])) for name, own in slowest.items()
+        ),
+        links=_links_of_split(cluster, told),
+    )  # fmt: skip
+    how = "measured itself" if fresh else "remembers"
+    lines = [
+        f"rank {place.rank} ({place.accelerator.name}) {how}: {1e3 * seconds_per_sample(curve):.3g} ms a layer and sample, "
+        + (
+            f"largest micro-batch {curve.largest_micro_batch}"
+            if curve.largest_micro_batch
+            else "no room for the whole model"
+        )
+        for place, curve in zip(told.places, curves, strict=True)
+    ]
+    return Measured(cluster=told, profile=profile, lines=lines)
+
+
+def seconds_per_sample(curve: DeviceProfile) -> float:
+    """The rank's best time of a layer and a sample."""
+    return min((t.forward_seconds + t.backward_seconds) / t.micro_batch for t in curve.layers if t.tp == 1)
+
+
+def speed_classes(places: Sequence[Place], curves: Sequence[DeviceProfile]) -> list[int]:
+    """Per rank, which of the unlike speeds of its accelerator it has; 0 is the fastest."""
+    result = [0] * len(places)
+    for name in {place.accelerator.name for place in places}:
+        own = sorted((seconds_per_sample(curves[p.rank]), p.rank) for p in places if p.accelerator.name == name)
+        number, first = 0, own[0][0]
+        for seconds, rank in own:
+            if seconds > UNLIKE * first:
+                number, first = number + 1, seconds
+            result[rank] = number
+    return result
+
+
+def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = "~") -> ClusterSpec:
+    """The cluster in which ranks of class 1 and up have accelerators of other names; the order of ranks stays.
+
+    Parts of a machine that was split are priced as if its network joined them, where it has one.
+    """
+    if not any(classes):
+        return cluster
+    nodes = []
+    for (machine, number), group in groupby(cluster.places, key=lambda place: (place.machine, classes[place.rank])):
+        places = list(group)
+        node, device = places[0].node, places[0].node.unnamed_device
+        name = device.name if number == 0 else f"{device.name}{mark}{number}"
+        nodes.append(
+            node.replace(
+                name=f"{node.name}-{machine}-{places[0].local}", count=1, accelerators=len(places), hosts=None,
+                accelerator=device.replace(name=name), gbps_per_nic=node.gbps_per_nic or 8 * device.link_gbytes_per_second,
+            )
+        )  # fmt: skip
+    links = cluster.links
+    if links.regions is not None:
+        origin = {place.rank: links.regions.of_node[place.node.name] for place in cluster.places}
+        split = ClusterSpec(name="split", nodes=tuple(nodes))
+        regions = links.regions.replace(of_node={place.node.name: origin[place.rank] for place in split.places})
+        links = links.replace(regions=regions)
+    return cluster.replace(nodes=tuple(nodes), links=links)
+
+
+def _links_of_split(cluster: ClusterSpec, told: ClusterSpec) -> tuple[LinkTiming, ...]:
+    """Where one machine was split: between its parts there is the machine's own link, no network."""
+    machines = {place.machine for place in cluster.places}
+    inside = [place.rank for place in cluster.places if place.island == cluster.places[0].island]
+    if told is cluster or len(machines) > 1 or len(inside) < 2:
+        return ()
+    link = Network(cluster).link(inside[0], inside[1])
+    rate = 1e-9 / link.seconds_per_byte
+    return tuple(
+        LinkTiming(
+            level="between_nodes", operation=operation, latency_seconds=link.latency_seconds, gbytes_per_second=rate,
+            ranks=2 if operation == "send" else len(inside),
+        )
+        for operation in ("send", "all_reduce")
+    )  # fmt: skip

@@ -1,0 +1,27 @@
+"""Messages and collectives of an emulated cluster: which interfaces they take, and for how long."""
+
+import pytest
+
+from hethub.runtime.emulate.cluster_network import ClusterNetwork
+from hethub.spec.cluster import ClusterSpec
+from tests.support.emulated import EMULATED, NODES
+
+
+def test_messages_take_interfaces_of_their_own_kind():
+    network = ClusterNetwork(ClusterSpec.model_validate(EMULATED))
+    inside, across = network.message(0, 1, 10**6), network.message(1, 2, 10**6)
+    assert not {slot for slots in inside.interfaces for slot in slots} & {
+        s for slots in across.interfaces for s in slots
+    }
+    assert across.hold_seconds > inside.hold_seconds
+    one_maker = ClusterSpec.model_validate({**EMULATED, "nodes": [{**NODES[0], "count": 2}]})
+    between_nodes = ClusterNetwork(one_maker).message(1, 2, 10**6)
+    assert [len(choices) for choices in between_nodes.interfaces] == [2, 2]  # either of the node's two
+
+
+def test_an_all_reduce_costs_what_the_predictor_says():
+    cluster = ClusterSpec.model_validate(EMULATED)
+    network = ClusterNetwork(cluster)
+    way = network.collective("all_reduce", [0, 1, 2, 3], 10**7)
+    expected = network._network.all_reduce(network._network.group([0, 1, 2, 3]), 10**7)
+    assert way.hold_seconds + way.latency_seconds == pytest.approx(expected)

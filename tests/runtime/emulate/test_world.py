@@ -1,0 +1,95 @@
+"""In an emulated world messages and collectives end when the emulated network would have delivered them."""
+
+from time import monotonic
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import Rendezvous
+from hethub.kernels.device import choose_device
+from hethub.runtime.emulate.network import EmulatedClock, Transfer
+from hethub.runtime.emulate.world import connect_emulated
+from tests.support.ranks import start_ranks, values
+
+
+class SlowLine:
+    """A network of one line between any two ranks: a second a kilobyte, and two seconds on the way."""
+
+    num_interfaces = 1
+
+    def message(self, source, target, num_bytes):
+        return Transfer(num_bytes / 1000, 2.0, ((0,),))
+
+    def collective(self, name, ranks, num_bytes):
+        return Transfer(num_bytes / 1000, 2.0, ((0,),))
+
+
+def on_slow_line(rank, store, scale, function):
+    meeting = Rendezvous(
+        store=store, rank=rank, size=2, local_rank=rank, local_size=2, address="127.0.0.1", interface=None,
+        token="token", launcher="test",
+    )  # fmt: skip
+    device = choose_device(rank, 2, kind="cpu")
+    world = connect_emulated(meeting, SlowLine(), device=device, islands=[[0, 1]], timeout_seconds=60)
+    world.clock.scale = scale
+    world.barrier()
+    origin = world.all_gather_objects(monotonic())[0]
+    world.clock.at = max(monotonic(), origin)
+    answer = {"messages": messages, "collectives": collectives}[function](world)
+    world.close()
+    return [(at - origin) / scale for at in answer]
+
+
+def messages(world):
+    """Two messages of a kilobyte, one after the other on the line; when the receiver is through with each."""
+    if world.rank == 0:
+        works = [world.send(torch.zeros(250), 1, tag) for tag in (0, 1)]
+        for work in works:
+            work.wait()
+        return [world.clock.at]
+    works = [world.receive(torch.empty(250), 0, tag) for tag in (0, 1)]
+    ends = []
+    for work in works:
+        work.wait()
+        assert monotonic() >= world.clock.at
+        ends.append(world.clock.at)
+    return ends
+
+
+def collectives(world):
+    """Rank 1 computes for ten seconds before it joins; when each is through, and what they summed."""
+    world.clock.begin(10.0 * world.rank)
+    world.clock.end()
+    summed = torch.full((250,), float(world.rank + 1))
+    dist.all_reduce(summed, group=world.group([0, 1]))
+    assert summed.tolist() == [3.0] * 250
+    return [world.clock.at]
+
+
+def through(function, scale=0.005):
+    return values(start_ranks(2, on_slow_line, scale, function, timeout_seconds=60))
+
+
+def test_messages_take_the_line_in_turn_and_are_there_a_latency_later():
+    (sent,), (first, second) = through("messages")
+    slack = 40  # emulated seconds that the start of this test may take, 0.2 real ones
+    assert 3.0 <= first <= 3.0 + slack
+    assert second - first == pytest.approx(1.0, abs=1e-3)
+    assert sent == pytest.approx(second - 2.0, abs=1e-3)  # what is on its way may be overwritten
+
+
+def test_a_collective_starts_with_its_last_member_and_ends_for_all_at_once():
+    (one,), (other,) = through("collectives")
+    assert one == other >= 13.0
+
+
+def test_a_clock_adds_up_what_it_computes_and_never_runs_behind():
+    clock = EmulatedClock(scale=1e-4)
+    start = clock.at
+    for _ in range(3):
+        clock.begin(10.0)
+        clock.end()
+    clock.advance(start)  # something that came long ago
+    assert clock.at == pytest.approx(start + 3e-3)
+    assert monotonic() >= clock.at

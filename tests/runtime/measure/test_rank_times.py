@@ -1,0 +1,40 @@
+"""What a rank is planned to compute: layer by layer, and in a step."""
+
+import pytest
+
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.runtime.measure.rank_times import RankTimes, planned_seconds
+from hethub.spec.layout.execution import Kind
+from tests.support.emulated import layout
+
+
+def test_layers_and_ends_add_up_to_the_predicted_microbatch():
+    bound = layout()
+    costs = PlanCosts(bound, HETHUB, packaged())
+    for assignment in bound.assignments:
+        times, samples = RankTimes(costs, assignment), bound.replica(assignment.stage, assignment.replica).micro_batch
+        microbatch = costs.microbatch(assignment.stage, assignment.replica, samples)
+        for kind, parts in ((Kind.FORWARD, microbatch.forward), (Kind.BACKWARD, microbatch.backward)):
+            own = sum(times.layer(kind, layer, samples) for layer in range(bound.stages[assignment.stage].num_layers))
+            assert own == pytest.approx(parts.compute)
+
+
+def test_a_slowdown_slows_all_that_a_rank_computes():
+    bound = layout()
+    costs = PlanCosts(bound, HETHUB, packaged())
+    plain, slow = RankTimes(costs, bound.assignments[0]), RankTimes(costs, bound.assignments[0], 1.5)
+    assert slow.layer(Kind.FORWARD, 1, 2) == pytest.approx(1.5 * plain.layer(Kind.FORWARD, 1, 2))
+    assert slow.optimizer(1000) == pytest.approx(1.5 * plain.optimizer(1000))
+    assert plain.optimizer(0) == 0.0
+
+
+def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
+    plain = planned_seconds(layout(), None)
+    assert len(plain) == 4
+    assert plain[2] == plain[3]  # one replica
+    assert set(plain[2]) == {"forward", "backward", "step"}
+    again = planned_seconds(layout(), None, {0: 1.5})
+    assert again[0] == {kind: pytest.approx(1.5 * seconds) for kind, seconds in plain[0].items()}
+    assert again[1:] == plain[1:]

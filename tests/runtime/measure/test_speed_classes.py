@@ -1,0 +1,47 @@
+"""Ranks of one accelerator that differ by more than noise become device types of their own."""
+
+import pytest
+
+from hethub.runtime.measure.speed_classes import combine, seconds_per_sample, speed_classes, tell_apart
+from hethub.spec.cluster import ClusterSpec
+from tests.support.curves import TINY, curve
+
+NODE = {"name": "cpu", "accelerator": "CPU-core", "accelerators": 3}
+CLUSTER = ClusterSpec.model_validate({"name": "three", "nodes": [NODE]})
+
+
+def test_ranks_are_told_apart_where_they_differ_by_more_than_noise():
+    assert speed_classes(CLUSTER.places, [curve(1.0), curve(1.1), curve(1.05)]) == [0, 0, 0]
+    assert speed_classes(CLUSTER.places, [curve(2.5), curve(1.0), curve(2.6)]) == [1, 0, 1]
+    assert speed_classes(CLUSTER.places, [curve(4.0), curve(2.0), curve(1.0)]) == [2, 1, 0]
+
+
+def test_told_apart_ranks_keep_their_place():
+    told = tell_apart(CLUSTER, [1, 0, 1])
+    assert [place.accelerator.name for place in told.places] == ["CPU-core~1", "CPU-core", "CPU-core~1"]
+    assert [place.rank for place in told.places] == [0, 1, 2]
+    assert [node.accelerators for node in told.nodes] == [1, 1, 1]
+    assert tell_apart(CLUSTER, [0, 0, 0]) is CLUSTER
+
+
+def test_a_machine_that_was_split_keeps_its_own_links():
+    found = combine(TINY, CLUSTER, [curve(3.0), curve(1.0), curve(1.0)], fresh=True)
+    assert {device.accelerator for device in found.profile.devices} == {"CPU-core", "CPU-core~1"}
+    assert {link.operation for link in found.profile.links} == {"send", "all_reduce"}
+    assert "rank 0 (CPU-core~1) measured itself: 3e+03 ms a layer and sample, largest micro-batch 8" in found.lines
+
+
+def test_of_alike_ranks_the_slowest_counts():
+    found = combine(TINY, CLUSTER, [curve(1.0), curve(1.1), curve(1.05)], fresh=False)
+    (device,) = found.profile.devices
+    assert seconds_per_sample(device) == pytest.approx(1.1)
+    assert "remembers" in found.lines[0]
+
+
+def test_of_alike_ranks_the_smallest_micro_batch_counts():
+    found = combine(TINY, CLUSTER, [curve(1.0, 2), curve(1.1, 8), curve(3.0, 4)], fresh=True)
+    assert {d.accelerator: d.largest_micro_batch for d in found.profile.devices} == {"CPU-core": 2, "CPU-core~1": 4}
+    unfitting = curve(1.0).replace(largest_micro_batch=None)
+    found = combine(TINY, CLUSTER, [unfitting] * 3, fresh=True)
+    assert found.profile.devices[0].largest_micro_batch is None
+    assert "no room for the whole model" in found.lines[0]
