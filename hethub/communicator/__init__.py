@@ -1,7 +1,7 @@
 """One process group over accelerators of several makers.
 
 `connect(rendezvous)` gives a `World`: groups (native inside an island, bridged between islands), tagged messages
-between any two ranks, barriers and small objects on the control lane, and failures that name the rank. Importing this
+between any two ranks, barriers and small objects, and failures that name the rank. Importing this
 package makes torch know the c10d backend "hethub", so that `init_process_group("hethub")` works in any program.
 `reduce_scatter_by_ranges` and `all_gather_by_ranges` are the uneven collectives.
 

@@ -134,7 +134,7 @@ class World:
         return self._messages.receive(tensor, src, tag, operation)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able `value`, in rank order, over the control lane."""
+        """Every rank's JSON-able `value`, in rank order, over the Gloo group of all ranks."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         with self.guard("all_gather_objects"):
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]

@@ -1,7 +1,7 @@
 """Tagged messages between two ranks of a group, any number under way, receives posted as early as one likes.
 
 Gloo matches (peer, tag) and moves bytes in threads of its own, one connection per direction and pair in use, so a
-host tensor costs no thread here. A device tensor is staged: a send waits for its copy to the host in the lane of its
+host tensor costs no thread here. A device tensor is staged: a send waits for its copy to the host in a thread for its
 peer; a receive lands in pinned memory and is copied to the device when it is waited for.
 """
 
@@ -48,7 +48,7 @@ class PointToPoint:
         self._gloo = gloo
         self._label = label
         self._stager = process.stager()
-        self._lanes: dict[int, tuple[Worker, Stager]] = {}
+        self._senders: dict[int, tuple[Worker, Stager]] = {}
         self._lock = threading.Lock()
         self._aborted = False
 
@@ -87,7 +87,7 @@ class PointToPoint:
         return StagedReceive(self._start_any(staged.empty_whole(), tensor, tag, operation), staged)
 
     def close(self) -> None:
-        for worker, _ in self._lanes.values():
+        for worker, _ in self._senders.values():
             worker.stop()
 
     def _start(
@@ -113,7 +113,7 @@ class PointToPoint:
         return NativeWork(operation, inner, [tensor], count=self._counted(tensor, "receive"))
 
     def _send_staged(self, tensor: torch.Tensor, peer: int, tag: int, operation: Operation) -> HethubWork:
-        worker, stager = self._lane(peer)
+        worker, stager = self._sender(peer)
         self._count_sent(tensor, peer)
         staged = stager.stage(tensor)
 
@@ -134,11 +134,14 @@ class PointToPoint:
         """Counts one message and the seconds it was waited for."""
         return functools.partial(self._process.counters.count_operation, self._label, name, tensor.nbytes)
 
-    def _lane(self, peer: int) -> tuple[Worker, Stager]:
+    def _sender(self, peer: int) -> tuple[Worker, Stager]:
         with self._lock:
-            if peer not in self._lanes:
-                self._lanes[peer] = Worker(f"hethub-send-{peer}", self._stager.device.activate), self._process.stager()
-            return self._lanes[peer]
+            if peer not in self._senders:
+                self._senders[peer] = (
+                    Worker(f"hethub-send-{peer}", self._stager.device.activate),
+                    self._process.stager(),
+                )
+            return self._senders[peer]
 
 
 class StagedReceive(torch_private.WorkBase):

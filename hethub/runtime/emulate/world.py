@@ -99,7 +99,7 @@ class EmulatedWorld(World):
         return EmulatedWork(works, self.clock, stamp)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """As in any world; such small messages take no emulated time, but wait for the last rank."""
+        """As in any world; it takes no emulated time, but waits for the last rank."""
         with self.clock.waiting():
             rows = super().all_gather_objects([self.clock.at, value])
         self.clock.advance(max(row[0] for row in rows))
