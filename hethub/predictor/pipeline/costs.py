@@ -11,7 +11,9 @@ from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import Software, element_bytes
-from hethub.predictor.memory.activations import kept_per_sample
+from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
+from hethub.predictor.memory.parameters import replica_widths
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
@@ -179,9 +181,11 @@ class PlanCosts:
 
     def _offloading(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
         """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
-        share = max(self.state.rank_fractions(spec))
-        kept = kept_per_sample(self.layout, share, self.software, self.width)
-        each = samples * (kept.input if self.layout.stages[stage].recompute == "full" else kept.layer)
+        recompute = self.layout.stages[stage].recompute
+        each = samples * max(
+            kept_of_layer(kept_per_sample(self.layout, widths, self.software, self.width), recompute, self.software)
+            for widths in dict.fromkeys(replica_widths(self.model, spec, self.software))
+        )
         places = self.layout.cluster.places
         slowest = max(self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks)
         return exposed(compute, [each * slowest] * layers)
@@ -219,8 +223,7 @@ class PlanCosts:
             )
             found = self.layer_cost(spec.ranks[0]).optimizer(owned)
             if "optimizer" in stage_spec.offload:  # fetched and stored, bucket by bucket, beside the step
-                wide = max(4, self.width)
-                moved = 2.0 * owned * (2 * wide + (wide if self.width < 4 else 0))
+                moved = 2.0 * owned * optimizer_bytes(self.width)
                 places = self.layout.cluster.places
                 found = max(found, *(moved * self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks))
             self._optimizers[key] = found
