@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.predictor import check_memory, memory, predict
+from hethub.predictor import check_memory, predict, rank_memory
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.closed_form import Chain, pipeline
@@ -176,7 +176,7 @@ def test_memory_over_the_limit_is_refused_by_name():
 
 def test_zero_1_keeps_a_share_of_the_optimizer_state_per_rank():
     whole, cut = (
-        memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z))
+        rank_memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z))
         for z in (0, 1)
     )
     assert cut[0].parts["optimizer"] * 4 == pytest.approx(whole[0].parts["optimizer"], rel=0.01)

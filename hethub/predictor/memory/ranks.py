@@ -39,7 +39,7 @@ class RankMemory(NamedTuple):
         return self.bytes <= self.limit * (1.0 - reserve)
 
 
-def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
+def rank_memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
     """The peak memory of every rank, in rank order; equal ranks are computed once."""
     known: dict[object, tuple[dict[str, int], int, int]] = {}
     shards: dict[tuple[int, RankWidths], Shard] = {}
@@ -79,7 +79,7 @@ class _Node(NamedTuple):
 def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:
     """Raises BadInput naming the rank that needs the most over its accelerator's memory, and what fills it, or the node
     whose host memory cannot take what its ranks offload."""
-    used = memory(layout, software)
+    used = rank_memory(layout, software)
     _check_hosts(layout, used)
     over = [entry for entry in used if not entry.fits(reserve)]
     if not over:

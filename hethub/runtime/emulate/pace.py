@@ -14,7 +14,7 @@ from hethub.predictor.cost.layer import PassSeconds
 from hethub.predictor.cost.links import Network, host_gbytes_per_second
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.memory.ranks import memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate.network import Way
 from hethub.runtime.emulate.world import EmulatedWorld
@@ -126,7 +126,7 @@ class EmulatedPace(Pace):
         self._world, self._spec, self._profile = world, spec, profile
         costs = PlanCosts(layout, HETHUB, packaged(), profile)
         self._times = RankTimes(costs, layout.assignments[world.rank], spec.slowdown.get(world.rank, 1.0))
-        self._memory = memory(layout)[world.rank]
+        self._memory = rank_memory(layout)[world.rank]
         self._samples = 0
         self._host_copies_end = 0.0
         self._real: dict[Kind, float] = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hethub.predictor import memory
+from hethub.predictor import rank_memory
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import StateMap
@@ -72,6 +72,6 @@ def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, p
         precision=precision,
         recompute=recompute,
     )
-    for entry in memory(layout):
+    for entry in rank_memory(layout):
         parts = entry.parts["weights"] + entry.parts["gradients"] + entry.parts["activations"]
         assert parts == pytest.approx(counted_bytes(layout, entry.rank), rel=0.05)
