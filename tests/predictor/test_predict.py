@@ -22,7 +22,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import schedule
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule.microbatches import even_limits, in_flight_limits
+from hethub.spec.schedule.in_flight import even_limits, in_flight_limits
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, uniform
 
 TWO_MAKERS = cluster(("A100-SXM4-80GB", 1, 8), ("MI250X-GCD", 1, 8))

@@ -19,7 +19,7 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule.microbatches import raised_limits
+from hethub.spec.schedule.in_flight import raised_limits
 
 
 @dataclass(frozen=True, eq=False)

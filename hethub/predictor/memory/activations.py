@@ -107,10 +107,10 @@ def _walked(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[l
     actor = layout.actor_of(assignment.stage, assignment.replica)
     order, limit = actor_order(layout, assignment.stage, actor), layout.actor_limits[assignment.stage][actor]
     utmost = (limit + weighs * len(samples)) * max(samples) * max(sizes)
-    for way, index in zip(order.way_of, order.index_of, strict=True):
+    for operation, index in zip(order.operation_of, order.index_of, strict=True):
         if index == NO_MICROBATCH:
             continue
-        (kind, chunk), own = order.computing[way], samples[index]
+        (kind, chunk), own = order.computing[operation], samples[index]
         if kind is Kind.FORWARD:
             held[chunk] += own
             now += own * sizes[chunk]

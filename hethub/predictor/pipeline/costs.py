@@ -49,7 +49,7 @@ class PlanCosts:
     ) -> None:
         self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
-        self._kinds: dict[tuple[int, int], tuple[object, ...]] = {}
+        self._replica_keys: dict[tuple[int, int], tuple[object, ...]] = {}
         self._shared_exits: dict[int, Counter[int]] = {}
         self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
@@ -83,14 +83,14 @@ class PlanCosts:
         """Whether a profile was asked beyond what it measured."""
         return any(isinstance(cost, ProfiledLayerCost) and cost.extrapolated for cost in self._layer_costs.values())
 
-    def kind(self, stage: int, replica: int) -> tuple[object, ...]:
-        """What a replica's costs depend on: equal kinds cost the same."""
-        found = self._kinds.get((stage, replica))
+    def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
+        """What a replica's costs depend on: those with equal keys cost the same."""
+        found = self._replica_keys.get((stage, replica))
         if found is None:
             spec = self.layout.replica(stage, replica)
             places = [self.layout.cluster.places[rank] for rank in spec.ranks]
             names, machines = [place.node.device.name for place in places], [place.machine for place in places]
-            found = self._kinds[stage, replica] = (
+            found = self._replica_keys[stage, replica] = (
                 stage,
                 tuple(names if len(set(names)) > 1 else names[:1]),
                 tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
@@ -106,14 +106,14 @@ class PlanCosts:
 
     @cached_property
     def chains(self) -> tuple[int, ...]:
-        """Where all stages microbatch alike: the first replica of every kind of chain through the stages."""
+        """Where all stages microbatch alike: the first replica of every sort of chain through the stages."""
         found: dict[object, int] = {}
         stages = range(self.layout.num_stages)
         for replica, spec in enumerate(self.plan.stages[0].replicas):
-            kinds = tuple(self.kind(stage, replica) for stage in stages)
-            levels = tuple(self.crossing(stage, replica, replica) for stage in stages[:-1])
+            keys = tuple(self.replica_key(stage, replica) for stage in stages)
+            levels = tuple(self.boundary_key(stage, replica, replica) for stage in stages[:-1])
             given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
-            found.setdefault((kinds, levels, given, spec.micro_batch, spec.samples), replica)
+            found.setdefault((keys, levels, given, spec.micro_batch, spec.samples), replica)
         return tuple(found.values())
 
     @cached_property
@@ -121,7 +121,7 @@ class PlanCosts:
         """Whether no collective of a round ties unlike chains of replicas together."""
         return len(self.chains) == 1 or not any(map(self.state.in_rounds, range(self.layout.num_stages)))
 
-    def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
+    def boundary_key(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
         places = self.layout.cluster.places
         a, b = (
@@ -133,7 +133,7 @@ class PlanCosts:
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
         of it."""
-        key = (self.kind(stage, replica), samples, portion)
+        key = (self.replica_key(stage, replica), samples, portion)
         found = self._microbatches.get(key)
         if found is None:
             found = self._microbatches[key] = self._microbatch(
@@ -215,7 +215,7 @@ class PlanCosts:
             return 0.0
         stage_spec, spec = self.layout.stages[stage], self.layout.replica(stage, replica)
         shared = tuple(map(stage_spec.state_shares.get, spec.ranks)) if stage_spec.state_shares else ()
-        key = (self.kind(stage, replica), portion, shared)
+        key = (self.replica_key(stage, replica), portion, shared)
         found = self._optimizers.get(key)
         if found is None:
             owned = max(

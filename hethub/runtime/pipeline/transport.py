@@ -49,12 +49,12 @@ class Transport:
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
 
     def _find_transfers(self) -> None:
-        """The transfers that this replica takes chunk in, by microbatch, chunk and direction."""
+        """The transfers that this replica takes part in, by microbatch, chunk and direction."""
         own = set(self.layout.microbatches_of(self.assignment.stage, self.assignment.replica))
-        for source, target, crossing in self.layout.boundaries:
+        for source, target, transfers in self.layout.boundaries:
             if self.assignment.stage not in (source.stage, target.stage):
                 continue
-            for transfer in crossing:
+            for transfer in transfers:
                 if transfer.source in own:
                     self._outgoing.setdefault((Kind.FORWARD, source.chunk, transfer.source), []).append(transfer)
                     self._incoming.setdefault((Kind.BACKWARD, source.chunk, transfer.source), []).append(transfer)
@@ -109,10 +109,10 @@ class Transport:
     def hand_on(self, kind: Kind, chunk: int, microbatch: MicrobatchRange, tensor: Tensor) -> None:
         """Gives a microbatch's result to the chunk that is next: keeps it here, or starts sending it to all that
         overlap it."""
-        unit = self.layout.chunk_beside(self.assignment.stage, chunk, 1 if kind is Kind.FORWARD else -1)
-        assert unit is not None
-        if unit.stage == self.assignment.stage:
-            self._handed[kind, unit.chunk, microbatch] = tensor
+        beside = self.layout.chunk_beside(self.assignment.stage, chunk, 1 if kind is Kind.FORWARD else -1)
+        assert beside is not None
+        if beside.stage == self.assignment.stage:
+            self._handed[kind, beside.chunk, microbatch] = tensor
         elif self.layout.leader(microbatch) == self.assignment.rank:
             self._send((kind, chunk, microbatch), tensor)
 

@@ -12,7 +12,8 @@ from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import execution_order
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 from hethub.spec.ranges import Range, overlap
-from hethub.spec.schedule.microbatches import as_one_replica, deal, in_flight_limits, overlapping, rounds
+from hethub.spec.schedule.in_flight import in_flight_limits
+from hethub.spec.schedule.microbatches import as_one_replica, deal, overlapping, rounds
 from tests.spec.random_plans import cases, replica_specs
 from tests.support.layouts import MODEL, Case, replica, stage
 
