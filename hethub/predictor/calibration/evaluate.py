@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from hethub.predictor.calibration.sources.tables import Case
+from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
