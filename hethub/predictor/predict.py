@@ -103,12 +103,12 @@ def predict(
 def _interval(
     layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
 ) -> tuple[float, float]:
-    kind = precision_class(software.math_precision(layout.plan.precision))
+    width = precision_class(software.math_precision(layout.plan.precision))
     names = {node.device.name for node in layout.cluster.nodes}
-    known = all(f"{name} {kind}" in constants.accelerators for name in names)
+    known = all(f"{name} {width}" in constants.accelerators for name in names)
     if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
-        width = math.exp(constants.interval["profiled"])
-        return seconds / width, seconds * width
+        factor = math.exp(constants.interval["profiled"])
+        return seconds / factor, seconds * factor
     return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
 
 

@@ -68,15 +68,15 @@ def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[lis
         return _walked(layout, assignment, sizes)
     if unlike_rounds:
         return [float(_most_in_rounds(layout, assignment))], [0.0]
-    flight, actor = (
+    in_flight, actor = (
         layout.in_flight[assignment.stage][assignment.replica],
         layout.actor_of(assignment.stage, assignment.replica),
     )
     later = 0
     if name == "zero_bubble":  # forwards go on while weight gradients are put off
         num_microbatches = layout.loads[assignment.stage][actor].num_microbatches
-        later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - flight) * spec.micro_batch
-    return [float(min(flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
+        later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - in_flight) * spec.micro_batch
+    return [float(min(in_flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
 
 
 def _most_in_rounds(layout: Layout, assignment: Assignment) -> int:

@@ -34,8 +34,8 @@ def pipeline(chain: Chain, num_microbatches: int, watched: int | None = None) ->
     """Per stage, the ends of 1F1B over `num_microbatches` equal microbatches; only the `watched` one's waits are
     looked at.
 
-    A critical circuit through k stages repeats every k microbatches at most, so 60 microbatches are a whole number of
-    repeats for up to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are
+    A critical cycle through k stages repeats every k microbatches at most, so 60 microbatches are a whole number of
+    repeats for up to six stages; beyond, only cycles longer than that, made of transfers slower than compute, are
     approximated.
     """
     stages = len(chain.forward)
@@ -154,7 +154,7 @@ class _Run(NamedTuple):
 
 
 def interleaved(chain: Chain, num_microbatches: int, chunks: int, watched: int | None = None) -> list[Ends]:
-    """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` parts of the model in turn.
+    """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` model chunks in turn.
 
     Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: microbatches go in groups as large as the
     pipeline).

@@ -1,6 +1,6 @@
 """Schedules: pure functions from a layout to every replica's ordered actions, and a proof that they can finish.
 
-One schedule, two interpreters: the predictor's simulator replays it against costs, the runtime's executor runs it.
+One schedule, two interpreters: the predictor replays it against costs, the runtime's executor runs it.
 What both may rely on:
 
 - `schedule(layout)` is the one source of order: a rank runs its replica's list from front to back.

@@ -39,15 +39,15 @@ def counted_bytes(layout: Layout, rank: int) -> int:
     spec, seq = layout.replica(assignment.stage, assignment.replica), layout.plan.seq_len
     zero_manager = ZeroManager(Reducer(storage.state, storage, lambda ranks: None, spec.ranks), meter)
     zero_manager.start_step(10**6)
-    flight, layers = layout.in_flight[assignment.stage][assignment.replica], range(len(stage.layers))
-    visits = [Visit(Kind.FORWARD, layer) for _ in range(flight) for layer in layers]
+    in_flight, layers = layout.in_flight[assignment.stage][assignment.replica], range(len(stage.layers))
+    visits = [Visit(Kind.FORWARD, layer) for _ in range(in_flight) for layer in layers]
     visits += [Visit(Kind.BACKWARD, layer) for layer in reversed(layers)]
     itinerary = Itinerary(zero_manager, visits, Pace())
     tokens = torch.zeros(spec.micro_batch, seq, dtype=torch.long)
     data = MicrobatchInput(batch=spec.micro_batch, tokens=tokens, targets=tokens)
     running = []
     with meter.counting():
-        for _ in range(flight):
+        for _ in range(in_flight):
             x = None
             if not stage.is_first:
                 x = torch.zeros(spec.micro_batch * seq, stage.hidden, dtype=storage.weights.dtype)

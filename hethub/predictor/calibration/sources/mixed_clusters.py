@@ -86,9 +86,9 @@ def _linked(name: str, measured_gbps: float) -> AcceleratorSpec:
 def _amp(row: dict[str, Any], name: str) -> Case:
     given = row["cluster"]
     nodes = [
-        {"name": f"n{i}", "accelerator": _linked(kind, inside), "accelerators": count,
+        {"name": f"n{i}", "accelerator": _linked(device, inside), "accelerators": count,
          "nics": 1, "gbps_per_nic": outside}
-        for i, ((kind, count), inside, outside) in enumerate(zip(given["nodes"], given["intra_gbps"], given["inter_gbps"], strict=True))
+        for i, ((device, count), inside, outside) in enumerate(zip(given["nodes"], given["intra_gbps"], given["inter_gbps"], strict=True))
     ]  # fmt: skip
     cluster = ClusterSpec.model_validate({"name": row["source"], "nodes": nodes})
     model, cuts = _model(row), row["cut_points_of_30_modules"]
