@@ -30,7 +30,7 @@ from benchmarks.quotas import measured_rows
 from hethub.planner import plan
 from hethub.planner.problem.problem import Batch, pose
 from hethub.predictor import layer_rates, predict
-from hethub.predictor.memory.ranks import RankMemory, memory
+from hethub.predictor.memory.ranks import RankMemory, rank_memory
 from hethub.report.drawing import stacked
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
@@ -142,7 +142,7 @@ def own_bytes(used: RankMemory) -> int:
 
 def with_memory(accelerator: AcceleratorSpec, num_bytes: float) -> AcceleratorSpec:
     """The accelerator with so much memory beyond what the framework takes on any."""
-    framework = memory(planned(cluster("probe", (accelerator, 2)), 2, "uniform"))[0].parts["framework"]
+    framework = rank_memory(planned(cluster("probe", (accelerator, 2)), 2, "uniform"))[0].parts["framework"]
     return accelerator.replace(memory_gb=(framework + num_bytes) / 2**30)
 
 
@@ -207,7 +207,7 @@ def bytes_per_sample() -> float:
     """What a sample in flight takes on an accelerator that holds the whole model."""
     on = cluster("probe", (pocket("A100-PCIe-80GB"), 2))
     sizes = [
-        sum(memory(even(on, samples))[0].parts[part] for part in ("activations", "logits", "buffers"))
+        sum(rank_memory(even(on, samples))[0].parts[part] for part in ("activations", "logits", "buffers"))
         for samples in (1, 2)
     ]
     return float(sizes[1] - sizes[0])
@@ -230,7 +230,7 @@ def cephalo(bench: Bench) -> None:
     wishes = {"model": CEPHALO_MODEL, "recompute": "full", "reserve": 0.0}
     free = cluster("cephalo", (fast, 2), (slow, 2))
     roomy = planned(free, global_batch, "cephalo", **wishes)
-    used = memory(sharded(roomy, state_shares={0: 0.1, 1: 0.1}))
+    used = rank_memory(sharded(roomy, state_shares={0: 0.1, 1: 0.1}))
     sizes = [with_memory(accelerator, 1.05 * own_bytes(used[rank])) for accelerator, rank in ((fast, 0), (slow, 2))]
     tight = cluster("cephalo", (sizes[0], 2), (sizes[1], 2))
     limited = planned(tight, global_batch, "cephalo", **wishes)
@@ -270,7 +270,7 @@ def zorse(bench: Bench) -> None:
 
 def counted_bytes(run: Run) -> int:
     """What the run counted on the fullest rank, without the framework's part."""
-    return run.emulated.memory_bytes - memory(run.layout)[0].parts["framework"]
+    return run.emulated.memory_bytes - rank_memory(run.layout)[0].parts["framework"]
 
 
 def chunked(on: ClusterSpec, chunks: int, offload: list[str]) -> Layout:

@@ -57,7 +57,7 @@ def _add_validate(commands: Any) -> None:
 
 
 def validate(options: argparse.Namespace) -> None:
-    from hethub.predictor.calibration.validate import validate as compare
+    from hethub.predictor.calibration.validation.validate import validate as compare
     from hethub.report.tables import print_validation
 
     result = compare(options.what, options.by)

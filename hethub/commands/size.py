@@ -10,7 +10,8 @@ from hethub.commands.common import add_job, add_json, check_writable, command, p
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from hethub.capacity.sizing import CatalogueSpec, Judge
+    from hethub.capacity.catalogue import CatalogueSpec
+    from hethub.capacity.sizing import Evaluator
     from hethub.predictor import Prediction
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
@@ -41,7 +42,8 @@ def add(commands: Any) -> None:
 
 
 def size(options: argparse.Namespace) -> None:
-    from hethub.capacity.sizing import Question, load_catalogue
+    from hethub.capacity.catalogue import load_catalogue
+    from hethub.capacity.options import Question
     from hethub.capacity.sizing import size as look
     from hethub.report.capacity import print_sizing, write_sizing
     from hethub.runtime.progress import counted
@@ -68,8 +70,10 @@ def size(options: argparse.Namespace) -> None:
         print_sizing(found, question, options.out)
 
 
-def _add(options: argparse.Namespace, catalogue: "CatalogueSpec", judge: "Judge", have: "ClusterSpec | None") -> None:
-    from hethub.capacity.sizing import rank_additions
+def _add(
+    options: argparse.Namespace, catalogue: "CatalogueSpec", judge: "Evaluator", have: "ClusterSpec | None"
+) -> None:
+    from hethub.capacity.additions import rank_additions
     from hethub.report.capacity import print_additions
     from hethub.runtime.progress import counted
 
@@ -101,7 +105,7 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _judge(job: "Job") -> "Judge":
+def _judge(job: "Job") -> "Evaluator":
     """What a cluster's best plan delivers for the job's model and batch."""
     from hethub.planner import plan
 

@@ -1,7 +1,7 @@
 """How long a step takes and how much memory it needs, for any plan on any cluster, with or without the hardware."""
 
 from hethub.predictor.cost.layer import LayerCost, layer_rates
-from hethub.predictor.memory.ranks import RankMemory, check_memory, memory
+from hethub.predictor.memory.ranks import RankMemory, check_memory, rank_memory
 from hethub.predictor.predict import Prediction, predict
 
-__all__ = ["LayerCost", "Prediction", "RankMemory", "check_memory", "layer_rates", "memory", "predict"]
+__all__ = ["LayerCost", "Prediction", "RankMemory", "check_memory", "layer_rates", "predict", "rank_memory"]

@@ -9,7 +9,7 @@ from hethub.predictor.cost.intervals import interval
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
-from hethub.predictor.memory.ranks import RankMemory, all_fit, memory
+from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
 from hethub.predictor.pipeline.timeline import Span, timeline
@@ -69,7 +69,7 @@ def predict(
     costs = PlanCosts(layout, software, constants, profile)
     times = step_times(layout, costs, full=with_timeline)
     extrapolated = costs.extrapolated  # asked now: the ceiling looks at every size
-    used = used or tuple(memory(layout, software))
+    used = used or tuple(rank_memory(layout, software))
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
     tokens_per_second = tokens / times.seconds
@@ -103,12 +103,12 @@ def predict(
 def _interval(
     layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
 ) -> tuple[float, float]:
-    kind = precision_class(software.math_precision(layout.plan.precision))
+    width = precision_class(software.math_precision(layout.plan.precision))
     names = {node.device.name for node in layout.cluster.nodes}
-    known = all(f"{name} {kind}" in constants.accelerators for name in names)
+    known = all(f"{name} {width}" in constants.accelerators for name in names)
     if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
-        width = math.exp(constants.interval["profiled"])
-        return seconds / width, seconds * width
+        factor = math.exp(constants.interval["profiled"])
+        return seconds / factor, seconds * factor
     return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
 
 

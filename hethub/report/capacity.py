@@ -6,7 +6,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hethub.capacity.sizing import Addition, CatalogueSpec, LeftOut, Option, Question, Sizing, best
+from hethub.capacity.additions import Addition
+from hethub.capacity.catalogue import CatalogueSpec
+from hethub.capacity.options import LeftOut, Option, Question, best
+from hethub.capacity.sizing import Sizing
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
 from hethub.runtime.console import make_console

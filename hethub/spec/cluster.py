@@ -112,7 +112,7 @@ class LinksSpec(Spec):
 
 
 class Place(NamedTuple):
-    """Where a rank is: machine (0-based over all nodes), position in it, and its kind."""
+    """Where a rank is: machine (0-based over all nodes), position in it, and its node type."""
 
     rank: int
     machine: int

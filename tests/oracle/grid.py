@@ -24,7 +24,7 @@ from hethub.planner.evaluate.evaluator import Judge, Verdict
 from hethub.planner.plan import find
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor import predict
-from hethub.predictor.memory.ranks import memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
 from tests.oracle.paths import path_seconds
@@ -265,7 +265,7 @@ def timed_points(problem: Problem, grids: StageGrids, points: list[Point]) -> It
 def _predict(problem: Problem, plan: PlanSpec, bound: float, outcome: Outcome) -> None:
     layout = bind(plan, problem.model, problem.cluster)
     reserve = problem.constraints.reserve
-    if not all(entry.fits(reserve) for entry in memory(layout)):
+    if not all(entry.fits(reserve) for entry in rank_memory(layout)):
         outcome.too_large += 1
         return
     outcome.predicted += 1

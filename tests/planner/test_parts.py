@@ -23,7 +23,7 @@ from hethub.planner.generate.small import ordered_partitions
 from hethub.planner.generate.table import tabulate
 from hethub.planner.plan import answer
 from hethub.planner.problem.problem import Batch, pose
-from hethub.predictor import memory, predict
+from hethub.predictor import predict, rank_memory
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
@@ -214,7 +214,7 @@ def test_footprints_are_the_predictors_memory(tied):
     problem = pose(model, cluster(("amd", 4, 0.05, 4.0), ("nvidia", 4, 0.1, 4.0)), Batch(16, 128, "bf16"))
     for verdict in every_plan(problem, 60):
         stages = verdict.plan.stages
-        found = memory(bind(verdict.plan, model, problem.cluster))
+        found = rank_memory(bind(verdict.plan, model, problem.cluster))
         in_flight = bind(verdict.plan, model, problem.cluster).in_flight
         for s, stage in enumerate(stages):
             replica = stage.replicas[0]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.predictor import check_memory, memory, predict
+from hethub.predictor import check_memory, predict, rank_memory
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.closed_form import Chain, pipeline
@@ -22,7 +22,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import schedule
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule.microbatches import even_limits, in_flight_limits
+from hethub.spec.schedule.in_flight import even_limits, in_flight_limits
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, uniform
 
 TWO_MAKERS = cluster(("A100-SXM4-80GB", 1, 8), ("MI250X-GCD", 1, 8))
@@ -131,32 +131,32 @@ def test_steady_state_is_found_exactly(data, stages, num_microbatches):
     """Any 1F1B pipeline: extrapolated from its steady state, and replayed action by action."""
     draw = lambda n: tuple(data.draw(st.lists(seconds, min_size=n, max_size=n)))  # noqa: E731
     chain = Chain(draw(stages), draw(stages), draw(stages - 1), draw(stages - 1), tuple(range(stages, 0, -1)))
-    ends = replay(_programme(chain, num_microbatches))
+    ends = replay(_task_graph(chain, num_microbatches))
     expected = [max(ends[2 * num_microbatches * s : 2 * num_microbatches * (s + 1)]) for s in range(stages)]
     assert [e.last_backward_end for e in pipeline(chain, num_microbatches)] == pytest.approx(expected)
 
 
-def _programme(chain: Chain, m: int) -> TaskGraph:
+def _task_graph(chain: Chain, m: int) -> TaskGraph:
     """The chain's microbatches one by one: stage s runs microbatch i forward as node 2 m s + i, and back as the m-th
     after that."""
-    programme, last = TaskGraph(), len(chain.forward) - 1
+    graph, last = TaskGraph(), len(chain.forward) - 1
     forward = lambda s, i: 2 * m * s + i  # noqa: E731
     backward = lambda s, i: 2 * m * s + m + i  # noqa: E731
     for s in range(last + 1):
         for i in range(m):
-            programme.seconds.append(chain.forward[s])
-            programme.sources.append(forward(s - 1, i) if s else NONE)
-            programme.under_way.append(chain.down[s - 1] if s else 0.0)
+            graph.seconds.append(chain.forward[s])
+            graph.sources.append(forward(s - 1, i) if s else NONE)
+            graph.under_way.append(chain.down[s - 1] if s else 0.0)
         for i in range(m):
-            programme.seconds.append(chain.backward[s])
-            programme.sources.append(backward(s + 1, i) if s < last else NONE)
-            programme.under_way.append(chain.up[s] if s < last else 0.0)
+            graph.seconds.append(chain.backward[s])
+            graph.sources.append(backward(s + 1, i) if s < last else NONE)
+            graph.under_way.append(chain.up[s] if s < last else 0.0)
         limit, order = min(chain.in_flight[s], m), []
         for i in range(m + limit):
             order += [backward(s, i - limit)] if i >= limit else []
             order += [forward(s, i)] if i < m else []
-        programme.orders.append(order)
-    return programme
+        graph.orders.append(order)
+    return graph
 
 
 def test_json_has_every_promised_key_and_no_nan(layout):
@@ -176,7 +176,7 @@ def test_memory_over_the_limit_is_refused_by_name():
 
 def test_zero_1_keeps_a_share_of_the_optimizer_state_per_rank():
     whole, cut = (
-        memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z))
+        rank_memory(uniform(TINY, LAPTOP, tp=1, pp=1, micro_batch=1, batch=16, seq=64, precision="fp32", zero=z))
         for z in (0, 1)
     )
     assert cut[0].parts["optimizer"] * 4 == pytest.approx(whole[0].parts["optimizer"], rel=0.01)
@@ -199,7 +199,7 @@ def test_importing_the_predictor_brings_no_torch_scipy_or_numpy():
 
 
 def random_plan(draw: st.DrawFn) -> PlanSpec:
-    """Any plan of TINY on four ranks of two kinds: stages, replicas, samples, micro-batches, recompute, ZeRO."""
+    """Any plan of TINY on four ranks of two device types: stages, replicas, samples, micro-batches, recompute, ZeRO."""
     ranks, cuts = list(range(4)), sorted(draw(st.sets(st.integers(1, 3), max_size=2)))
     groups = [ranks[a:b] for a, b in pairwise([0, *cuts, 4])]
     layers = sorted(draw(st.sets(st.integers(1, 3), min_size=len(cuts), max_size=len(cuts))))

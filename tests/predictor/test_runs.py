@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
 
-from hethub.predictor import memory, predict
+from hethub.predictor import predict, rank_memory
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
@@ -79,7 +79,7 @@ def watch(world: Any, case: Case) -> tuple[int, int, list[str]]:
 def test_a_run_does_and_holds_what_was_predicted(case: Case) -> None:
     layout = case.layout()
     measured = run_ranks(case.size, watch, case, islands=case.islands)
-    spans, foreseen = predict(layout, with_timeline=True).timeline or (), memory(layout)
+    spans, foreseen = predict(layout, with_timeline=True).timeline or (), rank_memory(layout)
     for rank, (peak_bytes, host_bytes, names) in enumerate(measured):
         assert names == [span.name for span in spans if span.rank == rank]
         assert foreseen[rank].bytes == pytest.approx(peak_bytes, rel=0.05), foreseen[rank].parts

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hethub.capacity.sizing import CatalogueSpec, load_catalogue
+from hethub.capacity.catalogue import CatalogueSpec, load_catalogue
 from hethub.spec.cluster import load_cluster
 from hethub.spec.model import load_model
 

@@ -39,7 +39,9 @@ def test_contains_is_the_subset_relation(a: Range, b: Range) -> None:
 
 
 @given(st.integers(0, 500), shares, st.integers(1, 16))
-def test_split_by_shares_tiles_and_is_proportional_within_one_unit(units: int, given_shares: list, unit: int) -> None:
+def test_split_by_shares_covers_all_and_is_proportional_within_one_unit(
+    units: int, given_shares: list, unit: int
+) -> None:
     total = units * unit
     parts = split_by_shares(total, given_shares, unit)
     assert parts[0].start == 0
@@ -106,13 +108,13 @@ def test_merge_keeps_the_integers_and_leaves_gaps_between(given_ranges: list[Ran
 
 
 @given(st.lists(ranges, max_size=6), ranges)
-def test_tiles_exactly_means_every_integer_once(given_ranges: list[Range], whole: Range) -> None:
+def test_covering_exactly_means_every_integer_once(given_ranges: list[Range], whole: Range) -> None:
     counted = sorted(i for r in given_ranges for i in integers(r))
     assert covers_exactly(given_ranges, whole) == (counted == sorted(integers(whole)))
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(-5, 5), st.randoms())
-def test_consecutive_ranges_tile_in_any_order(sizes: list[int], start: int, random) -> None:
+def test_consecutive_ranges_cover_all_in_any_order(sizes: list[int], start: int, random) -> None:
     parts = from_sizes(sizes, start)
     whole = Range(start, start + sum(sizes))
     random.shuffle(parts)

@@ -13,6 +13,7 @@ from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Group, Network
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, element_bytes
+from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 
@@ -112,15 +113,10 @@ class UnitCosts:
 def rank_parameters(
     model: ModelSpec, tp: np.ndarray, layers: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> np.ndarray:
-    """Parameters, by stage, that it sums over its replicas, on one of `tp` ranks: norms are on every rank, KV heads at
-    least one. A tied head apart from the embedding is summed over both ends (`Surrogate`), and counts with neither."""
-    matrices = (3 if model.is_gated else 2) * model.ffn
-    cut = 2 * model.heads * model.head_size + matrices
-    kv = 2 * model.num_kv_heads * model.head_size
-    kept = model.layer_parameters - model.hidden * (cut + kv)
-    count = layers * (kept + model.hidden * (cut / tp + np.maximum(kv / tp, 2 * model.head_size)))
+    """Parameters, by stage, that it sums over its replicas, on the fullest of `tp` ranks. A tied head apart from the
+    embedding is summed over both ends (`Surrogate`), and counts with neither."""
+    held = [RankParameters.of(model, rank_widths(model, degree)[0]) for degree in tp.tolist()]
+    rank = RankParameters(*map(np.array, zip(*held, strict=True)))
     apart = first & ~last if model.tied_head else np.zeros_like(first)
-    embedding = model.embedding_parameters - apart * (model.vocab * model.hidden)
-    count += np.where(first, embedding / tp, 0.0)
-    count += np.where(last, model.head_parameters / tp, 0.0)
+    count: np.ndarray = rank.of_layers(layers, first, last) - apart * rank.table
     return count

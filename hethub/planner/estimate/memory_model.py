@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.predictor import memory
+from hethub.predictor import rank_memory
 from hethub.predictor.cost.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
@@ -229,7 +229,7 @@ class _Probe:
             schedule=self.mode.schedule,
             stages=tuple(drafted),
         )
-        found = memory(_ProbeLayout(plan, model, cluster))
+        found = rank_memory(_ProbeLayout(plan, model, cluster))
         return [found[s * replicas * tp].bytes for s in range(stages)]
 
 

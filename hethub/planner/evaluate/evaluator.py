@@ -11,7 +11,7 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Surrogate
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
-from hethub.predictor import Prediction, RankMemory, memory, predict
+from hethub.predictor import Prediction, RankMemory, predict, rank_memory
 from hethub.predictor.memory.ranks import all_fit
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -19,7 +19,7 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
-from hethub.spec.schedule.microbatches import raised_limits
+from hethub.spec.schedule.in_flight import raised_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ class Judge:
         problem, reserve = self.problem, self.problem.constraints.reserve
         try:
             layout = self._layout(draft, plan)
-            used = tuple(memory(layout))
+            used = tuple(rank_memory(layout))
             predicted = partial(predict, layout, reserve=reserve, profile=problem.profile, used=used)
             verdict = Verdict(draft, layout.plan, used, all_fit(layout, used, reserve), predicted)
             if verdict.fits or self.ignore_memory or draft.plan or self._is_closest(verdict):

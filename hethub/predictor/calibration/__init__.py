@@ -1,5 +1,5 @@
-"""How the constants were fitted and how good predictions are: fit, its report, validation.
+"""How the constants were fitted on measurements, and how far predictions are off.
 
-Start reading: fit.py, then validate.py.
+Start reading: evaluate.py, then fit/ and validation/.
 May import: .
 """

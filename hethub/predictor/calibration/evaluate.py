@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from hethub.predictor.calibration.sources.tables import Case
+from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.cost.constants import Constants
-from hethub.predictor.memory.ranks import memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
 
@@ -25,7 +25,7 @@ def evaluate(case: Case, constants: Constants) -> Outcome:
     tried = []
     for layout in case.layouts:
         times = step_times(layout, PlanCosts(layout, case.software, constants))
-        used = max(memory(layout, case.software), key=lambda entry: entry.bytes)
+        used = max(rank_memory(layout, case.software), key=lambda entry: entry.bytes)
         size = layout.stages[0].replicas[0].micro_batch
         tried.append((not used.fits(0.0), times.seconds, Outcome(times.seconds, used.bytes, size, times)))
     return min(tried, key=lambda entry: entry[:2])[2]

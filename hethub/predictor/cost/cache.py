@@ -49,5 +49,5 @@ class SharedLayerCost(LayerCost):
 def shared_layer_cost(
     model: ModelSpec, accelerator: AcceleratorSpec, seq_len: int, precision: Precision, software: Software
 ) -> SharedLayerCost:
-    """The one of a model on one kind of accelerator, by the packaged constants."""
+    """The one of a model on one device type, by the packaged constants."""
     return SharedLayerCost(model, accelerator, seq_len, precision, software)

@@ -110,14 +110,14 @@ class Constants:
 
     def efficiency(self, accelerator: AcceleratorSpec, precision: MathPrecision) -> Efficiency:
         """The efficiency of an accelerator: its own and its family's scales where fitted, else the mean of all."""
-        common, kind = self.common, precision_class(precision)
+        common, width = self.common, precision_class(precision)
         units = "matrix" if on_matrix_units(accelerator, precision) else "vector"
         scale = throttle = attention = 0.0
         name = family(accelerator)
-        own = self.families.get(f"{name} {kind}") or self.families.get(f"{_PREDECESSORS.get(name)} {kind}")
+        own = self.families.get(f"{name} {width}") or self.families.get(f"{_PREDECESSORS.get(name)} {width}")
         for values in (
             own,
-            self.accelerators.get(f"{accelerator.name} {kind}"),
+            self.accelerators.get(f"{accelerator.name} {width}"),
         ):
             if values is not None:
                 scale, throttle = scale + values["log_scale"], throttle + values["throttle"]
@@ -128,8 +128,8 @@ class Constants:
             attention=common[f"{units}_attention"] * exp(attention),
             memory=common["memory"],
             passes=common["passes"],
-            backward=common[f"backward_{kind}"],
-            gradient_bytes=common["gradient_bytes"] if kind == "fp16" else 0.0,
+            backward=common[f"backward_{width}"],
+            gradient_bytes=common["gradient_bytes"] if width == "fp16" else 0.0,
             logit_bytes=common["logit_bytes"],
             kernel_seconds=common["kernel_seconds"],
             narrow=common["narrow"],

@@ -95,7 +95,7 @@ class Device:
 
 
 class LayerCost:
-    """Seconds of every part of a model on one kind of accelerator; equal questions are answered from memory.
+    """Seconds of every part of a model on one device type; equal questions are answered from memory.
 
     Build one per (model, accelerator, sequence length, precision) and keep it: the planner asks it many times.
     """

@@ -63,7 +63,7 @@ class LinkTiming(Spec):
 
 
 class DeviceProfile(Spec):
-    """What one kind of accelerator measured in one precision."""
+    """What one device type measured in one precision."""
 
     accelerator: str
     precision: Precision

@@ -12,7 +12,7 @@ Part = Literal["layer", "embedding", "head"]
 
 
 class ProfiledLayerCost(LayerCost):
-    """As `LayerCost`, corrected by what one kind of accelerator measured; `extrapolated` once it was asked beyond
+    """As `LayerCost`, corrected by what one device type measured; `extrapolated` once it was asked beyond
     that."""
 
     def use(self, profile: DeviceProfile) -> "ProfiledLayerCost":

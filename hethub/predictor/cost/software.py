@@ -19,9 +19,11 @@ class Software:
     fused_softmax: bool = True  # where attention is not: scale, mask and softmax in one kernel
     attention_dropout: bool = False  # where attention is not fused: its scores are kept once more, and a mask
     fused_activation: bool = True  # GELU and the like in one kernel
+    keeps_gate_activation: bool = False  # of SwiGLU, until its backward; hethub computes it again
     fused_elementwise: bool = False  # torch.compile, Megatron: norms, dropout, residuals in few kernels
     overlapped_reduction: bool = True  # gradients summed under the last backward
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
+    one_tied_copy: bool = True  # of a tied head: both ends sum and step it together; else each its own copy
     # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing:
     # hethub's are read in half and added up in fp32. None: as measured where weights stay in fp32 and are cast for
     # every pass (autocast).
@@ -48,3 +50,8 @@ HETHUB = Software()
 def element_bytes(precision: MathPrecision) -> int:
     """Bytes of one activation; fp8 and tf32 keep activations in bf16 and fp32."""
     return {"fp64": 8, "fp32": 4, "tf32": 4}.get(precision, 2)
+
+
+def gradient_bytes(width: int) -> int:
+    """Bytes of one gradient, accumulated in fp32 at least (design rule 11), where activations take `width`."""
+    return max(4, width)

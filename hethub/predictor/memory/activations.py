@@ -5,8 +5,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software
+from hethub.predictor.memory.parameters import RankWidths
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Kind, actor_order, deferred_wgrad
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Recompute
 from hethub.spec.schedule.orders import NO_MICROBATCH
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
@@ -24,7 +27,7 @@ class KeptPerSample(NamedTuple):
 
 class HeldActivations(NamedTuple):
     """Activations when a rank is fullest: of all microbatches, and what a microbatch frees with each of its layers, or
-    a part with all its microbatches."""
+    a chunk with all its microbatches."""
 
     activations: float
     freed_by_layer: float
@@ -32,30 +35,29 @@ class HeldActivations(NamedTuple):
 
 
 def held_microbatches(
-    layout: Layout, assignment: Assignment, kept: KeptPerSample, sizes: list[int], fraction: float = 1.0
+    layout: Layout, assignment: Assignment, kept: KeptPerSample, sizes: list[int], software: Software
 ) -> tuple[HeldActivations, float]:
     """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the
-    stage's parts; `fraction` of a layer is kept (selective recompute)."""
+    stage's model chunks."""
     stage, spec = layout.stages[assignment.stage], layout.replica(assignment.stage, assignment.replica)
-    again = stage.recompute == "full"
-    layer = kept.input if again else fraction * kept.layer
+    again, layer = stage.recompute == "full", kept_of_layer(kept, stage.recompute, software)
     held, deferred_wgrad = _held(layout, assignment, sizes)
-    head = held[-1] * kept.last * (assignment.stage == layout.num_stages - 1)  # gone with the topmost part
+    head = held[-1] * kept.last * (assignment.stage == layout.num_stages - 1)  # gone with the topmost chunk
     ends = held[0] * kept.first * (assignment.stage == 0) + head
-    by_part = [
+    by_chunk = [
         size * (samples * layer + later * kept.deferred_wgrad)
         for samples, later, size in zip(held, deferred_wgrad, sizes, strict=True)
     ]
     running = spec.micro_batch * (kept.layer - kept.input) if again else 0.0
     if "activations" not in stage.offload:
-        freed = (*by_part[:-1], by_part[-1] + head)
-        return HeldActivations(ends + sum(by_part) + running, spec.micro_batch * layer, freed), 0.0
-    near = min(sum(by_part), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
-    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_part)
+        freed = (*by_chunk[:-1], by_chunk[-1] + head)
+        return HeldActivations(ends + sum(by_chunk) + running, spec.micro_batch * layer, freed), 0.0
+    near = min(sum(by_chunk), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
+    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_chunk)
 
 
 def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """Samples held by each part of the stage, and between backward and weight gradients, when most layers are held."""
+    """Samples held by each chunk of the stage, and between backward and weight gradients, when most layers are held."""
     spec, name = layout.replica(assignment.stage, assignment.replica), layout.plan.schedule
     if layout.plan.goes_chunk_by_chunk:
         return [float(spec.samples)] * len(sizes), [0.0] * len(sizes)
@@ -66,15 +68,15 @@ def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[lis
         return _walked(layout, assignment, sizes)
     if unlike_rounds:
         return [float(_most_in_rounds(layout, assignment))], [0.0]
-    flight, actor = (
+    in_flight, actor = (
         layout.in_flight[assignment.stage][assignment.replica],
         layout.actor_of(assignment.stage, assignment.replica),
     )
     later = 0
-    if name == "zero_bubble":  # forwards go on while weight parts are put off
+    if name == "zero_bubble":  # forwards go on while weight gradients are put off
         num_microbatches = layout.loads[assignment.stage][actor].num_microbatches
-        later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - flight) * spec.micro_batch
-    return [float(min(flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
+        later = min(deferred_wgrad(layout, assignment.stage, actor), num_microbatches - in_flight) * spec.micro_batch
+    return [float(min(in_flight * spec.micro_batch + later, spec.samples) - later)], [float(later)]
 
 
 def _most_in_rounds(layout: Layout, assignment: Assignment) -> int:
@@ -105,35 +107,43 @@ def _walked(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[l
     actor = layout.actor_of(assignment.stage, assignment.replica)
     order, limit = actor_order(layout, assignment.stage, actor), layout.actor_limits[assignment.stage][actor]
     utmost = (limit + weighs * len(samples)) * max(samples) * max(sizes)
-    for way, index in zip(order.way_of, order.index_of, strict=True):
+    for operation, index in zip(order.operation_of, order.index_of, strict=True):
         if index == NO_MICROBATCH:
             continue
-        (kind, part), own = order.computing[way], samples[index]
+        (kind, chunk), own = order.computing[operation], samples[index]
         if kind is Kind.FORWARD:
-            held[part] += own
-            now += own * sizes[part]
+            held[chunk] += own
+            now += own * sizes[chunk]
             if now > most:
                 most, found = now, (list(held), list(later))
             if now == utmost:
                 break
         elif kind is Kind.BACKWARD:
-            held[part] -= own
-            later[part] += own * weighs
-            now -= own * sizes[part] * (not weighs)
+            held[chunk] -= own
+            later[chunk] += own * weighs
+            now -= own * sizes[chunk] * (not weighs)
         else:
-            later[part] -= own
-            now -= own * sizes[part]
+            later[chunk] -= own
+            now -= own * sizes[chunk]
     return found
 
 
-def kept_per_sample(layout: Layout, share: float, software: Software, width: int) -> KeptPerSample:
-    """What a sample keeps on a rank with `share` of the heads and columns."""
+def kept_of_layer(kept: KeptPerSample, recompute: Recompute, software: Software) -> float:
+    """Bytes that one sample keeps of a layer until its backward."""
+    if recompute == "full":
+        return kept.input
+    fraction = KEPT_UNDER_SELECTIVE if recompute == "selective" and software.selective_fraction is not None else 1.0
+    return fraction * kept.layer
+
+
+def kept_per_sample(layout: Layout, widths: RankWidths, software: Software, width: int) -> KeptPerSample:
+    """What a sample keeps on a rank, where an activation takes `width` bytes."""
     model = layout.model
     tokens = layout.plan.seq_len / software.context_parallel
-    hidden = model.hidden * (share if software.sequence_parallel else 1.0)
-    layer = tokens * _layer_bytes_per_token(layout, share, hidden, software, width)
-    query, kv, columns = _widths(layout, share)
-    deferred_wgrad = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * columns)
+    hidden = model.hidden * (widths.query / model.heads if software.sequence_parallel else 1.0)
+    layer = tokens * _layer_bytes_per_token(model, widths, hidden, software, width)
+    query, kv = widths.query * model.head_size, widths.kv * model.head_size
+    deferred_wgrad = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * widths.ffn)
     return KeptPerSample(
         layer=layer,
         input=tokens * hidden * width,
@@ -143,26 +153,20 @@ def kept_per_sample(layout: Layout, share: float, software: Software, width: int
     )
 
 
-def score_bytes(layout: Layout, share: float, software: Software, width: int) -> float:
+def score_bytes(layout: Layout, widths: RankWidths, software: Software, width: int) -> float:
     """What unfused attention keeps of a sample's scores in a layer: softmax's result, dropout's mask and result."""
-    heads, seq = layout.model.heads * share, layout.plan.seq_len
     kept = 2 * width + 1 if software.attention_dropout else width
-    return kept * heads * seq**2 / software.context_parallel
+    return kept * widths.query * layout.plan.seq_len**2 / software.context_parallel
 
 
-def _widths(layout: Layout, share: float) -> tuple[float, float, float]:
-    """Elements per token of queries, of keys (as many as values), and of the MLP, on a rank."""
-    model = layout.model
-    kv = max(model.num_kv_heads * share, 1.0) * model.head_size
-    return model.heads * model.head_size * share, kv, model.ffn * share
-
-
-def _layer_bytes_per_token(layout: Layout, share: float, hidden: float, software: Software, width: int) -> float:
+def _layer_bytes_per_token(
+    model: ModelSpec, widths: RankWidths, hidden: float, software: Software, width: int
+) -> float:
     """What one layer keeps per token (method of arXiv 2205.05198, §4), for hethub's layers or an eager framework's.
 
     Ours: both norms' inputs and results, rotated queries and keys, values, attention's result, and for SwiGLU gate, up
     and their product; norms' scales and attention's log-sums in fp32.
     """
-    model, (query, kv, columns) = layout.model, _widths(layout, share)
-    columns *= (3 if software.stack == "hethub" else 4) if model.is_gated else 2
-    return width * (4 * hidden + 2 * query + 2 * kv + columns) + max(4, width) * (2 + model.heads * share)
+    query, kv = widths.query * model.head_size, widths.kv * model.head_size
+    columns = widths.ffn * ((4 if software.keeps_gate_activation else 3) if model.is_gated else 2)
+    return width * (4 * hidden + 2 * query + 2 * kv + columns) + max(4, width) * (2 + widths.query)

@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.memory.activations import HeldActivations
-from hethub.predictor.memory.shards import Holdings, Shard
+from hethub.predictor.memory.parameters import StageParameters
+from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment
 
 
@@ -30,13 +31,13 @@ def moments(shard: Shard, assignment: Assignment, microbatches: HeldActivations)
     again = (
         layout.loads[assignment.stage][actor].num_microbatches > layout.in_flight[assignment.stage][assignment.replica]
     )
-    return _layer_by_layer(shard.holdings, microbatches, again)
+    return _layer_by_layer(shard.parameters, microbatches, again)
 
 
-def _layer_by_layer(holdings: Holdings, microbatches: HeldActivations, again: bool) -> Iterator[Moment]:
+def _layer_by_layer(held: StageParameters, microbatches: HeldActivations, again: bool) -> Iterator[Moment]:
     """A microbatch on its way down; `again`: another went before it, whose last reduction (a tied embedding's, where
     there is one) is still under way."""
-    units, tied, top = holdings.units, holdings.tied, len(holdings.units) - 1
+    units, tied, top = held.units, held.tied, len(held.units) - 1
     for layer in range(top, -1, -1):
         above = units[layer + 1] if layer < top else (tied or units[0]) * again
         below = units[layer - 1] if layer else 0.0
@@ -46,7 +47,7 @@ def _layer_by_layer(holdings: Holdings, microbatches: HeldActivations, again: bo
 
 
 def _chunk_by_chunk(shard: Shard, microbatches: HeldActivations) -> Iterator[Moment]:
-    """Part by chunk, all microbatches of one before the next: what those behind have kept is gone."""
+    """Chunk by chunk, all microbatches of one before the next: what those behind have kept is gone."""
     kept = [microbatches.activations - freed for freed in accumulate(microbatches.freed_by_chunk[:0:-1], initial=0.0)][
         ::-1
     ]

@@ -1,4 +1,4 @@
-"""Peak bytes of every rank by part, as the runtime allocates them; a plan over memory is refused before it runs."""
+"""Peak bytes of every rank by what they are for, as the runtime allocates them; a plan over memory is refused before it runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.software import HETHUB, Software, element_bytes
-from hethub.predictor.memory.activations import KEPT_UNDER_SELECTIVE, HeldActivations, held_microbatches
+from hethub.predictor.cost.software import HETHUB, Software, element_bytes, gradient_bytes
+from hethub.predictor.memory.activations import HeldActivations, held_microbatches
+from hethub.predictor.memory.parameters import RankWidths, replica_widths
 from hethub.predictor.memory.peak import Moment, moments
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
@@ -38,10 +39,10 @@ class RankMemory(NamedTuple):
         return self.bytes <= self.limit * (1.0 - reserve)
 
 
-def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
+def rank_memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
     """The peak memory of every rank, in rank order; equal ranks are computed once."""
     known: dict[object, tuple[dict[str, int], int, int]] = {}
-    shards: dict[tuple[int, float], Shard] = {}
+    shards: dict[tuple[int, RankWidths], Shard] = {}
     nodes = {node.name: _Node.of(node) for node in layout.cluster.nodes}
     width = element_bytes(software.math_precision(layout.plan.precision))
     result, places = [], layout.cluster.places
@@ -49,14 +50,12 @@ def memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
         named = stage_spec.state_shares
         for replica, spec in enumerate(stage_spec.replicas):
             load = (stage, spec.micro_batch, spec.samples, layout.in_flight[stage][replica])
-            share = software.context_parallel / spec.tp
+            cut = replica_widths(layout.model, spec, software)
             for position, rank in enumerate(spec.ranks):
-                node = nodes[places[rank].node.name]
-                if spec.tensor_shares is not None:
-                    share = spec.tensor_shares[position] / sum(spec.tensor_shares)
-                key = (load, share, named.get(rank), node.on_cpu)
+                node, widths = nodes[places[rank].node.name], cut[position % len(cut)]
+                key = (load, widths, named.get(rank), node.on_cpu)
                 if key not in known:
-                    shard = shards.setdefault((stage, share), Shard(layout, stage, share, software, width))
+                    shard = shards.setdefault((stage, widths), Shard(layout, stage, widths, software, width))
                     parts, host = _parts(shard, Assignment(rank, stage, replica, position), node.on_cpu)
                     known[key] = parts, host, sum(parts.values())
                 parts, host, whole = known[key]
@@ -80,7 +79,7 @@ class _Node(NamedTuple):
 def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HETHUB) -> None:
     """Raises BadInput naming the rank that needs the most over its accelerator's memory, and what fills it, or the node
     whose host memory cannot take what its ranks offload."""
-    used = memory(layout, software)
+    used = rank_memory(layout, software)
     _check_hosts(layout, used)
     over = [entry for entry in used if not entry.fits(reserve)]
     if not over:
@@ -145,23 +144,20 @@ def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str
     """Bytes by part on the accelerator, and those in host memory."""
     layout, software, width = shard.layout, shard.software, shard.width
     spec, model = layout.replica(assignment.stage, assignment.replica), layout.model
-    state, fraction = resident(shard, assignment), 1.0
-    if shard.spec.recompute == "selective" and software.selective_fraction is not None:
-        fraction = KEPT_UNDER_SELECTIVE
-    sizes = [chunk.size for chunk in shard.chunks]
-    microbatches, activations_host = held_microbatches(layout, assignment, shard.kept, sizes, fraction)
+    state, sizes = resident(shard, assignment), [chunk.size for chunk in shard.chunks]
+    microbatches, activations_host = held_microbatches(layout, assignment, shard.kept, sizes, software)
     peak = _peak(shard, assignment, microbatches, state)
-    computing = peak.activations + width * peak.weights + max(4, width) * peak.gradients
+    computing = peak.activations + width * peak.weights + gradient_bytes(width) * peak.gradients
     hidden = spec.micro_batch * layout.plan.seq_len * model.hidden * width // software.context_parallel
     tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
-    logits = held_tokens * model.vocab * shard.share
+    logits = held_tokens * shard.widths.vocab
     tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
     counted = 0 if on_cpu else 1
     last = assignment.stage == layout.num_stages - 1
     parts = {
         "weights": int(width * (state.weights + peak.weights)),
-        "gradients": int(max(4, width) * (state.gradients + peak.gradients)),
+        "gradients": int(gradient_bytes(width) * (state.gradients + peak.gradients)),
         # The update comes when what computing needed is gone again.
         "optimizer": int(state.optimizer_bytes + max(0.0, state.update_bytes - computing)),
         "activations": int(peak.activations),
@@ -176,7 +172,7 @@ def _peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, s
     """The moment with the most bytes; nothing counted there of what stays for good."""
     if not (state.moves_weights or state.moves_gradients):
         return Moment(microbatches.activations, 0.0, 0.0)
-    weights, gradients = shard.width * state.moves_weights, max(4, shard.width) * state.moves_gradients
+    weights, gradients = shard.width * state.moves_weights, gradient_bytes(shard.width) * state.moves_gradients
     most = max(
         moments(shard, assignment, microbatches),
         key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,

@@ -6,9 +6,10 @@ first layer and the head in the last (hethub.spec.layout.state). Norms always st
 
 from typing import NamedTuple
 
-from hethub.predictor.memory.shards import Holdings, Shard
-from hethub.spec.layout.bind import Assignment
-from hethub.spec.layout.state import both_ends_step
+from hethub.predictor.cost.software import Software, gradient_bytes
+from hethub.predictor.memory.parameters import stepped
+from hethub.predictor.memory.shards import Shard
+from hethub.spec.layout.bind import Assignment, Layout
 
 
 class Resident(NamedTuple):
@@ -28,47 +29,42 @@ class Resident(NamedTuple):
 
 def resident(shard: Shard, assignment: Assignment) -> Resident:
     """What stays on the accelerator, and all state that is offloaded to the host."""
-    stage, software, width, holdings = shard.spec, shard.software, shard.width, shard.holdings
-    wide, total = max(4, width), shard.held_elements
+    stage, software, width, held = shard.spec, shard.software, shard.width, shard.parameters
     shards = len(stage.replicas) * software.context_parallel
-    level = stage.zero if shards > 1 else min(stage.zero, 1)
-    owned = _owned(shard, assignment, shards)
-    stay = holdings.norms + holdings.apart
-    part = max(0.0, owned - stay / shards)  # of the units, where only owners keep them
+    level = zero_level(shard.layout, assignment.stage, software)
+    owned = stepped(shard.layout, software, assignment.stage, assignment.rank, held.held, shard.whole)
+    stay = held.norms + held.apart
+    kept = max(0.0, owned - stay / shards)  # of the units, where only owners keep them
     offloaded, host = "parameters" in stage.offload, 0.0
-    weights, gradients = total, part + stay if level >= 2 else total
+    weights, gradients = float(held.total), kept + stay if level >= 2 else held.total
     if offloaded:
-        weights, host = stay, width * (part if level == 3 else sum(holdings.units) + holdings.tied)
+        weights, host = stay, width * (kept if level == 3 else sum(held.units) + held.tied)
     elif level == 3:
-        weights = part + stay
-    masters = wide if width < 4 else 0
-    state, brought = owned * (masters + 2 * wide), 0.0
+        weights = kept + stay
+    state, brought = owned * optimizer_bytes(width), 0.0
     if "optimizer" in stage.offload:
-        host, state, brought = host + state, 0.0, masters + 2.0 * wide
-    if offloaded and not masters:
+        host, state, brought = host + state, 0.0, float(optimizer_bytes(width))
+    if offloaded and not master_bytes(width):
         brought += width
-    update = brought * owned / total * shard.bucket_elements if brought else 0.0
+    update = brought * owned / held.total * shard.bucket_elements if brought else 0.0
     if offloaded and level < 3:
-        update = max(update, width * max(holdings.units))
+        update = max(update, width * max(held.units))
     # Other frameworks' buffers are in what was fitted on them.
     ours = software.gathers_ahead
     return Resident(weights, gradients, ours and (offloaded or level == 3), ours and level >= 2, state, update, host)
 
 
-def _owned(shard: Shard, assignment: Assignment, shards: int) -> float:
-    """Elements that the rank steps: all it holds, an equal part of them, or its share of the stage's."""
-    stage, apart = shard.spec, shard.holdings.apart
-    # A tied embedding is always cut, over the ranks of both ends unless one of them names shares.
-    ends = (shard.layout.stages[0], shard.layout.stages[-1])
-    over_both = shard.software.gathers_ahead and both_ends_step(shard.layout)
-    owners = sum(len(end.replicas) for end in ends) if over_both else shards
-    own, tied = shard.held_elements - apart, apart / owners if over_both or assignment.stage == 0 else 0.0
-    if stage.zero == 0:
-        return own + tied
-    if not stage.state_shares:
-        return own / shards + tied
-    named = stage.state_shares.get(assignment.rank)
-    if named is None:
-        named = (1.0 - sum(stage.state_shares.values())) / (len(stage.ranks) - len(stage.state_shares))
-    whole = Holdings.of(shard.layout, assignment.stage, 1.0)
-    return named * (whole.total if assignment.stage == 0 else whole.total - whole.apart)
+def zero_level(layout: Layout, stage: int, software: Software) -> int:
+    """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""
+    zero, replicas = layout.stages[stage].zero, len(layout.stages[stage].replicas)
+    return zero if replicas * software.context_parallel > 1 else min(zero, 1)
+
+
+def master_bytes(width: int) -> int:
+    """Bytes of a parameter's wider copy that the optimizer steps; none where weights are as wide."""
+    return gradient_bytes(width) if width < 4 else 0
+
+
+def optimizer_bytes(width: int) -> int:
+    """Bytes of optimizer state per parameter: both moments, and the master copy."""
+    return master_bytes(width) + 2 * gradient_bytes(width)

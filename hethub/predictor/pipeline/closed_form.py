@@ -34,8 +34,8 @@ def pipeline(chain: Chain, num_microbatches: int, watched: int | None = None) ->
     """Per stage, the ends of 1F1B over `num_microbatches` equal microbatches; only the `watched` one's waits are
     looked at.
 
-    A critical circuit through k stages repeats every k microbatches at most, so 60 microbatches are a whole number of
-    repeats for up to six stages; beyond, only circuits longer than that, made of transfers slower than compute, are
+    A critical cycle through k stages repeats every k microbatches at most, so 60 microbatches are a whole number of
+    repeats for up to six stages; beyond, only cycles longer than that, made of transfers slower than compute, are
     approximated.
     """
     stages = len(chain.forward)
@@ -154,7 +154,7 @@ class _Run(NamedTuple):
 
 
 def interleaved(chain: Chain, num_microbatches: int, chunks: int, watched: int | None = None) -> list[Ends]:
-    """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` parts of the model in turn.
+    """Per stage, the ends of Megatron's interleaved 1F1B: each stage holds `chunks` model chunks in turn.
 
     Long runs are extrapolated from two short ones (arXiv 2104.04473, §2.2: microbatches go in groups as large as the
     pipeline).
@@ -191,24 +191,24 @@ def _run_interleaved(chain: Chain, num_microbatches: int, chunks: int) -> list[E
         for k in range(total - warm):
             order += (forwards[warm + k], backwards[k])
         orders.append(order + backwards[total - warm :])
-    programme = TaskGraph(orders=orders)
+    graph = TaskGraph(orders=orders)
     for v in range(virtual):
-        programme.seconds += [chain.forward[v % stages] / chunks] * num_microbatches
-        programme.sources += [microbatch(v - 1, i) if v else NONE for i in range(num_microbatches)]
-        programme.under_way += [down[v - 1] if v else 0.0] * num_microbatches
+        graph.seconds += [chain.forward[v % stages] / chunks] * num_microbatches
+        graph.sources += [microbatch(v - 1, i) if v else NONE for i in range(num_microbatches)]
+        graph.under_way += [down[v - 1] if v else 0.0] * num_microbatches
     for v in range(virtual):
-        programme.seconds += [chain.backward[v % stages] / chunks] * num_microbatches
-        programme.sources += [back(v + 1, i) if v < last else NONE for i in range(num_microbatches)]
-        programme.under_way += [down[v] if v < last else 0.0] * num_microbatches
-    return _ends(programme, stages)
+        graph.seconds += [chain.backward[v % stages] / chunks] * num_microbatches
+        graph.sources += [back(v + 1, i) if v < last else NONE for i in range(num_microbatches)]
+        graph.under_way += [down[v] if v < last else 0.0] * num_microbatches
+    return _ends(graph, stages)
 
 
-def _ends(programme: TaskGraph, stages: int) -> list[Ends]:
+def _ends(graph: TaskGraph, stages: int) -> list[Ends]:
     """The ends of the first `stages` actors, whose last node is a backward."""
-    ends, found = replay(programme), []
+    ends, found = replay(graph), []
     for s in range(stages):
-        last = programme.orders[s][-1]
-        idle = idle_times(programme, ends, s)
+        last = graph.orders[s][-1]
+        idle = idle_times(graph, ends, s)
         under_way = [min(seconds, max(0.0, delay)) for _, seconds, _, delay in idle]
-        found.append(Ends(ends[last] - programme.seconds[last], ends[last], sum(under_way)))
+        found.append(Ends(ends[last] - graph.seconds[last], ends[last], sum(under_way)))
     return found

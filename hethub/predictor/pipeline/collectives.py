@@ -11,8 +11,6 @@ from hethub.predictor.pipeline.task_graph import Compute, Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
 
-Pass = tuple[Kind, int]  # all microbatches one way through one chunk
-
 
 class Stage:
     """The passes of one stage's replicas: their first and last nodes, once for replicas that go together."""
@@ -21,9 +19,9 @@ class Stage:
         self.index, self.portions = stage, compute.costs.state.portions[stage]
         runs = {place: run for place, run in compute.runs.items() if place[0] == stage}
         self.runs, self.apart = runs, list({run.actor: run for run in runs.values()}.values())
-        ways = self.apart[0].order.computing
-        self.first = {way: [run.nodes[run.order.spans[way][0]] for run in self.apart] for way in ways}
-        self.last = {way: [run.nodes[run.order.spans[way][1]] for run in self.apart] for way in ways}
+        operations = self.apart[0].order.computing
+        self.first = {each: [run.nodes[run.order.spans[each][0]] for run in self.apart] for each in operations}
+        self.last = {each: [run.nodes[run.order.spans[each][1]] for run in self.apart] for each in operations}
 
     def updates(self, kind: Kind) -> dict[int, list[int]]:
         """By chunk, or under 0 for all of them at once, the nodes of an update."""
@@ -61,7 +59,7 @@ class Collectives:
 
     def __init__(self, layout: Layout, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
         self.layout, self.costs, self.compute = layout, costs, compute
-        self.programme: TaskGraph = compute.programme
+        self.graph: TaskGraph = compute.graph
         self.shown: dict[int, float] = {}
         self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
         self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
@@ -86,20 +84,20 @@ class Collectives:
 
     def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
         """A node that ends `seconds` after the last of `nodes`."""
-        node = self.programme.add(self.programme.add_actor(), 0.0, [(source, seconds) for source in nodes])
+        node = self.graph.add(self.graph.add_actor(), 0.0, [(source, seconds) for source in nodes])
         self.shown[node] = seconds
         return node
 
     def _beside(self, stream: int, seconds: float, after: list[int], ahead: float = 1.0) -> int:
         """A node on a stream, begun while the last `ahead` of each of the nodes `after` still runs."""
-        needs = [(source, -ahead * self.programme.seconds[source]) for source in after]
-        node = self.programme.add(stream, seconds, needs)
+        needs = [(source, -ahead * self.graph.seconds[source]) for source in after]
+        node = self.graph.add(stream, seconds, needs)
         self.shown[node] = seconds
         return node
 
     def _wait(self, waiting: Iterable[int], *sources: int) -> None:
         for node in waiting:
-            self.programme.needs[node] += [(source, 0.0) for source in sources]
+            self.graph.needs[node] += [(source, 0.0) for source in sources]
 
     def _wait_after_rounds(self, stage: Stage) -> None:
         """In rounds only the last layer's reduction is still under way when compute ends."""
@@ -110,7 +108,7 @@ class Collectives:
     def _reduce_beside(self, stage: Stage) -> None:
         """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
         its end."""
-        stream = self.programme.add_actor()
+        stream = self.graph.add_actor()
         for chunk in stage.chunks():
             reduction = self.costs.state.reduction(stage.index, stage.portion(chunk))
             if reduction.seconds:
@@ -125,7 +123,7 @@ class Collectives:
         Two slots of memory: the pass after the next waits for a reduction. Ranks that communicate with the cores that
         compute do one after the other.
         """
-        stream = self.programme.add_actor()
+        stream = self.graph.add_actor()
         passes = sorted((key for key in stage.first if key[0] is not Kind.WEIGHT), key=lambda key: stage.first[key][0])
         slots = 1 if self.costs.state.by_turns[stage.index] else 2
         reduced: list[int] = []
@@ -153,7 +151,7 @@ class Collectives:
 
     def _step_and_gather(self, stage: Stage) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
-        seconds, gathers = self.programme.seconds, stage.updates(Kind.GATHER)
+        seconds, gathers = self.graph.seconds, stage.updates(Kind.GATHER)
         for chunk, steps in stage.updates(Kind.STEP).items():
             portion = stage.portion(chunk) if self.steps_by_chunk else None
             for place, run in stage.runs.items():

@@ -11,7 +11,9 @@ from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import Software, element_bytes
-from hethub.predictor.memory.activations import kept_per_sample
+from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
+from hethub.predictor.memory.parameters import replica_widths
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
@@ -47,7 +49,7 @@ class PlanCosts:
     ) -> None:
         self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
-        self._kinds: dict[tuple[int, int], tuple[object, ...]] = {}
+        self._replica_keys: dict[tuple[int, int], tuple[object, ...]] = {}
         self._shared_exits: dict[int, Counter[int]] = {}
         self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
@@ -81,14 +83,14 @@ class PlanCosts:
         """Whether a profile was asked beyond what it measured."""
         return any(isinstance(cost, ProfiledLayerCost) and cost.extrapolated for cost in self._layer_costs.values())
 
-    def kind(self, stage: int, replica: int) -> tuple[object, ...]:
-        """What a replica's costs depend on: equal kinds cost the same."""
-        found = self._kinds.get((stage, replica))
+    def replica_key(self, stage: int, replica: int) -> tuple[object, ...]:
+        """What a replica's costs depend on: those with equal keys cost the same."""
+        found = self._replica_keys.get((stage, replica))
         if found is None:
             spec = self.layout.replica(stage, replica)
             places = [self.layout.cluster.places[rank] for rank in spec.ranks]
             names, machines = [place.node.device.name for place in places], [place.machine for place in places]
-            found = self._kinds[stage, replica] = (
+            found = self._replica_keys[stage, replica] = (
                 stage,
                 tuple(names if len(set(names)) > 1 else names[:1]),
                 tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
@@ -104,14 +106,14 @@ class PlanCosts:
 
     @cached_property
     def chains(self) -> tuple[int, ...]:
-        """Where all stages microbatch alike: the first replica of every kind of chain through the stages."""
+        """Where all stages microbatch alike: the first replica of every sort of chain through the stages."""
         found: dict[object, int] = {}
         stages = range(self.layout.num_stages)
         for replica, spec in enumerate(self.plan.stages[0].replicas):
-            kinds = tuple(self.kind(stage, replica) for stage in stages)
-            levels = tuple(self.crossing(stage, replica, replica) for stage in stages[:-1])
+            keys = tuple(self.replica_key(stage, replica) for stage in stages)
+            levels = tuple(self.boundary_key(stage, replica, replica) for stage in stages[:-1])
             given = tuple(self.layout.replica(stage, replica).in_flight for stage in stages)
-            found.setdefault((kinds, levels, given, spec.micro_batch, spec.samples), replica)
+            found.setdefault((keys, levels, given, spec.micro_batch, spec.samples), replica)
         return tuple(found.values())
 
     @cached_property
@@ -119,7 +121,7 @@ class PlanCosts:
         """Whether no collective of a round ties unlike chains of replicas together."""
         return len(self.chains) == 1 or not any(map(self.state.in_rounds, range(self.layout.num_stages)))
 
-    def crossing(self, stage: int, source: int, target: int) -> tuple[object, ...]:
+    def boundary_key(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
         places = self.layout.cluster.places
         a, b = (
@@ -131,7 +133,7 @@ class PlanCosts:
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
         of it."""
-        key = (self.kind(stage, replica), samples, portion)
+        key = (self.replica_key(stage, replica), samples, portion)
         found = self._microbatches.get(key)
         if found is None:
             found = self._microbatches[key] = self._microbatch(
@@ -179,9 +181,11 @@ class PlanCosts:
 
     def _offloading(self, stage: int, spec: ReplicaSpec, samples: int, layers: int, compute: float) -> float:
         """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
-        share = max(self.state.rank_fractions(spec))
-        kept = kept_per_sample(self.layout, share, self.software, self.width)
-        each = samples * (kept.input if self.layout.stages[stage].recompute == "full" else kept.layer)
+        recompute = self.layout.stages[stage].recompute
+        each = samples * max(
+            kept_of_layer(kept_per_sample(self.layout, widths, self.software, self.width), recompute, self.software)
+            for widths in dict.fromkeys(replica_widths(self.model, spec, self.software))
+        )
         places = self.layout.cluster.places
         slowest = max(self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks)
         return exposed(compute, [each * slowest] * layers)
@@ -211,7 +215,7 @@ class PlanCosts:
             return 0.0
         stage_spec, spec = self.layout.stages[stage], self.layout.replica(stage, replica)
         shared = tuple(map(stage_spec.state_shares.get, spec.ranks)) if stage_spec.state_shares else ()
-        key = (self.kind(stage, replica), portion, shared)
+        key = (self.replica_key(stage, replica), portion, shared)
         found = self._optimizers.get(key)
         if found is None:
             owned = max(
@@ -219,8 +223,7 @@ class PlanCosts:
             )
             found = self.layer_cost(spec.ranks[0]).optimizer(owned)
             if "optimizer" in stage_spec.offload:  # fetched and stored, bucket by bucket, beside the step
-                wide = max(4, self.width)
-                moved = 2.0 * owned * (2 * wide + (wide if self.width < 4 else 0))
+                moved = 2.0 * owned * optimizer_bytes(self.width)
                 places = self.layout.cluster.places
                 found = max(found, *(moved * self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks))
             self._optimizers[key] = found

@@ -51,16 +51,16 @@ class TaskGraph:
         return first + self.needs.get(node, [])
 
 
-def replay(programme: TaskGraph, starts: dict[int, float] | None = None) -> list[float]:
+def replay(graph: TaskGraph, starts: dict[int, float] | None = None) -> list[float]:
     """When each node ends; `starts` are the actors that begin later than at 0.
 
     Each actor runs its list in order; one that waits for a node not yet done is woken by it. Raises AssertionError
     where nodes wait for each other, which a bound layout's schedule never does.
     """
-    seconds, sources, under_way, needs = programme.seconds, programme.sources, programme.under_way, programme.needs
+    seconds, sources, under_way, needs = graph.seconds, graph.sources, graph.under_way, graph.needs
     unknown = float("inf")
     ends = [unknown] * len(seconds) + [-unknown]  # the last one is that of NONE
-    rest = [iter(order) for order in programme.orders]
+    rest = [iter(order) for order in graph.orders]
     clock = [0.0] * len(rest)
     for actor, start in (starts or {}).items():
         clock[actor] = start
@@ -91,17 +91,17 @@ def replay(programme: TaskGraph, starts: dict[int, float] | None = None) -> list
 
 
 def idle_times(
-    programme: TaskGraph, ends: list[float], actor: int, begin: float = 0.0
+    graph: TaskGraph, ends: list[float], actor: int, begin: float = 0.0
 ) -> list[tuple[int, float, int, float]]:
     """Where an actor stood idle after `begin`: (node that waited, idle seconds, node it waited for, its seconds under
     way)."""
     found = []
-    order = programme.orders[actor]
+    order = graph.orders[actor]
     for before, node in pairwise([None, *order]):
         assert node is not None
         free = begin if before is None else ends[before]
-        idle = ends[node] - programme.seconds[node] - free
-        if idle > 0.0 and (needs := programme.needs_of(node)):
+        idle = ends[node] - graph.seconds[node] - free
+        if idle > 0.0 and (needs := graph.needs_of(node)):
             source, under_way = max(needs, key=lambda need: ends[need[0]] + need[1])
             found.append((node, idle, source, under_way))
     return found

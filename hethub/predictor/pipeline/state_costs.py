@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.links import Group, Network, host_gbytes_per_second
-from hethub.predictor.cost.software import Software, element_bytes
+from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
+from hethub.predictor.memory.parameters import (
+    Held,
+    RankParameters,
+    RankWidths,
+    rank_widths,
+    replica_widths,
+    stepped,
+)
+from hethub.predictor.memory.state import zero_level
 from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, exposed
 from hethub.spec.cluster import Place
 from hethub.spec.layout.bind import Layout
@@ -38,7 +47,7 @@ class StateCosts:
     def __init__(self, layout: Layout, software: Software, network: Network) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
         self.width = element_bytes(software.math_precision(layout.plan.precision))
-        self._parameters: dict[tuple[object, ...], float] = {}
+        self._held: dict[tuple[object, ...], Held] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._unlike: dict[int, list[ReplicaSpec]] = {}
         self._reductions: dict[tuple[int, Portion | None], Reduction] = {}
@@ -46,7 +55,7 @@ class StateCosts:
 
     @cached_property
     def portions(self) -> tuple[tuple[Portion, ...], ...]:
-        """Per stage, what each of its parts runs: a chunk, or under `layered` a layer."""
+        """Per stage, what each of its chunks runs: a model chunk, or under `layered` a layer."""
         return tuple(
             tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.chunks(stage))
             for stage in range(self.layout.num_stages)
@@ -72,7 +81,7 @@ class StateCosts:
     @property
     def gradient_wire_bytes(self) -> int:
         """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (design rule 11)."""
-        return self.software.gradient_wire_bytes or max(4, self.width)
+        return self.software.gradient_wire_bytes or gradient_bytes(self.width)
 
     def replica_group(self, stage: int, position: int) -> Group:
         """The ranks at one position of every replica: who sums one shard's gradients."""
@@ -94,45 +103,40 @@ class StateCosts:
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a
         tied head sum and step it together, without that."""
-        key = (stage, spec.tp, spec.tensor_shares, portion)
-        found = self._parameters.get(key)
+        held = self.held(spec, portion or self.whole(stage))
+        return held.own if self.tied_group else held.own + held.apart
+
+    def held(self, spec: ReplicaSpec, portion: Portion) -> Held:
+        """Parameters of a portion on the replica's fullest rank."""
+        key = (spec.tp, spec.tensor_shares, portion)
+        found = self._held.get(key)
         if found is None:
-            found = self._parameters[key] = self._count_parameters(spec, portion or self.whole(stage))
+            widths = dict.fromkeys(replica_widths(self.model, spec, self.software))
+            found = self._held[key] = max((self._count(one, portion) for one in widths), key=sum)
         return found
 
-    def _count_parameters(self, spec: ReplicaSpec, portion: Portion) -> float:
-        model = self.model
-        fraction = max(self.rank_fractions(spec))
-        count = float(portion.layers * model.layer_parameters)
-        tied = model.vocab * model.hidden if self.layout.head_is_apart else 0
-        if portion.first:
-            count += model.embedding_parameters - (tied if self.tied_group else 0)
-        if portion.last:
-            count += model.head_parameters + (0 if self.tied_group else tied)
-        return count * fraction
+    def _count(self, widths: RankWidths, portion: Portion) -> Held:
+        rank = RankParameters.of(self.model, widths)
+        count = rank.of_layers(*portion)
+        if not self.layout.head_is_apart:
+            return Held(count, 0)
+        return Held(count - portion.first * rank.table, (portion.first or portion.last) * rank.table)
 
     @cached_property
     def tied_group(self) -> Group | None:
         """The ranks at one position of every replica at both ends, who sum and step a tied head together; None where
         there is none apart, or where it is summed in pairs, as by other frameworks."""
         layout = self.layout
-        if not both_ends_step(layout) or not self.software.gathers_ahead:
+        if not both_ends_step(layout) or not self.software.one_tied_copy:
             return None
         return self.network.group([replica.ranks[0] for end in (0, -1) for replica in layout.stages[end].replicas])
 
     def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
-        """Parameters that a rank steps: all it holds, an equal part of them, or its share of the stage's state."""
-        stage_spec = self.layout.stages[stage]
-        held, shares = self.rank_parameters(stage, spec, portion), stage_spec.state_shares
-        tied, whole = 0.0, portion or self.whole(stage)
-        if self.tied_group and (whole.first or whole.last):
-            tied = self.model.vocab * self.model.hidden * max(self.rank_fractions(spec)) / self.tied_group.size
-        if not stage_spec.zero:
-            return held + tied
-        if not shares:
-            return held / (len(stage_spec.replicas) * self.software.context_parallel) + tied
-        rest = (1.0 - sum(shares.values())) / max(len(stage_spec.ranks) - len(shares), 1)
-        return shares.get(rank, rest) * held / max(self.rank_fractions(spec))
+        """Parameters that a rank steps of a portion, by default of all of the stage."""
+        portion = portion or self.whole(stage)
+        (alone,) = rank_widths(self.model, 1)
+        whole = self._count(alone, portion)
+        return stepped(self.layout, self.software, stage, rank, self.held(spec, portion), whole)
 
     def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
         """Seconds to sum the gradients of a portion, by default of the stage, over its replicas and with a tied head's
@@ -164,21 +168,24 @@ class StateCosts:
             return 0.0
         first, last = layout.stages[0].replicas, layout.stages[-1].replicas
         if self.tied_group:
-            most = max(max(self.rank_fractions(replica)) for replica in (*first, *last))
-            num_bytes = self.model.vocab * self.model.hidden * most * self.gradient_wire_bytes
+            most = max(self._table(replica) for replica in (*first, *last))
+            num_bytes = most * self.gradient_wire_bytes
             return self.network.reduce_scatter(self.tied_group, num_bytes, self.groups_per_machine(self.tied_group))
         places = layout.cluster.places
         machines = [places[rank].machine for replica in first for rank in replica.ranks]
-        width = self.width if self.software.gradient_wire_bytes else max(4, self.width)
-        num_bytes = self.model.vocab * self.model.hidden * width
+        width = self.width if self.software.gradient_wire_bytes else gradient_bytes(self.width)
         slowest: dict[tuple[int, int], float] = {}
         for a, b in zip(first, last, strict=False):
             ends = (places[a.ranks[0]].machine, places[b.ranks[0]].machine)
             if ends not in slowest:
-                held = max(*self.rank_fractions(a), *self.rank_fractions(b))
+                num_bytes = width * max(self._table(a), self._table(b))
                 group = self.network.group([a.ranks[0], b.ranks[0]])
-                slowest[ends] = self.network.all_reduce(group, num_bytes * held, machines.count(ends[0]))
+                slowest[ends] = self.network.all_reduce(group, num_bytes, machines.count(ends[0]))
         return max(slowest.values())
+
+    def _table(self, replica: ReplicaSpec) -> int:
+        """Parameters of the embedding, or of a head tied to it, on the replica's fullest rank."""
+        return self.model.hidden * max(widths.vocab for widths in replica_widths(self.model, replica, self.software))
 
     def _over_replicas(self, stage: int, portion: Portion | None) -> Reduction:
         stage_spec = self.layout.stages[stage]
@@ -233,7 +240,7 @@ class StateCosts:
         return shared or self.layout.plan.runs_in_rounds(stage)
 
     def in_passes(self, stage: int) -> bool:
-        """Whether what a stage fetches and sums goes once per part and pass, whatever the microbatches."""
+        """Whether what a stage fetches and sums goes once per chunk and pass, whatever the microbatches."""
         stage_spec = self.layout.stages[stage]
         moves = self.level(stage) >= 2 or "parameters" in stage_spec.offload
         return moves and not self.in_rounds(stage) and self.layout.plan.schedule in ("layered", "ministages")
@@ -246,9 +253,8 @@ class StateCosts:
         return tuple(real and all(is_cpu(places[rank].accelerator) for rank in s.ranks) for s in self.layout.stages)
 
     def level(self, stage: int) -> int:
-        """The ZeRO level that the stage's ranks really have: 1 at most where one replica holds all."""
-        zero, replicas = self.layout.stages[stage].zero, len(self.layout.stages[stage].replicas)
-        return zero if replicas * self.software.context_parallel > 1 else min(zero, 1)
+        """The ZeRO level that the stage's ranks really have."""
+        return zero_level(self.layout, stage, self.software)
 
     def gather_seconds(self, stage: int, portion: Portion) -> list[float]:
         """Seconds to bring each layer's weights, in model order: gathered under ZeRO-3, from the host where offloaded;

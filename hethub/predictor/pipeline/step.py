@@ -4,7 +4,7 @@ A step takes as long as it is from one step's first forward to the next one's. R
 shorter update goes ahead while others still step, so each begins as much later than the first as its update is longer.
 
 Plans whose stages all cut the samples alike need no node per microbatch: their replicas form chains, and equal ones are
-replayed once. Under 1F1B `simulator` extrapolates them from their steady state, elsewhere a lean layout does. Where
+replayed once. Under 1F1B `closed_form` extrapolates them from their steady state, elsewhere a folded layout does. Where
 stages cut the samples unlike, groups of replicas that are copies of each other are replayed once.
 """
 
@@ -60,7 +60,7 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
 
 
 def _folded_times(layout: Layout, costs: PlanCosts) -> StepTimes:
-    """One replica of each kind of chain stands for all, and where there are many microbatches, few of them."""
+    """One replica of each sort of chain stands for all, and where there are many microbatches, few of them."""
     num_microbatches, period, repeats = extent(layout, costs.chains)
     chains = _of_chains(layout, costs)
     first = _folded_replay(layout, costs, chains, num_microbatches)
@@ -75,7 +75,7 @@ def _folded_times(layout: Layout, costs: PlanCosts) -> StepTimes:
 
 
 def _of_chains(layout: Layout, costs: PlanCosts) -> list[Group]:
-    """One replica of each kind of chain."""
+    """One replica of each sort of chain."""
     return [(costs.chains,) * layout.num_stages]
 
 
@@ -99,15 +99,15 @@ def _replayed_times(layout: Layout, costs: PlanCosts | FoldedCosts, full: bool) 
     compute = Compute(layout, costs, full)
     collectives = Collectives(layout, costs, compute)
     begins = {} if collectives.steps_by_chunk else _begins(collectives.update_seconds)
-    programme, ends = compute.programme, replay(compute.programme, begins)
-    over = [ends[programme.orders[run.actor][-1]] for run in compute.runs.values()]
+    graph, ends = compute.graph, replay(compute.graph, begins)
+    over = [ends[graph.orders[run.actor][-1]] for run in compute.runs.values()]
     seconds = max(over) if collectives.steps_by_chunk else min(over)
     bottleneck = max(compute.spent, key=lambda place: compute.spent[place].total)
     parts = compute.spent[bottleneck]._asdict() | {"pp": 0.0, "optimizer": collectives.optimizer_seconds[bottleneck]}
     run = compute.runs[bottleneck]
     gathers = [run.nodes[position] for (kind, _), position in run.order.updates.items() if kind is Kind.GATHER]
-    parts["dp"] += sum(programme.seconds[node] for node in gathers)
-    for _, idle, source, under_way in idle_times(programme, ends, run.actor, begins.get(run.actor, 0.0)):
+    parts["dp"] += sum(graph.seconds[node] for node in gathers)
+    for _, idle, source, under_way in idle_times(graph, ends, run.actor, begins.get(run.actor, 0.0)):
         if source in collectives.shown:
             parts["dp"] += min(idle, collectives.shown[source])
         else:
@@ -131,7 +131,7 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
         for position, action in enumerate(acts):
             node = run.nodes[position]
             waited = action.kind in (Kind.REDUCE, Kind.GATHER)
-            start = own[-1].stop_seconds if waited and own else ends[node] - compute.programme.seconds[node]
+            start = own[-1].stop_seconds if waited and own else ends[node] - compute.graph.seconds[node]
             own.append(Timed(action, start, ends[node] - run.early(position)))
         found[place] = own
     return found
@@ -148,7 +148,7 @@ def _breakdown(seconds: float, parts: dict[str, float]) -> dict[str, float]:
 
 
 def _chain_times(layout: Layout, costs: PlanCosts) -> StepTimes:
-    """One pipeline per kind of replica chain; the ends stand under the chain's first replica."""
+    """One pipeline per sort of replica chain; the ends stand under the chain's first replica."""
     reductions = [costs.state.reduction(stage) for stage in range(layout.num_stages)]
     optimizer = {place: costs.optimizer(*place) for place in _shared_alike(layout, costs.chains)}
     updates = _updates(optimizer, [reduction.gather_seconds for reduction in reductions])
@@ -182,7 +182,7 @@ def _updates(optimizer: dict[Place, float], gathers: list[float]) -> dict[Place,
 
 
 def _replay_chains(layout: Layout, costs: PlanCosts, begins: dict[Place, float], watched: Place) -> dict[Place, Ends]:
-    """The ends of each kind of chain's replicas, with the waits of the one that is `watched`."""
+    """The ends of each sort of chain's replicas, with the waits of the one that is `watched`."""
     ends: dict[Place, Ends] = {}
     for replica in costs.chains:
         spec = layout.replica(0, replica)
@@ -224,12 +224,12 @@ def _shared_alike(layout: Layout, chains: Iterable[int]) -> list[Place]:
 
 
 def _distinct(layout: Layout, costs: PlanCosts) -> list[Place]:
-    """One place of each kind of replica and load among those replayed: equal ones are equally busy."""
+    """One place of each sort of replica and load among those replayed: equal ones are equally busy."""
     seen: dict[object, Place] = {}
     for replica in costs.chains:
         for stage in range(layout.num_stages):
             spec = layout.replica(stage, replica)
-            seen.setdefault((costs.kind(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
+            seen.setdefault((costs.replica_key(stage, replica), spec.micro_batch, spec.samples), (stage, replica))
     return list(seen.values())
 
 

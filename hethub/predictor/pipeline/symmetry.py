@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hethub.predictor.pipeline.costs import MicrobatchCost, PlanCosts
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.spec.layout.bind import Layout
-from hethub.spec.schedule.microbatches import crossing
+from hethub.spec.schedule.microbatches import stage_overlap
 
 Group = tuple[tuple[int, ...], ...]  # replicas by stage
 
@@ -48,7 +48,7 @@ class FoldedLayout(Layout):
 
 
 class FoldedCosts(NamedTuple):
-    """Costs of a lean layout's replicas: those of the replicas they stand for."""
+    """Costs of a folded layout's replicas: those of the replicas they stand for."""
 
     costs: PlanCosts
     group: Group
@@ -77,14 +77,14 @@ def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
     stages = range(layout.num_stages)
     tied = layout.plan.goes_chunk_by_chunk or layout.plan.num_chunks > 1 or any(map(costs.state.in_rounds, stages))
     if not tied and min(len(stage.replicas) for stage in layout.stages) > 1:
-        crossings = [crossing(a.replicas, b.replicas).sorts for a, b in pairwise(layout.stages)]
-        groups = _groups(layout, crossings)
-        if len({_sort(layout, costs, group, crossings) for group in groups}) == 1:
+        pairs = [stage_overlap(a.replicas, b.replicas).pairs for a, b in pairwise(layout.stages)]
+        groups = _groups(layout, pairs)
+        if len({_group_key(layout, costs, group, pairs) for group in groups}) == 1:
             return groups
     return [tuple(tuple(range(len(stage.replicas))) for stage in layout.stages)]
 
 
-def _groups(layout: Layout, crossings: Sequence[Sequence[tuple[int, int, int]]]) -> list[Group]:
+def _groups(layout: Layout, pairs: Sequence[Sequence[tuple[int, int, int]]]) -> list[Group]:
     """The replicas in groups that talk among themselves alone."""
     joined: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -93,8 +93,8 @@ def _groups(layout: Layout, crossings: Sequence[Sequence[tuple[int, int, int]]])
             place = joined[place]
         return place
 
-    for stage, sorts in enumerate(crossings):
-        for above, below, _ in sorts:
+    for stage, own in enumerate(pairs):
+        for above, below, _ in own:
             a, b = sorted((first((stage, above)), first((stage + 1, below))))
             if a != b:
                 joined[b] = a
@@ -105,18 +105,20 @@ def _groups(layout: Layout, crossings: Sequence[Sequence[tuple[int, int, int]]])
     return [tuple(map(tuple, group)) for group in found.values()]
 
 
-def _sort(
-    layout: Layout, costs: PlanCosts, group: Group, crossings: Sequence[Sequence[tuple[int, int, int]]]
+def _group_key(
+    layout: Layout, costs: PlanCosts, group: Group, pairs: Sequence[Sequence[tuple[int, int, int]]]
 ) -> tuple[object, ...]:
     """What the times of a group depend on."""
     replicas = [(stage, replica) for stage, own in enumerate(group) for replica in own]
     specs = [layout.replica(*place) for place in replicas]
-    loads = [(costs.kind(*place), spec.micro_batch, spec.samples) for place, spec in zip(replicas, specs, strict=True)]
+    loads = [
+        (costs.replica_key(*place), spec.micro_batch, spec.samples) for place, spec in zip(replicas, specs, strict=True)
+    ]
     held = [(layout.in_flight[stage][replica], costs.optimizer(stage, replica)) for stage, replica in replicas]
     levels = [
-        costs.crossing(stage, above, below)
-        for stage, sorts in enumerate(crossings)
-        for above, below, _ in sorts
+        costs.boundary_key(stage, above, below)
+        for stage, own in enumerate(pairs)
+        for above, below, _ in own
         if above in group[stage]
     ]
     return (*loads, *held, *levels)
@@ -134,8 +136,8 @@ class Extent(NamedTuple):
 def extent(layout: Layout, replicas: tuple[int, ...]) -> Extent:
     """How much of alike chains must be replayed to know the rest.
 
-    Circuits through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only waits
-    that take longer to settle than the warm-up are approximated.
+    Critical cycles through k stages repeat within k microbatches, interleaved groups are as large as the pipeline; only
+    waits that take longer to settle than the warm-up are approximated.
     """
     counts = {-(-layout.replica(0, r).samples // layout.replica(0, r).micro_batch) for r in replicas}
     stages, num_microbatches = layout.num_stages, max(counts)

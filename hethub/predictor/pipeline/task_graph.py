@@ -14,17 +14,17 @@ from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind, actor_order
-from hethub.spec.schedule.microbatches import crossing, load_alone
+from hethub.spec.schedule.microbatches import load_alone, stage_overlap
 from hethub.spec.schedule.orders import ActorOrder
 
 Place = tuple[int, int]  # stage and replica
-Unit = tuple[int, int]  # stage and chunk
+ChunkPlace = tuple[int, int]  # stage and chunk
 T = TypeVar("T")
 PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are in a MicrobatchCost
 
 
 class Rows(NamedTuple):
-    """One side of a crossing: the microbatch of each row by its place, each microbatch's first row, and all other
+    """One side of a stage boundary: the microbatch of each row by its place, each microbatch's first row, and all other
     rows."""
 
     places: list[int]
@@ -54,7 +54,7 @@ class Compute:
     def __init__(self, layout: Layout, costs: PlanCosts | FoldedCosts, full: bool) -> None:
         self.layout, self.costs = layout, costs
         self.each = full or layout.num_stages > 1
-        self.programme = TaskGraph()
+        self.graph = TaskGraph()
         self.runs: dict[Place, Run] = {}
         self.spent: dict[Place, Parts] = {}  # by each replica on all its microbatches
         self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
@@ -70,16 +70,16 @@ class Compute:
         """Nodes for the actions of a replica that goes its own way."""
         order = actor_order(self.layout, *place)
         full, last = self._prices(place, order)
-        seconds = [chunks.total for chunks in full] + [0.0] * len(order.updating)
-        spent = [seconds[way] for way in order.way_of]
-        for way, chunks in zip(order.computing, last, strict=True):
-            spent[order.positions[way][-1]] = chunks.total
-        actor = self.programme.add_actor()
+        seconds = [each.total for each in full] + [0.0] * len(order.updating)
+        spent = [seconds[operation] for operation in order.operation_of]
+        for operation, last_pass in zip(order.computing, last, strict=True):
+            spent[order.positions[operation][-1]] = last_pass.total
+        actor = self.graph.add_actor()
         self.runs[place] = Run(actor, self._add(actor, order, spent), order, None)
 
     def _add_together(self, stage: int) -> None:
         """Nodes for the rounds of replicas that go through them in lockstep."""
-        order, actor = actor_order(self.layout, stage, 0), self.programme.add_actor()
+        order, actor = actor_order(self.layout, stage, 0), self.graph.add_actor()
         replicas = range(len(self.layout.stages[stage].replicas))
         taken = [self._taken((stage, replica), order) for replica in replicas]
         longest = [max(own) for own in zip(*taken, strict=True)]
@@ -93,9 +93,9 @@ class Compute:
     def _taken(self, place: Place, order: ActorOrder) -> list[float]:
         """Seconds that a replica needs for its own microbatch of each entry of its actor's order."""
         full, last = self._prices(place, order)
-        found, numbers = [0.0] * len(order.way_of), self.layout.round_numbers(*place)
-        for way, whole, short in zip(order.computing, full, last, strict=True):
-            positions, seconds = order.positions[way], whole.total
+        found, numbers = [0.0] * len(order.operation_of), self.layout.round_numbers(*place)
+        for operation, whole, short in zip(order.computing, full, last, strict=True):
+            positions, seconds = order.positions[operation], whole.total
             for number in numbers:
                 found[positions[number]] = seconds
             found[positions[numbers[-1]]] = short.total
@@ -104,31 +104,32 @@ class Compute:
     def _add(self, actor: int, order: ActorOrder, spent: list[float]) -> Mapping[int, int] | range:
         """Adds an actor's nodes, which take the seconds `spent` by position; the node of each position."""
         if self.each:
-            return self.programme.extend(actor, spent)
+            return self.graph.extend(actor, spent)
         nodes, done = {}, 0
         for edge in order.edges:
             if done < edge:
-                self.programme.extend(actor, [sum(spent[done:edge])])
-            (nodes[edge],) = self.programme.extend(actor, [spent[edge]])
+                self.graph.extend(actor, [sum(spent[done:edge])])
+            (nodes[edge],) = self.graph.extend(actor, [spent[edge]])
             done = edge + 1
         return nodes
 
     def _prices(self, place: Place, order: ActorOrder) -> tuple[list[Parts], list[Parts]]:
-        """What the replica spends on a whole microbatch and on its last one, by way; notes what it spends in all."""
+        """What the replica spends on a whole microbatch and on its last one, by operation; notes what it spends in
+        all."""
         spec = self.layout.replica(*place)
         num_microbatches = load_alone(spec).num_microbatches
         short = spec.samples - spec.micro_batch * (num_microbatches - 1)
         last = self._passes(place, order, short)
         full = last if short == spec.micro_batch else self._passes(place, order, spec.micro_batch)
         sums = [
-            sum((num_microbatches - 1) * whole[chunk] + own[chunk] for whole, own in zip(full, last, strict=True))
-            for chunk in range(3)
+            sum((num_microbatches - 1) * whole[part] + own[part] for whole, own in zip(full, last, strict=True))
+            for part in range(3)
         ]
         self.spent[place] = Parts(*sums)
         return full, last
 
     def _passes(self, place: Place, order: ActorOrder, samples: int) -> list[Parts]:
-        """What a microbatch takes, by way."""
+        """What a microbatch takes, by operation."""
         portions = self.costs.state.portions[place[0]]
         costs = [self.costs.microbatch(*place, samples, own if len(portions) > 1 else None) for own in portions]
         return [costs[chunk][PASSES[kind]] for kind, chunk in order.computing]
@@ -136,29 +137,31 @@ class Compute:
     def _wire(self) -> None:
         """A microbatch waits for those of the chunk before (backward: behind) that overlap it, where another stage ran
         them."""
-        for above, below in pairwise((unit.stage, unit.chunk) for unit in self.layout.units):
+        for above, below in pairwise((chunk.stage, chunk.chunk) for chunk in self.layout.model_chunks):
             if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
-                own = crossing(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
-                costs = [self.costs.boundary(above[0], *sort, below[0]) for sort in own.sorts]
-                seconds = [costs[sort] for sort in own.sort_of]
+                own = stage_overlap(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
+                costs = [self.costs.boundary(above[0], *pair, below[0]) for pair in own.pairs]
+                seconds = [costs[pair] for pair in own.pair_of]
                 rows = [Rows(*columns) for columns in zip((own.above, own.below), own.firsts, own.others, strict=True)]
                 self._link(Kind.FORWARD, above, rows[0], below, rows[1], seconds)
                 self._link(Kind.BACKWARD, below, rows[1], above, rows[0], seconds)
 
-    def _link(self, kind: Kind, giving: Unit, givers: Rows, taking: Unit, takers: Rows, seconds: list[float]) -> None:
-        """Lets a unit's microbatches wait for those of another that share samples with them."""
-        nodes, waiting, programme = self._nodes(kind, *giving), self._nodes(kind, *taking), self.programme
+    def _link(
+        self, kind: Kind, giving: ChunkPlace, givers: Rows, taking: ChunkPlace, takers: Rows, seconds: list[float]
+    ) -> None:
+        """Lets a chunk's microbatches wait for those of another that share samples with them."""
+        nodes, waiting, graph = self._nodes(kind, *giving), self._nodes(kind, *taking), self.graph
         if (early := self._earlies(kind, *giving)) is not None:
             seconds = [under_way - early[giver] for giver, under_way in zip(givers.places, seconds, strict=True)]
         others: Iterable[int] = takers.others
         if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
             others = range(len(seconds))
         else:
-            sources, under_way = programme.sources, programme.under_way
+            sources, under_way = graph.sources, graph.under_way
             for node, row in zip(waiting, takers.firsts, strict=True):
                 sources[node], under_way[node] = nodes[givers.places[row]], seconds[row]
         for row in others:
-            programme.needs[waiting[takers.places[row]]].append((nodes[givers.places[row]], seconds[row]))
+            graph.needs[waiting[takers.places[row]]].append((nodes[givers.places[row]], seconds[row]))
 
     def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
         """The node of each of a stage's microbatches, in order of the sample axis."""

@@ -12,7 +12,7 @@ from time import monotonic
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.memory.ranks import memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate.world import EmulatedWorld
 from hethub.runtime.measure.rank_times import RankTimes
@@ -38,7 +38,7 @@ class EmulatedPace(Pace):
         self._world, self._spec, self._profile = world, spec, profile
         costs = PlanCosts(layout, HETHUB, packaged(), profile)
         self._times = RankTimes(costs, layout.assignments[world.rank], spec.slowdown.get(world.rank, 1.0))
-        self._memory = memory(layout)[world.rank]
+        self._memory = rank_memory(layout)[world.rank]
         self._samples = 0
         self._host_copies_end = 0.0
         self._real: dict[Kind, float] = {}

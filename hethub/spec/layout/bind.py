@@ -11,6 +11,7 @@ from hethub.spec.layout.tensors import RankShares, rank_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import Range
+from hethub.spec.schedule.in_flight import even_limits, in_flight_limits, is_even, is_regular
 from hethub.spec.schedule.interleaved import interleave, interleave_regular, most_held
 from hethub.spec.schedule.microbatches import (
     Load,
@@ -19,15 +20,11 @@ from hethub.spec.schedule.microbatches import (
     Transfer,
     as_one_replica,
     deal,
-    even_limits,
-    in_flight_limits,
-    is_even,
-    is_regular,
     load_alone,
     loads,
     rounds,
     transfers,
-)  # fmt: skip
+)
 from hethub.spec.schedule.orders import ActorOrder
 
 
@@ -40,7 +37,7 @@ class Assignment(NamedTuple):
     position: int  # within the replica
 
 
-class Unit(NamedTuple):
+class ModelChunk(NamedTuple):
     """A chunk of a stage: the layers that one forward or backward of it runs."""
 
     stage: int
@@ -49,10 +46,10 @@ class Unit(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """Two neighbouring units on different stages and what one hands to the other; gradients go the other way."""
+    """Two neighbouring model chunks on different stages and what one hands to the other; gradients go the other way."""
 
-    source: Unit
-    target: Unit
+    source: ModelChunk
+    target: ModelChunk
     transfers: tuple[Transfer, ...]
 
 
@@ -226,34 +223,34 @@ class Layout:
         return tuple(Range(layer, layer + 1) for chunk in chunks for layer in range(*chunk))
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def model_chunks(self) -> tuple[ModelChunk, ...]:
         """All chunks of all stages in the order in which a sample passes them."""
         found = [
-            Unit(stage, chunk, layers)
+            ModelChunk(stage, chunk, layers)
             for stage in range(self.num_stages)
             for chunk, layers in enumerate(self.chunks(stage))
         ]
-        return tuple(sorted(found, key=lambda unit: unit.layers))
+        return tuple(sorted(found, key=lambda chunk: chunk.layers))
 
-    def chunk_beside(self, stage: int, chunk: int, way: Literal[-1, 1]) -> Unit | None:
-        """The unit that samples pass before (-1) or after (1) a chunk of a stage; None at the model's ends."""
-        index = self._unit_index[stage, chunk] + way
-        return self.units[index] if 0 <= index < len(self.units) else None
+    def chunk_beside(self, stage: int, chunk: int, direction: Literal[-1, 1]) -> ModelChunk | None:
+        """The model chunk that samples pass before (-1) or after (1) a chunk of a stage; None at the model's ends."""
+        index = self._chunk_index[stage, chunk] + direction
+        return self.model_chunks[index] if 0 <= index < len(self.model_chunks) else None
 
     @cached_property
-    def _unit_index(self) -> dict[tuple[int, int], int]:
-        return {(unit.stage, unit.chunk): index for index, unit in enumerate(self.units)}
+    def _chunk_index(self) -> dict[tuple[int, int], int]:
+        return {(chunk.stage, chunk.chunk): index for index, chunk in enumerate(self.model_chunks)}
 
     @cached_property
     def boundaries(self) -> tuple[Boundary, ...]:
         """The places where samples pass from one stage to another (back to the first one too, between chunks)."""
         found: list[Boundary] = []
         first_tag = 0
-        for source, target in pairwise(self.units):
+        for source, target in pairwise(self.model_chunks):
             if source.stage != target.stage:
-                crossing = transfers(self.microbatches[source.stage], self.microbatches[target.stage], first_tag)
-                found.append(Boundary(source, target, tuple(crossing)))
-                first_tag += len(crossing)
+                handed = transfers(self.microbatches[source.stage], self.microbatches[target.stage], first_tag)
+                found.append(Boundary(source, target, tuple(handed)))
+                first_tag += len(handed)
         return tuple(found)
 
     @property

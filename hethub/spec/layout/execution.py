@@ -1,6 +1,6 @@
 """Schedules: pure functions from a layout to every replica's ordered actions, and a proof that they can finish.
 
-One schedule, two interpreters: the predictor's simulator replays it against costs, the runtime's executor runs it.
+One schedule, two interpreters: the predictor replays it against costs, the runtime's executor runs it.
 What both may rely on:
 
 - `schedule(layout)` is the one source of order: a rank runs its replica's list from front to back.
@@ -91,12 +91,12 @@ def dependencies(layout: Layout, action: Action) -> list[Action]:
     """The actions on other stages that must have ended before this one can start; none where it has no microbatch."""
     if action.microbatch is None or action.kind not in (Kind.FORWARD, Kind.BACKWARD):
         return []
-    unit = layout.chunk_beside(action.stage, action.chunk, -1 if action.kind is Kind.FORWARD else 1)
-    if unit is None or unit.stage == action.stage:
+    beside = layout.chunk_beside(action.stage, action.chunk, -1 if action.kind is Kind.FORWARD else 1)
+    if beside is None or beside.stage == action.stage:
         return []
-    num_chunks = len(layout.chunks(unit.stage))
-    others = overlapping(layout.microbatches[unit.stage], action.microbatch.samples)
-    return [Action(action.kind, unit.stage, other, unit.chunk, num_chunks) for other in others]
+    num_chunks = len(layout.chunks(beside.stage))
+    others = overlapping(layout.microbatches[beside.stage], action.microbatch.samples)
+    return [Action(action.kind, beside.stage, other, beside.chunk, num_chunks) for other in others]
 
 
 def execution_order(layout: Layout) -> list[tuple[int, int, Action]]:

@@ -1,6 +1,6 @@
 """The tensors of a Llama by their Hugging Face names, and how a replica's ranks share each of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -123,9 +123,21 @@ def rank_shares(model: ModelSpec, replica: ReplicaSpec, place: str) -> list[Rank
     With more ranks than KV heads (equal shares only), neighbouring ranks hold the same KV head and each a part of its
     queries. `place` names the replica in errors. Raises BadInput where heads do not divide.
     """
-    tp, kv_heads = replica.tp, model.num_kv_heads
-    shares = replica.tensor_shares or (1,) * tp
     _check_heads_divide(model, replica, place)
+    result = tensor_parallel_shares(model, replica.tp, replica.tensor_shares)
+    for rank, held in zip(replica.ranks, result, strict=True):
+        if not all(held):
+            raise BadInput(
+                f"{place}: tensor_shares {list(replica.tensor_shares or (1,) * replica.tp)} leave rank {rank} without a part of the "
+                f"{model.num_kv_heads} key-value heads, the ffn columns or the vocabulary; raise its share or take the rank out of the "
+                "replica."
+            )
+    return result
+
+
+def tensor_parallel_shares(model: ModelSpec, tp: int, tensor_shares: Sequence[float] | None) -> list[RankShares]:
+    """As `rank_shares`, for any replica of `tp` ranks whose heads are known to divide."""
+    kv_heads, shares = model.num_kv_heads, tensor_shares or (1,) * tp
     ffn, vocab = split_by_shares(model.ffn, shares, _unit(model.ffn, tp)), split_by_shares(model.vocab, shares)
     if tp > kv_heads:
         query = split(model.heads, tp)
@@ -134,14 +146,7 @@ def rank_shares(model: ModelSpec, replica: ReplicaSpec, place: str) -> list[Rank
         kv = split_by_shares(kv_heads, shares)
         per_group = model.heads // kv_heads
         query = [Range(r.start * per_group, r.stop * per_group) for r in kv]
-    result = [RankShares(*each) for each in zip(query, kv, ffn, vocab, strict=True)]
-    for rank, held in zip(replica.ranks, result, strict=True):
-        if not all(held):
-            raise BadInput(
-                f"{place}: tensor_shares {list(shares)} leave rank {rank} without a part of the {kv_heads} key-value heads, the ffn "
-                "columns or the vocabulary; raise its share or take the rank out of the replica."
-            )
-    return result
+    return [RankShares(*each) for each in zip(query, kv, ffn, vocab, strict=True)]
 
 
 def _check_heads_divide(model: ModelSpec, replica: ReplicaSpec, place: str) -> None:

@@ -1,7 +1,7 @@
 """Interleaved 1F1B: stages of several chunks, every chunk a station of its own on a sample's way.
 
 Where all replicas are alike and have a microbatch per stage the order is Megatron's (arXiv 2104.04473, §2.2). Anywhere
-else it comes from a run on paper (hethub.spec.schedule.list_schedule).
+else it comes from a list schedule (hethub.spec.schedule.list_schedule).
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from hethub.spec.errors import BadInput
 from hethub.spec.plan import PlanSpec
 from hethub.spec.ranges import split
 from hethub.spec.schedule.actions import Kind
+from hethub.spec.schedule.in_flight import asked_in_flight
 from hethub.spec.schedule.list_schedule import ListSchedule, depth
-from hethub.spec.schedule.microbatches import Microbatching, asked_in_flight, deal, load_alone
+from hethub.spec.schedule.microbatches import Microbatching, deal, load_alone
 from hethub.spec.schedule.orders import ActorOrder, listed, updated_once
 
 
@@ -54,7 +55,7 @@ def interleave_regular(plan: PlanSpec) -> list[list[ActorOrder]]:
 def most_held(order: ActorOrder) -> int:
     """The most passes that have run forward and not yet backward."""
     gains = [{Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0) for kind, _ in order.computing + order.updating]
-    return max(accumulate(gains[way] for way in order.way_of))
+    return max(accumulate(gains[operation] for operation in order.operation_of))
 
 
 def _megatron(plan: PlanSpec, stage: int, num_microbatches: int) -> ActorOrder:
@@ -69,11 +70,11 @@ def _megatron(plan: PlanSpec, stage: int, num_microbatches: int) -> ActorOrder:
     groups = split(num_microbatches, num_microbatches // stages)
     total = num_microbatches * chunks
     warm = min(int(depth(stage, stages, 1, groups[0].size, chunks)), total)
-    ways = [chunk for own in groups for chunk in range(chunks) for _ in range(own.size)]
+    forwards = [chunk for own in groups for chunk in range(chunks) for _ in range(own.size)]
     microbatches = [index for own in groups for _ in range(chunks) for index in range(*own)]
-    back = [2 * chunks - 1 - chunk for chunk in ways]
+    back = [2 * chunks - 1 - chunk for chunk in forwards]
     computing = tuple((kind, chunk) for kind in (Kind.FORWARD, Kind.BACKWARD) for chunk in range(chunks))
-    return updated_once(computing, _warmed(ways, back, warm), _warmed(microbatches, microbatches, warm))
+    return updated_once(computing, _warmed(forwards, back, warm), _warmed(microbatches, microbatches, warm))
 
 
 def _warmed(forwards: list[int], backwards: list[int], warm: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Interleaved chunks run on paper: every actor's order of passes, for microbatches and replicas of any kind.
+"""List schedule of interleaved chunks: every actor's order of passes, for microbatches and replicas of any kind.
 
 An actor works through its samples in the same time as any other, backward twice as long as forward; that is all the
-time there is in it, so the order is a function of the plan alone. Having run once, it cannot deadlock.
+time there is in it, so the order is a function of the plan alone. Having run once so, it cannot deadlock.
 """
 
 import heapq
@@ -11,15 +11,16 @@ from collections.abc import Iterator, Sequence
 
 from hethub.spec.plan import PlanSpec
 from hethub.spec.schedule.actions import Kind, Pass
-from hethub.spec.schedule.microbatches import Load, Microbatching, asked_in_flight, loads
+from hethub.spec.schedule.in_flight import asked_in_flight
+from hethub.spec.schedule.microbatches import Load, Microbatching, loads
 
 Step = tuple[Kind, int, int]  # what is done at which station to which of its stage's microbatches
 
 
-def depth(stage: int, num_stages: int, per_stage: float, per_wave: float, num_chunks: int) -> float:
+def depth(stage: int, num_stages: int, per_stage: float, per_microstep: float, num_chunks: int) -> float:
     """Forwards that Megatron runs before a stage's first backward, for so many microbatches per stage of the
     pipeline."""
-    return (num_stages - stage - 1) * 2 * per_stage + (num_chunks - 1) * per_wave
+    return (num_stages - stage - 1) * 2 * per_stage + (num_chunks - 1) * per_microstep
 
 
 class _Actor:
@@ -29,17 +30,17 @@ class _Actor:
         self.limit, self.held = limit, 0
         self.ticks = ticks  # of one sample in one layer, forward
         self.busy = False
-        self.line: list[tuple[int, int, int]] = []  # forwards to come, as (wave, station, microbatch), a heap
+        self.line: list[tuple[int, int, int]] = []  # forwards to come, as (microstep, station, microbatch), a heap
         self.gone: set[tuple[int, int, int]] = set()  # those of them that ran out of line
         self.ready: set[tuple[int, int, int]] = set()  # those of them that could run
-        self.backwards: list[tuple[int, int, int]] = []  # (wave, -station, microbatch) that could run, a heap
+        self.backwards: list[tuple[int, int, int]] = []  # (microstep, -station, microbatch) that could run, a heap
         self.order: list[Pass] = []
 
 
 class ListSchedule:
     """All actors at once: the next forward in line if it could run and there is room for it, else a backward.
 
-    Forwards stand in line as Megatron has them: waves of microbatches, about as many as there are stages, pass one
+    Forwards stand in line as Megatron has them: microsteps of microbatches, about as many as there are stages, pass one
     chunk after the other. `microbatchings` are the stages' microbatches, those of an actor under its number.
     """
 
@@ -48,7 +49,7 @@ class ListSchedule:
         self.stations = self.stages * plan.num_chunks  # (chunk, stage) in the order in which a sample passes them
         work = [loads(own) for own in microbatchings]
         self.abreast = max(sum(load.largest for load in actors) for actors in work)  # samples that a stage has at once
-        self.num_waves = max(1, plan.global_batch // (self.stages * self.abreast))
+        self.num_microsteps = max(1, plan.global_batch // (self.stages * self.abreast))
         ticks = math.lcm(
             *(load.samples * plan.stages[s].num_layers for s, actors in enumerate(work) for load in actors)
         )
@@ -64,12 +65,12 @@ class ListSchedule:
         self.awake = {actor: None for actors in self.actors for actor in actors}  # those that may have something to do
         self._queue()
 
-    def _overlaps(self, way: int) -> list[list[list[int]]]:
+    def _overlaps(self, direction: int) -> list[list[list[int]]]:
         """Per stage and microbatch, the microbatches of the stage before (-1) or after (1) it that share samples with
         it."""
         found = []
         for stage, own in enumerate(self.microbatchings):
-            other = self.microbatchings[(stage + way) % self.stages]
+            other = self.microbatchings[(stage + direction) % self.stages]
             found.append(
                 [
                     list(range(bisect_left(other.stops, start + 1), bisect_left(other.starts, stop)))
@@ -84,7 +85,7 @@ class ListSchedule:
             return asked
         per_batch = load.samples / load.largest  # microbatches of the actor
         per_stage = per_batch * self.abreast / self.plan.global_batch
-        least = depth(stage, self.stages, per_stage, per_batch / self.num_waves, self.plan.num_chunks)
+        least = depth(stage, self.stages, per_stage, per_batch / self.num_microsteps, self.plan.num_chunks)
         return max(1, math.ceil(least + per_stage))
 
     def _queue(self) -> None:
@@ -105,7 +106,7 @@ class ListSchedule:
 
     def _rank(self, station: int, n: int) -> tuple[int, int, int]:
         start = self.microbatchings[station % self.stages].starts[n]
-        return start * self.num_waves // self.plan.global_batch, station, n
+        return start * self.num_microsteps // self.plan.global_batch, station, n
 
     def run(self) -> list[list[list[Pass]]]:
         """Every actor's passes in the order in which they ran."""
@@ -181,9 +182,9 @@ class ListSchedule:
         self.lacks[kind, station, n] -= 1
         if self.lacks[kind, station, n]:
             return
-        actor, (wave, _, _) = self._actor(station, n), self._rank(station, n)
+        actor, (microstep, _, _) = self._actor(station, n), self._rank(station, n)
         self.awake[actor] = None
         if kind is Kind.FORWARD:
             actor.ready.add(self._rank(station, n))
         else:
-            heapq.heappush(actor.backwards, (wave, -station, n))
+            heapq.heappush(actor.backwards, (microstep, -station, n))

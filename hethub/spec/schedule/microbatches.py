@@ -1,16 +1,14 @@
-"""Microbatches: how a stage's micro-batches lie on the sample axis, who needs whom, and how many must be in flight."""
+"""Microbatches: how a stage's micro-batches lie on the sample axis, and which of two stages share samples."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise, repeat
+from functools import lru_cache
+from itertools import accumulate, pairwise, repeat
 from operator import sub, truediv
 from typing import Any, NamedTuple
 
-from hethub.spec.errors import BadInput
-from hethub.spec.plan import PlanSpec, ReplicaSpec
+from hethub.spec.plan import ReplicaSpec
 from hethub.spec.ranges import Range, overlap
 
 
@@ -53,16 +51,16 @@ def deal(replicas: Sequence[ReplicaSpec]) -> Microbatching:
     sorted, ties as listed, are the order of dealing. Unlike fractions with denominators up to 2**24 round to unlike
     floats.
     """
-    return _dealt(_sizes(replicas))
+    return deal_sizes(sizes_of(replicas))
 
 
-def _sizes(replicas: Sequence[ReplicaSpec]) -> tuple[tuple[int, int], ...]:
+def sizes_of(replicas: Sequence[ReplicaSpec]) -> tuple[tuple[int, int], ...]:
     """Micro-batch and samples of each replica."""
     return tuple([(replica.micro_batch, replica.samples) for replica in replicas])
 
 
 @lru_cache(maxsize=64)  # a search asks for few of them again and again
-def _dealt(replicas: tuple[tuple[int, int], ...]) -> Microbatching:
+def deal_sizes(replicas: tuple[tuple[int, int], ...]) -> Microbatching:
     most = max(map(max, replicas))
     fraction: Any = truediv if most < 2**24 else Fraction
     turns: list[Any] = []
@@ -139,15 +137,15 @@ def transfers(
     sources: Sequence[MicrobatchRange], targets: Sequence[MicrobatchRange], first_tag: int = 0
 ) -> list[Transfer]:
     """What crosses one stage boundary, in axis order: the overlaps of both microbatchings and nothing else."""
-    crossing: list[Transfer] = []
+    found: list[Transfer] = []
     s = t = 0
     while s < len(sources):
         source, target = sources[s], targets[t]
         shared = overlap(source.samples, target.samples)
-        crossing.append(Transfer(source, target, shared, first_tag + len(crossing)))
+        found.append(Transfer(source, target, shared, first_tag + len(found)))
         s += shared.stop == source.samples.stop
         t += shared.stop == target.samples.stop
-    return crossing
+    return found
 
 
 def overlaps(above: Microbatching, below: Microbatching) -> tuple[list[int], list[int], list[int]]:
@@ -169,34 +167,34 @@ def overlaps(above: Microbatching, below: Microbatching) -> tuple[list[int], lis
     return firsts, seconds, samples
 
 
-class Overlaps(NamedTuple):
+class StageOverlap(NamedTuple):
     """What two stages' microbatches share, as columns: the microbatches' places on the axis, and what they have in
     common with others."""
 
     above: list[int]
     below: list[int]
-    sorts: list[tuple[int, int, int]]  # replica above, replica below, how many samples
-    sort_of: list[int]
+    pairs: list[tuple[int, int, int]]  # the unlike ones: replica above, replica below, how many samples
+    pair_of: list[int]
     firsts: tuple[list[int], list[int]]  # of each microbatch above, and of each one below, its first row
     others: tuple[list[int], list[int]]  # all other rows
 
 
-def crossing(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> Overlaps:
+def stage_overlap(above: Sequence[ReplicaSpec], below: Sequence[ReplicaSpec]) -> StageOverlap:
     """What the microbatches of two stages share."""
-    return _crossing(_sizes(above), _sizes(below))
+    return _stage_overlap(sizes_of(above), sizes_of(below))
 
 
 @lru_cache(maxsize=64)
-def _crossing(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], ...]) -> Overlaps:
-    sources, targets = _dealt(above), _dealt(below)
+def _stage_overlap(above: tuple[tuple[int, int], ...], below: tuple[tuple[int, int], ...]) -> StageOverlap:
+    sources, targets = deal_sizes(above), deal_sizes(below)
     givers, takers, samples = overlaps(sources, targets)
-    sorts: dict[tuple[int, int, int], int] = {}
+    pairs: dict[tuple[int, int, int], int] = {}
     between = zip(
         map(sources.replicas.__getitem__, givers), map(targets.replicas.__getitem__, takers), samples, strict=True
     )
-    sort_of = [sorts.setdefault(sort, len(sorts)) for sort in between]
+    pair_of = [pairs.setdefault(pair, len(pairs)) for pair in between]
     firsts, others = zip(*(_firsts(places) for places in (givers, takers)), strict=True)
-    return Overlaps(givers, takers, list(sorts), sort_of, firsts, others)
+    return StageOverlap(givers, takers, list(pairs), pair_of, firsts, others)
 
 
 def _firsts(places: list[int]) -> tuple[list[int], list[int]]:
@@ -205,179 +203,3 @@ def _firsts(places: list[int]) -> tuple[list[int], list[int]]:
     for row, (before, place) in enumerate(pairwise(places), start=1):
         (others if before == place else firsts).append(row)
     return firsts, others
-
-
-def is_even(plan: PlanSpec) -> bool:
-    """Whether all replicas of all stages are equal in load, and those of a stage in what they may hold."""
-    sizes = {(r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
-    counts = {len(stage.replicas) for stage in plan.stages}
-    held = all(len({r.in_flight for r in stage.replicas}) == 1 for stage in plan.stages)
-    return len(sizes) == len(counts) == 1 and held
-
-
-def is_regular(plan: PlanSpec) -> bool:
-    """Whether it is even and says nowhere how many microbatches are held."""
-    return is_even(plan) and not any(stage.replicas[0].in_flight for stage in plan.stages)
-
-
-def even_limits(plan: PlanSpec) -> list[list[int]]:
-    """As `in_flight_limits` for an even plan, without its microbatches: one replica of each stage stands for all."""
-    limits: list[int] = []
-    num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
-    waits = waits_below = (
-        0  # microbatches that must have run forward above, for the stage below and for the one after it
-    )
-    for stage in range(len(plan.stages) - 1, -1, -1):
-        default = max(waits_below, min(limits[0] + 1, num_microbatches)) if limits else 1
-        asked = asked_in_flight(plan, stage)[0]
-        limits.insert(0, _granted(asked, max(1, waits), default, num_microbatches))
-        waits, waits_below = max(limits[0], waits), waits
-    return [
-        [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
-        for index, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
-    ]
-
-
-def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
-    """Per stage and actor, how many microbatches it may hold before their backward under 1F1B.
-
-    An actor is a replica, or all of them where the stage runs in rounds.
-
-    A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
-    sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
-    replica's own microbatches, from a backward to the forwards it waits for cannot deadlock (one less nearly always
-    does). The default lets the replica below find one more microbatch ready. Raises BadInput where the plan gives less
-    than that distance.
-    """
-    stages = _stacked(plan)
-    for stage in reversed(stages):
-        stage.check()
-    return [list(stage.limits) for stage in stages]
-
-
-def raised_limits(plan: PlanSpec) -> list[list[int]]:
-    """As `in_flight_limits`, with the default wherever the plan gives too few."""
-    return [list(stage.limits) for stage in _stacked(plan)]
-
-
-def _stacked(plan: PlanSpec) -> list["_Stage"]:
-    """The plan's stages, each over those below it."""
-    found: list[_Stage] = []
-    for index in range(len(plan.stages) - 1, -1, -1):
-        sizes, asked = _sizes(plan.stages[index].replicas), tuple(asked_in_flight(plan, index))
-        found.insert(0, _over(found[0] if found else None, sizes, plan.runs_in_rounds(index), asked))
-    return found
-
-
-def _granted(asked: tuple[int | None, str], least: int, default: int, num_microbatches: int) -> int:
-    """Microbatches that an actor may hold: those asked for, with the place that asks; else the default. Raises
-    BadInput."""
-    _check_asked(asked, least, default)
-    given, _ = asked
-    return min(default if given is None else given, num_microbatches)
-
-
-def _check_asked(asked: tuple[int | None, str], least: int, default: int) -> None:
-    """Raises BadInput where an actor is asked to hold fewer microbatches than it must."""
-    given, place = asked
-    if given is not None and given < least:
-        raise BadInput(
-            f"{place}.in_flight is {given}, but a microbatch's backward waits for {least} of this replica's forwards; give at least "
-            f"{least}, or remove it for the default of {default}."
-        )
-
-
-def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
-    """Per actor of a stage, the in_flight that the plan gives and where it does. Together, the smallest one counts."""
-    given = [
-        (replica.in_flight, f"stages[{stage}].replicas[{position}]")
-        for position, replica in enumerate(plan.stages[stage].replicas)
-    ]
-    if not plan.runs_in_rounds(stage):
-        return given
-    return [min(given, key=lambda one: one[0] or math.inf)]
-
-
-def places(microbatching: Microbatching, num_actors: int) -> list[list[int]]:
-    """Where on the axis each actor's own microbatches are."""
-    found: list[list[int]] = [[] for _ in range(num_actors)]
-    for place, actor in enumerate(microbatching.replicas):
-        found[actor].append(place)
-    return found
-
-
-class _Stage:
-    """A stage over those below it: what its actors may hold, and what the stage above waits for."""
-
-    def __init__(
-        self, below: "_Stage | None", microbatching: Microbatching, asked: tuple[tuple[int | None, str], ...]
-    ) -> None:
-        self.microbatching, self.asked, self._owned = microbatching, asked, places(microbatching, len(asked))
-        if below is None:
-            self._needed = [0] * len(microbatching.stops)
-            self._least = self._default = [1] * len(asked)
-        else:
-            self._needed = below.needed(microbatching, below.frontier)
-            self._least = _distances(self._owned, self._needed)
-            self._default = _distances(self._owned, below.needed(microbatching, below.roomy))
-        usual = zip(asked, self._least, self._default, map(len, self._owned), strict=True)
-        self.limits = [
-            min(given if given and given >= least else default, most) for (given, _), least, default, most in usual
-        ]
-
-    def check(self) -> None:
-        """Raises BadInput where fewer microbatches are asked for than there must be."""
-        for one in zip(self.asked, self._least, self._default, strict=True):
-            _check_asked(*one)
-
-    @cached_property
-    def frontier(self) -> list[int]:
-        """Per microbatch, up to which sample forwards are listed before its backward."""
-        return _listed(self.microbatching, self._owned, self.limits, self._needed)
-
-    @cached_property
-    def roomy(self) -> list[int]:
-        """The same with one more microbatch per replica."""
-        return _listed(self.microbatching, self._owned, [limit + 1 for limit in self.limits], self._needed)
-
-    def needed(self, above: Microbatching, frontier: Sequence[int]) -> list[int]:
-        """How many microbatches of the stage above, counted along the axis, must have run forward before each one's
-        backward can end, where so much of the axis is listed before the backwards below."""
-        if above.stops != self.microbatching.stops:
-            behind = map(
-                bisect_left, repeat(self.microbatching.starts), above.stops
-            )  # the number of microbatches that start before
-            frontier = [frontier[number - 1] for number in behind]
-        return list(map(bisect_left, repeat(above.starts), frontier))
-
-
-@lru_cache(maxsize=256)  # plans of a search differ in a stage or two, and in layers more often than in microbatches
-def _over(
-    below: _Stage | None, sizes: tuple[tuple[int, int], ...], in_rounds: bool, asked: tuple[tuple[int | None, str], ...]
-) -> _Stage:
-    """The stage of these replicas and actors over those below it."""
-    microbatching = _dealt(sizes)
-    return _Stage(below, as_one_replica(microbatching) if in_rounds else microbatching, asked)
-
-
-def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
-    """Per actor, the most of its own microbatches, counted from one of them, among those needed for its backward."""
-    found = []
-    for own in owned:
-        reached = map(bisect_left, repeat(own), [needed[place] for place in own])
-        found.append(max(1, *map(sub, reached, range(len(own)))))
-    return found
-
-
-def _listed(
-    microbatching: Microbatching, owned: Sequence[list[int]], limits: Sequence[int], needed: Sequence[int]
-) -> list[int]:
-    """Per microbatch, up to which sample forwards are listed before its backward, or the backwards that it waits
-    for."""
-    stops = microbatching.stops
-    ahead = []  # by actor, where the last of as many microbatches as it holds is
-    for own, limit in zip(owned, limits, strict=True):
-        ahead.append(chain(own[limit - 1 :], repeat(own[-1])))
-    listed = map(next, map(ahead.__getitem__, microbatching.replicas))
-    waits = [number - 1 for number in needed]
-    return [stops[place] for place in accumulate(map(max, waits, listed), max)]

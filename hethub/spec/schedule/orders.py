@@ -9,47 +9,50 @@ from hethub.spec.schedule.actions import UPDATE, Kind, Pass
 
 NO_MICROBATCH = -1  # index of what is done once for all microbatches
 
-Way = tuple[Kind, int]  # what is done, and in which chunk of the stage
+Operation = tuple[Kind, int]  # what is done, and in which chunk of the stage
 
 
 @dataclass(frozen=True, eq=False)
 class ActorOrder:
-    """What an actor does in a step, in order, as columns. All actors that go the same way may share one."""
+    """What an actor does in a step, in order, as columns. All actors that do the same may share one."""
 
-    computing: tuple[Way, ...]
-    updating: tuple[Way, ...]
-    way_of: list[int]  # by position; those of `updating` count behind those of `computing`
+    computing: tuple[Operation, ...]
+    updating: tuple[Operation, ...]
+    operation_of: list[int]  # by position; those of `updating` count behind those of `computing`
     index_of: list[int]  # by position, which of the actor's microbatches
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The entries one by one."""
-        ways = self.computing + self.updating
-        return tuple(Pass(*ways[way], index) for way, index in zip(self.way_of, self.index_of, strict=True))
+        operations = self.computing + self.updating
+        return tuple(
+            Pass(*operations[operation], index)
+            for operation, index in zip(self.operation_of, self.index_of, strict=True)
+        )
 
     @cached_property
-    def positions(self) -> dict[Way, list[int]]:
-        """By way of computing, where in the order each of the actor's microbatches goes it."""
-        found = [[0] * self.way_of.count(way) for way in range(len(self.computing))]
-        for position, (way, index) in enumerate(zip(self.way_of, self.index_of, strict=True)):
+    def positions(self) -> dict[Operation, list[int]]:
+        """By computing operation, where in the order each of the actor's microbatches has it."""
+        found = [[0] * self.operation_of.count(operation) for operation in range(len(self.computing))]
+        for position, (operation, index) in enumerate(zip(self.operation_of, self.index_of, strict=True)):
             if index != NO_MICROBATCH:
-                found[way][index] = position
+                found[operation][index] = position
         return dict(zip(self.computing, found, strict=True))
 
     @cached_property
-    def updates(self) -> dict[Way, int]:
+    def updates(self) -> dict[Operation, int]:
         """The position of each update."""
         first = len(self.computing)
-        return {way: self.way_of.index(first + number) for number, way in enumerate(self.updating)}
+        return {operation: self.operation_of.index(first + number) for number, operation in enumerate(self.updating)}
 
     @cached_property
-    def spans(self) -> dict[Way, tuple[int, int]]:
-        """By way of computing, its first and last position."""
-        return {way: (min(own), max(own)) for way, own in self.positions.items()}
+    def spans(self) -> dict[Operation, tuple[int, int]]:
+        """By computing operation, its first and last position."""
+        return {operation: (min(own), max(own)) for operation, own in self.positions.items()}
 
     @cached_property
     def edges(self) -> list[int]:
-        """The positions of updates, and of each way's first and last entry, in order."""
+        """The positions of updates, and of each operation's first and last entry, in order."""
         return sorted({*self.updates.values(), *(edge for span in self.spans.values() for edge in span)})
 
 
@@ -63,28 +66,28 @@ def pipelined(num_microbatches: int, in_flight: int, deferred_wgrad: int | None)
     them.
     """
     computing = ((Kind.FORWARD, 0), (Kind.BACKWARD, 0)) + (((Kind.WEIGHT, 0),) if deferred_wgrad is not None else ())
-    way_of, index_of = [0] * min(in_flight, num_microbatches), list(range(min(in_flight, num_microbatches)))
+    operation_of, index_of = [0] * min(in_flight, num_microbatches), list(range(min(in_flight, num_microbatches)))
     for index in range(num_microbatches):
-        way_of.append(1)
+        operation_of.append(1)
         index_of.append(index)
         if deferred_wgrad is not None and index >= deferred_wgrad:
-            way_of.append(2)
+            operation_of.append(2)
             index_of.append(index - deferred_wgrad)
         if index + in_flight < num_microbatches:
-            way_of.append(0)
+            operation_of.append(0)
             index_of.append(index + in_flight)
     if deferred_wgrad is not None:
         left = range(max(0, num_microbatches - deferred_wgrad), num_microbatches)
-        way_of += [2] * len(left)
+        operation_of += [2] * len(left)
         index_of += left
-    return updated_once(computing, way_of, index_of)
+    return updated_once(computing, operation_of, index_of)
 
 
-def updated_once(computing: tuple[Way, ...], way_of: list[int], index_of: list[int]) -> ActorOrder:
+def updated_once(computing: tuple[Operation, ...], operation_of: list[int], index_of: list[int]) -> ActorOrder:
     """The order with one update of all chunks behind it; takes both lists."""
-    way_of += range(len(computing), len(computing) + len(UPDATE))
+    operation_of += range(len(computing), len(computing) + len(UPDATE))
     index_of += [NO_MICROBATCH] * len(UPDATE)
-    return ActorOrder(computing, tuple((kind, 0) for kind in UPDATE), way_of, index_of)
+    return ActorOrder(computing, tuple((kind, 0) for kind in UPDATE), operation_of, index_of)
 
 
 @lru_cache(maxsize=256)
@@ -96,22 +99,22 @@ def chunk_by_chunk(num_microbatches: int, num_chunks: int, steps_chunk_by_chunk:
     computing = tuple(zip(kinds, chunks, strict=True))
     microbatches = list(range(num_microbatches))
     if not steps_chunk_by_chunk:
-        way_of = [way for way in range(2 * num_chunks) for _ in microbatches]
-        return updated_once(computing, way_of, microbatches * (2 * num_chunks))
+        operation_of = [operation for operation in range(2 * num_chunks) for _ in microbatches]
+        return updated_once(computing, operation_of, microbatches * (2 * num_chunks))
     updating = tuple((kind, chunk) for chunk in chunks[num_chunks:] for kind in UPDATE)
-    way_of = [way for way in range(num_chunks) for _ in microbatches]
+    operation_of = [operation for operation in range(num_chunks) for _ in microbatches]
     index_of = microbatches * num_chunks
     for turn in range(num_chunks):
-        way_of += [num_chunks + turn] * num_microbatches
-        way_of += range(2 * num_chunks + turn * len(UPDATE), 2 * num_chunks + (turn + 1) * len(UPDATE))
+        operation_of += [num_chunks + turn] * num_microbatches
+        operation_of += range(2 * num_chunks + turn * len(UPDATE), 2 * num_chunks + (turn + 1) * len(UPDATE))
         index_of += microbatches + [NO_MICROBATCH] * len(UPDATE)
-    return ActorOrder(computing, updating, way_of, index_of)
+    return ActorOrder(computing, updating, operation_of, index_of)
 
 
 def listed(passes: Iterable[Pass]) -> ActorOrder:
     """The passes as they are given, with one update behind them all."""
     passes = list(passes)
     computing = tuple(dict.fromkeys((kind, chunk) for kind, chunk, _ in passes))
-    numbers = {way: number for number, way in enumerate(computing)}
-    way_of = [numbers[kind, chunk] for kind, chunk, _ in passes]
-    return updated_once(computing, way_of, [index for _, _, index in passes])
+    numbers = {operation: number for number, operation in enumerate(computing)}
+    operation_of = [numbers[kind, chunk] for kind, chunk, _ in passes]
+    return updated_once(computing, operation_of, [index for _, _, index in passes])

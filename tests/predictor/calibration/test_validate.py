@@ -2,20 +2,17 @@
 well."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hethub.predictor.calibration.goals import Goal
-from hethub.predictor.calibration.sources.tables import without_ends
-from hethub.predictor.calibration.validate import spearman, summary, validate
+from hethub.predictor.calibration.sources.training_steps import without_ends
+from hethub.predictor.calibration.validation.errors import spearman, summary
+from hethub.predictor.calibration.validation.goals import Goal
+from hethub.predictor.calibration.validation.validate import validate
 from hethub.report.tables import print_validation
-from hethub.spec.base import write_yaml
 from hethub.spec.errors import BadInput
-from hethub.spec.plan import save_plan
-from tests.predictor.plans import TINY, cluster, uniform
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 ROW = {
@@ -110,22 +107,6 @@ def test_no_table_is_bad_input(tmp_path: Path) -> None:
         validate(tmp_path)
 
 
-def test_case_folder(tmp_path: Path) -> None:
-    layout = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
-    case = tmp_path / "mine"
-    case.mkdir()
-    write_yaml(layout.model.to_dict(), case / "model.yaml")
-    write_yaml(layout.cluster.to_dict(), case / "cluster.yaml")
-    save_plan(layout.plan, case / "plan.yaml")
-    (case / "measured.json").write_text(json.dumps({"step_seconds": 0.1, "peak_memory_bytes": 1e7}))
-    result = validate(tmp_path)
-    assert result["rows"][0]["id"] == "mine"
-    assert result["memory"]["mape"] > 0
-    (case / "measured.json").write_text("{}")
-    with pytest.raises(BadInput, match="step_seconds"):
-        validate(tmp_path)
-
-
 def test_means_over_groups_count_every_group_once() -> None:
     result = summary([10.0, -10.0, 40.0], ["a", "a", "b"])
     assert (result["mape"], result["macro_mape"], result["max_error"]) == (20.0, 25.0, 40.0)
@@ -159,22 +140,19 @@ def test_modules_that_are_no_layers_leave_the_ends() -> None:
     assert without_ends([12, 12], 0) == [12, 12]
 
 
-def test_a_table_of_mixed_plans_that_is_none_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text('[{"tp": 1}]')
-    with pytest.raises(BadInput, match="none of its 1 rows can be predicted; the first: no measured plan"):
-        validate(tmp_path / "t.json")
-
-
-@pytest.mark.skipif(not DATA.exists(), reason="needs the measured tables in ../shared/data")
-def test_plans_on_mixed_clusters_are_predicted() -> None:
-    result = validate(DATA / "mixed_cases.json")
-    assert result["covered_percent"] == 100
-    assert all(goal["value"] < 20 for goal in result["goals"] if goal["what"].startswith("mean error"))
-
-
 @pytest.mark.skipif(not DATA.exists(), reason="needs the measured tables in ../shared/data")
 def test_published_steps_are_predicted_within_ten_percent_of_their_means() -> None:
     result = validate(DATA / "measured_steps.csv")
     assert result["covered_percent"] >= 95
     assert result["macro_mape"] <= 8
     assert result["memory"]["mape"] <= 12
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="needs the measured tables in ../shared/data")
+@pytest.mark.parametrize(
+    ("name", "rows", "bound"), [("layer_times", 2341, 8.0), ("single_node_steps_a100", 1440, 10.0)]
+)
+def test_published_tables_are_predicted(name: str, rows: int, bound: float) -> None:
+    result = validate(DATA / f"{name}.csv")
+    assert len(result["rows"]) == rows
+    assert result["mape"] < bound

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.constants import family, packaged
 from hethub.predictor.cost.layer import Device
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
-from hethub.spec.accelerator import find_accelerator
+from hethub.spec.accelerator import catalogue, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 
 
@@ -25,10 +25,18 @@ def test_an_accelerator_of_nobodys_family_is_predicted_from_its_data_sheet() -> 
 
 
 def test_constants_are_far_fewer_than_rows() -> None:
-    assert packaged().count <= 2650 / 10
-    assert not any(
-        key in table for table in (packaged().families, packaged().accelerators) for key in ("vTrain", "AMP")
-    )
+    assert 0 < packaged().count <= 2650 / 10
+
+
+def test_scales_belong_to_architectures_and_accelerators_alone() -> None:
+    """None to a source, a model or a row that it was fitted on."""
+    constants, known = packaged(), catalogue().values()
+    names = {f"{accelerator.name} {width}" for accelerator in known for width in ("fp16", "fp32")}
+    families = {f"{family(accelerator)} {width}" for accelerator in known for width in ("fp16", "fp32")}
+    assert constants.accelerators
+    assert constants.accelerators.keys() <= names
+    assert constants.families
+    assert constants.families.keys() <= families
 
 
 def test_tf32_without_such_units_is_fp32() -> None:

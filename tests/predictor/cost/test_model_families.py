@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hethub.predictor import predict
-from hethub.predictor.calibration.validate import validate
+from hethub.predictor.calibration.validation.validate import validate
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec

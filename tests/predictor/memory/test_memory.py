@@ -2,7 +2,7 @@
 
 import pytest
 
-from hethub.predictor import memory
+from hethub.predictor import rank_memory
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import StateMap
@@ -40,15 +40,15 @@ def counted_bytes(layout: Layout, rank: int) -> int:
     spec, seq = layout.replica(assignment.stage, assignment.replica), layout.plan.seq_len
     zero_manager = ZeroManager(Reducer(storage.state, storage, lambda ranks: None, spec.ranks), meter)
     zero_manager.start_step(10**6)
-    flight, layers = layout.in_flight[assignment.stage][assignment.replica], range(len(stage.layers))
-    visits = [Visit(Kind.FORWARD, layer) for _ in range(flight) for layer in layers]
+    in_flight, layers = layout.in_flight[assignment.stage][assignment.replica], range(len(stage.layers))
+    visits = [Visit(Kind.FORWARD, layer) for _ in range(in_flight) for layer in layers]
     visits += [Visit(Kind.BACKWARD, layer) for layer in reversed(layers)]
     itinerary = Itinerary(zero_manager, visits, Pace())
     tokens = torch.zeros(spec.micro_batch, seq, dtype=torch.long)
     data = MicrobatchInput(batch=spec.micro_batch, tokens=tokens, targets=tokens)
     running = []
     with meter.counting():
-        for _ in range(flight):
+        for _ in range(in_flight):
             x = None
             if not stage.is_first:
                 x = torch.zeros(spec.micro_batch * seq, stage.hidden, dtype=storage.weights.dtype)
@@ -73,6 +73,6 @@ def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, p
         precision=precision,
         recompute=recompute,
     )
-    for entry in memory(layout):
+    for entry in rank_memory(layout):
         parts = entry.parts["weights"] + entry.parts["gradients"] + entry.parts["activations"]
         assert parts == pytest.approx(counted_bytes(layout, entry.rank), rel=0.05)

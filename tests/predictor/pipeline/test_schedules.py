@@ -35,8 +35,8 @@ def test_every_plan_is_predicted_in_the_order_that_runs(data: st.DataObject) -> 
     short = step_times(layout, PlanCosts(layout, HETHUB, packaged()))
     assert short.seconds == pytest.approx(prediction.step_seconds, rel=1e-12)
     assert short.breakdown == pytest.approx(prediction.breakdown, rel=1e-9, abs=1e-12 * short.seconds)
-    by_part = layout.plan.steps_chunk_by_chunk and layout.plan.num_chunks > 1
-    over = max if by_part else min  # who is done first begins the next step
+    by_chunk = layout.plan.steps_chunk_by_chunk and layout.plan.num_chunks > 1
+    over = max if by_chunk else min  # who is done first begins the next step
     assert over(last_stops(prediction)) == pytest.approx(prediction.step_seconds)
 
 
@@ -61,7 +61,7 @@ def test_offloading_moves_bytes_to_the_host_and_takes_no_less_time(name: str, wh
     part = {"activations": "activations", "parameters": "weights", "optimizer": "optimizer"}[what]
     for before, after in zip(near.memory, far.memory, strict=True):
         assert after.host_bytes > before.host_bytes == 0
-        assert after.parts[part] <= before.parts[part]
+        assert after.parts[part] < before.parts[part]
     assert far.step_seconds >= near.step_seconds
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hethub.predictor.memory.ranks import memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -60,7 +60,7 @@ def test_counted_memory_is_the_plans(case: Case) -> None:
     precision = "fp32" if case.precision == "fp64" else case.precision
     model = MODEL if case.model.name == "tiny" else case.model
     case = Case(**{**vars(case), "precision": precision, "model": model, "seq_len": 32})
-    foreseen = memory(case.layout())
+    foreseen = rank_memory(case.layout())
     counted = run_ranks(case.size, counted_bytes, case)
     for rank, (entry, (device, host)) in enumerate(zip(foreseen, counted, strict=True)):
         assert entry.bytes == pytest.approx(device, rel=0.05), f"rank {rank}: {entry.parts}"

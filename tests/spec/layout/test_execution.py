@@ -13,7 +13,7 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Action, Kind, actions, dependencies, execution_order, schedule
 from hethub.spec.schedule.microbatches import MicrobatchRange
 from tests.spec.random_plans import any_cases, cases
-from tests.spec.schedule.test_microbatches import minimum, with_in_flight
+from tests.spec.schedule.test_in_flight import minimum, with_in_flight
 from tests.support.layouts import MODEL, Case, chunked, replica, stage
 
 PIPELINE = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]
@@ -37,9 +37,9 @@ def check_order(layout: Layout) -> None:
         if beside is not None and beside.stage == s and action.kind is not Kind.WEIGHT:
             assert action._replace(chunk=beside.chunk) in done
         done.add(action)
-    kinds = 3 if layout.plan.schedule == "zero_bubble" else 2
+    passes = 3 if layout.plan.schedule == "zero_bubble" else 2
     microbatches = sum(len(own) * len(layout.chunks(s)) for s, own in enumerate(layout.microbatches))
-    assert len(compute) == len(done) == kinds * microbatches
+    assert len(compute) == len(done) == passes * microbatches
 
 
 @settings(max_examples=300)
@@ -75,10 +75,8 @@ def test_the_entries_of_a_round_belong_together(case: Case) -> None:
         assert len([act for act in lists[s, 0] if act.kind is Kind.FORWARD]) == busiest * len(layout.chunks(s))
 
 
-@given(any_cases(max_batch=20))
-def test_a_part_is_passed_by_all_microbatches_before_the_next(case: Case) -> None:
-    if case.schedule not in ("ministages", "layered"):
-        return
+@given(st.sampled_from(["ministages", "layered"]).flatmap(lambda name: any_cases(max_batch=20, schedule=name)))
+def test_a_chunk_is_passed_by_all_microbatches_before_the_next(case: Case) -> None:
     layout = case.layout()
     for (s, r), acts in schedule(layout).items():
         chunks = range(len(layout.chunks(s)))
@@ -116,7 +114,7 @@ def test_what_is_held_is_foreseen(case: Case) -> None:
 
 
 @given(any_cases(schedule="zero_bubble", max_batch=20))
-def test_weight_parts_stay_within_the_fullest_stage(case: Case) -> None:
+def test_deferred_weight_gradients_stay_within_the_fullest_stage(case: Case) -> None:
     """What is put off never takes a stage above the samples that the fullest stage holds under way."""
     layout = case.layout()
     fullest = 0
@@ -268,7 +266,7 @@ def test_zero_bubble_puts_off_more_the_later_the_stage() -> None:
 
 
 @given(any_cases(schedule="zero_bubble"))
-def test_zero_bubble_without_its_weight_parts_is_1f1b(case: Case) -> None:
+def test_zero_bubble_without_its_weight_gradients_is_1f1b(case: Case) -> None:
     layout = case.layout()
     plain = Layout(layout.plan.replace(schedule="1f1b"), layout.model, layout.cluster)
     for assignment, acts in schedule(layout).items():

@@ -29,7 +29,7 @@ def users(layout: Layout, stage: int) -> list[int]:
 
 
 @given(cases())
-def test_buckets_microbatch_the_axis_and_pieces_microbatch_the_buckets(case: Case) -> None:
+def test_buckets_cover_the_axis_and_pieces_cover_the_buckets(case: Case) -> None:
     state = StateMap(case.layout())
     axis = Range(0, case.model.parameters)
     assert covers_exactly([placed.span for placed in state.tensors], axis)

@@ -9,7 +9,7 @@ from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import probe_for
 from hethub.planner.problem.problem import Problem
-from hethub.predictor.memory.ranks import RankMemory, all_fit, memory
+from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
@@ -107,13 +107,13 @@ def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequen
 
 def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
     """What the plan's ranks hold."""
-    return memory(Layout(plan, problem.model, problem.cluster))
+    return rank_memory(Layout(plan, problem.model, problem.cluster))
 
 
 def fits(problem: Problem, plan: PlanSpec) -> bool:
     """Whether the plan's ranks fit, and what they offload into their hosts' memory."""
     layout = Layout(plan, problem.model, problem.cluster)
-    return all_fit(layout, memory(layout), problem.constraints.reserve)
+    return all_fit(layout, rank_memory(layout), problem.constraints.reserve)
 
 
 def shared_bytes(problem: Problem, zero: int) -> float:

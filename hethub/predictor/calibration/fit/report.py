@@ -5,12 +5,12 @@ import random
 import numpy as np
 
 from hethub.predictor.calibration.evaluate import Repricer
-from hethub.predictor.calibration.fit_layers import cross_validate
-from hethub.predictor.calibration.fit_steps import Linear, refit_without
-from hethub.predictor.calibration.goals import group_means
-from hethub.predictor.calibration.sources.layer_table import LayerRow, LayerTable
-from hethub.predictor.calibration.sources.tables import Case
-from hethub.predictor.calibration.validate import sweeps
+from hethub.predictor.calibration.fit.layers import cross_validate
+from hethub.predictor.calibration.fit.steps import Linear, refit_without
+from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable
+from hethub.predictor.calibration.sources.training_steps import Case
+from hethub.predictor.calibration.validation.errors import sweeps
+from hethub.predictor.calibration.validation.goals import group_means
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.cost.intervals import widths
 

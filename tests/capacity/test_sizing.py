@@ -1,21 +1,14 @@
-"""Which cluster to rent: against an ideal judge whose throughput is known."""
+"""Which cluster to rent: against an ideal evaluator whose throughput is known."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hethub.capacity.sizing import (
-    Assumptions,
-    CatalogueSpec,
-    Option,
-    Question,
-    best,
-    cluster_of,
-    mark_frontier,
-    rank_additions,
-    size,
-)
+from hethub.capacity.additions import rank_additions
+from hethub.capacity.catalogue import CatalogueSpec, cluster_of
+from hethub.capacity.options import Option, Question, best, mark_frontier
+from hethub.capacity.sizing import size
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import cluster
@@ -35,10 +28,10 @@ SPEED = {"H100-SXM5-80GB": 300.0, "A100-SXM4-80GB": 100.0}
 
 
 def options_of(tokens: float, **more: Any) -> tuple[Option, ...]:
-    return size(Question(catalogue=CATALOGUE, tokens=tokens, **more), judge).options
+    return size(Question(catalogue=CATALOGUE, tokens=tokens, **more), evaluate).options
 
 
-def judge(on: ClusterSpec) -> Any:
+def evaluate(on: ClusterSpec) -> Any:
     """Perfect scaling: tokens/s add up; a single slow node cannot hold the model."""
     if [(node.device.name, node.count) for node in on.nodes] == [("A100-SXM4-80GB", 1)]:
         raise BadInput("no plan fits")
@@ -71,12 +64,7 @@ def test_owned_nodes_cost_nothing() -> None:
 
 def test_additions_are_ranked_by_throughput_per_price() -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
-    assert [addition.node for addition in rank_additions(CATALOGUE, judge, have)[0]] == ["slow", "fast"]
-
-
-def test_failures_cost_more_on_more_nodes() -> None:
-    assumptions = Assumptions(node_mtbf_hours=1000)
-    assert 1 > assumptions.efficiency(1) > assumptions.efficiency(100) > 0
+    assert [addition.node for addition in rank_additions(CATALOGUE, evaluate, have)[0]] == ["slow", "fast"]
 
 
 def test_frontier_has_no_beaten_option() -> None:
@@ -87,11 +75,6 @@ def test_frontier_has_no_beaten_option() -> None:
         assert not any(b.days < a.days and (b.cost or 0.0) < (a.cost or 0.0) for b in options)
 
 
-def test_prices_need_a_currency_and_a_date() -> None:
-    with pytest.raises(ValueError, match="currency and the date"):
-        CatalogueSpec.model_validate({"nodes": [CATALOGUE.nodes[0].to_dict()]})
-
-
 def test_the_smallest_count_that_meets_the_deadline_is_found_between_those_looked_at() -> None:
     tokens = 800 * 5 * 86400 * 10  # five slow nodes, ten days: counts looked at are 4 and 6
     found = best(options_of(tokens, deadline_days=10.01))
@@ -100,7 +83,7 @@ def test_the_smallest_count_that_meets_the_deadline_is_found_between_those_looke
 
 
 def test_what_cannot_train_is_left_out_with_its_reason() -> None:
-    found = size(Question(catalogue=CATALOGUE, tokens=1e12), judge)
+    found = size(Question(catalogue=CATALOGUE, tokens=1e12), evaluate)
     assert [(cluster.nodes, cluster.why) for cluster in found.left_out] == [({"slow": 1}, "no plan fits")]
     assert all(option.nodes != {"slow": 1} for option in found.options)
 
@@ -108,9 +91,4 @@ def test_what_cannot_train_is_left_out_with_its_reason() -> None:
 def test_where_failures_leave_no_time_no_figure_is_infinite() -> None:
     frail = CATALOGUE.replace(assumptions={"node_mtbf_hours": 0.01})
     with pytest.raises(BadInput, match=r"MTBF of 0.01 hours each fail faster than they train"):
-        size(Question(catalogue=frail, tokens=1e12), judge)
-
-
-def test_node_types_have_names_of_their_own() -> None:
-    with pytest.raises(ValueError, match="two node types are named 'fast'"):
-        CatalogueSpec.model_validate({"currency": "EUR", "date": "2026", "nodes": [CATALOGUE.nodes[0]] * 2})
+        size(Question(catalogue=frail, tokens=1e12), evaluate)

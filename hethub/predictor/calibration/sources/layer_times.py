@@ -98,13 +98,13 @@ class LayerTable(NamedTuple):
     peak: np.ndarray
     bandwidth: np.ndarray
     measured: np.ndarray  # (2, rows) seconds
-    kinds: list[tuple[AcceleratorSpec, MathPrecision]]  # the distinct ones
-    kind: np.ndarray  # index of each row's kind
+    devices: list[tuple[AcceleratorSpec, MathPrecision]]  # the distinct ones, each in one precision
+    device: np.ndarray  # which of them each row is of
 
     @staticmethod
     def of(rows: list[LayerRow]) -> "LayerTable":
-        kinds = {f"{row.accelerator.name} {row.precision}": (row.accelerator, row.precision) for row in rows}
-        index = {key: position for position, key in enumerate(kinds)}
+        devices = {f"{row.accelerator.name} {row.precision}": (row.accelerator, row.precision) for row in rows}
+        index = {key: position for position, key in enumerate(devices)}
         return LayerTable(
             rows,
             Work(*(np.array(column, dtype=float) for column in zip(*(row.forward for row in rows), strict=True))),  # type: ignore[arg-type]
@@ -112,15 +112,18 @@ class LayerTable(NamedTuple):
             np.array([peak_flops(row.accelerator, row.precision) for row in rows]),
             np.array([row.accelerator.memory_gbytes_per_second * 1e9 for row in rows]),
             np.array([row.seconds for row in rows]).T,
-            list(kinds.values()),
+            list(devices.values()),
             np.array([index[f"{row.accelerator.name} {row.precision}"] for row in rows]),
         )
 
     def predict(self, constants: Constants) -> np.ndarray:
         """Seconds (2, rows) of forward and backward as a short benchmark sees them: a burst before the throttle."""
-        each = [constants.efficiency(*kind) for kind in self.kinds]
+        each = [constants.efficiency(*device) for device in self.devices]
         fit = Efficiency(
-            **{name: np.array([getattr(e, name) for e in each])[self.kind] for name in Efficiency.__dataclass_fields__}
+            **{
+                name: np.array([getattr(e, name) for e in each])[self.device]
+                for name in Efficiency.__dataclass_fields__
+            }
         )
         passes = [
             pass_seconds(self.forward, fit, self.peak, self.peak, self.bandwidth, False),

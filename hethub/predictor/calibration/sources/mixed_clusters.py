@@ -1,19 +1,16 @@
-"""Other published tables as the same rows: vTrain's single-node set and measured plans on mixed clusters."""
+"""Published plans on clusters of unlike accelerators, measured by AMP and Sailor, as cases."""
 
 import json
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hethub.predictor.calibration.sources.tables import (
+from hethub.predictor.calibration.sources.training_steps import (
     HALF_GRADIENT_BYTES,
     LARGEST,
     WITH_OWN_HEAD,
     Case,
     collect,
-    read_lines,
-    read_row,
     stage_specs,
     without_ends,
 )
@@ -25,36 +22,6 @@ from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
-
-SINGLE_NODE_TIME = "iteration time (ms)"
-_SINGLE_NODE = {
-    "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
-    "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism", "pp": "pipeline parallelism",
-}  # fmt: skip
-
-
-def read_single_node(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
-    """vTrain's steps on 2, 4 and 8 A100 (GPT, fp16, full recompute, Megatron-DeepSpeed).
-
-    They are sums: at equal shapes they are linear in layers and micro-batches to the last digit, so each was composed
-    from one profiled layer. They count as layer times of that software, not as measured steps.
-    Returned as `read_table` does.
-    """
-    columns = ("# GPUs", SINGLE_NODE_TIME, *_SINGLE_NODE.values())
-    return collect(read_lines(path, columns), _single_node_row)
-
-
-def _single_node_row(name: str, line: Mapping[str, str]) -> Case:
-    """One of those steps. Raises ValueError saying what is wrong."""
-    row = {ours: line[theirs] for ours, theirs in _SINGLE_NODE.items()}
-    ranks = line["# GPUs"]
-    fixed = {
-        "id": name, "source": "vTrain, single node", "family": "gpt", "model": f"GPT-{row['layers']}x{row['hidden']}",
-        "ffn": str(4 * int(row["hidden"])), "vocab": "51200", "accelerator": "A100-SXM4-80GB", "n_accelerators": ranks,
-        "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": "megatron-deepspeed", "flash_attention": "0",
-        "step_seconds": str(float(line[SINGLE_NODE_TIME]) / 1e3),
-    }  # fmt: skip
-    return read_row({**row, **fixed})
 
 
 def read_mixed(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
@@ -119,9 +86,9 @@ def _linked(name: str, measured_gbps: float) -> AcceleratorSpec:
 def _amp(row: dict[str, Any], name: str) -> Case:
     given = row["cluster"]
     nodes = [
-        {"name": f"n{i}", "accelerator": _linked(kind, inside), "accelerators": count,
+        {"name": f"n{i}", "accelerator": _linked(device, inside), "accelerators": count,
          "nics": 1, "gbps_per_nic": outside}
-        for i, ((kind, count), inside, outside) in enumerate(zip(given["nodes"], given["intra_gbps"], given["inter_gbps"], strict=True))
+        for i, ((device, count), inside, outside) in enumerate(zip(given["nodes"], given["intra_gbps"], given["inter_gbps"], strict=True))
     ]  # fmt: skip
     cluster = ClusterSpec.model_validate({"name": row["source"], "nodes": nodes})
     model, cuts = _model(row), row["cut_points_of_30_modules"]
@@ -135,6 +102,7 @@ def _amp(row: dict[str, Any], name: str) -> Case:
 _EAGER_MEGATRON: dict[str, Any] = {
     "math": "fp16", "fused_attention": False, "fused_elementwise": True, "overlapped_reduction": False, "chunked_loss": False,
     "gradient_pass_bytes": HALF_GRADIENT_BYTES, "spread_boundaries": True, "gathers_ahead": False,
+    "one_tied_copy": False, "keeps_gate_activation": True,
 }  # fmt: skip
 
 

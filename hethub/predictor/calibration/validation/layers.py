@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hethub.predictor.calibration.goals import fit_goals
-from hethub.predictor.calibration.sources.layer_table import LayerRow, LayerTable, read_layer_row
-from hethub.predictor.calibration.sources.tables import read_lines
-from hethub.predictor.calibration.validate import LAYER_TIME, summary
+from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable, read_layer_row
+from hethub.predictor.calibration.sources.training_steps import read_lines
+from hethub.predictor.calibration.validation.errors import summary
+from hethub.predictor.calibration.validation.goals import fit_goals
 from hethub.predictor.cost.constants import Constants
 from hethub.spec.errors import BadInput
 
+LAYER_TIME = "forward_ms"  # the column by which a table of layer times is known
 COLUMNS = ("model", "hidden", "accelerator", "seq", "precision", "micro_batch", LAYER_TIME, "backward_ms")
 
 

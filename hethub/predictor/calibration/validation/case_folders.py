@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hethub.predictor.calibration.validate import summary
+from hethub.predictor.calibration.validation.errors import summary
 from hethub.predictor.predict import predict
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput

@@ -284,6 +284,8 @@ def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
         spread_boundaries="megatron" in stack or "deepspeed" in stack,
         overlapped_reduction=sharded,
         gathers_ahead=False,
+        one_tied_copy=False,
+        keeps_gate_activation=True,
         gradient_pass_bytes=HALF_GRADIENT_BYTES,
         gradient_wire_bytes=4 if _sums_in_fp32(row, stack) else 2,
         sequence_parallel=row.get("sequence_parallel") == "1",

@@ -6,8 +6,16 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.predictor.calibration.evaluate import Repricer
-from hethub.predictor.calibration.parameters import Parameter, apply, attention_scales, common, link, scales, stack
-from hethub.predictor.calibration.sources.tables import Case
+from hethub.predictor.calibration.fit.least_squares import (
+    Parameter,
+    apply,
+    attention_scales,
+    common,
+    link,
+    scales,
+    stack,
+)
+from hethub.predictor.calibration.sources.training_steps import Case
 from hethub.predictor.cost.constants import Constants, family, precision_class
 from hethub.spec.accelerator import AcceleratorSpec
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from hethub.predictor.calibration.evaluate import Repricer
-from hethub.predictor.calibration.fit_layers import fit_layers
-from hethub.predictor.calibration.fit_report import (
+from hethub.predictor.calibration.fit.layers import fit_layers
+from hethub.predictor.calibration.fit.report import (
     FOLDS,
     coverage,
     folds,
@@ -25,14 +25,14 @@ from hethub.predictor.calibration.fit_report import (
     report_layers,
     report_steps,
 )
-from hethub.predictor.calibration.fit_steps import fit_steps, refit_without
-from hethub.predictor.calibration.sources.layer_table import LayerRow, LayerTable, read_layer_times
-from hethub.predictor.calibration.sources.other_tables import read_single_node
-from hethub.predictor.calibration.sources.tables import Case, read_table
+from hethub.predictor.calibration.fit.steps import fit_steps, refit_without
+from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable, read_layer_times
+from hethub.predictor.calibration.sources.single_node import read_single_node
+from hethub.predictor.calibration.sources.training_steps import Case, read_table
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.intervals import half_width, widths
 
-# Of vTrain's composed steps (tables_more.read_single_node) one of each layer shape, every second of those: 30 rows.
+# Of vTrain's composed steps (sources.single_node) one of each layer shape, every second of those: 30 rows.
 COMPOSED_LAYERS, COMPOSED_STRIDE = 24, 2
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     )
     parser.add_argument("data", nargs="?", type=Path, default=Path("../shared/data"), help="folder with the tables")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "cost" / "constants.json", help="where the constants go"
+        "--out", type=Path, default=Path(__file__).parents[2] / "cost" / "constants.json", help="where the constants go"
     )
     args = parser.parse_args()
     constants = fit_all(args.data)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hethub.predictor.calibration.parameters import Parameter, attention_scales, common, scales, solve
-from hethub.predictor.calibration.sources.layer_table import LayerRow, LayerTable
+from hethub.predictor.calibration.fit.least_squares import Parameter, attention_scales, common, scales, solve
+from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable
 from hethub.predictor.cost.constants import Constants, family, precision_class
 
 ROOFLINE = [

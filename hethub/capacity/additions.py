@@ -1,0 +1,50 @@
+"""Which node to add next to those owned."""
+
+from dataclasses import dataclass
+
+from hethub.capacity.catalogue import CatalogueSpec, cluster_of
+from hethub.capacity.options import LeftOut
+from hethub.capacity.sizing import Evaluator, Progress
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """One more node of a type: what it brings per hour and per price."""
+
+    node: str
+    tokens_per_second: float
+    gained_tokens_per_second: float
+    gained_per_price: float | None
+
+
+def rank_additions(
+    catalogue: CatalogueSpec, evaluate: Evaluator, have: ClusterSpec, progress: Progress | None = None
+) -> tuple[list[Addition], list[LeftOut]]:
+    """Every node type added once to what is owned, best tokens/s per price first (per node where there is no price),
+    and those that cannot be added. Raises BadInput where nothing fits the owned nodes themselves."""
+    try:
+        now = evaluate(have)
+    except BadInput as error:
+        raise BadInput(f"cluster '{have.name}' as it is: {error} Or ask for a size instead of an addition.") from None
+    found, left_out = [], []
+    for index, node in enumerate(catalogue.nodes):
+        if progress is not None:
+            progress(index, len(catalogue.nodes), f"one {node.name} more")
+        try:
+            rate = evaluate(cluster_of(catalogue, {node.name: 1}, have)).tokens_per_second
+        except BadInput as error:
+            left_out.append(LeftOut(nodes={node.name: 1}, why=str(error)))
+            continue
+        gained = rate - now.tokens_per_second
+        per_price = gained / node.price_per_hour if node.price_per_hour else None
+        found.append(
+            Addition(
+                node=node.name, tokens_per_second=rate, gained_tokens_per_second=gained, gained_per_price=per_price
+            )
+        )
+    ranked = sorted(
+        found, key=lambda a: (a.gained_per_price is None, -(a.gained_per_price or 0.0), -a.gained_tokens_per_second)
+    )
+    return ranked, left_out

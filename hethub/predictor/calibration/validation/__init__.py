@@ -1,0 +1,5 @@
+"""Predictions beside measurements: `hethub validate`.
+
+Start reading: validate.py, then errors.py.
+May import: .
+"""

@@ -1,0 +1,135 @@
+"""Parameters on a rank: what it holds of every layer and of the model's ends, and what of it the rank steps.
+
+The layout says how heads, columns and vocabulary rows are cut (hethub.spec.layout.tensors). Norms, biases and learned
+positions are whole on every rank. Families that the runtime does not train are counted alike.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from hethub.predictor.cost.software import Software
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.state import both_ends_step
+from hethub.spec.layout.tensors import tensor_parallel_shares
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import ReplicaSpec
+
+
+class RankWidths(NamedTuple):
+    """How many query heads, KV heads, columns of the MLP and vocabulary rows a rank holds."""
+
+    query: int
+    kv: int
+    ffn: int
+    vocab: int
+
+
+@lru_cache(maxsize=1024)
+def rank_widths(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None = None) -> tuple[RankWidths, ...]:
+    """Of each rank of a replica, in order. Of equal ranks the first has what is left over."""
+    return tuple(
+        RankWidths(*(held.size for held in shares)) for shares in tensor_parallel_shares(model, tp, tensor_shares)
+    )
+
+
+def replica_widths(model: ModelSpec, replica: ReplicaSpec, software: Software) -> tuple[RankWidths, ...]:
+    """Of each tensor-parallel rank of a replica; its context-parallel ranks repeat them."""
+    return rank_widths(model, replica.tp // software.context_parallel, replica.tensor_shares)
+
+
+class RankParameters(NamedTuple):
+    """Parameters on a rank, by tensor. Fields may be arrays in a search."""
+
+    layer_matrices: Any
+    layer_norms: Any  # and biases
+    table: Any  # the rank's rows of the vocabulary: of the embedding, and of the head
+    positions: Any
+    final_norm: Any
+    head: Any  # 0 where it is tied to the embedding
+
+    @staticmethod
+    def of(model: ModelSpec, widths: RankWidths) -> "RankParameters":
+        whole = RankWidths(model.heads, model.num_kv_heads, model.ffn, model.vocab)
+        table = widths.vocab * model.hidden
+        return RankParameters(
+            layer_matrices=_layer_matrices(model, widths),
+            layer_norms=model.layer_parameters - _layer_matrices(model, whole),
+            table=table,
+            positions=model.embedding_parameters - model.vocab * model.hidden,
+            final_norm=model.head_parameters - (0 if model.tied_head else model.vocab * model.hidden),
+            head=0 if model.tied_head else table,
+        )
+
+    def of_layers(self, layers: Any, first: Any, last: Any) -> Any:
+        """Of so many layers, with the embedding where they are the model's first, the final norm and head where they
+        are its last."""
+        ends = first * (self.table + self.positions) + last * (self.final_norm + self.head)
+        return layers * (self.layer_matrices + self.layer_norms) + ends
+
+
+def _layer_matrices(model: ModelSpec, widths: RankWidths) -> int:
+    attention = 2 * (widths.query + widths.kv) * model.head_size
+    return model.hidden * (attention + (3 if model.is_gated else 2) * widths.ffn)
+
+
+class StageParameters(NamedTuple):
+    """Parameters on a rank of a stage, by when they come and go."""
+
+    units: tuple[int, ...]  # per layer of the stage: its matrices, and those of an end of the model beside it
+    tied: int  # an embedding that both ends of the stage use: a unit of its own
+    norms: int
+    apart: int  # an embedding tied to a head on another stage: held by both
+
+    @property
+    def total(self) -> int:
+        return sum(self.units) + self.tied + self.norms + self.apart
+
+    @property
+    def held(self) -> "Held":
+        return Held(self.total - self.apart, self.apart)
+
+    @staticmethod
+    def of(layout: Layout, stage: int, widths: RankWidths) -> "StageParameters":
+        model, num_layers = layout.model, layout.stages[stage].num_layers
+        rank, first, last = RankParameters.of(model, widths), stage == 0, stage == layout.num_stages - 1
+        units, norms = [rank.layer_matrices] * num_layers, num_layers * rank.layer_norms
+        units[0] += first * (rank.positions + (0 if model.tied_head else rank.table))
+        units[-1] += last * rank.head
+        norms += last * rank.final_norm
+        tied = rank.table if model.tied_head and layout.num_stages == 1 else 0
+        apart = rank.table if layout.head_is_apart and (first or last) else 0
+        return StageParameters(tuple(units), tied, norms, apart)
+
+
+class Held(NamedTuple):
+    """Parameters of one stage alone, and those of an embedding that is tied to a head on another stage."""
+
+    own: float
+    apart: float
+
+
+def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Held, whole: Held) -> float:
+    """Parameters that a rank steps of those it holds: all, an equal part of them, or its share of the stage's.
+
+    `whole` is what the ranks of a replica hold together.
+    """
+    spec = layout.stages[stage]
+    shards = len(spec.replicas) * software.context_parallel if spec.zero else 1
+    if not spec.zero or not spec.state_shares:
+        return held.own / shards + _stepped_apart(layout, software, stage, held.apart)
+    named = spec.state_shares.get(rank)
+    if named is None:
+        named = (1.0 - sum(spec.state_shares.values())) / (len(spec.ranks) - len(spec.state_shares))
+    return named * (whole.own + (whole.apart if stage == 0 else 0))
+
+
+def _stepped_apart(layout: Layout, software: Software, stage: int, apart: float) -> float:
+    """Of an embedding that both ends hold: cut over the ranks of both, or where one of them names shares over the
+    embedding's stage alone. Other frameworks step both copies."""
+    spec = layout.stages[stage]
+    shards = len(spec.replicas) * software.context_parallel
+    if not software.one_tied_copy:
+        return apart / (shards if spec.zero else 1)
+    if both_ends_step(layout):
+        return apart / sum(len(layout.stages[end].replicas) for end in (0, -1))
+    return apart / shards if stage == 0 else 0.0

@@ -1,0 +1,189 @@
+"""How many microbatches an actor holds before their backward under 1F1B: the fewest that cannot deadlock, and the
+default."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, repeat
+from operator import sub
+
+from hethub.spec.errors import BadInput
+from hethub.spec.plan import PlanSpec
+from hethub.spec.schedule.microbatches import Microbatching, as_one_replica, deal_sizes, load_alone, sizes_of
+
+
+def is_even(plan: PlanSpec) -> bool:
+    """Whether all replicas of all stages are equal in load, and those of a stage in what they may hold."""
+    sizes = {(r.micro_batch, r.samples) for stage in plan.stages for r in stage.replicas}
+    counts = {len(stage.replicas) for stage in plan.stages}
+    held = all(len({r.in_flight for r in stage.replicas}) == 1 for stage in plan.stages)
+    return len(sizes) == len(counts) == 1 and held
+
+
+def is_regular(plan: PlanSpec) -> bool:
+    """Whether it is even and says nowhere how many microbatches are held."""
+    return is_even(plan) and not any(stage.replicas[0].in_flight for stage in plan.stages)
+
+
+def even_limits(plan: PlanSpec) -> list[list[int]]:
+    """As `in_flight_limits` for an even plan, without its microbatches: one replica of each stage stands for all."""
+    limits: list[int] = []
+    num_microbatches = load_alone(plan.stages[0].replicas[0]).num_microbatches
+    waits = waits_below = (
+        0  # microbatches that must have run forward above, for the stage below and for the one after it
+    )
+    for stage in range(len(plan.stages) - 1, -1, -1):
+        default = max(waits_below, min(limits[0] + 1, num_microbatches)) if limits else 1
+        asked = asked_in_flight(plan, stage)[0]
+        limits.insert(0, _granted(asked, max(1, waits), default, num_microbatches))
+        waits, waits_below = max(limits[0], waits), waits
+    return [
+        [limit] * (1 if plan.runs_in_rounds(index) else len(stage.replicas))
+        for index, (stage, limit) in enumerate(zip(plan.stages, limits, strict=True))
+    ]
+
+
+def in_flight_limits(plan: PlanSpec) -> list[list[int]]:
+    """Per stage and actor, how many microbatches it may hold before their backward under 1F1B.
+
+    An actor is a replica, or all of them where the stage runs in rounds.
+
+    A backward waits for backwards further down, and those for every forward listed before them. `frontier` is the
+    sample up to which the stage above must have run forward; it grows with the position, so the largest distance, in a
+    replica's own microbatches, from a backward to the forwards it waits for cannot deadlock (one less nearly always
+    does). The default lets the replica below find one more microbatch ready. Raises BadInput where the plan gives less
+    than that distance.
+    """
+    stages = _stacked(plan)
+    for stage in reversed(stages):
+        stage.check()
+    return [list(stage.limits) for stage in stages]
+
+
+def raised_limits(plan: PlanSpec) -> list[list[int]]:
+    """As `in_flight_limits`, with the default wherever the plan gives too few."""
+    return [list(stage.limits) for stage in _stacked(plan)]
+
+
+def _stacked(plan: PlanSpec) -> list["_Stage"]:
+    """The plan's stages, each over those below it."""
+    found: list[_Stage] = []
+    for index in range(len(plan.stages) - 1, -1, -1):
+        sizes, asked = sizes_of(plan.stages[index].replicas), tuple(asked_in_flight(plan, index))
+        found.insert(0, _over(found[0] if found else None, sizes, plan.runs_in_rounds(index), asked))
+    return found
+
+
+def _granted(asked: tuple[int | None, str], least: int, default: int, num_microbatches: int) -> int:
+    """Microbatches that an actor may hold: those asked for, with the place that asks; else the default. Raises
+    BadInput."""
+    _check_asked(asked, least, default)
+    given, _ = asked
+    return min(default if given is None else given, num_microbatches)
+
+
+def _check_asked(asked: tuple[int | None, str], least: int, default: int) -> None:
+    """Raises BadInput where an actor is asked to hold fewer microbatches than it must."""
+    given, place = asked
+    if given is not None and given < least:
+        raise BadInput(
+            f"{place}.in_flight is {given}, but a microbatch's backward waits for {least} of this replica's forwards; give at least "
+            f"{least}, or remove it for the default of {default}."
+        )
+
+
+def asked_in_flight(plan: PlanSpec, stage: int) -> list[tuple[int | None, str]]:
+    """Per actor of a stage, the in_flight that the plan gives and where it does. Together, the smallest one counts."""
+    given = [
+        (replica.in_flight, f"stages[{stage}].replicas[{position}]")
+        for position, replica in enumerate(plan.stages[stage].replicas)
+    ]
+    if not plan.runs_in_rounds(stage):
+        return given
+    return [min(given, key=lambda one: one[0] or math.inf)]
+
+
+def places(microbatching: Microbatching, num_actors: int) -> list[list[int]]:
+    """Where on the axis each actor's own microbatches are."""
+    found: list[list[int]] = [[] for _ in range(num_actors)]
+    for place, actor in enumerate(microbatching.replicas):
+        found[actor].append(place)
+    return found
+
+
+class _Stage:
+    """A stage over those below it: what its actors may hold, and what the stage above waits for."""
+
+    def __init__(
+        self, below: "_Stage | None", microbatching: Microbatching, asked: tuple[tuple[int | None, str], ...]
+    ) -> None:
+        self.microbatching, self.asked, self._owned = microbatching, asked, places(microbatching, len(asked))
+        if below is None:
+            self._needed = [0] * len(microbatching.stops)
+            self._least = self._default = [1] * len(asked)
+        else:
+            self._needed = below.needed(microbatching, below.frontier)
+            self._least = _distances(self._owned, self._needed)
+            self._default = _distances(self._owned, below.needed(microbatching, below.frontier_with_extra))
+        usual = zip(asked, self._least, self._default, map(len, self._owned), strict=True)
+        self.limits = [
+            min(given if given and given >= least else default, most) for (given, _), least, default, most in usual
+        ]
+
+    def check(self) -> None:
+        """Raises BadInput where fewer microbatches are asked for than there must be."""
+        for one in zip(self.asked, self._least, self._default, strict=True):
+            _check_asked(*one)
+
+    @cached_property
+    def frontier(self) -> list[int]:
+        """Per microbatch, up to which sample forwards are listed before its backward."""
+        return _listed(self.microbatching, self._owned, self.limits, self._needed)
+
+    @cached_property
+    def frontier_with_extra(self) -> list[int]:
+        """The same with one more microbatch per replica."""
+        return _listed(self.microbatching, self._owned, [limit + 1 for limit in self.limits], self._needed)
+
+    def needed(self, above: Microbatching, frontier: Sequence[int]) -> list[int]:
+        """How many microbatches of the stage above, counted along the axis, must have run forward before each one's
+        backward can end, where so much of the axis is listed before the backwards below."""
+        if above.stops != self.microbatching.stops:
+            behind = map(
+                bisect_left, repeat(self.microbatching.starts), above.stops
+            )  # the number of microbatches that start before
+            frontier = [frontier[number - 1] for number in behind]
+        return list(map(bisect_left, repeat(above.starts), frontier))
+
+
+@lru_cache(maxsize=256)  # plans of a search differ in a stage or two, and in layers more often than in microbatches
+def _over(
+    below: _Stage | None, sizes: tuple[tuple[int, int], ...], in_rounds: bool, asked: tuple[tuple[int | None, str], ...]
+) -> _Stage:
+    """The stage of these replicas and actors over those below it."""
+    microbatching = deal_sizes(sizes)
+    return _Stage(below, as_one_replica(microbatching) if in_rounds else microbatching, asked)
+
+
+def _distances(owned: Sequence[list[int]], needed: Sequence[int]) -> list[int]:
+    """Per actor, the most of its own microbatches, counted from one of them, among those needed for its backward."""
+    found = []
+    for own in owned:
+        reached = map(bisect_left, repeat(own), [needed[place] for place in own])
+        found.append(max(1, *map(sub, reached, range(len(own)))))
+    return found
+
+
+def _listed(
+    microbatching: Microbatching, owned: Sequence[list[int]], limits: Sequence[int], needed: Sequence[int]
+) -> list[int]:
+    """Per microbatch, up to which sample forwards are listed before its backward, or the backwards that it waits
+    for."""
+    stops = microbatching.stops
+    ahead = []  # by actor, where the last of as many microbatches as it holds is
+    for own, limit in zip(owned, limits, strict=True):
+        ahead.append(chain(own[limit - 1 :], repeat(own[-1])))
+    listed = map(next, map(ahead.__getitem__, microbatching.replicas))
+    waits = [number - 1 for number in needed]
+    return [stops[place] for place in accumulate(map(max, waits, listed), max)]

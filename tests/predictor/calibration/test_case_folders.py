@@ -1,0 +1,54 @@
+"""Case folders: measured runs of one's own."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.predictor.calibration.validation.validate import validate
+from hethub.spec.base import write_yaml
+from hethub.spec.errors import BadInput
+from hethub.spec.plan import save_plan
+from tests.predictor.plans import TINY, cluster, uniform
+
+
+def case_folder(folder: Path, **measured: Any) -> Path:
+    layout = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    (folder / "case").mkdir()
+    write_yaml(layout.cluster.to_dict(), folder / "case" / "cluster.yaml")
+    save_plan(layout.plan, folder / "case" / "plan.yaml")
+    (folder / "case" / "measured.json").write_text(json.dumps({"step_seconds": 0.1, **measured}))
+    return folder / "case"
+
+
+def test_a_case_may_leave_its_model_to_the_configs_folder(tmp_path: Path) -> None:
+    case = case_folder(tmp_path)
+    with pytest.raises(BadInput, match=r"there is no model.yaml, and no configs/models folder"):
+        validate(case)
+    (tmp_path / "configs" / "models").mkdir(parents=True)
+    write_yaml(TINY.to_dict(), tmp_path / "configs" / "models" / "any.yaml")
+    assert validate(case)["rows"][0]["predicted_seconds"] > 0
+
+
+@pytest.mark.parametrize("peak", [0, -1, math.nan, math.inf, "much"])
+def test_a_case_with_an_impossible_memory_is_refused(tmp_path: Path, peak: Any) -> None:
+    with pytest.raises(BadInput, match=r"peak_memory_bytes is .* give a positive number"):
+        validate(case_folder(tmp_path, peak_memory_bytes=peak))
+
+
+def test_case_folder(tmp_path: Path) -> None:
+    layout = uniform(TINY, cluster(("CPU-core", 1, 4)), tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    case = tmp_path / "mine"
+    case.mkdir()
+    write_yaml(layout.model.to_dict(), case / "model.yaml")
+    write_yaml(layout.cluster.to_dict(), case / "cluster.yaml")
+    save_plan(layout.plan, case / "plan.yaml")
+    (case / "measured.json").write_text(json.dumps({"step_seconds": 0.1, "peak_memory_bytes": 1e7}))
+    result = validate(tmp_path)
+    assert result["rows"][0]["id"] == "mine"
+    assert result["memory"]["mape"] > 0
+    (case / "measured.json").write_text("{}")
+    with pytest.raises(BadInput, match="step_seconds"):
+        validate(tmp_path)

@@ -1,0 +1,58 @@
+"""Parameters on a rank, as memory, step times and the planner's estimates count them, against the layout's state map."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hethub.planner.estimate.costs import rank_parameters
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.parameters import StageParameters, rank_widths
+from hethub.predictor.pipeline.state_costs import StateCosts
+from hethub.spec.layout.bind import Assignment, Layout
+from hethub.spec.layout.state import StateMap
+from hethub.spec.layout.tensors import EMBEDDING
+from tests.spec.random_plans import any_cases
+from tests.support.layouts import MODEL, Case
+
+
+def held_by_rank(layout: Layout) -> dict[Assignment, tuple[int, int, int]]:
+    """Per rank, the elements that the state map says it holds: all, those of norms, those of a tied embedding apart."""
+    state, found = StateMap(layout), {}
+    for assignment in layout.assignments:
+        held = state.held_by(assignment)
+        norms = sum(own.size for placed, own in held if not placed.info.decays)
+        apart = sum(own.size for placed, own in held if placed.info.name == EMBEDDING) if layout.head_is_apart else 0
+        found[assignment] = sum(own.size for _, own in held), norms, apart
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=any_cases())
+def test_every_rank_holds_what_the_state_map_says(case: Case) -> None:
+    layout = case.layout()
+    costs = StateCosts(layout, HETHUB, Network(layout.cluster, packaged(), None))
+    held = held_by_rank(layout)
+    for assignment, (total, norms, apart) in held.items():
+        replica = layout.replica(assignment.stage, assignment.replica)
+        widths = rank_widths(layout.model, replica.tp, replica.tensor_shares)[assignment.position]
+        counted = StageParameters.of(layout, assignment.stage, widths)
+        assert (counted.total, counted.norms, counted.apart) == (total, norms, apart)
+        fullest = max(held[other][0] for other in layout.assignments if other[1:3] == assignment[1:3])
+        assert sum(costs.held(replica, costs.whole(assignment.stage))) == fullest
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_planner_counts_what_the_state_map_says(tied: bool) -> None:
+    """Two stages of unlike degrees; six ranks of a vocabulary that they do not divide."""
+    model = MODEL.replace(tied_head=tied, vocab=509, layers=3, heads=6, kv_heads=3, head_dim=8)
+    stages = [
+        {"layers": [[0, 1]], "replicas": [{"ranks": [0, 1, 2], "samples": 2, "micro_batch": 1}], "zero": 1},
+        {"layers": [[1, 3]], "replicas": [{"ranks": [*range(3, 9)], "samples": 2, "micro_batch": 1}], "zero": 1},
+    ]
+    layout = Case(name="planned", stages=stages, vendors="a" * 9, global_batch=2, model=model).layout()
+    found = rank_parameters(model, np.array([3, 6]), np.array([1, 2]), np.array([True, False]), np.array([False, True]))
+    for stage, count in enumerate(found):
+        held = {a: own for a, own in held_by_rank(layout).items() if a.stage == stage}
+        assert count == max(total - apart for total, _, apart in held.values())
