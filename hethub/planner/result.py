@@ -88,7 +88,9 @@ class PlanResult:
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
     space_bound_seconds: float | None  # no plan of a small space is faster (tiny.py)
-    estimate_error_percent: float  # the worst disagreement of the search's estimate and the predictor on judged plans
+    estimate_error_percent: (
+        float  # the worst disagreement of the search's estimate and the predictor on evaluated plans
+    )
     worst_step_seconds: float | None  # where a robust plan was asked for
     reasons: tuple[Reason, ...]  # where explained
 

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft
+from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
-from hethub.planner.evaluate.evaluator import Judge, Verdict
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluator import Evaluation, Incumbent
 from hethub.planner.plan import find
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor import predict
@@ -105,32 +105,34 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
     return outcome
 
 
-class GridSurrogate(Surrogate):
+class GridEstimator(Estimator):
     """Estimates that lead a search nowhere but into the grid."""
 
-    def is_possible(self, draft: Draft) -> bool:
-        seats = [own for stage in draft.stages for own in stage.seats]
-        usual = not draft.roomy and draft.schedule is None and all(s.state_shares == () for s in draft.stages)
-        inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in seats)
-        return inside and super().is_possible(draft)
+    def is_possible(self, candidate: Candidate) -> bool:
+        groups = [own for stage in candidate.stages for own in stage.groups]
+        usual = (
+            not candidate.roomy and candidate.schedule is None and all(s.state_shares == () for s in candidate.stages)
+        )
+        inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in groups)
+        return inside and super().is_possible(candidate)
 
 
-class GridJudge(Judge):
-    """Judges plans of the grid and no others."""
+class GridIncumbent(Incumbent):
+    """Evaluates plans of the grid and no others."""
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         super().__init__(problem, costs)
-        self.surrogate = GridSurrogate(problem, costs)
+        self.estimator = GridEstimator(problem, costs)
 
-    def _judge(self, draft: Draft) -> Verdict | None:
-        verdict = super()._judge(draft)
-        return verdict if verdict is not None and is_in_grid(verdict.plan) else None
+    def _evaluate(self, candidate: Candidate) -> Evaluation | None:
+        evaluation = super()._evaluate(candidate)
+        return evaluation if evaluation is not None and is_in_grid(evaluation.plan) else None
 
 
-def restricted(problem: Problem) -> Verdict:
+def restricted(problem: Problem) -> Evaluation:
     """The answer of `auto`, restricted to the grid."""
-    judge = GridJudge(problem, UnitCosts(problem))
-    found = find(problem, judge, "auto")
+    incumbent = GridIncumbent(problem, UnitCosts(problem))
+    found = find(problem, incumbent, "auto")
     assert found is not None, "no plan fits"
     return found
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hethub.planner.problem.capabilities import RUNTIME
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec

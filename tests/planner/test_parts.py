@@ -9,20 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker, divide, earliest_finish, largest_able
 from hethub.planner.candidate.settings import MOST_DEGREES, Line, degree_choices, degrees_by_kind, micro_batch_choices
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import PROBE, Footprints, Mode, _Probe
+from hethub.planner.estimate.memory_model import PROBE, MemoryModel, Mode, _Probe
 from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
-from hethub.planner.evaluate.evaluator import AlikeLayout, Judge, is_alike, is_equal, raised
+from hethub.planner.evaluate.evaluator import AlikeLayout, Incumbent, is_alike, is_equal, raised
 from hethub.planner.explain.scaled import Scale, scaled
 from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.partition import DEADLINES, Partitioner, Setting
 from hethub.planner.generate.small import ordered_partitions
 from hethub.planner.generate.table import tabulate
 from hethub.planner.plan import answer
-from hethub.planner.problem.problem import Batch, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.predictor import memory, predict
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
@@ -138,9 +139,9 @@ def mixed():
 
 
 def every_plan(problem, number=40):
-    judge = Judge(problem, UnitCosts(problem))
-    entries = best_cuts(problem, tabulate(problem, judge.costs), number).cuts
-    return [v for v in (judge(entry.draft(problem)) for entry in entries) if v is not None]
+    incumbent = Incumbent(problem, UnitCosts(problem))
+    entries = best_cuts(problem, tabulate(problem, incumbent.costs), number).cuts
+    return [v for v in (incumbent(entry.candidate(problem)) for entry in entries) if v is not None]
 
 
 def kind_of(problem, replica):
@@ -150,8 +151,10 @@ def kind_of(problem, replica):
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 5)])
 def test_plans_with_too_few_microbatches_in_flight_are_raised_to_the_default(sizes):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(24, 64, "fp32"))
-    draft = Draft(tuple(DraftStage(3, (Seats(kind, 1, size, 2),)) for kind, size in enumerate(sizes)))
-    plan = Judge(problem, UnitCosts(problem))(draft).plan
+    candidate = Candidate(
+        tuple(CandidateStage(3, (ReplicaGroup(kind, 1, size, 2),)) for kind, size in enumerate(sizes))
+    )
+    plan = Incumbent(problem, UnitCosts(problem))(candidate).plan
     low = plan.replace(
         stages=tuple(
             stage.replace(replicas=tuple(replica.replace(in_flight=1) for replica in stage.replicas))
@@ -165,15 +168,15 @@ def test_plans_with_too_few_microbatches_in_flight_are_raised_to_the_default(siz
     assert min(held[0]) > 1
 
 
-def test_a_plan_is_judged_once_for_all_drafts_that_mean_it():
+def test_a_plan_is_evaluated_once_for_all_candidates_that_mean_it():
     problem = mixed()
-    judge = Judge(problem, UnitCosts(problem))
-    (verdict, *_) = [v for v in every_plan(problem) if len(v.plan.stages) == 1]
-    one, other = (judge(replace(verdict.draft, alike=alike)) for alike in (True, False))
+    incumbent = Incumbent(problem, UnitCosts(problem))
+    (evaluation, *_) = [v for v in every_plan(problem) if len(v.plan.stages) == 1]
+    one, other = (incumbent(replace(evaluation.candidate, alike=alike)) for alike in (True, False))
     assert one.plan is other.plan
     assert one.prediction is other.prediction
-    assert one.draft != other.draft
-    assert judge.candidates == 2
+    assert one.candidate != other.candidate
+    assert incumbent.candidates == 2
 
 
 def test_microbatches_in_flight_of_alike_plans_need_no_dealing():
@@ -181,22 +184,22 @@ def test_microbatches_in_flight_of_alike_plans_need_no_dealing():
         TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(16, 64, "fp32"), ConstraintsSpec(tp=1, pp=2)
     )
     seen = 0
-    for verdict in every_plan(problem):
-        if is_equal(verdict.plan):
-            short = AlikeLayout(verdict.plan, problem.model, problem.cluster).in_flight
-            assert short == bind(verdict.plan, problem.model, problem.cluster).in_flight
-            seen += len(verdict.plan.stages) > 1
+    for evaluation in every_plan(problem):
+        if is_equal(evaluation.plan):
+            short = AlikeLayout(evaluation.plan, problem.model, problem.cluster).in_flight
+            assert short == bind(evaluation.plan, problem.model, problem.cluster).in_flight
+            seen += len(evaluation.plan.stages) > 1
     assert seen > 1
 
 
 def test_unit_costs_are_the_predictors():
     problem = mixed()
-    for verdict in every_plan(problem, 12):
-        layout = bind(verdict.plan, problem.model, problem.cluster)
+    for evaluation in every_plan(problem, 12):
+        layout = bind(evaluation.plan, problem.model, problem.cluster)
         full, last = PlanCosts(layout, HETHUB, packaged()), layout.num_stages - 1
         costs = UnitCosts(problem)
-        for s, stage in enumerate(verdict.draft.stages):
-            for r, replica in enumerate(verdict.plan.stages[s].replicas):
+        for s, stage in enumerate(evaluation.candidate.stages):
+            for r, replica in enumerate(evaluation.plan.stages[s].replicas):
                 rate = costs.rate(kind_of(problem, replica), replica.tp, replica.micro_batch, stage.recompute)
                 mine, theirs = (
                     rate.microbatch(stage.layers, s == 0, s == last),
@@ -207,15 +210,15 @@ def test_unit_costs_are_the_predictors():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_footprints_are_the_predictors_memory(tied):
+def test_memory_model_are_the_predictors_memory(tied):
     model = ModelSpec(
         name="m", layers=9, hidden=256, heads=8, kv_heads=2, ffn=704, vocab=1024, max_seq_len=256, tied_head=tied
     )
     problem = pose(model, cluster(("amd", 4, 0.05, 4.0), ("nvidia", 4, 0.1, 4.0)), Batch(16, 128, "bf16"))
-    for verdict in every_plan(problem, 60):
-        stages = verdict.plan.stages
-        found = memory(bind(verdict.plan, model, problem.cluster))
-        in_flight = bind(verdict.plan, model, problem.cluster).in_flight
+    for evaluation in every_plan(problem, 60):
+        stages = evaluation.plan.stages
+        found = memory(bind(evaluation.plan, model, problem.cluster))
+        in_flight = bind(evaluation.plan, model, problem.cluster).in_flight
         for s, stage in enumerate(stages):
             replica = stage.replicas[0]
             place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
@@ -229,24 +232,24 @@ def test_footprints_are_the_predictors_memory(tied):
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
-    footprints = Footprints(TINY, 128, "bf16")
+    memory_model = MemoryModel(TINY, 128, "bf16")
 
     def probe(mode):
-        return _Probe(footprints, PROBE, 2, 4, recompute, mode)._ranks(2, (2, 2, 2), 2)
+        return _Probe(memory_model, PROBE, 2, 4, recompute, mode)._ranks(2, (2, 2, 2), 2)
 
     assert probe(Mode(1, "zero_bubble")) == probe(Mode(1))
-    one, four = (footprints.coefficients(PROBE, 2, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
+    one, four = (memory_model.coefficients(PROBE, 2, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
     assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
     assert one.layer_deferred_wgrad.min() > 0
-    assert (four.once == footprints.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()
+    assert (four.once == memory_model.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()
 
 
 def test_the_estimate_is_near_the_prediction():
     problem = mixed()
-    judge = Judge(problem, UnitCosts(problem))
-    for verdict in every_plan(problem, 20):
-        if is_alike(verdict.plan):
-            assert judge.surrogate.seconds(verdict.draft) == pytest.approx(verdict.seconds, rel=0.25)
+    incumbent = Incumbent(problem, UnitCosts(problem))
+    for evaluation in every_plan(problem, 20):
+        if is_alike(evaluation.plan):
+            assert incumbent.estimator.seconds(evaluation.candidate) == pytest.approx(evaluation.seconds, rel=0.25)
 
 
 def test_faster_links_and_compute_never_make_the_best_plan_slower():
@@ -267,45 +270,48 @@ def test_even_microbatches_are_as_many_and_as_equal_as_can_be(samples, size):
 
 def test_resized_microbatches_change_in_number_and_no_further_than_asked():
     problem = mixed()
-    surrogate = Judge(problem, UnitCosts(problem)).surrogate
-    for entry in best_cuts(problem, tabulate(problem, surrogate.costs), 20).cuts:
-        draft = entry.draft(problem)
+    estimator = Incumbent(problem, UnitCosts(problem)).estimator
+    for entry in best_cuts(problem, tabulate(problem, estimator.costs), 20).cuts:
+        candidate = entry.candidate(problem)
         for step in (-1, 0, 1):
-            changed = resized(draft, [(0, None)], surrogate, step)
-            assert changed.stages[1:] == draft.stages[1:]
-            assert changed.shape == draft.shape
-            taken = surrogate.samples(draft, 0)
-            for before, after, most in zip(draft.stages[0].seats, changed.stages[0].seats, taken, strict=True):
+            changed = resized(candidate, [(0, None)], estimator, step)
+            assert changed.stages[1:] == candidate.stages[1:]
+            assert changed.shape == candidate.shape
+            taken = estimator.samples(candidate, 0)
+            for before, after, most in zip(candidate.stages[0].groups, changed.stages[0].groups, taken, strict=True):
                 assert (after.micro_batch - min(before.micro_batch, most)) * step >= 0
 
 
-def test_drafts_over_memory_are_made_to_fit_with_the_largest_microbatches():
+def test_candidates_over_memory_are_made_to_fit_with_the_largest_microbatches():
     model = TINY.replace(layers=8, hidden=512, ffn=2048, max_seq_len=2048)
     problem = pose(model, cluster(("amd", 2, 0.1, 16.0), ("nvidia", 2, 0.1, 16.0)), Batch(256, 2048, "fp32"))
-    judge = Judge(problem, UnitCosts(problem))
-    judge.microbatches_left = 10**6
+    incumbent = Incumbent(problem, UnitCosts(problem))
+    incumbent.microbatches_left = 10**6
     found = 0
-    for entry in best_cuts(problem, tabulate(problem, judge.costs), 60, memory_counts=False).cuts:
-        draft = entry.draft(problem)
-        if judge.surrogate.likely_fits(draft) or (smaller := fitted(draft, judge.surrogate)) is None:
+    for entry in best_cuts(problem, tabulate(problem, incumbent.costs), 60, memory_counts=False).cuts:
+        candidate = entry.candidate(problem)
+        if incumbent.estimator.likely_fits(candidate) or (smaller := fitted(candidate, incumbent.estimator)) is None:
             continue
         found += 1
-        verdict = judge(smaller)
-        assert verdict is not None
-        assert all(entry.bytes <= 1.03 * entry.limit for entry in verdict.prediction.memory)
-        assert smaller.shape == draft.shape
+        evaluation = incumbent(smaller)
+        assert evaluation is not None
+        assert all(entry.bytes <= 1.03 * entry.limit for entry in evaluation.prediction.memory)
+        assert smaller.shape == candidate.shape
     assert found
 
 
 def test_a_plan_over_memory_is_predicted_only_where_it_is_the_closest_or_asked_for():
     problem = pose(TINY, cluster(("amd", 2, 0.05, 0.001), ("nvidia", 2, 0.1, 0.001)), Batch(16, 64, "fp32"))
-    judge = Judge(problem, UnitCosts(problem))
-    drafts = [Draft(tuple(DraftStage(3, (Seats(kind, 1, size, 2),)) for kind in range(2))) for size in (2, 4, 1)]
-    verdicts = [judge(draft) for draft in drafts]
-    assert judge.closest is verdicts[2]
-    assert not judge.fitting
-    assert [verdict and "prediction" in vars(verdict) for verdict in verdicts] == [True, False, True]
-    second = verdicts[1]
+    incumbent = Incumbent(problem, UnitCosts(problem))
+    candidates = [
+        Candidate(tuple(CandidateStage(3, (ReplicaGroup(kind, 1, size, 2),)) for kind in range(2)))
+        for size in (2, 4, 1)
+    ]
+    evaluations = [incumbent(candidate) for candidate in candidates]
+    assert incumbent.closest is evaluations[2]
+    assert not incumbent.fitting
+    assert [evaluation and "prediction" in vars(evaluation) for evaluation in evaluations] == [True, False, True]
+    second = evaluations[1]
     assert second is not None
     assert second.fullness > 1
     reserve = problem.constraints.reserve

@@ -4,7 +4,8 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.explain.infeasible import fewer_samples
-from hethub.planner.problem.problem import Batch, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec

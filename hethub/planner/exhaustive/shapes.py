@@ -41,7 +41,7 @@ def shapes_of(problem: Problem) -> Iterator[Shape]:
         for unit in grouping:
             sorts.setdefault((unit.kind, unit.tp), []).append(unit)
         for composition in ordered_partitions(tuple(map(len, sorts.values()))):
-            shape = _seated(list(sorts.values()), composition)
+            shape = _assigned(list(sorts.values()), composition)
             if _is_allowed(problem, shape):
                 yield shape
 
@@ -80,7 +80,7 @@ def _sizes(count: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
     return [(d, *rest) for d in able for rest in _sizes(count - d, [other for other in able if other <= d])]
 
 
-def _seated(sorts: Sequence[Sequence[Unit]], composition: Sequence[Sequence[int]]) -> Shape:
+def _assigned(sorts: Sequence[Sequence[Unit]], composition: Sequence[Sequence[int]]) -> Shape:
     """The units of every stage in order of ranks."""
     used = [0] * len(sorts)
     shape = []

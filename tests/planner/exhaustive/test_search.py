@@ -9,7 +9,7 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.evaluate.evaluator import Incumbent
 from hethub.planner.exhaustive.chains import Chains
 from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising_floors, step_bound
 from hethub.planner.exhaustive.replay import nodes_of
@@ -24,12 +24,13 @@ from hethub.planner.exhaustive.stages import (
     microbatchings,
 )
 from hethub.planner.problem.capabilities import RUNTIME
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import ScheduleName
-from tests.oracle.grid import GridJudge, exhaustive
+from tests.oracle.grid import GridIncumbent, exhaustive
 from tests.oracle.test_auto import MODEL, grid_problem, random_cluster
 
 
@@ -75,7 +76,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
     seed: int, tied: bool, schedule: ScheduleName
 ) -> None:
     problem = _problem(ConstraintsSpec(), seed, tied)
-    costs = StageCosts(Judge(problem, UnitCosts(problem), ignore_memory=True), schedule)
+    costs = StageCosts(Incumbent(problem, UnitCosts(problem), ignore_memory=True), schedule)
     draw, exact = random.Random(seed), 0
     for _ in range(20):
         point = random_point(costs, draw)
@@ -98,8 +99,8 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
 def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> None:
     """Reductions longer than a bucket's hide behind the last pass, which is another one under zero_bubble."""
     problem = _problem(ConstraintsSpec(), seed)
-    judge = Judge(problem, UnitCosts(problem), ignore_memory=True)
-    costs = [StageCosts(judge, name) for name in ("zero_bubble", "1f1b")]
+    incumbent = Incumbent(problem, UnitCosts(problem), ignore_memory=True)
+    costs = [StageCosts(incumbent, name) for name in ("zero_bubble", "1f1b")]
     for shape in (own for own in shapes_of(problem) if len(own) <= 2):
         branches = [branches_below(np.inf, own, shape)[0][1] for own in costs]
         together = promising_floors(np.inf, branches, 10**6)
@@ -111,15 +112,15 @@ def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> N
 @pytest.mark.parametrize("seed", range(3))
 def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> None:
     problem = grid_problem(seed, 3)
-    judge = GridJudge(problem, UnitCosts(problem))
-    search_tiny(problem, judge)
-    assert judge.best_seconds == exhaustive(problem, start=judge.best_seconds * (1 + 1e-9)).seconds
-    assert judge.space_bound_seconds == judge.best_seconds
+    incumbent = GridIncumbent(problem, UnitCosts(problem))
+    search_tiny(problem, incumbent)
+    assert incumbent.best_seconds == exhaustive(problem, start=incumbent.best_seconds * (1 + 1e-9)).seconds
+    assert incumbent.space_bound_seconds == incumbent.best_seconds
 
 
 def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
-    whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
+    whole, part = (GridIncumbent(problem, UnitCosts(problem)) for _ in range(2))
     search_tiny(problem, whole)
     for name, size in (("AT_ONCE", 8), ("MOST_TIMED", 32)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
@@ -131,7 +132,7 @@ def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypa
 
 def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
-    whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
+    whole, part = (GridIncumbent(problem, UnitCosts(problem)) for _ in range(2))
     search_tiny(problem, whole)
     for name, size in (("AT_ONCE", 8), ("WINDOW", 16), ("FEW", 1)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
@@ -169,9 +170,9 @@ def test_microbatchings_are_counted_as_they_are_made(replicas: int, even: bool) 
 )
 def test_constraints_leave_a_part_of_the_space(constraints: ConstraintsSpec) -> None:
     problem = _problem(constraints)
-    judge = Judge(problem, UnitCosts(problem))
-    search_tiny(problem, judge)
-    assert judge.fitting
+    incumbent = Incumbent(problem, UnitCosts(problem))
+    search_tiny(problem, incumbent)
+    assert incumbent.fitting
 
 
 def test_a_real_job_is_not_tiny() -> None:
