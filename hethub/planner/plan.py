@@ -10,7 +10,8 @@ from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.layouts import is_equal
-from hethub.planner.explain.bottlenecks import reasons
+from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
+from hethub.planner.explain.bottlenecks import bottlenecks
 from hethub.planner.explain.homogeneous_sum import Alone, kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
 from hethub.planner.explain.robust import most_robust
@@ -21,7 +22,7 @@ from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
-from hethub.planner.search.auto import search, search_family, search_whole
+from hethub.planner.search.auto import add_whole_plans, search, search_family, search_whole
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.offloaded import search_offloaded
 from hethub.planner.search.processes import uncollected
@@ -88,7 +89,7 @@ def plan(
         space_bound_seconds=incumbent.space_bound_seconds,
         estimate_error_percent=incumbent.estimate_error_percent,
         worst_step_seconds=chosen.worst_step_seconds if chosen else None,
-        reasons=tuple(reasons(problem, incumbent, best, processes)) if explain else (),
+        reasons=tuple(bottlenecks(problem, incumbent, best, processes)) if explain else (),
         candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
     )
@@ -163,8 +164,12 @@ def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | 
     """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
     if strategy == "hap":
         raise BadInput("strategy 'hap' is not offered by this version: its operator-level plans come later; use auto.")
-    if strategy not in ("auto", *FAMILIES):
-        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, ['auto', *FAMILIES])}")
+    if strategy not in (known := ["auto", "exhaustive", *FAMILIES]):
+        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, known)}")
+    if strategy == "exhaustive":
+        refuse_larger(problem)
+        search_exhaustively(problem, incumbent)
+        return add_whole_plans(problem, incumbent) or search_offloaded(problem, incumbent)
     if problem.constraints.schedule in problem.capabilities.family_schedules:
         return search_whole(problem, incumbent, FAMILIES if strategy == "auto" else (strategy,))
     if strategy == "auto":

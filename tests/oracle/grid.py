@@ -17,11 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Evaluation, Incumbent
-from hethub.planner.plan import find
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor import predict
 from hethub.predictor.memory.ranks import memory
@@ -30,9 +25,6 @@ from hethub.spec.plan import PlanSpec
 from tests.oracle.paths import path_seconds
 from tests.oracle.retimed import Need, ends, nodes_of
 from tests.oracle.stage_grid import (
-    MICRO_BATCHES,
-    RECOMPUTES,
-    ZEROS,
     Option,
     Seconds,
     Shape,
@@ -103,50 +95,6 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
             _predict(problem, plan_of(problem, *point), bound, outcome)
     outcome.lower_bound = min(outcome.lower_bound, outcome.seconds)
     return outcome
-
-
-class GridEstimator(Estimator):
-    """Estimates that lead a search nowhere but into the grid."""
-
-    def is_possible(self, candidate: Candidate) -> bool:
-        groups = [own for stage in candidate.stages for own in stage.groups]
-        usual = (
-            not candidate.roomy and candidate.schedule is None and all(s.state_shares == () for s in candidate.stages)
-        )
-        inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in groups)
-        return inside and super().is_possible(candidate)
-
-
-class GridIncumbent(Incumbent):
-    """Evaluates plans of the grid and no others."""
-
-    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
-        super().__init__(problem, costs)
-        self.estimator = GridEstimator(problem, costs)
-
-    def _evaluate(self, candidate: Candidate) -> Evaluation | None:
-        evaluation = super()._evaluate(candidate)
-        return evaluation if evaluation is not None and is_in_grid(evaluation.plan) else None
-
-
-def restricted(problem: Problem) -> Evaluation:
-    """The answer of `auto`, restricted to the grid."""
-    incumbent = GridIncumbent(problem, UnitCosts(problem))
-    found = find(problem, incumbent, "auto")
-    assert found is not None, "no plan fits"
-    return found
-
-
-def is_in_grid(plan: PlanSpec) -> bool:
-    """Whether a plan is a point of the grid."""
-    stages, replicas = plan.stages, [replica for stage in plan.stages for replica in stage.replicas]
-    return (
-        plan.schedule == "1f1b"
-        and all(len(s.layers) == 1 and not s.offload and not s.state_shares for s in stages)
-        and all(s.zero in ZEROS and s.recompute in RECOMPUTES for s in stages)
-        and all(r.tp <= 2 and r.tensor_shares is None and r.in_flight is None for r in replicas)
-        and all(r.micro_batch in MICRO_BATCHES or r.micro_batch == r.samples < MICRO_BATCHES[-1] for r in replicas)
-    )
 
 
 def groupings(problem: Problem) -> Iterator[list[Unit]]:

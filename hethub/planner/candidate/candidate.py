@@ -1,4 +1,5 @@
-"""Candidates: plans as the search moves them about. Equal accelerators are counted, not named; `complete` names them."""
+"""Candidates: plans as the search moves them about. Equal accelerators are counted, not named: `materialize` names
+them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ class ReplicaGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class CandidateStage:
-    """A stage without ranks: how many layers, which replicas. Build it with `stage_of`, which merges like groups."""
+    """A stage without ranks: how many layers, which replicas. Its groups come from `merged`, like ones together."""
 
     layers: int
     groups: tuple[ReplicaGroup, ...]

@@ -16,8 +16,8 @@ WorkerOf = Callable[[CandidateStage, ReplicaGroup, bool, bool], Worker]
 def materialize(
     candidate: Candidate, problem: Problem, worker: WorkerOf, holds: Sequence[int] | None
 ) -> PlanSpec | None:
-    """The plan of a candidate with samples divided by speed; None where some replica would have no sample, or the machines
-    cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
+    """The plan of a candidate with samples divided by speed; None where some replica would have no sample, or the
+    machines cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
     if max(candidate.replica_counts) > problem.batch.global_batch:
         return None
     assigned = assign_units(candidate, problem)

@@ -36,7 +36,8 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """The cost model of a problem. Stages and candidates seen before cost nothing, many at once little more than one."""
+    """The cost model of a problem. Stages and candidates seen before cost nothing, many at once little more than
+    one."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.unit_costs = problem, UnitCosts(problem)
@@ -62,8 +63,8 @@ class Estimator:
         return self._of(candidate).seconds
 
     def holds(self, candidate: Candidate) -> tuple[int, ...]:
-        """Microbatches in flight per stage: by depth, or for a roomy candidate as many as its circuits need to run at the
-        pace of the busiest stage, where they fit; never fewer than the stage below holds."""
+        """Microbatches in flight per stage: by depth, or for a roomy candidate as many as its circuits need to run at
+        the pace of the busiest stage, where they fit; never fewer than the stage below holds."""
         return self._of(candidate).holds
 
     def likely_fits(self, candidate: Candidate) -> bool:
@@ -79,8 +80,8 @@ class Estimator:
         return self.least(candidate) < seconds and self.seconds(candidate) < seconds and self.likely_fits(candidate)
 
     def below(self, candidates: Iterable[Candidate], seconds: float) -> list[Candidate]:
-        """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit; those that are proved
-        to take longer are not estimated."""
+        """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit; those that are
+        proved to take longer are not estimated."""
         unlike = list(dict.fromkeys(candidates))
         self.bound(unlike)
         self.estimate(candidate for candidate in unlike if self.least(candidate) < seconds)
@@ -150,8 +151,8 @@ class Estimator:
         return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
 
     def _side_by_side(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> "_Together":
-        """The candidates with their stages in arrays that end with the last. In front of the first stage of shorter ones
-        stands a blank: the stage once more, without any work."""
+        """The candidates with their stages in arrays that end with the last. In front of the first stage of shorter
+        ones stands a blank: the stage once more, without any work."""
         depth = len(rows[-1])  # the largest, of candidates in order
         first = np.array([depth - len(own) for own in rows])
         table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
@@ -201,8 +202,8 @@ class Estimator:
         return candidate.schedule or self.problem.schedule
 
     def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
-        """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what waiting
-        for the slowest of a chain adds."""
+        """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what
+        waiting for the slowest of a chain adds."""
         stages = self._rows.figures(rows)
         if blank.any():
             for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
@@ -211,7 +212,7 @@ class Estimator:
         return stages
 
     def _wait_for_chains(self, candidates: Sequence[Candidate], stages: StageEstimate) -> None:
-        """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest
+        """Where replica i of every stage gets the same samples (`materialize`), a chain goes at the pace of its slowest
         stage, and all others of it wait."""
         found = [
             _Chained(row, candidate, chains(candidate))
@@ -253,8 +254,8 @@ class Estimator:
         return held, able & ((held <= stages.most) | own.blank).all(axis=1)
 
     def _enough(self, own: "_Together") -> np.ndarray:
-        """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are put
-        off, as many as if they were not keep the gaps to be filled few."""
+        """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are
+        put off, as many as if they were not keep the gaps to be filled few."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
             rows = self._rows.of(own.candidates, repeat(self.problem.schedule, len(own.candidates)))
@@ -265,8 +266,8 @@ class Estimator:
         return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.microbatches))
 
     def _deferred_wgrad(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches in flight under zero_bubble, of roomy candidates as many as leave memory for what is put off, and
-        whether there is [candidate]."""
+        """Microbatches in flight under zero_bubble, of roomy candidates as many as leave memory for what is put off,
+        and whether there is [candidate]."""
         most, wave = self._most_under_way(own, held), own.stages.wave
         short = roomy & (most < own.widest(held))
         if short.any():
@@ -275,8 +276,8 @@ class Estimator:
         return held, own.widest(held) <= most
 
     def _most_under_way(self, own: "_Together", held: np.ndarray) -> np.ndarray:
-        """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put off
-        as many as are under way in one of them, beside the microbatches it holds."""
+        """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
+        off as many as are under way in one of them, beside the microbatches it holds."""
         free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
         deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
         most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + deferred_wgrad + 1) - 1).min(axis=1)

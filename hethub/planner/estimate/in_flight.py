@@ -1,8 +1,8 @@
 """Microbatches in flight by estimate: how long a microbatch takes to turn somewhere below and come back, and how many
 hide that.
 
-For many candidates of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the way
-counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `wave`
+For many candidates of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the
+way counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `wave`
 samples of one microbatch on every replica, `held` microbatches in flight, all [candidate, stage]; `trips` come from
 `round_trips`.
 """
@@ -13,8 +13,8 @@ import numpy as np
 
 
 def round_trips(microbatch: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.ndarray:
-    """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of all
-    on the way included; `crossing` [candidate, boundary]."""
+    """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of
+    all on the way included; `crossing` [candidate, boundary]."""
     starts = np.zeros_like(microbatch)
     np.cumsum(microbatch[:, :-1] + 2 * crossing, axis=1, out=starts[:, 1:])
     trips: np.ndarray = (starts + microbatch)[:, None, :] - starts[:, :, None]

@@ -1,11 +1,11 @@
 """A small space searched to its end: every plan of a handful of accelerators that a bound does not exclude is timed.
 
-The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in
-steps of one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of
+The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in steps
+of one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of
 microbatches in flight. A point is left out where a bound of its step is no shorter than the best plan known: a rough
 one over what its stages take at least, then that of its chains of microbatches. All others are replayed with the
-predictor's own costs, those of one microbatching at once, and evaluated in order of these times. The best are then tried
-with more microbatches in flight.
+predictor's own costs, those of one microbatching at once, and evaluated in order of these times. The best are then
+tried with more microbatches in flight.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from hethub.planner.candidate.materialize import materialize
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
 from hethub.planner.exhaustive.replay import Node, Passed, ends_of, nodes_of
-from hethub.planner.exhaustive.shapes import schedules_of, shapes_of
+from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts, Units
 from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput
@@ -32,13 +32,23 @@ WINDOW = 131_072  # floors' points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_EVALUATED = 1000  # where memory holds few of them
-MOST_DEEPENED = 128  # points tried with more microbatches in flight
+DEEPENED, MOST_DEEPENED = 128, 4096  # points tried with more microbatches in flight: where the search goes on, else
 
 
-def search_tiny(problem: Problem, incumbent: Incumbent) -> None:
-    """Evaluates what may be better than the best plan known, most promising first. The evaluator knows then what no plan of
-    the space is below: the best plan where it was searched to its end, else the smallest bound that was not looked
-    at."""
+def refuse_larger(problem: Problem) -> None:
+    """Raises BadInput where the space is too large to be searched to its end."""
+    if (beyond := excess(problem)) is not None:
+        raise BadInput(
+            f"strategy 'exhaustive' times every plan of a small space that may be the best; here it has {beyond}. "
+            "Take strategy 'auto', or leave fewer plans: fewer accelerators or layers, a smaller global_batch, or "
+            "constraints such as pp, tp, dp, micro_batch or recompute."
+        )
+
+
+def search_exhaustively(problem: Problem, incumbent: Incumbent, deepened: int = MOST_DEEPENED) -> None:
+    """Evaluates the plans of a small space that may be better than those known, the most promising ones first. The
+    incumbent knows then what no plan of the space is below: the best plan where it was searched to its end,
+    else the smallest bound that was not looked at."""
     times = None if incumbent.evaluator.ignore_memory else incumbent.costs.times
     costs = [StageCosts(problem, schedule, times) for schedule in schedules_of(problem)]
     shapes = list(shapes_of(problem))
@@ -49,7 +59,7 @@ def search_tiny(problem: Problem, incumbent: Incumbent) -> None:
         if not incumbent.out_of_time
         for own in branches_below(incumbent.best_seconds, each, shape)
     ]
-    sweep = _Sweep(incumbent)
+    sweep = _Sweep(incumbent, deepened)
     for part in _parts(sorted(bounded, key=itemgetter(0))):
         sweep.search(part)
     if incumbent.fitting and not incumbent.out_of_time:
@@ -71,8 +81,8 @@ def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[f
 class _Sweep:
     """Times points and evaluates the best, as many as may be, and knows how fast those may be that it left out."""
 
-    def __init__(self, incumbent: Incumbent) -> None:
-        self.incumbent = incumbent
+    def __init__(self, incumbent: Incumbent, deepened: int) -> None:
+        self.incumbent, self.most_near = incumbent, deepened
         self.orders: dict[object, list[Node]] = {}
         self.enough = len(incumbent.tried) + MOST_EVALUATED
         self.left = MOST_TIMED
@@ -119,7 +129,7 @@ class _Sweep:
             self.left -= len(some.bounds)
             timed = _timed(self.incumbent.problem, some.points(), self.orders)
             self.evaluate_timed(timed)
-            self.near = heapq.nsmallest(MOST_DEEPENED, [*self.near, *timed], key=_seconds_of)
+            self.near = heapq.nsmallest(self.most_near, [*self.near, *timed], key=_seconds_of)
 
     def evaluate_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
         """Evaluates points in order of their times until none can be better."""
@@ -195,7 +205,8 @@ def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
 
 
 def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
-    """The point's candidate, movable where candidates can express its plan: they list like units by their micro-batch."""
+    """The point's candidate, movable where candidates can express its plan: they list like units by their
+    micro-batch."""
     problem, plan = incumbent.problem, point.plan
     stages = [
         CandidateStage(x, _groups(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)

@@ -12,7 +12,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.exhaustive.search import search_tiny
+from hethub.planner.exhaustive.search import DEEPENED, search_exhaustively
 from hethub.planner.generate import kind_stages, partition, small
 from hethub.planner.generate.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.generate.families import FAMILIES, Family
@@ -23,7 +23,8 @@ from hethub.planner.search.neighbours import neighbourhoods, neighbours, with_ro
 
 FAMILY_FINALISTS = 4  # evaluated of each family
 FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
-FAR = 1.15  # times the best: a family's candidate estimated to take longer is not evaluated, and small changes lead no further
+# Times the best: a family's candidate estimated to take longer is not evaluated; small changes lead no further.
+FAR = 1.15
 NEAR = 1.05  # times the shortest estimate: the most with which candidates of one kind a stage are looked at
 MOST_LEADERS = 3  # times as many finalists: looked at for some that can be evaluated
 WHOLE_FINALISTS = 3  # of its candidates that carry their plan
@@ -50,15 +51,20 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
         cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
         _evaluate_all(incumbent, promising(problem, incumbent, effort, few, cuts, memory_counts=False))
     if effort.whole:
-        search_tiny(problem, incumbent)
+        search_exhaustively(problem, incumbent, DEEPENED)
     _climb_leaders(incumbent, effort)
     for candidates in families.values():
         incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
         leaders = leading(incumbent, list(filter(incumbent.may_win, candidates)))
         _evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
+    return add_whole_plans(problem, incumbent)
+
+
+def add_whole_plans(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
+    """The best plan found and of the families' own schedules, rounds and offloading, which no search moves about."""
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
-    for name in families:
-        _evaluate_whole(problem, incumbent, FAMILIES[name])
+    for family in FAMILIES.values():
+        _evaluate_whole(problem, incumbent, family)
     return incumbent.best
 
 
@@ -106,8 +112,8 @@ def _descended(
 
 
 def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], effort: Effort) -> None:
-    """Evaluates the candidates with the smallest estimates, as long as these leave room below the best plan. Those that are
-    no plan, or take too many microbatches to be replayed, leave their place to others."""
+    """Evaluates the candidates with the smallest estimates, as long as these leave room below the best plan. Those that
+    are no plan, or take too many microbatches to be replayed, leave their place to others."""
     costs, evaluated = incumbent.costs, 0
     for candidate in sorted(dict.fromkeys(candidates), key=costs.seconds)[: MOST_LEADERS * effort.finalists]:
         if evaluated < effort.finalists and costs.seconds(candidate) * effort.optimism < incumbent.best_seconds:
@@ -131,7 +137,8 @@ def _climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
 
 
 def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:
-    """Whether a candidate that can be estimated may be better than the best, estimates being off by far less than this."""
+    """Whether a candidate that can be estimated may be better than the best, estimates being off by far less than
+    this."""
     return incumbent.costs.seconds(candidate) < FAR * incumbent.best_seconds
 
 
@@ -152,8 +159,8 @@ def _evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None
 
 
 def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with the smallest estimates that are likely to fit; where no plan is known that does, the smallest of
-    all if none of these is likely to."""
+    """The candidates with the smallest estimates that are likely to fit; where no plan is known that does, the smallest
+    of all if none of these is likely to."""
     unlike = list(dict.fromkeys(candidates))
     incumbent.costs.estimate(unlike)
     fitting = [candidate for candidate in unlike if incumbent.costs.likely_fits(candidate)]
@@ -162,8 +169,8 @@ def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candi
 
 
 def _whole(problem: Problem, incumbent: Incumbent, family: Family, limit_seconds: float) -> list[Candidate]:
-    """Of a family's candidates that carry their plan and may take less than the limit, the first of those that its system
-    ranks, else those whose busiest replica computes least."""
+    """Of a family's candidates that carry their plan and may take less than the limit, the first of those that its
+    system ranks, else those whose busiest replica computes least."""
     made = dict.fromkeys(family.propose_whole(problem, incumbent.costs, limit_seconds=limit_seconds))
     if family.ranked:
         return list(made)[:WHOLE_FINALISTS]
@@ -221,8 +228,8 @@ def promising(
 def kinds_apart(
     problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The best candidates whose stages hold one kind each and every kind its own number of stages, by estimate; none that
-    is far behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
+    """The best candidates whose stages hold one kind each and every kind its own number of stages, by estimate; none
+    that is far behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
     if problem.schedule == "gpipe":
         return []
     costs = incumbent.costs
@@ -271,8 +278,8 @@ MOST_CHANGES = 60
 def descend(
     incumbent: Incumbent, candidate: Candidate, passed: set[Candidate], hopeless: float = float("inf")
 ) -> Candidate:
-    """Where the estimate has no better neighbour: many small changes, none of them evaluated. Ends early on a candidate that
-    is among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
+    """Where the estimate has no better neighbour: many small changes, none of them evaluated. Ends early on a candidate
+    that is among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
     costs = incumbent.costs
     for _ in range(MOST_CHANGES):
         if candidate in passed or incumbent.out_of_time:
@@ -313,8 +320,8 @@ def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> bool:
 
 
 def climb(evaluation: Evaluation, incumbent: Incumbent, effort: Effort, passed: set[Candidate]) -> Evaluation:
-    """The best neighbour of the best neighbour …; of each step's neighbours the evaluator sees those estimated best. Ends
-    early on a candidate that is among those `passed`, to which its own are added."""
+    """The best neighbour of the best neighbour …; of each step's neighbours the evaluator sees those estimated best.
+    Ends early on a candidate that is among those `passed`, to which its own are added."""
     best = evaluation
     for _ in range(effort.steps):
         if best.candidate in passed:

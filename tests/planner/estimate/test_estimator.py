@@ -13,7 +13,7 @@ from hethub.planner.estimate.stage_times import Placed, StageTimes
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.job import ConstraintsSpec
-from tests.planner.test_plan import TINY, cluster
+from tests.planner.problems import TINY, cluster
 
 SLOW, FAST = ReplicaGroup(0, 1, 2, 1), ReplicaGroup(1, 1, 3, 1)
 
@@ -50,11 +50,10 @@ def every_candidate() -> list[Candidate]:
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_candidates_of_any_depth_are_estimated_together_as_alone(tied_head: bool) -> None:
     asked, candidates = problem(tied_head), every_candidate()
-    costs = UnitCosts(asked)
-    together = Estimator(asked, costs)
+    together = Estimator(asked)
     together.estimate(candidates)
     for candidate in candidates:
-        alone = Estimator(asked, costs)
+        alone = Estimator(asked)
         assert together.seconds(candidate) == pytest.approx(alone.seconds(candidate), rel=1e-12)
         assert together.holds(candidate) == alone.holds(candidate)
         assert len(together.holds(candidate)) == len(candidate.stages)
@@ -64,7 +63,7 @@ def test_candidates_of_any_depth_are_estimated_together_as_alone(tied_head: bool
 
 def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
     asked, candidates = problem(), every_candidate()
-    estimated, bounded = (Estimator(asked, UnitCosts(asked)) for _ in range(2))
+    estimated, bounded = (Estimator(asked) for _ in range(2))
     estimated.estimate(candidates)
     bounded.bound(candidates)
     for candidate in candidates:
@@ -77,7 +76,7 @@ def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
 
 def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_its_floor() -> None:
     asked, candidates = problem(), every_candidate()
-    estimator = Estimator(asked, UnitCosts(asked))
+    estimator = Estimator(asked)
     for candidate in candidates:
         for roomy in (False, True):
             for schedule in (None, "zero_bubble"):

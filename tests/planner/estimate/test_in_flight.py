@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
-from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
-from hethub.planner.evaluate.evaluator import Incumbent
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
-from tests.planner.test_plan import TINY, cluster
+from tests.planner.problems import TINY, cluster, incumbent_of
 
 
 def trips_of(microbatches: list[float], waves: list[int], crossing: list[float]) -> np.ndarray:
@@ -65,13 +63,13 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(waves):
 @pytest.mark.parametrize("roomy", [False, True])
 def test_estimates_of_unlike_microbatches_are_near_the_prediction(sizes, roomy):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(120, 64, "fp32"))
-    incumbent = Incumbent(problem, UnitCosts(problem))
-    incumbent.microbatches_left = 10**6
+    incumbent = incumbent_of(problem)
+    incumbent.evaluator.microbatches_left = 10**6
     candidate = Candidate(
         tuple(CandidateStage(3, (ReplicaGroup(k, 1, b, 2),)) for k, b in enumerate(sizes)), roomy=roomy
     )
-    evaluation = incumbent(candidate)
+    evaluation = incumbent.consider(candidate)
     assert evaluation is not None
-    estimate = incumbent.estimator.seconds(candidate)
+    estimate = incumbent.costs.seconds(candidate)
     assert estimate > 0.75 * evaluation.seconds  # the default may be roomier than the estimate has it
     assert not roomy or estimate < 1.3 * evaluation.seconds

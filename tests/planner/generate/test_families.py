@@ -3,7 +3,6 @@
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.families.whole import (
@@ -47,8 +46,7 @@ def problem(memories: tuple[float, float] = (1.0, 1.0), batch: int = 50, **const
 
 def whole_candidates(name: str, asked: Problem) -> list[Candidate]:
     """The family's candidates that carry their plan."""
-    family, costs = FAMILIES[name], UnitCosts(asked)
-    return list(family.whole(asked, Estimator(asked, costs), list(family.candidates(asked, costs)), float("inf")))
+    return list(FAMILIES[name].propose_whole(asked, Estimator(asked)))
 
 
 def checked(asked: Problem, plan: PlanSpec) -> Layout:
@@ -126,7 +124,7 @@ def test_zorse_parts_regions_before_it_parts_machines() -> None:
     regions = {"names": ["east", "west"], "of_node": of_node, "gbps": [[100, 10], [10, 100]]}
     on = ClusterSpec.model_validate({"name": "far", "emulated": True, "nodes": nodes, "links": {"regions": regions}})
     asked = pose(MODEL, on, Batch(50, 128, "fp32"))
-    candidates = list(FAMILIES["zorse"].candidates(asked, UnitCosts(asked)))
+    candidates = list(FAMILIES["zorse"].propose(asked, Estimator(asked)))
     pairs = [candidate for candidate in candidates if len(candidate.stages) == 2]
     assert pairs
     for candidate in pairs:

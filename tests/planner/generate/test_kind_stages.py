@@ -1,4 +1,5 @@
-"""Stages of one kind each: the candidates, and the dynamic programme against all ways to put kinds behind each other."""
+"""Stages of one kind each: the candidates, and the dynamic programme against all ways to put kinds behind each
+other."""
 
 from itertools import permutations, product
 
@@ -8,11 +9,11 @@ import pytest
 from hethub.planner import plan
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.candidate.settings import main_orders
-from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.evaluate.evaluator import Incumbent
-from hethub.planner.generate.kind_stages import TaskGraph, kind_candidates
+from hethub.planner.generate import kind_stages
+from hethub.planner.generate.kind_stages import TaskGraph
 from hethub.planner.generate.kind_ways import Goals, KindWays
+from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.cluster import ClusterSpec
@@ -41,8 +42,7 @@ def posed(constraints: ConstraintsSpec | None = None, on: ClusterSpec = THREE) -
 
 
 def candidates_of(problem: Problem) -> list[Candidate]:
-    incumbent = Incumbent(problem, UnitCosts(problem))
-    return kind_candidates(problem, incumbent.estimator, float(incumbent.table.bound[0]), float("inf"))
+    return kind_stages.propose(problem, Estimator(problem))
 
 
 def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
@@ -56,10 +56,7 @@ def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
         assert tuple(dict.fromkeys(order)) in main_orders(problem)
         for kind in range(len(problem.kinds)):
             own = [
-                group.number * groups.tp
-                for stage in candidate.stages
-                for group in stage.groups
-                if group.kind == kind
+                group.number * group.tp for stage in candidate.stages for group in stage.groups if group.kind == kind
             ]
             assert sum(own) == problem.kinds[kind].size
             assert order == sorted(order, key=order.index)  # a kind's stages stand together
@@ -69,8 +66,8 @@ def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
 def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
     """Against every choice of stages and layers for every order of the kinds, one goal."""
     problem = posed()
-    estimator = Estimator(problem, UnitCosts(problem))
-    bound = float(Incumbent(problem, estimator.costs).table.bound[0])
+    estimator = Estimator(problem)
+    bound = float(tabulate(problem, estimator.unit_costs).bound[0])
     goals = Goals(np.array([ends_at * bound]), np.array([0]), np.array([4]))
     kinds = [KindWays(problem, estimator, kind, goals) for kind in range(3)]
     soonest: dict[int, float] = {}  # by number of stages
@@ -91,7 +88,7 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
     found: dict[int, float] = {}
     for candidate in TaskGraph(problem, kinds, goals).candidates():
         through = sum(
-            stage.layers * estimator.costs.rate(*stage.groups[0][:3], stage.recompute).layer.total
+            stage.layers * estimator.unit_costs.rate(*stage.groups[0][:3], stage.recompute).layer.total
             for stage in candidate.stages
         )
         found[len(candidate.stages)] = min(through, found.get(len(candidate.stages), np.inf))
@@ -102,11 +99,13 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
 def test_stages_keep_deadline_and_memory() -> None:
     """By their own estimate: the busiest computes within 1.5 times of perfect balance, and nearly all fit."""
     problem = posed()
-    incumbent = Incumbent(problem, UnitCosts(problem))
-    bound = float(incumbent.table.bound[0])
-    candidates = kind_candidates(problem, incumbent.estimator, bound, float("inf"))
-    assert all(incumbent.estimator.least(candidate) <= 1.5 * bound * 1.001 for candidate in candidates)
-    assert sum(map(incumbent.estimator.likely_fits, candidates)) >= 0.8 * len(candidates)
+    estimator = Estimator(problem)
+    table = tabulate(problem, estimator.unit_costs)
+    bound = float(table.bound[0])
+    candidates = kind_stages.propose(problem, estimator, table=table)
+    assert len(candidates) > 10
+    assert all(estimator.least(candidate) <= 1.5 * bound * 1.001 for candidate in candidates)
+    assert sum(map(estimator.likely_fits, candidates)) >= 0.8 * len(candidates)
 
 
 @pytest.mark.parametrize("given", [{"pp": 5}, {"tp": 2}, {"dp": 4}, {"micro_batch": 1}, {"max_micro_batch": 2}])

@@ -35,8 +35,8 @@ ROUNDING = 0.985
 
 
 def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
-    """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none
-    that would compute as long as the limit."""
+    """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit;
+    none that would compute as long as the limit."""
     zero, unit_costs = max(levels(problem)), costs.unit_costs
     if (
         problem.constraints.tp not in (None, 1)

@@ -23,7 +23,8 @@ from hethub.spec.ranges import split
 
 MOST_CANDIDATES = 3  # that fit
 MOST_TRIED = 12  # in the order of rough estimates, for memory
-FAR = 1.5  # times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction
+# Times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction.
+FAR = 1.5
 MOST_CHUNKS = 16  # of a stage: beyond, what is resident hardly falls
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
 OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
