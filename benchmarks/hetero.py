@@ -28,7 +28,8 @@ from benchmarks.emulate import LINKS_SMALLER, MOST_OVERRUN_PERCENT, Emulated, em
 
 from benchmarks.quotas import measured_rows
 from hethub.planner import plan
-from hethub.planner.problem.problem import Batch, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.predictor import layer_rates, predict
 from hethub.predictor.memory.ranks import RankMemory, rank_memory
 from hethub.report.drawing import stacked

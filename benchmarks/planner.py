@@ -29,7 +29,8 @@ from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import PlanResult, plan  # noqa: E402
 from hethub.planner.estimate.costs import UnitCosts  # noqa: E402
 from hethub.planner.explain.scaled import Scale, scaled  # noqa: E402
-from hethub.planner.problem.problem import Batch, pose  # noqa: E402
+from hethub.planner.problem.pose import pose  # noqa: E402
+from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.spec.cluster import ClusterSpec  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
 from hethub.spec.job import ConstraintsSpec  # noqa: E402

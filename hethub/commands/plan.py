@@ -40,7 +40,11 @@ def _add_plan(commands: Any) -> None:
         "hethub plan configs/jobs/laptop-mixed.yaml --explain --out plan.yaml",
     )
     add_job(parser)
-    parser.add_argument("--strategy", metavar="NAME", help="auto, or one system's own planner (default: the job's)")
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="auto, exhaustive (small spaces), or one system's planner (default: the job's)",
+    )
     parser.add_argument("--out", type=Path, metavar="PLAN.yaml", help="write the plan here")
     add_profile(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")

@@ -5,18 +5,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.evaluate.evaluator import Judge, Verdict, is_equal
-from hethub.planner.explain.bottlenecks import reasons
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.evaluate.layouts import is_equal
+from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
+from hethub.planner.explain.bottlenecks import bottlenecks
 from hethub.planner.explain.homogeneous_sum import Alone, kinds_alone, upper_bound_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
 from hethub.planner.explain.robust import most_robust
 from hethub.planner.explain.unsearched import not_searched
-from hethub.planner.generate.cuts import best_cuts
+from hethub.planner.generate import cuts
 from hethub.planner.generate.families import FAMILIES
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.generate.table import tabulate
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
-from hethub.planner.search.auto import search, search_family, search_whole
+from hethub.planner.search.auto import add_whole_plans, search, search_family, search_whole
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.offloaded import search_offloaded
 from hethub.planner.search.processes import uncollected
@@ -58,14 +64,14 @@ def plan(
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
-    judge = Judge(problem, UnitCosts(problem))
-    with _alone(problem, judge, with_bounds, processes) as kinds_alone:
-        best = find(problem, judge, strategy)
-        rows = _families(problem, judge, strategy) if explain else {}
+    incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
+    with _alone(problem, incumbent, with_bounds, processes) as kinds_alone:
+        best = find(problem, incumbent, strategy)
+        rows = _families(problem, incumbent, strategy) if explain else {}
         if strategy == "auto":
-            best = judge.best  # a family's plan, where explaining found a faster one
-        chosen = most_robust(problem, judge) if robust else None
-        best = _confirmed(problem, judge, chosen.verdict if chosen else best, strategy)
+            best = incumbent.best  # a family's plan, where explaining found a faster one
+        chosen = most_robust(problem, incumbent) if robust else None
+        best = _confirmed(problem, incumbent, chosen.evaluation if chosen else best, strategy)
         alone = kinds_alone()
     prediction = _bounded(best.prediction, alone)
     tokens = problem.batch.global_batch * problem.batch.seq_len
@@ -73,32 +79,32 @@ def plan(
         plan=best.plan,
         prediction=prediction,
         strategy=strategy,
-        runners_up=_runners_up(problem, judge, best, top),
+        runners_up=_runners_up(problem, incumbent, best, top),
         not_searched=not_searched(problem),
         kinds_alone=alone or (),
-        families=tuple(_row(name, verdict, best) for name, verdict in rows.items()),
-        start_step_seconds=judge.start.seconds if judge.start else None,
-        out_of_time=judge.out_of_time,
+        families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
+        start_step_seconds=incumbent.start.seconds if incumbent.start else None,
+        out_of_time=incumbent.out_of_time,
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
-        space_bound_seconds=judge.space_bound_seconds,
-        estimate_error_percent=judge.estimate_error_percent,
+        space_bound_seconds=incumbent.space_bound_seconds,
+        estimate_error_percent=incumbent.estimate_error_percent,
         worst_step_seconds=chosen.worst_step_seconds if chosen else None,
-        reasons=tuple(reasons(problem, judge, best, processes)) if explain else (),
-        candidates=judge.candidates,
+        reasons=tuple(bottlenecks(problem, incumbent, best, processes)) if explain else (),
+        candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
     )
 
 
 @contextmanager
-def _alone(problem: Problem, judge: Judge, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
+def _alone(problem: Problem, incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
     """What gives every kind's best plan by itself, if it is wanted; None where time is up, since a search cut short
     would understate the bound. Under a time limit nothing runs beside the search."""
     unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
-    beside = wanted and processes > 1 and judge.limit_seconds is None
+    beside = wanted and processes > 1 and incumbent.limit_seconds is None
     if beside:
-        judge.table  # noqa: B018 - probes the predictor's memory, and processes forked behind it share what was found
-    with kinds_alone(unlimited, judge.costs, processes if beside else 1) as found:
-        yield lambda: found() if wanted and not judge.out_of_time else None
+        tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
+    with kinds_alone(unlimited, incumbent.costs.unit_costs, processes if beside else 1) as found:
+        yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 
 def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
@@ -108,99 +114,105 @@ def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
     return replace(prediction, upper_bound_tokens_per_second=bound, percent_of_upper_bound=percent)
 
 
-def answer(problem: Problem, strategy: str = "auto") -> Verdict:
+def answer(problem: Problem, strategy: str = "auto") -> Evaluation:
     """The strategy's best plan for a posed problem, without bounds and explanations. Raises BadInput where none
     fits."""
-    judge = Judge(problem, UnitCosts(problem))
-    return _confirmed(problem, judge, find(problem, judge, strategy), strategy)
+    incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
+    return _confirmed(problem, incumbent, find(problem, incumbent, strategy), strategy)
 
 
-def _confirmed(problem: Problem, judge: Judge, best: Verdict | None, strategy: str) -> Verdict:
+def _confirmed(problem: Problem, incumbent: Incumbent, best: Evaluation | None, strategy: str) -> Evaluation:
     """The first of the answer and its runners-up that binds in full; the search takes short cuts for alike plans.
     Raises BadInput where none fits.
 
     Where all microbatches are equal the short cut is exact, and dealing tens of thousands of them would prove nothing
     new.
     """
-    ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
-    for verdict in (best, *ranked) if best else ():
-        if is_equal(verdict.plan):
-            return verdict
+    ranked = incumbent.ranked
+    for evaluation in (best, *ranked) if best else ():
+        if is_equal(evaluation.plan):
+            return evaluation
         try:
-            bind(verdict.plan, problem.model, problem.cluster)
+            bind(evaluation.plan, problem.model, problem.cluster)
         except BadInput:  # too few microbatches in flight for unlike samples, which only the full check sees
-            judge.discard(verdict)
+            incumbent.discard(evaluation)
             continue
-        return verdict
-    raise BadInput(nothing_fits(problem, judge, strategy))
+        return evaluation
+    raise BadInput(nothing_fits(problem, incumbent, strategy))
 
 
-def _families(problem: Problem, judge: Judge, strategy: str) -> dict[str, Verdict | None]:
-    """Every family's best plan, each found by a judge of its own; `auto` takes them over, so that it is never
+def _families(problem: Problem, incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
+    """Every family's best plan, each found by a search of its own; `auto` takes them over, so that it is never
     slower."""
     found = {}
     for name, family in FAMILIES.items():
-        own = Judge(problem, judge.costs, surrogate=judge.surrogate)
+        own = Incumbent(Evaluator(problem, incumbent.costs))
         found[name] = search_family(problem, own, family)
         if strategy == "auto":
-            judge.admit(own)
+            incumbent.admit(own)
     return found
 
 
-def _row(name: str, verdict: Verdict | None, best: Verdict) -> FamilyRow:
-    if verdict is None:
+def _row(name: str, evaluation: Evaluation | None, best: Evaluation) -> FamilyRow:
+    if evaluation is None:
         return FamilyRow(strategy=name, plan=None, step_seconds=None, slower_percent=None)
-    slower = 100.0 * (verdict.seconds / best.seconds - 1.0)
-    return FamilyRow(strategy=name, plan=verdict.plan, step_seconds=verdict.seconds, slower_percent=slower)
+    slower = 100.0 * (evaluation.seconds / best.seconds - 1.0)
+    return FamilyRow(strategy=name, plan=evaluation.plan, step_seconds=evaluation.seconds, slower_percent=slower)
 
 
-def find(problem: Problem, judge: Judge, strategy: str) -> Verdict | None:
+def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | None:
     """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
     if strategy == "hap":
         raise BadInput("strategy 'hap' is not offered by this version: its operator-level plans come later; use auto.")
-    if strategy not in ("auto", *FAMILIES):
-        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, ['auto', *FAMILIES])}")
+    if strategy not in (known := ["auto", "exhaustive", *FAMILIES]):
+        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, known)}")
+    if strategy == "exhaustive":
+        refuse_larger(problem)
+        search_exhaustively(problem, incumbent)
+        return add_whole_plans(problem, incumbent) or search_offloaded(problem, incumbent)
     if problem.constraints.schedule in problem.capabilities.family_schedules:
-        return search_whole(problem, judge, FAMILIES if strategy == "auto" else (strategy,))
+        return search_whole(problem, incumbent, FAMILIES if strategy == "auto" else (strategy,))
     if strategy == "auto":
-        found = search(problem, judge, effort_for(problem))
-        return found or (_first_fitting(problem, judge) if judge.out_of_time else search_offloaded(problem, judge))
-    return search_family(problem, judge, FAMILIES[strategy])
+        found = search(problem, incumbent, effort_for(problem))
+        return found or (
+            _first_fitting(problem, incumbent) if incumbent.out_of_time else search_offloaded(problem, incumbent)
+        )
+    return search_family(problem, incumbent, FAMILIES[strategy])
 
 
-def _first_fitting(problem: Problem, judge: Judge) -> Verdict | None:
+def _first_fitting(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
     """Where time was over before any plan was known: the first of the best cuts that fits."""
-    for entry in best_cuts(problem, judge.table, FEW).cuts:
-        judge(entry.draft(problem))
-        if judge.fitting:
-            return judge.best
+    for candidate in cuts.propose(problem, incumbent.costs, number=FEW):
+        incumbent.consider(candidate)
+        if incumbent.fitting:
+            return incumbent.best
     return None
 
 
-def _runners_up(problem: Problem, judge: Judge, best: Verdict, top: int) -> tuple[RunnerUp, ...]:
+def _runners_up(problem: Problem, incumbent: Incumbent, best: Evaluation, top: int) -> tuple[RunnerUp, ...]:
     """The next best plans that differ from each other in more than ZeRO levels, samples and microbatches in flight."""
-    ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
-    chosen: list[Verdict] = []
+    ranked = incumbent.ranked
+    chosen: list[Evaluation] = []
     seen = {_shape(problem, best)}
-    for verdict in ranked:
-        shape = _shape(problem, verdict)
+    for evaluation in ranked:
+        shape = _shape(problem, evaluation)
         if len(chosen) < top and shape not in seen:
             seen.add(shape)
-            chosen.append(verdict)
+            chosen.append(evaluation)
     reach = best.prediction.step_seconds_interval[1]
     return tuple(
         RunnerUp(
-            plan=verdict.plan,
-            step_seconds=verdict.seconds,
-            slower_percent=100.0 * (verdict.seconds / best.seconds - 1.0),
-            within_interval=verdict.seconds <= reach,
+            plan=evaluation.plan,
+            step_seconds=evaluation.seconds,
+            slower_percent=100.0 * (evaluation.seconds / best.seconds - 1.0),
+            within_interval=evaluation.seconds <= reach,
         )
-        for verdict in chosen
+        for evaluation in chosen
     )
 
 
-def _shape(problem: Problem, verdict: Verdict) -> object:
-    """What people call the same plan, whatever micro-batches its draft asked for beyond a replica's samples."""
+def _shape(problem: Problem, evaluation: Evaluation) -> object:
+    """What people call the same plan, whatever micro-batches its candidate asked for beyond a replica's samples."""
     places = problem.cluster.places
     stages = (
         (
@@ -208,6 +220,6 @@ def _shape(problem: Problem, verdict: Verdict) -> object:
             tuple(sorted((places[r.ranks[0]].node.name, r.tp, r.micro_batch) for r in stage.replicas)),
             stage.recompute,
         )
-        for stage in verdict.plan.stages
+        for stage in evaluation.plan.stages
     )
-    return verdict.plan.schedule, tuple(stages)
+    return evaluation.plan.schedule, tuple(stages)

@@ -1,10 +1,8 @@
 """The planner's answer: the plan, what it was compared with, and what was left out."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from hethub.planner.explain.bottlenecks import Reason
-from hethub.planner.explain.unsearched import Unsearched
 from hethub.predictor import Prediction
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.plan import PlanSpec
@@ -71,6 +69,27 @@ class FamilyRow:
         }
 
 
+TWICE = "twice the batch"
+
+
+class Bottleneck(NamedTuple):
+    """A constraint and by how much more throughput the best plan has when it is relaxed."""
+
+    constraint: str
+    faster_percent: float
+
+    def sentence(self) -> str:
+        better = "" if self.constraint == TWICE else " 10 % better"
+        return f"{self.constraint}{better} makes the best plan {self.faster_percent:.1f} % faster"
+
+
+class Unsearched(NamedTuple):
+    """What was left out: `key` for programs (`schedule.layered`), `text` for people."""
+
+    key: str
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
     """What `plan` returns. `prediction` carries the upper bound and the ceiling."""
@@ -87,10 +106,12 @@ class PlanResult:
     start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
     lower_bound_seconds: float  # no plan of the space is faster: the ceiling
-    space_bound_seconds: float | None  # no plan of a small space is faster (tiny.py)
-    estimate_error_percent: float  # the worst disagreement of the search's estimate and the predictor on judged plans
+    space_bound_seconds: float | None  # no plan of a small space is faster: it was searched to its end
+    estimate_error_percent: (
+        float  # the worst disagreement of the search's estimate and the predictor on evaluated plans
+    )
     worst_step_seconds: float | None  # where a robust plan was asked for
-    reasons: tuple[Reason, ...]  # where explained
+    reasons: tuple[Bottleneck, ...]  # where explained
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object: the prediction's keys beside the planner's."""

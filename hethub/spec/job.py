@@ -15,7 +15,7 @@ from hethub.spec.errors import BadInput, suggest
 from hethub.spec.model import Count, ModelSpec, load_model
 from hethub.spec.plan import PlanSpec, ScheduleName, load_plan
 
-STRATEGIES = ("auto", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
+STRATEGIES = ("auto", "exhaustive", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
 
 
 class DataSpec(Spec):

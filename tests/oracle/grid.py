@@ -17,11 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
-from hethub.planner.evaluate.evaluator import Judge, Verdict
-from hethub.planner.plan import find
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor import predict
 from hethub.predictor.memory.ranks import rank_memory
@@ -30,9 +25,6 @@ from hethub.spec.plan import PlanSpec
 from tests.oracle.paths import path_seconds
 from tests.oracle.retimed import Need, ends, nodes_of
 from tests.oracle.stage_grid import (
-    MICRO_BATCHES,
-    RECOMPUTES,
-    ZEROS,
     Option,
     Seconds,
     Shape,
@@ -103,48 +95,6 @@ def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
             _predict(problem, plan_of(problem, *point), bound, outcome)
     outcome.lower_bound = min(outcome.lower_bound, outcome.seconds)
     return outcome
-
-
-class GridSurrogate(Surrogate):
-    """Estimates that lead a search nowhere but into the grid."""
-
-    def is_possible(self, draft: Draft) -> bool:
-        seats = [own for stage in draft.stages for own in stage.seats]
-        usual = not draft.roomy and draft.schedule is None and all(s.state_shares == () for s in draft.stages)
-        inside = usual and all(own.micro_batch in MICRO_BATCHES and own.tp <= 2 for own in seats)
-        return inside and super().is_possible(draft)
-
-
-class GridJudge(Judge):
-    """Judges plans of the grid and no others."""
-
-    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
-        super().__init__(problem, costs)
-        self.surrogate = GridSurrogate(problem, costs)
-
-    def _judge(self, draft: Draft) -> Verdict | None:
-        verdict = super()._judge(draft)
-        return verdict if verdict is not None and is_in_grid(verdict.plan) else None
-
-
-def restricted(problem: Problem) -> Verdict:
-    """The answer of `auto`, restricted to the grid."""
-    judge = GridJudge(problem, UnitCosts(problem))
-    found = find(problem, judge, "auto")
-    assert found is not None, "no plan fits"
-    return found
-
-
-def is_in_grid(plan: PlanSpec) -> bool:
-    """Whether a plan is a point of the grid."""
-    stages, replicas = plan.stages, [replica for stage in plan.stages for replica in stage.replicas]
-    return (
-        plan.schedule == "1f1b"
-        and all(len(s.layers) == 1 and not s.offload and not s.state_shares for s in stages)
-        and all(s.zero in ZEROS and s.recompute in RECOMPUTES for s in stages)
-        and all(r.tp <= 2 and r.tensor_shares is None and r.in_flight is None for r in replicas)
-        and all(r.micro_batch in MICRO_BATCHES or r.micro_batch == r.samples < MICRO_BATCHES[-1] for r in replicas)
-    )
 
 
 def groupings(problem: Problem) -> Iterator[list[Unit]]:

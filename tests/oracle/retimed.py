@@ -66,9 +66,9 @@ def _rounds(layout: Layout) -> Iterator[tuple[tuple[int, int], list]]:
     index = 0
     while index < len(order):
         stage, replica, _ = order[index]
-        seats = len(layout.stages[stage].replicas) if layout.plan.runs_in_rounds(stage) else 1
-        yield (stage, layout.actor_of(stage, replica)), order[index : index + seats]
-        index += seats
+        groups = len(layout.stages[stage].replicas) if layout.plan.runs_in_rounds(stage) else 1
+        yield (stage, layout.actor_of(stage, replica)), order[index : index + groups]
+        index += groups
 
 
 class Ends(NamedTuple):

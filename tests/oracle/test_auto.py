@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hethub.planner.problem.capabilities import RUNTIME
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
@@ -23,10 +24,10 @@ from tests.oracle.grid import (
     exhaustive,
     groupings,
     ordered_partitions,
-    restricted,
     timed_points,
 )
 from tests.oracle.paths import path_seconds
+from tests.oracle.restricted import restricted
 from tests.oracle.stage_grid import StageGrids, plan_of
 
 MODEL = ModelSpec(name="grid", layers=6, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=8192, max_seq_len=1024)

@@ -4,43 +4,13 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.explain.infeasible import fewer_samples
-from hethub.planner.problem.problem import Batch, pose
-from hethub.spec.cluster import ClusterSpec
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.layout.execution import execution_order
-from hethub.spec.model import ModelSpec
-
-TINY = ModelSpec(name="tiny", layers=6, hidden=128, heads=8, kv_heads=4, ffn=352, vocab=512, max_seq_len=128)
-
-
-def cpu(name, tflops, memory_gb=4.0, vendor="cpu"):
-    return {
-        "name": name, "vendor": vendor, "memory_gb": memory_gb, "memory_gbytes_per_second": 200 * tflops, "fp32_tflops": tflops,
-        "fp16_tflops": tflops, "bf16_tflops": tflops, "link_gbytes_per_second": 2,
-    }  # fmt: skip
-
-
-def cluster(*nodes):
-    """Nodes of (vendor, count of accelerators, tflops, memory)."""
-    return ClusterSpec.model_validate(
-        {
-            "name": "test",
-            "emulated": True,
-            "nodes": [
-                {
-                    "name": f"n{i}",
-                    "accelerator": cpu(f"{vendor}-{tflops}", tflops, memory, vendor),
-                    "accelerators": count,
-                }
-                for i, (vendor, count, tflops, memory) in enumerate(nodes)
-            ],
-        }
-    )
-
-
-MIXED = cluster(("amd", 2, 0.05, 4.0), ("nvidia", 2, 0.1, 4.0))
+from tests.planner.problems import MIXED, TINY, cluster
 
 
 def stage_islands(stage):

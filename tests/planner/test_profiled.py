@@ -7,7 +7,8 @@ import pytest
 import hethub
 from hethub.planner import plan
 from hethub.planner.generate.families import FAMILIES
-from hethub.planner.problem.problem import Batch, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.predictor.cost.profile import LayerTiming, ProfileSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput

@@ -1,48 +1,50 @@
-"""Drafts completed into plans that can be bound and judged: samples divided by speed, microbatches in flight, ranks."""
+"""Candidates made into plans that can be bound: samples divided by speed, microbatches in flight, ranks."""
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, seat_units
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
 from hethub.planner.candidate.samples import Worker, divide
-from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from hethub.spec.ranges import split
 
-Seated = Sequence[tuple[Unit, int]]  # a stage's units with their micro-batches
+Assigned = Sequence[tuple[Unit, int]]  # a stage's units with their micro-batches
+# One of a group's replicas with its speed; and whether the stage is the model's first, and its last.
+WorkerOf = Callable[[CandidateStage, ReplicaGroup, bool, bool], Worker]
 
 
-def complete(draft: Draft, problem: Problem, costs: UnitCosts, holds: Sequence[int] | None) -> PlanSpec | None:
-    """The plan of a draft with samples divided by speed; None where some replica would have no sample, or the machines
-    cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
-    if max(draft.replica_counts) > problem.batch.global_batch:
+def materialize(
+    candidate: Candidate, problem: Problem, worker: WorkerOf, holds: Sequence[int] | None
+) -> PlanSpec | None:
+    """The plan of a candidate with samples divided by speed; None where some replica would have no sample, or the
+    machines cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
+    if max(candidate.replica_counts) > problem.batch.global_batch:
         return None
-    seated = seat_units(draft, problem)
-    if seated is None:
+    assigned = assign_units(candidate, problem)
+    if assigned is None:
         return None
-    divided = _divided(draft, seated, problem, costs)
-    if holds is None and draft.schedule is None and problem.schedule == "1f1b" and _nearly_even(divided):
-        holds = range(len(draft.stages), 0, -1)
+    divided = _divided(candidate, assigned, problem, worker)
+    if holds is None and candidate.schedule is None and problem.schedule == "1f1b" and _nearly_even(divided):
+        holds = range(len(candidate.stages), 0, -1)
     stages, start = [], 0
-    for index, (stage, own, by_speed) in enumerate(zip(draft.stages, seated, divided, strict=True)):
+    for index, (stage, own, by_speed) in enumerate(zip(candidate.stages, assigned, divided, strict=True)):
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
         if min(samples) < 1:
             return None
         stages.append(_stage(stage, own, samples, start, problem, holds[index] if holds else None))
         start += stage.layers
-    return problem.plan(draft.schedule or problem.schedule, stages)
+    return problem.plan(candidate.schedule or problem.schedule, stages)
 
 
-def _divided(draft: Draft, seated: Sequence[Seated], problem: Problem, costs: UnitCosts) -> list[list[int]]:
-    """The samples of every stage's replicas, by speed unless the draft says evenly."""
-    counts, total = draft.replica_counts, problem.batch.global_batch
-    if draft.even:
+def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Problem, worker: WorkerOf) -> list[list[int]]:
+    """The samples of every stage's replicas, by speed unless the candidate says evenly."""
+    counts, total = candidate.replica_counts, problem.batch.global_batch
+    if candidate.even:
         return [[part.size for part in split(total, count)] for count in counts]
-    if all(len(stage.seats) == 1 for stage in draft.stages) and len(set(counts)) == 1:
+    if all(len(stage.groups) == 1 for stage in candidate.stages) and len(set(counts)) == 1:
         return [[part.size for part in split(total, count)] for count in counts]
-    workers = [_workers(draft, index, own, costs) for index, own in enumerate(seated)]
-    if draft.alike and len(set(counts)) == 1 and len(draft.stages) > 1:
+    workers = [_workers(candidate, index, own, worker) for index, own in enumerate(assigned)]
+    if candidate.alike and len(set(counts)) == 1 and len(candidate.stages) > 1:
         chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
         if None not in chains:
             return [divide(total, [c for c in chains if c])] * len(workers)
@@ -56,25 +58,17 @@ def _nearly_even(divided: Sequence[list[int]]) -> bool:
     return len(divided) > 1 and max(first) - min(first) == 1 and all(d == first for d in divided)
 
 
-def _workers(draft: Draft, index: int, seated: Seated, costs: UnitCosts) -> list[Worker]:
-    stage = draft.stages[index]
-    first, last = index == 0, index == len(draft.stages) - 1
+def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: WorkerOf) -> list[Worker]:
+    stage = candidate.stages[index]
+    first, last = index == 0, index == len(candidate.stages) - 1
     known: dict[tuple[int, int, int], Worker] = {}
     workers = []
-    for unit, micro_batch in seated:
+    for unit, micro_batch in assigned:
         key = (unit.kind, unit.tp, micro_batch)
         if key not in known:
-            known[key] = worker(costs, stage, Seats(*key, 1), first, last)
+            known[key] = worker(stage, ReplicaGroup(*key, 1), first, last)
         workers.append(known[key])
     return workers
-
-
-def worker(costs: UnitCosts, stage: DraftStage, seats: Seats, first: bool, last: bool) -> Worker:
-    """One of the seats' replicas with the seconds of its microbatches of every size."""
-    rates = (costs.rate(seats.kind, seats.tp, b, stage.recompute) for b in range(1, seats.micro_batch + 1))
-    # More samples never count as less work, whatever a measured profile says.
-    microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
-    return Worker(seats.micro_batch, tuple(microbatches))
 
 
 def _slowest(chain: Sequence[Worker]) -> Worker | None:
@@ -85,16 +79,16 @@ def _slowest(chain: Sequence[Worker]) -> Worker | None:
 
 
 def _stage(
-    stage: DraftStage, seated: Seated, samples: Sequence[int], start: int, problem: Problem, held: int | None
+    stage: CandidateStage, assigned: Assigned, samples: Sequence[int], start: int, problem: Problem, held: int | None
 ) -> StageSpec:
     replicas = tuple(
         ReplicaSpec(ranks=unit.ranks, micro_batch=min(micro_batch, count), samples=count, in_flight=held)
-        for (unit, micro_batch), count in zip(seated, samples, strict=True)
+        for (unit, micro_batch), count in zip(assigned, samples, strict=True)
     )
-    islands = {problem.kinds[unit.kind].island for unit, _ in seated}
+    islands = {problem.kinds[unit.kind].island for unit, _ in assigned}
     zero = 0 if len(replicas) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
     shares = dict(stage.state_shares)
-    named = {rank: shares[unit.kind] for unit, _ in seated for rank in unit.ranks} if shares and zero else {}
+    named = {rank: shares[unit.kind] for unit, _ in assigned for rank in unit.ranks} if shares and zero else {}
     return StageSpec(
         layers=((start, start + stage.layers),),
         replicas=replicas,

@@ -1,5 +1,5 @@
 """Seconds and bytes of thousands of candidates in closed form.
 
-Start reading: estimator.py.
+Start reading: cost_model.py, then estimator.py.
 May import: .
 """

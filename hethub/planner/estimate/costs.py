@@ -1,12 +1,16 @@
 """Seconds of microbatches on units of each kind, from the predictor's own layer and link costs: what guides the search.
 
-The judge of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
+The evaluator of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
+from hethub.planner.candidate.samples import Worker
+from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
 from hethub.planner.problem.problem import Kind, Problem
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
@@ -48,6 +52,7 @@ class UnitCosts:
         self.problem = problem
         self.network = Network(problem.cluster, packaged(), problem.profile)
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
+        self.memory = memory_model_of(problem)
         self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
         self._deferred_wgrad: dict[tuple[int, int, int, str], float] = {}
@@ -76,6 +81,20 @@ class UnitCosts:
             PassSeconds(embedding.forward + once, embedding.backward + once),
             PassSeconds(head.forward + once, head.backward + once),
         )
+
+    def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
+        """One of the group's replicas with the seconds of its microbatches of every size."""
+        rates = (self.rate(group.kind, group.tp, b, stage.recompute) for b in range(1, group.micro_batch + 1))
+        # More samples never count as less work, whatever a measured profile says.
+        microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
+        return Worker(group.micro_batch, tuple(microbatches))
+
+    def coefficients(
+        self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
+    ) -> Coefficients:
+        """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
+        mode = mode or Mode(self.problem.usual_zero)
+        return self.memory.coefficients(self.problem.kinds[kind].accelerator, tp, micro_batch, recompute, mode)
 
     def deferred_wgrad(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
@@ -114,7 +133,7 @@ def rank_parameters(
     model: ModelSpec, tp: np.ndarray, layers: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> np.ndarray:
     """Parameters, by stage, that it sums over its replicas, on the fullest of `tp` ranks. A tied head apart from the
-    embedding is summed over both ends (`Surrogate`), and counts with neither."""
+    embedding is summed over both ends (`Estimator`), and counts with neither."""
     held = [RankParameters.of(model, rank_widths(model, degree)[0]) for degree in tp.tolist()]
     rank = RankParameters(*map(np.array, zip(*held, strict=True)))
     apart = first & ~last if model.tied_head else np.zeros_like(first)

@@ -1,8 +1,8 @@
-"""A step's seconds in closed form: ranks drafts before the predictor judges the best of them.
+"""A step's seconds in closed form: ranks candidates before the predictor evaluates the best of them.
 
 Per stage (`stage_times`): the exact busy time of its slowest replica, one microbatch's latency, the gradients'
 reduction. Over stages: the slowest way from the first forward to the last backward through each stage under 1F1B, and
-the slowest circuit that microbatches in flight allow; for many drafts at once.
+the slowest circuit that microbatches in flight allow; for many candidates at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, chains, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, chains, merged
 from hethub.planner.candidate.samples import earliest_finish, within
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
@@ -22,10 +22,10 @@ from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import ScheduleName
 
 
-class Weighed(NamedTuple):
-    """What is estimated of a draft: its step, microbatches in flight per stage, whether they fit, the stage that works
-    longest, what it works at least, and what the estimate is not below, however many microbatches are in flight under
-    1F1B or zero_bubble."""
+class Estimate(NamedTuple):
+    """What is estimated of a candidate: its step, microbatches in flight per stage, whether they fit, the stage that
+    works longest, what it works at least, and what the estimate is not below, however many microbatches are in flight
+    under 1F1B or zero_bubble."""
 
     seconds: float
     holds: tuple[int, ...]
@@ -35,126 +35,139 @@ class Weighed(NamedTuple):
     floor: float
 
 
-class Surrogate:
-    """Estimates drafts; stages and drafts seen before cost nothing. Many drafts at once cost little more than one."""
+class Estimator:
+    """The cost model of a problem. Stages and candidates seen before cost nothing, many at once little more than
+    one."""
 
-    def __init__(self, problem: Problem, costs: UnitCosts) -> None:
-        self.problem, self.costs = problem, costs
-        self.times, self.crossings = StageTimes(problem, costs), Crossings(problem, costs)
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.unit_costs = problem, UnitCosts(problem)
+        self.times, self.crossings = StageTimes(problem, self.unit_costs), Crossings(problem, self.unit_costs)
         self._rows = StageRows(self.times)
-        self._weighed: dict[Draft, Weighed] = {}
-        self._least: dict[Draft, float] = {}
+        self._estimated: dict[Candidate, Estimate] = {}
+        self._least: dict[Candidate, float] = {}
 
-    def seconds(self, draft: Draft) -> float:
-        """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must
-        not."""
-        return self._of(draft).seconds
-
-    def holds(self, draft: Draft) -> tuple[int, ...]:
-        """Microbatches in flight per stage: by depth, or for a roomy draft as many as its circuits need to run at the
-        pace of the busiest stage, where they fit; never fewer than the stage below holds."""
-        return self._of(draft).holds
-
-    def likely_fits(self, draft: Draft) -> bool:
-        """Whether every rank is within its memory by the closed form, or so near that only the judge can tell."""
-        return self._of(draft).fits
-
-    def slowest(self, draft: Draft) -> int:
-        """The stage whose busiest replica works longest."""
-        return self._of(draft).slowest
-
-    def is_faster(self, draft: Draft, seconds: float) -> bool:
-        """Whether the estimate is below `seconds` and the draft likely fits."""
-        return self.least(draft) < seconds and self.seconds(draft) < seconds and self.likely_fits(draft)
-
-    def below(self, drafts: Iterable[Draft], seconds: float) -> list[Draft]:
-        """The unlike ones of the drafts whose estimate is below `seconds` and that likely fit; those that are proved
-        to take longer are not weighed."""
-        unlike = list(dict.fromkeys(drafts))
-        self.bound(unlike)
-        self.weigh(draft for draft in unlike if self.least(draft) < seconds)
-        return [draft for draft in unlike if self.is_faster(draft, seconds)]
-
-    def least(self, draft: Draft) -> float:
-        """Seconds that the draft's busiest replica computes at least, whatever the schedule: no prediction is
-        shorter."""
-        if draft in self._weighed:
-            return self._weighed[draft].least
-        if draft not in self._least:
-            self.bound([draft])
-        return self._least[draft]
-
-    def floor(self, draft: Draft) -> float:
-        """What the estimate is not below, however many microbatches are in flight, under 1F1B or zero_bubble."""
-        return self._of(draft).floor
-
-    def bound(self, drafts: Iterable[Draft]) -> None:
-        """Finds for all drafts at once what they compute at least."""
-        new = [draft for draft in drafts if draft not in self._weighed and draft not in self._least]
-        for draft, stages in zip(new, self._rows.divided(new), strict=True):
-            self._least[draft] = max([own.seconds for own in stages])
-
-    def least_in_passes(self, draft: Draft) -> float:
-        """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
-        stages = self._rows.figures(self._rows.of([draft], ["1f1b"]))
-        return float((stages.least + stages.finish).max())
-
-    def samples(self, draft: Draft, index: int) -> list[int]:
-        """About how many samples each of a stage's replicas takes, by seats."""
-        return self._rows.divided_at(draft, index).samples
-
-    def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName | None, held: int) -> int:
-        """The largest micro-batch up to that of the seats with which their ranks have memory for so many microbatches,
-        by the closed form; 0 where one sample is too much."""
-        return self.times.largest(stage, own, place, schedule or self.problem.schedule, held)
-
-    def weigh(self, drafts: Iterable[Draft]) -> None:
-        """Estimates all drafts at once, so that asking for each costs nothing."""
-        new = [draft for draft in dict.fromkeys(drafts) if draft not in self._weighed]
+    def estimate(self, candidates: Iterable[Candidate]) -> list[float]:
+        """The estimated steps of all candidates at once. Asking for each is then for nothing."""
+        asked = list(candidates)
+        new = [candidate for candidate in dict.fromkeys(asked) if candidate not in self._estimated]
         rows = self._rows.of(new, map(self._schedule, new))
         ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
         for _, alike in groupby(ranked, key=_depth):
             own, stages = zip(*alike, strict=True)
-            self._weighed.update(zip(own, self._weigh(own, stages), strict=True))
+            self._estimated.update(zip(own, self._estimate(own, stages), strict=True))
+        return [self._estimated[candidate].seconds for candidate in asked]
 
-    def _of(self, draft: Draft) -> Weighed:
-        if draft not in self._weighed:
-            self.weigh([draft])
-        return self._weighed[draft]
+    def seconds(self, candidate: Candidate) -> float:
+        """The estimated step; infinite where a stage has more replicas than samples, or where it mixes what it must
+        not."""
+        return self._of(candidate).seconds
 
-    def is_possible(self, draft: Draft) -> bool:
+    def holds(self, candidate: Candidate) -> tuple[int, ...]:
+        """Microbatches in flight per stage: by depth, or for a roomy candidate as many as its circuits need to run at
+        the pace of the busiest stage, where they fit; never fewer than the stage below holds."""
+        return self._of(candidate).holds
+
+    def likely_fits(self, candidate: Candidate) -> bool:
+        """Whether every rank is within its memory by the closed form, or so near that only the evaluator can tell."""
+        return self._of(candidate).fits
+
+    def slowest(self, candidate: Candidate) -> int:
+        """The stage whose busiest replica works longest."""
+        return self._of(candidate).slowest
+
+    def is_faster(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether the estimate is below `seconds` and the candidate likely fits."""
+        return self.least(candidate) < seconds and self.seconds(candidate) < seconds and self.likely_fits(candidate)
+
+    def below(self, candidates: Iterable[Candidate], seconds: float) -> list[Candidate]:
+        """The unlike ones of the candidates whose estimate is below `seconds` and that likely fit; those that are
+        proved to take longer are not estimated."""
+        unlike = list(dict.fromkeys(candidates))
+        self.bound(unlike)
+        self.estimate(candidate for candidate in unlike if self.least(candidate) < seconds)
+        return [candidate for candidate in unlike if self.is_faster(candidate, seconds)]
+
+    def least(self, candidate: Candidate) -> float:
+        """Seconds that the candidate's busiest replica computes at least, whatever the schedule: no prediction is
+        shorter."""
+        if candidate in self._estimated:
+            return self._estimated[candidate].least
+        if candidate not in self._least:
+            self.bound([candidate])
+        return self._least[candidate]
+
+    def floor(self, candidate: Candidate) -> float:
+        """What the estimate is not below, however many microbatches are in flight, under 1F1B or zero_bubble."""
+        return self._of(candidate).floor
+
+    def bound(self, candidates: Iterable[Candidate]) -> None:
+        """Finds for all candidates at once what they compute at least."""
+        new = [
+            candidate for candidate in candidates if candidate not in self._estimated and candidate not in self._least
+        ]
+        for candidate, stages in zip(new, self._rows.divided(new), strict=True):
+            self._least[candidate] = max([own.seconds for own in stages])
+
+    def least_in_passes(self, candidate: Candidate) -> float:
+        """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
+        stages = self._rows.figures(self._rows.of([candidate], ["1f1b"]))
+        return float((stages.least + stages.finish).max())
+
+    def samples(self, candidate: Candidate, index: int) -> list[int]:
+        """About how many samples each of a stage's replicas takes, by groups."""
+        return self._rows.divided_at(candidate, index).samples
+
+    def collective(self, groups: Sequence[ReplicaGroup]) -> tuple[float, float]:
+        """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
+        return self.times.collective(groups)
+
+    def largest(
+        self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName | None, held: int
+    ) -> int:
+        """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches,
+        by the closed form; 0 where one sample is too much."""
+        return self.times.largest(stage, own, place, schedule or self.problem.schedule, held)
+
+    def _of(self, candidate: Candidate) -> Estimate:
+        if candidate not in self._estimated:
+            self.estimate([candidate])
+        return self._estimated[candidate]
+
+    def is_possible(self, candidate: Candidate) -> bool:
         """Whether every replica can have a sample and no stage mixes what it must not."""
-        return max(draft.replica_counts) <= self.problem.batch.global_batch and not self.problem.forbids_any(
-            draft.mixtures
+        return max(candidate.replica_counts) <= self.problem.batch.global_batch and not self.problem.forbids_any(
+            candidate.mixtures
         )
 
-    def _weigh(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> list[Weighed]:
-        """Drafts whose stages stand in these rows."""
-        own = self._side_by_side(drafts, rows)
+    def _estimate(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> list[Estimate]:
+        """Candidates whose stages stand in these rows."""
+        own = self._side_by_side(candidates, rows)
         held, fits = self._held(own)
         seconds, floor = self._seconds(own, held)
-        seconds[[not self.is_possible(draft) for draft in drafts]] = np.inf
+        seconds[[not self.is_possible(candidate) for candidate in candidates]] = np.inf
         holds = [tuple(each[first:]) for each, first in zip(held.astype(int).tolist(), own.first.tolist(), strict=True)]
         slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
         least = own.stages.least.max(axis=1).tolist()
-        return list(map(Weighed, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
+        return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
 
-    def _side_by_side(self, drafts: Sequence[Draft], rows: Sequence[list[int]]) -> "_Together":
-        """The drafts with their stages in arrays that end with the last. In front of the first stage of shorter ones
-        stands a blank: the stage once more, without any work."""
-        depth = len(rows[-1])  # the largest, of drafts in order
+    def _side_by_side(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> "_Together":
+        """The candidates with their stages in arrays that end with the last. In front of the first stage of shorter
+        ones stands a blank: the stage once more, without any work."""
+        depth = len(rows[-1])  # the largest, of candidates in order
         first = np.array([depth - len(own) for own in rows])
         table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
-        crossing = np.array([[0.0] * (depth - len(draft.stages)) + self.crossings.of(draft) for draft in drafts])
-        crossing = crossing.reshape(len(drafts), -1)
+        crossing = np.array(
+            [[0.0] * (depth - len(candidate.stages)) + self.crossings.of(candidate) for candidate in candidates]
+        )
+        crossing = crossing.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
-        stages = self._stages(drafts, table, blank)
-        filled = np.array([self._schedule(draft) == "zero_bubble" for draft in drafts])
+        stages = self._stages(candidates, table, blank)
+        filled = np.array([self._schedule(candidate) == "zero_bubble" for candidate in candidates])
         trips = round_trips(stages.microbatch, stages.wave, crossing)
-        return _Together(drafts, table, first, blank, stages, crossing, trips, filled)
+        return _Together(candidates, table, first, blank, stages, crossing, trips, filled)
 
     def _seconds(self, own: "_Together", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[draft]: the step with so many microbatches in flight, and what it is not below with any."""
+        """[candidate]: the step with so many microbatches in flight, and what it is not below with any."""
         stages, crossing, trips, several = own.stages, own.crossing, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
@@ -177,37 +190,43 @@ class Surrogate:
             end = np.where(several, np.maximum(end, stages.finish[:, 0] - first + around), end)
         reduce = np.maximum(stages.tail, stages.reduce - stages.backward)
         if self.problem.model.tied_head:
-            tied = np.array([self._tied(draft) if len(draft.stages) > 1 else 0.0 for draft in own.drafts])
+            tied = np.array(
+                [self._tied(candidate) if len(candidate.stages) > 1 else 0.0 for candidate in own.candidates]
+            )
             reduce[np.arange(len(tied)), own.first] += tied
             reduce[:, -1] += tied
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
         return end + shown + first, floor
 
-    def _schedule(self, draft: Draft) -> ScheduleName:
-        return draft.schedule or self.problem.schedule
+    def _schedule(self, candidate: Candidate) -> ScheduleName:
+        return candidate.schedule or self.problem.schedule
 
-    def _stages(self, drafts: Sequence[Draft], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
-        """Every stage of every draft by itself, and where replica i of every stage gets the same samples, what waiting
-        for the slowest of a chain adds."""
+    def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
+        """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what
+        waiting for the slowest of a chain adds."""
         stages = self._rows.figures(rows)
         if blank.any():
             for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
                 work[blank] = 0.0
-        self._wait_for_chains(drafts, stages)
+        self._wait_for_chains(candidates, stages)
         return stages
 
-    def _wait_for_chains(self, drafts: Sequence[Draft], stages: StageEstimate) -> None:
-        """Where replica i of every stage gets the same samples (`complete`), a chain goes at the pace of its slowest
+    def _wait_for_chains(self, candidates: Sequence[Candidate], stages: StageEstimate) -> None:
+        """Where replica i of every stage gets the same samples (`materialize`), a chain goes at the pace of its slowest
         stage, and all others of it wait."""
-        found = [_Chained(row, draft, chains(draft)) for row, draft in enumerate(drafts) if _is_chained(draft)]
+        found = [
+            _Chained(row, candidate, chains(candidate))
+            for row, candidate in enumerate(candidates)
+            if _is_chained(candidate)
+        ]
         alike = sorted((own for own in found if own.has_one_size), key=_extent)
         for _, own in groupby(alike, key=_extent):
             self._pace(list(own), stages)
 
     def _pace(self, own: Sequence["_Chained"], stages: StageEstimate) -> None:
-        """Writes into `stages` how long drafts of equally many stages and chains take."""
+        """Writes into `stages` how long candidates of equally many stages and chains take."""
         total = self.problem.batch.global_batch
-        per_sample = np.array([self._along(one) for one in own])  # [draft, chain, stage]
+        per_sample = np.array([self._along(one) for one in own])  # [candidate, chain, stage]
         numbers = np.array([[count for count, _ in one.chains] for one in own])
         sizes = np.array([[sorts[0].micro_batch for _, sorts in one.chains] for one in own])
         slowest = per_sample.max(axis=2)
@@ -219,14 +238,14 @@ class Surrogate:
 
     def _along(self, own: "_Chained") -> list[list[float]]:
         """[chain, stage]: seconds per sample."""
-        (stages,) = self._rows.divided([own.draft])
+        (stages,) = self._rows.divided([own.candidate])
         return [[one.per_sample[sort] for one, sort in zip(stages, sorts, strict=True)] for _, sorts in own.chains]
 
     def _held(self, own: "_Together") -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches in flight [draft, stage], and whether they fit [draft]."""
+        """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         stages, filled = own.stages, own.filled
         held = default_flights(stages.wave)
-        roomy = np.array([draft.roomy for draft in own.drafts]) & own.several
+        roomy = np.array([candidate.roomy for candidate in own.candidates]) & own.several
         if roomy.any():
             held[roomy] = self._enough(own.at(roomy))
         able = np.ones(len(held), dtype=bool)
@@ -235,20 +254,20 @@ class Surrogate:
         return held, able & ((held <= stages.most) | own.blank).all(axis=1)
 
     def _enough(self, own: "_Together") -> np.ndarray:
-        """[draft, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are put
-        off, as many as if they were not keep the gaps to be filled few."""
+        """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are
+        put off, as many as if they were not keep the gaps to be filled few."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
-            rows = self._rows.of(own.drafts, repeat(self.problem.schedule, len(own.drafts)))
+            rows = self._rows.of(own.candidates, repeat(self.problem.schedule, len(own.candidates)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
-            plain = self._stages(own.drafts, np.array(table), own.blank)
+            plain = self._stages(own.candidates, np.array(table), own.blank)
             trips = round_trips(plain.microbatch, plain.wave, own.crossing)
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
         return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.microbatches))
 
     def _deferred_wgrad(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches in flight under zero_bubble, of roomy drafts as many as leave memory for what is put off, and
-        whether there is [draft]."""
+        """Microbatches in flight under zero_bubble, of roomy candidates as many as leave memory for what is put off,
+        and whether there is [candidate]."""
         most, wave = self._most_under_way(own, held), own.stages.wave
         short = roomy & (most < own.widest(held))
         if short.any():
@@ -257,27 +276,27 @@ class Surrogate:
         return held, own.widest(held) <= most
 
     def _most_under_way(self, own: "_Together", held: np.ndarray) -> np.ndarray:
-        """[draft]: up to how many samples every stage has memory for under zero_bubble, where all others may put off
-        as many as are under way in one of them, beside the microbatches it holds."""
-        free, microbatch, each = self._rows.rooms(own.rows)  # [draft, stage, sort]
+        """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
+        off as many as are under way in one of them, beside the microbatches it holds."""
+        free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
         deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
         most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + deferred_wgrad + 1) - 1).min(axis=1)
         return most
 
-    def _tied(self, draft: Draft) -> float:
+    def _tied(self, candidate: Candidate) -> float:
         """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""
-        seats = merged([*draft.stages[0].seats, *draft.stages[-1].seats])
-        latency, per_byte = self.times.collective(seats)
-        each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in seats)
-        return 2 * latency + per_byte * each * (self.costs.gradient_width + self.costs.width)
+        groups = merged([*candidate.stages[0].groups, *candidate.stages[-1].groups])
+        latency, per_byte = self.times.collective(groups)
+        each = self.problem.model.vocab * self.problem.model.hidden / min(own.tp for own in groups)
+        return 2 * latency + per_byte * each * (self.unit_costs.gradient_width + self.unit_costs.width)
 
 
 class _Together(NamedTuple):
-    """Drafts side by side: the rows of their stages, where the first of these is and where none, their figures,
-    seconds of one microbatch over each boundary [draft, boundary] and around [draft, s, t], and whose weights'
-    gradients fill the drain [draft]."""
+    """Candidates side by side: the rows of their stages, where the first of these is and where none, their figures,
+    seconds of one microbatch over each boundary [candidate, boundary] and around [candidate, s, t], and whose weights'
+    gradients fill the drain [candidate]."""
 
-    drafts: Sequence[Draft]
+    candidates: Sequence[Candidate]
     rows: np.ndarray
     first: np.ndarray
     blank: np.ndarray
@@ -288,30 +307,30 @@ class _Together(NamedTuple):
 
     @property
     def several(self) -> np.ndarray:
-        """[draft]: whether it has several stages."""
+        """[candidate]: whether it has several stages."""
         return self.first < self.rows.shape[1] - 1
 
     def widest(self, held: np.ndarray) -> np.ndarray:
-        """[draft]: the most samples that are under way in a stage."""
+        """[candidate]: the most samples that are under way in a stage."""
         most: np.ndarray = np.where(self.blank, 0.0, self.stages.wave * held).max(axis=1)
         return most
 
     def at(self, chosen: np.ndarray) -> "_Together":
-        """Some of the drafts."""
+        """Some of the candidates."""
         if chosen.all():
             return self
-        drafts = list(compress(self.drafts, chosen))
+        candidates = list(compress(self.candidates, chosen))
         places = (self.rows[chosen], self.first[chosen], self.blank[chosen])
         stages = StageEstimate(*(figure[chosen] for figure in self.stages))
-        return _Together(drafts, *places, stages, self.crossing[chosen], self.trips[chosen], self.filled[chosen])
+        return _Together(candidates, *places, stages, self.crossing[chosen], self.trips[chosen], self.filled[chosen])
 
 
 class _Chained(NamedTuple):
-    """A draft, where it stands among others, and its chains: how many are alike, and their sort on each stage."""
+    """A candidate, where it stands among others, and its chains: how many are alike, and their sort on each stage."""
 
     row: int
-    draft: Draft
-    chains: list[tuple[int, list[Seats]]]
+    candidate: Candidate
+    chains: list[tuple[int, list[ReplicaGroup]]]
 
     @property
     def has_one_size(self) -> bool:
@@ -319,17 +338,17 @@ class _Chained(NamedTuple):
         return all(own.micro_batch == sorts[0].micro_batch for _, sorts in self.chains for own in sorts)
 
 
-def _depth(own: tuple[Draft, list[int]]) -> int:
-    """By which drafts are estimated together: up to twice as many stages."""
+def _depth(own: tuple[Candidate, list[int]]) -> int:
+    """By which candidates are estimated together: up to twice as many stages."""
     return (len(own[1]) - 1).bit_length()
 
 
 def _extent(own: _Chained) -> tuple[int, int]:
-    return len(own.draft.stages), len(own.chains)
+    return len(own.candidate.stages), len(own.chains)
 
 
-def _is_chained(draft: Draft) -> bool:
+def _is_chained(candidate: Candidate) -> bool:
     """Whether replica i of every stage gets the same samples, and it matters."""
-    if not draft.alike or draft.even or len(draft.stages) == 1 or len(set(draft.replica_counts)) > 1:
+    if not candidate.alike or candidate.even or len(candidate.stages) == 1 or len(set(candidate.replica_counts)) > 1:
         return False
-    return max([len(stage.seats) for stage in draft.stages]) > 1
+    return max([len(stage.groups) for stage in candidate.stages]) > 1

@@ -1,9 +1,9 @@
 """Microbatches in flight by estimate: how long a microbatch takes to turn somewhere below and come back, and how many
 hide that.
 
-For many drafts of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the way
-counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `wave`
-samples of one microbatch on every replica, `held` microbatches in flight, all [draft, stage]; `trips` come from
+For many candidates of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the
+way counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `wave`
+samples of one microbatch on every replica, `held` microbatches in flight, all [candidate, stage]; `trips` come from
 `round_trips`.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 
 def round_trips(microbatch: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.ndarray:
-    """[draft, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of all
-    on the way included; `crossing` [draft, boundary]."""
+    """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of
+    all on the way included; `crossing` [candidate, boundary]."""
     starts = np.zeros_like(microbatch)
     np.cumsum(microbatch[:, :-1] + 2 * crossing, axis=1, out=starts[:, 1:])
     trips: np.ndarray = (starts + microbatch)[:, None, :] - starts[:, :, None]
@@ -25,7 +25,7 @@ def round_trips(microbatch: np.ndarray, wave: np.ndarray, crossing: np.ndarray) 
 
 
 def _repeated(microbatch: np.ndarray, wave: np.ndarray) -> np.ndarray:
-    """[draft, s, t]: seconds that the stages from s to t take on further microbatches for one of the largest among
+    """[candidate, s, t]: seconds that the stages from s to t take on further microbatches for one of the largest among
     them."""
     most, beside = _largest_between(wave), np.zeros((*wave.shape, wave.shape[1]))
     size = wave.max(axis=1)[:, None]
@@ -37,7 +37,7 @@ def _repeated(microbatch: np.ndarray, wave: np.ndarray) -> np.ndarray:
 
 
 def _largest_between(figures: np.ndarray) -> np.ndarray:
-    """[draft, s, t]: the largest of the figures [draft, stage] from s to t, and of 0."""
+    """[candidate, s, t]: the largest of the figures [candidate, stage] from s to t, and of 0."""
     own = figures[:, None, :] * _upper(figures.shape[1])
     largest: np.ndarray = np.maximum.accumulate(own, axis=2, out=own)
     return largest
@@ -66,7 +66,7 @@ def default_flights(wave: np.ndarray) -> np.ndarray:
 def slowest_circuit(
     trips: np.ndarray, wave: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray | int = 0
 ) -> np.ndarray:
-    """[draft]: seconds of `samples` at the rate of the slowest circuit from its `first` stage on, and of one
+    """[candidate]: seconds of `samples` at the rate of the slowest circuit from its `first` stage on, and of one
     microbatch through all: a microbatch's backward in stage s lets the next forward go down to stage t, where it comes
     before the backward that answers it as many microbatches later as both hold."""
     behind = wave * (held - 1)
@@ -82,8 +82,8 @@ def slowest_circuit(
 def enough_flights(
     trips: np.ndarray, wave: np.ndarray, pace: np.ndarray, room: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
-    """As many microbatches per stage as its circuits need for `pace` [draft] samples per second, as far as there is
-    room and there are microbatches (both [draft, stage]); never fewer samples than the stage below holds."""
+    """As many microbatches per stage as its circuits need for `pace` [candidate] samples per second, as far as there is
+    room and there are microbatches (both [candidate, stage]); never fewer samples than the stage below holds."""
     spare = (wave != wave[:, :1]).any(axis=1)
     most, held = np.minimum(room, microbatches), np.ones_like(wave)
     for s in range(wave.shape[1] - 2, -1, -1):

@@ -2,16 +2,17 @@
 
 A rank's bytes are linear in its layers and in the microbatches it holds, and nearly so in the micro-batch; what ZeRO
 cuts falls with the replicas that share it. So a few probes of hethub.predictor.memory.ranks give every stage's bytes
-without a plan, and stay true when the predictor's memory changes. The predictor judges every answer.
+without a plan, and stay true when the predictor's memory changes. The predictor evaluates every answer.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.problem.problem import Problem
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.constants import is_cpu
 from hethub.spec.accelerator import AcceleratorSpec, Precision
@@ -77,7 +78,7 @@ class Coefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Footprints:
+class MemoryModel:
     """Coefficients for one model, sequence length and precision, each probed once."""
 
     model: ModelSpec
@@ -138,6 +139,16 @@ class Footprints:
         return self._shared[key]
 
 
+def memory_model_of(problem: Problem) -> MemoryModel:
+    """The one of a question: its probes are kept for other clusters, batches and constraints."""
+    return _kept(problem.model, problem.batch.seq_len, problem.batch.precision)
+
+
+@lru_cache(maxsize=8)
+def _kept(model: ModelSpec, seq_len: int, precision: Precision) -> MemoryModel:
+    return MemoryModel(model, seq_len, precision)
+
+
 class _ProbeLayout(Layout):
     """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
 
@@ -154,7 +165,7 @@ class _ProbeLayout(Layout):
 class _Probe:
     """Plans of a few layers whose memory tells the coefficients."""
 
-    footprints: Footprints
+    memory_model: MemoryModel
     accelerator: AcceleratorSpec
     tp: int
     micro_batch: int
@@ -200,10 +211,10 @@ class _Probe:
     def _ranks(self, layers: int, held: Sequence[int], replicas: int) -> list[int]:
         """Bytes of a rank of each stage, which hold so many microbatches."""
         stages = len(held)
-        samples, model, tp = 4 * self.micro_batch, self.footprints.model.replace(layers=stages * layers), self.tp
+        samples, model, tp = 4 * self.micro_batch, self.memory_model.model.replace(layers=stages * layers), self.tp
         node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=stages * replicas * tp)
         cluster = ClusterSpec(name="probe", emulated=True, nodes=(node,))
-        drafted = [
+        formed = [
             StageSpec(
                 layers=((s * layers, (s + 1) * layers),),
                 replicas=tuple(
@@ -224,10 +235,10 @@ class _Probe:
             model=model.name,
             cluster=cluster.name,
             global_batch=replicas * samples,
-            seq_len=self.footprints.seq_len,
-            precision=self.footprints.precision,
+            seq_len=self.memory_model.seq_len,
+            precision=self.memory_model.precision,
             schedule=self.mode.schedule,
-            stages=tuple(drafted),
+            stages=tuple(formed),
         )
         found = rank_memory(_ProbeLayout(plan, model, cluster))
         return [found[s * replicas * tp].bytes for s in range(stages)]

@@ -1,4 +1,4 @@
-"""The stages of all drafts seen so far, each estimated once: rows of figures, in which drafts are looked up."""
+"""The stages of all candidates seen so far, each estimated once: rows of figures, in which candidates are looked up."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import ANY_ROOM, Division, Placed, Room, StageEstimate, StageTimes
 from hethub.spec.plan import ScheduleName
 
 
 class Divided(NamedTuple):
-    """A stage's seconds on its busiest replica's microbatches alone, and by seats samples and seconds of each."""
+    """A stage's seconds on its busiest replica's microbatches alone, and by groups samples and seconds of each."""
 
     seconds: float
     samples: list[int]
-    per_sample: dict[Seats, float]
+    per_sample: dict[ReplicaGroup, float]
 
 
 class StageRows:
@@ -30,13 +30,13 @@ class StageRows:
         self._rooms = np.zeros((len(Room._fields), 0, 1))  # [figure, row, sort]
         self._divided: dict[object, Divided] = {}
 
-    def of(self, drafts: Iterable[Draft], schedules: Iterable[ScheduleName]) -> list[list[int]]:
-        """The rows of every stage of every draft under its schedule."""
+    def of(self, candidates: Iterable[Candidate], schedules: Iterable[ScheduleName]) -> list[list[int]]:
+        """The rows of every stage of every candidate under its schedule."""
         known, found = self._rows, []
         new: list[Placed] = []
-        for draft, schedule in zip(drafts, schedules, strict=True):
-            own, even = [], draft.even
-            for stage, place in _placed(draft):
+        for candidate, schedule in zip(candidates, schedules, strict=True):
+            own, even = [], candidate.even
+            for stage, place in _placed(candidate):
                 key = (stage.core, place, even, schedule)
                 row = known.get(key)
                 if row is None:
@@ -56,24 +56,26 @@ class StageRows:
         """What the ranks of every sort have for microbatches, or nearly so, [*rows, sort]."""
         return Room(*self._rooms[:, rows])
 
-    def divided(self, drafts: Sequence[Draft]) -> list[list[Divided]]:
-        """How the stages of every draft divide the samples."""
+    def divided(self, candidates: Sequence[Candidate]) -> list[list[Divided]]:
+        """How the stages of every candidate divide the samples."""
         known = self._divided
-        every = [[(stage.core, place, draft.even) for stage, place in _placed(draft)] for draft in drafts]
+        every = [
+            [(stage.core, place, candidate.even) for stage, place in _placed(candidate)] for candidate in candidates
+        ]
         new = {
             key: Placed(stage, key[1], key[2], "1f1b")
-            for draft, keys in zip(drafts, every, strict=True)
-            for stage, key in zip(draft.stages, keys, strict=True)
+            for candidate, keys in zip(candidates, every, strict=True)
+            for stage, key in zip(candidate.stages, keys, strict=True)
             if key not in known
         }
         if new:
             self._remember(list(new.values()), self._times.divided(list(new.values())))
         return [[known[key] for key in keys] for keys in every]
 
-    def divided_at(self, draft: Draft, index: int) -> Divided:
-        """How one of a draft's stages divides the samples."""
-        key = (draft.stages[index].core, _places(len(draft.stages))[index], draft.even)
-        return self._divided[key] if key in self._divided else self.divided([draft])[0][index]
+    def divided_at(self, candidate: Candidate, index: int) -> Divided:
+        """How one of a candidate's stages divides the samples."""
+        key = (candidate.stages[index].core, _places(len(candidate.stages))[index], candidate.even)
+        return self._divided[key] if key in self._divided else self.divided([candidate])[0][index]
 
     def _fill(self, new: Sequence[Placed]) -> None:
         """Fills the last rows."""
@@ -86,15 +88,15 @@ class StageRows:
 
     def _remember(self, stages: Sequence[Placed], division: Division) -> None:
         for one, seconds, taken, per_sample in zip(stages, *(part.tolist() for part in division), strict=True):
-            seats = one.stage.seats
-            samples = [int(count) for count in taken[: len(seats)]]
-            found = Divided(seconds, samples, dict(zip(seats, per_sample, strict=False)))
+            groups = one.stage.groups
+            samples = [int(count) for count in taken[: len(groups)]]
+            found = Divided(seconds, samples, dict(zip(groups, per_sample, strict=False)))
             self._divided[one.stage.core, one.place, one.even] = found
 
 
-def _placed(draft: Draft) -> Iterator[tuple[DraftStage, int]]:
+def _placed(candidate: Candidate) -> Iterator[tuple[CandidateStage, int]]:
     """The stages with their places."""
-    return zip(draft.stages, _places(len(draft.stages)), strict=True)
+    return zip(candidate.stages, _places(len(candidate.stages)), strict=True)
 
 
 @cache

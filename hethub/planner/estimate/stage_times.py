@@ -1,4 +1,4 @@
-"""Stages of drafts by themselves in closed form: seconds, samples and memory, for many stages at once.
+"""Stages of candidates by themselves in closed form: seconds, samples and memory, for many stages at once.
 
 Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas than others, nobody is of the rest.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import DraftStage, Seats
+from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import earliest_finish, largest_able, within
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import FIRST, LAST, ONLY, Coefficients, Mode
@@ -19,16 +19,16 @@ from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.spec.plan import ScheduleName
 
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them
-NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the judge
+NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the evaluator
 _UNLIMITED = float(1 << 30)
 _BOUNDLESS = float(1 << 60)  # bytes where nobody is: finite, so that they can be taken from each other
 
 
 class Placed(NamedTuple):
-    """A stage where it stands: what of the model's ends it holds (`footprint.position`), whether its samples come in
+    """A stage where it stands: what of the model's ends it holds (`memory_model.position`), whether its samples come in
     equal parts, whatever the speeds, and under which schedule."""
 
-    stage: DraftStage
+    stage: CandidateStage
     place: int
     even: bool
     schedule: ScheduleName
@@ -153,7 +153,7 @@ class StageTimes:
         num_bytes = np.maximum(sums.parameters * self.costs.gradient_width, 1.0)
         reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(own.zero > 0, 1, 2)
         gather = np.where(own.zero > 0, sums.seconds(self.costs.width), 0.0)
-        named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the judge
+        named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the evaluator
         most = np.trunc(room.free / np.maximum(room.microbatch, 1.0)).min(axis=1)
         sure = np.trunc((room.free - (NEARLY - 1) * self._capacities(own)) / np.maximum(room.microbatch, 1.0)).min(
             axis=1
@@ -172,15 +172,17 @@ class StageTimes:
             found = StageEstimate(*(np.where(met, *each) for each in zip(rounds, found, strict=True)))
         return found._replace(backward=found.backward - self._deferred_wgrad(stages) * own.layers), division, room
 
-    def room(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, slack: float = 1.0) -> Room:
-        """What one of the seats' ranks has for microbatches, by the closed form."""
+    def room(
+        self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName, slack: float = 1.0
+    ) -> Room:
+        """What one of the group's ranks has for microbatches, by the closed form."""
         shards = stage.replicas if stage.zero else 1
         at = self._coefficients(stage, own, place, schedule)
         return _room(at, stage.layers, shards, slack * self._capacity[own.kind])
 
-    def largest(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName, held: int) -> int:
-        """The largest micro-batch up to that of the seats with which their ranks have memory for so many microbatches;
-        named state shares are left to the judge. 0 where one sample is too much."""
+    def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName, held: int) -> int:
+        """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
+        named state shares are left to the evaluator. 0 where one sample is too much."""
         if stage.state_shares:
             return own.micro_batch
         key = (stage.layers, stage.recompute, stage.zero, stage.replicas, own[:3], place, schedule, held)
@@ -194,21 +196,21 @@ class StageTimes:
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
         return found
 
-    def collective(self, seats: Sequence[Seats]) -> tuple[float, float]:
+    def collective(self, groups: Sequence[ReplicaGroup]) -> tuple[float, float]:
         """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
-        key = tuple([(own.kind, own.tp, own.number) for own in seats])
+        key = tuple([(own.kind, own.tp, own.number) for own in groups])
         found = self._collectives.get(key)
         if found is None:
-            group, network = self._group(seats), self.costs.network
+            group, network = self._group(groups), self.costs.network
             one, two = (network.reduce_scatter(group, num_bytes, self.costs.sharing(group)) for num_bytes in _PROBED)
             per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
         return found
 
     def _side_by_side(self, stages: Sequence[Placed]) -> _Side:
-        width = max([len(placed.stage.seats) for placed in stages])
-        sorts = [[self._sort(own, placed) for own in placed.stage.seats] for placed in stages]
-        numbers = [[own.number for own in placed.stage.seats] for placed in stages]
+        width = max([len(placed.stage.groups) for placed in stages])
+        sorts = [[self._sort(own, placed) for own in placed.stage.groups] for placed in stages]
+        numbers = [[own.number for own in placed.stage.groups] for placed in stages]
         each = _Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
         layers = np.array([float(placed.stage.layers) for placed in stages])
         x = layers[:, None]
@@ -223,7 +225,7 @@ class StageTimes:
             backward=x * each.backward + each.embedding_backward + each.head_backward,
         )
 
-    def _sort(self, own: Seats, placed: Placed) -> _Sort:
+    def _sort(self, own: ReplicaGroup, placed: Placed) -> _Sort:
         key = (own[:3], placed.stage.recompute, placed.place)
         found = self._sorts.get(key)
         if found is None:
@@ -239,7 +241,7 @@ class StageTimes:
         share = -(-total // own.replicas)
         least = share * np.where(own.numbers > 0, per_sample, 0.0).max(axis=1)
         taken = np.repeat(share[:, None].astype(float), per_sample.shape[1], axis=1)
-        by_speed = np.array([not placed.even and len(placed.stage.seats) > 1 for placed in own.stages])
+        by_speed = np.array([not placed.even and len(placed.stage.groups) > 1 for placed in own.stages])
         if by_speed.any():
             rates = per_sample[by_speed]
             least[by_speed] = ended = earliest_finish(total, rates, own.numbers[by_speed])
@@ -251,8 +253,8 @@ class StageTimes:
         no microbatch is larger than its replica's samples."""
         forward, backward = own.forward.copy(), own.backward.copy()
         for s, i in np.argwhere(taken < own.micro_batches).tolist():
-            placed, seats = own.stages[s], own.stages[s].stage.seats[i]
-            rate = self.costs.rate(seats.kind, seats.tp, int(taken[s, i]), placed.stage.recompute)
+            placed, group = own.stages[s], own.stages[s].stage.groups[i]
+            rate = self.costs.rate(group.kind, group.tp, int(taken[s, i]), placed.stage.recompute)
             forward[s, i], backward[s, i] = rate.microbatch(placed.stage.layers, *placed.ends)
         part = taken * own.numbers / self.problem.batch.global_batch  # what of the samples passes a sort
         microbatches = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
@@ -275,7 +277,7 @@ class StageTimes:
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
         found = [
-            min([self.costs.deferred_wgrad(*own[:3], placed.stage.recompute) for own in placed.stage.seats])
+            min([self.costs.deferred_wgrad(*own[:3], placed.stage.recompute) for own in placed.stage.groups])
             if placed.schedule == "zero_bubble"
             else 0.0
             for placed in stages
@@ -286,44 +288,46 @@ class StageTimes:
         """[stage, sort]: what ranks have for microbatches, or nearly so."""
         width = own.numbers.shape[1]
         kept = [
-            [self._coefficients(p.stage, seats, p.place, p.schedule) for seats in p.stage.seats] for p in own.stages
+            [self._coefficients(p.stage, group, p.place, p.schedule) for group in p.stage.groups] for p in own.stages
         ]
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
         return _room(at, own.layers[:, None], own.shards[:, None], NEARLY * self._capacities(own))
 
     def _capacities(self, own: _Side) -> np.ndarray:
         """[stage, sort]: bytes of a rank."""
-        capacities = [[self._capacity[seats.kind] for seats in placed.stage.seats] for placed in own.stages]
+        capacities = [[self._capacity[group.kind] for group in placed.stage.groups] for placed in own.stages]
         return np.array(_padded(capacities, own.numbers.shape[1], _BOUNDLESS))
 
-    def _coefficients(self, stage: DraftStage, own: Seats, place: int, schedule: ScheduleName) -> Coefficients:
+    def _coefficients(
+        self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName
+    ) -> Coefficients:
         key = (own[:3], stage.recompute, stage.zero, schedule, place)
         found = self._bytes.get(key)
         if found is None:
             mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
-            at = self.problem.coefficients(*own[:3], stage.recompute, mode)
+            at = self.costs.coefficients(*own[:3], stage.recompute, mode)
             found = self._bytes[key] = Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
         return found
 
     def _sums(self, own: _Side) -> _Sums:
-        met = [self.collective(p.stage.seats) if p.stage.replicas > 1 else _ALONE for p in own.stages]
-        tp = np.array([min([seats.tp for seats in placed.stage.seats]) for placed in own.stages])
+        met = [self.collective(p.stage.groups) if p.stage.replicas > 1 else _ALONE for p in own.stages]
+        tp = np.array([min([group.tp for group in placed.stage.groups]) for placed in own.stages])
         first, last = np.array([placed.ends for placed in own.stages]).T
         return _Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
 
     def _optimizer(self, own: _Side, owned: np.ndarray) -> np.ndarray:
         """[stage]: seconds of a rank that owns so many parameters, on the slowest kind."""
         slowest = np.zeros_like(owned)
-        for kind in {seats.kind for placed in own.stages for seats in placed.stage.seats}:
-            here = np.array([kind in {seats.kind for seats in placed.stage.seats} for placed in own.stages])
+        for kind in {group.kind for placed in own.stages for group in placed.stage.groups}:
+            here = np.array([kind in {group.kind for group in placed.stage.groups} for placed in own.stages])
             slowest = np.where(here, np.maximum(slowest, self.costs.layer_costs[kind].optimizer(owned)), slowest)
         return slowest
 
-    def _group(self, seats: Sequence[Seats]) -> Group:
-        """Where one rank of every replica is, as if they were the first to be seated."""
+    def _group(self, groups: Sequence[ReplicaGroup]) -> Group:
+        """Where one rank of every replica is, as if they were the first to be assigned."""
         machines: Counter[int] = Counter()
         islands: Counter[str] = Counter()
-        for kind, tp, _, number in seats:
+        for kind, tp, _, number in groups:
             island, left = self.problem.kinds[kind].island, number
             for ranks in self.problem.kinds[kind].machines:
                 here = min(left, len(ranks) // tp)

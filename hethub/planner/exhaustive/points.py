@@ -148,11 +148,8 @@ def _refined(points: Points, numbers: np.ndarray, chains: Chains, limit: float) 
 
 
 def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[float, Branch]]:
-    """The cuts of the layers for a shape of which some point may take less than the limit, each with its bound; none
-    when time is up."""
+    """The cuts of the layers for a shape of which some point may take less than the limit, each with its bound."""
     cuts = _cuts(costs.problem.model.layers, len(shape))
-    if costs.judge.out_of_time:
-        return []
     stages: list[dict[int, StageOptions]] = []
     least: list[StageBounds] = []
     for stage, own in enumerate(cuts.T):

@@ -1,11 +1,11 @@
 """A small space searched to its end: every plan of a handful of accelerators that a bound does not exclude is timed.
 
-The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in
-steps of one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of
+The space: ordered partitions of the units into stages, TP degrees inside machines, cuts of the layers, samples in steps
+of one, micro-batch per replica, recompute and ZeRO level per stage, 1F1B or zero_bubble, the default number of
 microbatches in flight. A point is left out where a bound of its step is no shorter than the best plan known: a rough
 one over what its stages take at least, then that of its chains of microbatches. All others are replayed with the
-predictor's own costs, those of one microbatching at once, and judged in order of these times. The best are then tried
-with more microbatches in flight.
+predictor's own costs, those of one microbatching at once, and evaluated in order of these times. The best are then
+tried with more microbatches in flight.
 """
 
 import heapq
@@ -16,41 +16,58 @@ from operator import itemgetter
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
-from hethub.planner.candidate.materialize import complete
-from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.materialize import materialize
+from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.exhaustive.points import Branch, Point, Points, branches_below, promising_floors, refined
 from hethub.planner.exhaustive.replay import Node, Passed, ends_of, nodes_of
-from hethub.planner.exhaustive.shapes import schedules_of, shapes_of
+from hethub.planner.exhaustive.shapes import excess, schedules_of, shapes_of
 from hethub.planner.exhaustive.stages import StageCosts, Units
 from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 
-AT_ONCE = 512  # floors' points whose modes are timed before the best of them are judged
+AT_ONCE = 512  # floors' points whose modes are timed before the best of them are evaluated
 WINDOW = 131_072  # floors' points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
-MOST_JUDGED = 1000  # where memory holds few of them
-MOST_DEEPENED = 128  # points tried with more microbatches in flight
+MOST_EVALUATED = 1000  # where memory holds few of them
+DEEPENED, MOST_DEEPENED = 128, 4096  # points tried with more microbatches in flight: where the search goes on, else
 
 
-def search_tiny(problem: Problem, judge: Judge) -> None:
-    """Judges what may be better than the best plan known, most promising first. The judge knows then what no plan of
-    the space is below: the best plan where it was searched to its end, else the smallest bound that was not looked
-    at."""
-    costs = [StageCosts(judge, schedule) for schedule in schedules_of(problem)]
+def refuse_larger(problem: Problem) -> None:
+    """Raises BadInput where the space is too large to be searched to its end."""
+    if (beyond := excess(problem)) is not None:
+        raise BadInput(
+            f"strategy 'exhaustive' times every plan of a small space that may be the best; here it has {beyond}. "
+            "Take strategy 'auto', or leave fewer plans: fewer accelerators or layers, a smaller global_batch, or "
+            "constraints such as pp, tp, dp, micro_batch or recompute."
+        )
+
+
+def search_exhaustively(problem: Problem, incumbent: Incumbent, deepened: int = MOST_DEEPENED) -> None:
+    """Evaluates the plans of a small space that may be better than those known, the most promising ones first. The
+    incumbent knows then what no plan of the space is below: the best plan where it was searched to its end,
+    else the smallest bound that was not looked at."""
+    times = None if incumbent.evaluator.ignore_memory else incumbent.costs.times
+    costs = [StageCosts(problem, schedule, times) for schedule in schedules_of(problem)]
     shapes = list(shapes_of(problem))
-    bounded = [own for each in costs for shape in shapes for own in branches_below(judge.best_seconds, each, shape)]
-    sweep = _Sweep(judge)
+    bounded = [
+        own
+        for each in costs
+        for shape in shapes
+        if not incumbent.out_of_time
+        for own in branches_below(incumbent.best_seconds, each, shape)
+    ]
+    sweep = _Sweep(incumbent, deepened)
     for part in _parts(sorted(bounded, key=itemgetter(0))):
         sweep.search(part)
-    if judge.fitting and not judge.out_of_time:
-        judge.space_bound_seconds = min(judge.best_seconds, sweep.unseen_seconds)
+    if incumbent.fitting and not incumbent.out_of_time:
+        incumbent.space_bound_seconds = min(incumbent.best_seconds, sweep.unseen_seconds)
     if problem.capabilities.chooses_in_flight:
         deeper = [point for _, own in sweep.near for point in _deeper(problem, own)]
-        sweep.enough += MOST_JUDGED
-        sweep.judge_timed(_timed(problem, deeper, sweep.orders))
+        sweep.enough += MOST_EVALUATED
+        sweep.evaluate_timed(_timed(problem, deeper, sweep.orders))
 
 
 def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[float, Branch]]]:
@@ -62,23 +79,23 @@ def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[f
 
 
 class _Sweep:
-    """Times points and judges the best, as many as may be, and knows how fast those may be that it left out."""
+    """Times points and evaluates the best, as many as may be, and knows how fast those may be that it left out."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
+    def __init__(self, incumbent: Incumbent, deepened: int) -> None:
+        self.incumbent, self.most_near = incumbent, deepened
         self.orders: dict[object, list[Node]] = {}
-        self.enough = judge.candidates + MOST_JUDGED
+        self.enough = len(incumbent.tried) + MOST_EVALUATED
         self.left = MOST_TIMED
         self.near: list[tuple[float, Point]] = []  # the fastest points with their seconds
         self.unseen_seconds = float("inf")
 
     @property
-    def has_judged_enough(self) -> bool:
-        return self.judge.out_of_time or self.judge.candidates > self.enough
+    def has_evaluated_enough(self) -> bool:
+        return self.incumbent.out_of_time or len(self.incumbent.tried) > self.enough
 
     @property
     def is_over(self) -> bool:
-        return self.left <= 0 or self.has_judged_enough
+        return self.left <= 0 or self.has_evaluated_enough
 
     def leave(self, seconds: float) -> None:
         """Notes that points are left out of which none is faster."""
@@ -87,11 +104,11 @@ class _Sweep:
     def search(self, bounded: Sequence[tuple[float, Branch]]) -> None:
         """Looks at all points of branches that may be better than the best plan, a window of them after the other."""
         branches, above, least = [branch for _, branch in bounded], 0.0, bounded[0][0]
-        while least < self.judge.best_seconds:
+        while least < self.incumbent.best_seconds:
             if self.is_over:
                 self.leave(least)
                 return
-            found = promising_floors(self.judge.best_seconds, branches, WINDOW, above)
+            found = promising_floors(self.incumbent.best_seconds, branches, WINDOW, above)
             self._time(found)
             if len(found.bounds) < WINDOW:
                 return
@@ -103,26 +120,26 @@ class _Sweep:
     def _time(self, found: Points) -> None:
         """Times what points of floors stand for, in order of their bounds."""
         for first in range(0, len(found.bounds), AT_ONCE):
-            if found.bounds[first] >= self.judge.best_seconds:
+            if found.bounds[first] >= self.incumbent.best_seconds:
                 return
             if self.is_over:
                 self.leave(float(found.bounds[first]))
                 return
-            some = refined(found.at(slice(first, first + AT_ONCE)), self.judge.best_seconds)
+            some = refined(found.at(slice(first, first + AT_ONCE)), self.incumbent.best_seconds)
             self.left -= len(some.bounds)
-            timed = _timed(self.judge.problem, some.points(), self.orders)
-            self.judge_timed(timed)
-            self.near = heapq.nsmallest(MOST_DEEPENED, [*self.near, *timed], key=_seconds_of)
+            timed = _timed(self.incumbent.problem, some.points(), self.orders)
+            self.evaluate_timed(timed)
+            self.near = heapq.nsmallest(self.most_near, [*self.near, *timed], key=_seconds_of)
 
-    def judge_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
-        """Judges points in order of their times until none can be better."""
+    def evaluate_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
+        """Evaluates points in order of their times until none can be better."""
         for seconds, point in sorted(timed, key=_seconds_of):
-            if seconds >= self.judge.best_seconds:
+            if seconds >= self.incumbent.best_seconds:
                 return
-            if self.has_judged_enough:
+            if self.has_evaluated_enough:
                 self.leave(seconds)
                 return
-            self.judge(_draft(point, self.judge))
+            self.incumbent.consider(_candidate(point, self.incumbent))
 
 
 def _seconds_of(timed: tuple[float, Point]) -> float:
@@ -187,24 +204,25 @@ def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
     return seconds
 
 
-def _draft(point: Point, judge: Judge) -> Draft:
-    """The point's draft, movable where drafts can express its plan: they list like units by their micro-batch."""
-    problem, plan = judge.problem, point.plan
+def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
+    """The point's candidate, movable where candidates can express its plan: they list like units by their
+    micro-batch."""
+    problem, plan = incumbent.problem, point.plan
     stages = [
-        DraftStage(x, _seats(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)
+        CandidateStage(x, _groups(units, [r.micro_batch for r in spec.replicas]), mode.recompute, mode.zero)
         for units, x, mode, spec in zip(point.branch.shape, point.branch.layers, point.modes, plan.stages, strict=True)
     ]
     schedule = None if plan.schedule == problem.schedule else plan.schedule
-    draft = Draft(tuple(stages), alike=False, schedule=schedule)
-    if (usual := complete(draft, problem, judge.costs, None)) is not None:
+    candidate = Candidate(tuple(stages), alike=False, schedule=schedule)
+    if (usual := materialize(candidate, problem, incumbent.costs.unit_costs.worker, None)) is not None:
         for index, (stage, own, wanted) in enumerate(zip(stages, usual.stages, plan.stages, strict=True)):
             more = tuple(w.samples - r.samples for r, w in zip(own.replicas, wanted.replicas, strict=True))
-            draft = draft.with_stage(index, replace(stage, nudges=more if any(more) else ()))
-        if complete(draft, problem, judge.costs, None) == plan:
-            return draft
-    return replace(draft, name=f"point {plan.stages}", plan=plan)
+            candidate = candidate.with_stage(index, replace(stage, nudges=more if any(more) else ()))
+        if materialize(candidate, problem, incumbent.costs.unit_costs.worker, None) == plan:
+            return candidate
+    return replace(candidate, name=f"point {plan.stages}", plan=plan)
 
 
-def _seats(units: Units, sizes: Sequence[int]) -> tuple[Seats, ...]:
+def _groups(units: Units, sizes: Sequence[int]) -> tuple[ReplicaGroup, ...]:
     counts = Counter((unit.kind, unit.tp, size) for unit, size in zip(units, sizes, strict=True))
-    return merged([Seats(*sort, number) for sort, number in counts.items()])
+    return merged([ReplicaGroup(*sort, number) for sort, number in counts.items()])

@@ -14,17 +14,29 @@ MOST_BRANCHES, MOST_POINTS = 4_000, 3e7
 MOST_OPTIONS, MOST_BOUNDED = 2_000, 150_000  # of a stage, and branches: many more points, of which bounds leave few
 
 
-def is_tiny(problem: Problem) -> bool:
+def is_small(problem: Problem) -> bool:
     """Whether the space is small enough to be searched to its end."""
-    if problem.size > MOST_ACCELERATORS or problem.batch.global_batch > MOST_SAMPLES:
-        return False
+    return excess(problem) is None
+
+
+def excess(problem: Problem) -> str | None:
+    """What of the space is beyond a limit, in words with both figures; None where it can be searched to its end."""
+    if problem.size > MOST_ACCELERATORS:
+        return f"{problem.size} accelerators, of at most {MOST_ACCELERATORS}"
+    if problem.batch.global_batch > MOST_SAMPLES:
+        return f"global_batch {problem.batch.global_batch}, of at most {MOST_SAMPLES}"
     shapes, schedules = list(shapes_of(problem)), len(schedules_of(problem))
     options = {units: count_options(problem, units) for units in {units for shape in shapes for units in shape}}
     branches = [comb(problem.model.layers - 1, len(shape) - 1) for shape in shapes]
-    if max(options.values(), default=0) <= MOST_OPTIONS:
-        return 0 < schedules * sum(branches) <= MOST_BOUNDED
-    points = [number * prod(map(options.__getitem__, shape)) for number, shape in zip(branches, shapes, strict=True)]
-    return 0 < schedules * sum(points) <= MOST_POINTS and schedules * sum(branches) <= MOST_BRANCHES
+    number, most = schedules * sum(branches), MOST_BOUNDED
+    if not number:
+        return "no plan of a schedule that is searched to its end"
+    if max(options.values()) > MOST_OPTIONS:
+        points = [count * prod(map(options.__getitem__, shape)) for count, shape in zip(branches, shapes, strict=True)]
+        if schedules * sum(points) > MOST_POINTS:
+            return f"{schedules * sum(points):.2g} plans, of at most {MOST_POINTS:.2g}"
+        most = MOST_BRANCHES
+    return f"{number:,} ways to give stages accelerators and layers, of at most {most:,}" if number > most else None
 
 
 def schedules_of(problem: Problem) -> list[ScheduleName]:
@@ -41,7 +53,7 @@ def shapes_of(problem: Problem) -> Iterator[Shape]:
         for unit in grouping:
             sorts.setdefault((unit.kind, unit.tp), []).append(unit)
         for composition in ordered_partitions(tuple(map(len, sorts.values()))):
-            shape = _seated(list(sorts.values()), composition)
+            shape = _assigned(list(sorts.values()), composition)
             if _is_allowed(problem, shape):
                 yield shape
 
@@ -80,7 +92,7 @@ def _sizes(count: int, degrees: Sequence[int]) -> list[tuple[int, ...]]:
     return [(d, *rest) for d in able for rest in _sizes(count - d, [other for other in able if other <= d])]
 
 
-def _seated(sorts: Sequence[Sequence[Unit]], composition: Sequence[Sequence[int]]) -> Shape:
+def _assigned(sorts: Sequence[Sequence[Unit]], composition: Sequence[Sequence[int]]) -> Shape:
     """The units of every stage in order of ranks."""
     used = [0] * len(sorts)
     shape = []

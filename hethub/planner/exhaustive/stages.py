@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import DraftStage, Seats, merged
+from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup, merged
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
-from hethub.planner.estimate.stage_times import NEARLY
-from hethub.planner.evaluate.evaluator import Judge
+from hethub.planner.estimate.stage_times import NEARLY, StageTimes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
@@ -225,12 +224,12 @@ def bounds_of(mode: Mode, ways: Microbatchings) -> StageBounds:
 
 class StageCosts:
     """The options of all stages of a problem under one schedule, and what lies between two of them, each asked once of
-    the predictor."""
+    the predictor. `times` tells what memory has room for; None: memory does not count."""
 
-    def __init__(self, judge: Judge, schedule: ScheduleName) -> None:
-        self.judge, self.problem, self.schedule = judge, judge.problem, schedule
-        self.cuts = cuts_of(judge.problem)
-        self.recomputes = recomputes_under(schedule, judge.problem)
+    def __init__(self, problem: Problem, schedule: ScheduleName, times: StageTimes | None) -> None:
+        self.problem, self.schedule, self.times = problem, schedule, times
+        self.cuts = cuts_of(problem)
+        self.recomputes = recomputes_under(schedule, problem)
         self._options: dict[object, StageOptions] = {}
         self._microbatches: dict[object, np.ndarray] = {}
         self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
@@ -263,16 +262,16 @@ class StageCosts:
     def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:
         """Whether a rank may run microbatches of so many samples and has memory for one: [replica, samples]."""
         most = [min(self.most, self.problem.at_most(unit.kind, self.most)) for unit in units]
-        if not self.judge.ignore_memory:
-            seats = [Seats(unit.kind, unit.tp, 1, 1) for unit in units]
-            stage = DraftStage(layers, merged(seats), mode.recompute, mode.zero)
+        if (times := self.times) is not None:
+            groups = [ReplicaGroup(unit.kind, unit.tp, 1, 1) for unit in units]
+            stage = CandidateStage(layers, merged(groups), mode.recompute, mode.zero)
 
-            def holds(own: Seats, size: int) -> bool:
+            def holds(own: ReplicaGroup, size: int) -> bool:
                 sized = own._replace(micro_batch=size)
-                room = self.judge.surrogate.times.room(stage, sized, place, self.schedule, NEARLY)
+                room = times.room(stage, sized, place, self.schedule, NEARLY)
                 return bool(room.microbatch <= room.free)
 
-            most = [largest_able(partial(holds, own), limit) for own, limit in zip(seats, most, strict=True)]
+            most = [largest_able(partial(holds, own), limit) for own, limit in zip(groups, most, strict=True)]
         return np.arange(self.most + 1) <= np.array(most)[:, None]
 
     def _modes(self, shape: Shape, layers: Sequence[int], stage: int, zero: int) -> list[Mode]:

@@ -3,42 +3,32 @@ doubled."""
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Draft
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.evaluate.evaluator import Judge, Verdict
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.explain.scaled import Scale, scaled
 from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.auto import climb, descend
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.processes import forked
 
 RELAXED = 1.1
-KNOWN = 8  # of the plans already found, judged again for every relaxation
-TWICE = "twice the batch"
+KNOWN = 8  # of the plans already found, evaluated again for every relaxation
 
 
-class Reason(NamedTuple):
-    """A constraint and by how much more throughput the best plan has when it is relaxed."""
-
-    constraint: str
-    faster_percent: float
-
-    def sentence(self) -> str:
-        better = "" if self.constraint == TWICE else " 10 % better"
-        return f"{self.constraint}{better} makes the best plan {self.faster_percent:.1f} % faster"
-
-
-def reasons(problem: Problem, judge: Judge, best: Verdict, processes: int = 1) -> list[Reason]:
+def bottlenecks(problem: Problem, incumbent: Incumbent, best: Evaluation, processes: int = 1) -> list[Bottleneck]:
     """Every constraint with its effect, the strongest first."""
-    ranked = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)
-    drafts = [best.draft, *(verdict.draft for verdict in ranked[:KNOWN])]
+    ranked = incumbent.ranked
+    candidates = [best.candidate, *(evaluation.candidate for evaluation in ranked[:KNOWN])]
     relaxed = _relaxations(problem)
     with forked(processes) as run:
-        gains = run(partial(_gain, drafts, best), relaxed.values())
-        found = [Reason(name, gain) for name, gain in zip(relaxed, gains, strict=True)]
-    return sorted(found, key=lambda reason: -reason.faster_percent)
+        gains = run(partial(_gain, candidates, best), relaxed.values())
+        found = [Bottleneck(name, gain) for name, gain in zip(relaxed, gains, strict=True)]
+    return sorted(found, key=lambda found: -found.faster_percent)
 
 
 def _relaxations(problem: Problem) -> dict[str, Problem]:
@@ -58,18 +48,18 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
     return {**relaxed, TWICE: problem.on(cluster, larger)}
 
 
-def _gain(drafts: list[Draft], best: Verdict, relaxed: Problem) -> float:
-    """Percent more tokens per second in the best plan of the relaxed problem: the best plans known, judged again, and
-    what small changes then make of them; 0 where none of these fits there."""
-    judge = Judge(relaxed, UnitCosts(relaxed))
+def _gain(candidates: list[Candidate], best: Evaluation, relaxed: Problem) -> float:
+    """Percent more tokens per second in the best plan of the relaxed problem: the best plans known, evaluated again,
+    and what small changes then make of them; 0 where none of these fits there."""
+    incumbent = Incumbent(Evaluator(relaxed, Estimator(relaxed)))
     effort = replace(effort_for(relaxed), steps=6)
-    judge.microbatches_left = effort.microbatches
-    for draft in drafts:
-        judge(draft)
-    leader = judge.best
+    incumbent.evaluator.microbatches_left = effort.microbatches
+    for candidate in candidates:
+        incumbent.consider(candidate)
+    leader = incumbent.best
     if leader is None:  # microbatches in flight are chosen anew, and may then be more than memory holds
         return 0.0
-    judge(descend(judge, leader.draft, set()))
-    climb(leader, judge, effort, set())
-    found = min(judge.fitting.values(), key=lambda verdict: verdict.seconds)
+    incumbent.consider(descend(incumbent, leader.candidate, set()))
+    climb(leader, incumbent, effort, set())
+    found = min(incumbent.fitting.values(), key=lambda evaluation: evaluation.seconds)
     return 100.0 * (found.prediction.tokens_per_second / best.prediction.tokens_per_second - 1.0)

@@ -5,8 +5,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.evaluate.evaluator import Judge
-from hethub.planner.problem.problem import Batch, Kind, Problem, pose
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Kind, Problem
 from hethub.planner.result import KindAlone
 from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
@@ -84,8 +87,8 @@ def _alone(part: _Part) -> KindAlone | None:
     if problem is None:
         return None
     for lifted in (False, True):
-        judge = Judge(problem, UnitCosts(problem), ignore_memory=lifted)
-        best = search(problem, judge, effort_for(problem))
+        incumbent = Incumbent(Evaluator(problem, Estimator(problem), ignore_memory=lifted))
+        best = search(problem, incumbent, effort_for(problem))
         if best is not None:
             return KindAlone(
                 accelerator=kind.accelerator.name,

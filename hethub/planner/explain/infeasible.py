@@ -4,16 +4,17 @@ it."""
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.evaluate.evaluator import Judge
-from hethub.planner.generate.cuts import best_cuts
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.generate import cuts
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.search.auto import search_whole, thriftiest
 from hethub.spec.job import ConstraintsSpec
 
-TRIED = 6  # cuts of a changed question that are judged
+TRIED = 6  # cuts of a changed question that are evaluated
 
 
 class Change(NamedTuple):
@@ -23,11 +24,11 @@ class Change(NamedTuple):
     problem: Problem
 
 
-def nothing_fits(problem: Problem, judge: Judge, strategy: str) -> str:
+def nothing_fits(problem: Problem, incumbent: Incumbent, strategy: str) -> str:
     """One paragraph: the plan that came closest, by how many bytes it misses on which accelerators, and what would
     help."""
-    closest = judge.closest
-    if closest is None and judge.out_of_time:
+    closest = incumbent.closest
+    if closest is None and incumbent.out_of_time:
         return (
             f"constraints.time_limit_seconds {problem.constraints.time_limit_seconds:g} ended the search before a plan that fits "
             "was found; allow more time."
@@ -75,14 +76,15 @@ def verified(problem: Problem) -> list[Change]:
 
 def _fits(change: Change) -> bool:
     """Whether a plan is found among the thriftiest cuts, or by the families whose schedule is asked for."""
-    problem, judge = change.problem, Judge(change.problem, UnitCosts(change.problem))
+    problem, costs = change.problem, Estimator(change.problem)
+    incumbent = Incumbent(Evaluator(problem, costs))
     if problem.constraints.schedule in problem.capabilities.family_schedules:
-        return search_whole(problem, judge, FAMILIES) is not None
-    few = thriftiest(problem, tabulate(problem, judge.costs))
+        return search_whole(problem, incumbent, FAMILIES) is not None
+    few = thriftiest(problem, tabulate(problem, costs.unit_costs))
     for memory_counts in (True, False):
-        for entry in best_cuts(problem, few, TRIED, memory_counts=memory_counts).cuts:
-            judge(entry.draft(problem))
-            if judge.fitting:
+        for candidate in cuts.propose(problem, costs, table=few, number=TRIED, memory_counts=memory_counts):
+            incumbent.consider(candidate)
+            if incumbent.fitting:
                 return True
     return False
 

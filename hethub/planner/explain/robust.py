@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from hethub.planner.evaluate.evaluator import Judge, Verdict, layout_of
+from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.evaluate.layouts import layout_of
 from hethub.planner.explain.scaled import Scale, scaled
 from hethub.planner.problem.problem import Problem
 from hethub.predictor import predict
@@ -15,7 +17,7 @@ CONSIDERED = 24
 class Robust(NamedTuple):
     """A plan with its step in the worst of the scenarios."""
 
-    verdict: Verdict
+    evaluation: Evaluation
     worst_step_seconds: float
 
 
@@ -31,13 +33,16 @@ def scenarios(problem: Problem) -> list[ClusterSpec]:
     return [scaled(problem.cluster, Scale(compute=s, in_node=links, network=links, bridge=links)) for s in speeds]
 
 
-def most_robust(problem: Problem, judge: Judge) -> Robust | None:
+def most_robust(problem: Problem, incumbent: Incumbent) -> Robust | None:
     """The plan with the best worst case among the fastest found, or None where none fits."""
     clusters = scenarios(problem)
-    fastest = sorted(judge.fitting.values(), key=lambda verdict: verdict.seconds)[:CONSIDERED]
-    found = [Robust(verdict, max(_seconds(problem, verdict, cluster) for cluster in clusters)) for verdict in fastest]
+    fastest = incumbent.ranked[:CONSIDERED]
+    found = [
+        Robust(evaluation, max(_seconds(problem, evaluation, cluster) for cluster in clusters))
+        for evaluation in fastest
+    ]
     return min(found, key=lambda robust: robust.worst_step_seconds, default=None)
 
 
-def _seconds(problem: Problem, verdict: Verdict, cluster: ClusterSpec) -> float:
-    return predict(layout_of(verdict.plan, problem.model, cluster), profile=problem.profile).step_seconds
+def _seconds(problem: Problem, evaluation: Evaluation, cluster: ClusterSpec) -> float:
+    return predict(layout_of(evaluation.plan, problem.model, cluster), profile=problem.profile).step_seconds

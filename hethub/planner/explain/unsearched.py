@@ -1,19 +1,12 @@
 """The parts of the plan space that the search does not enter, under keys that stay the same between versions."""
 
 from collections.abc import Iterator
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from hethub.planner.problem.capabilities import Capabilities
 from hethub.planner.problem.problem import Problem
+from hethub.planner.result import Unsearched
 from hethub.spec.plan import Offload, ScheduleName
-
-
-class Unsearched(NamedTuple):
-    """What was left out: `key` for programs (`schedule.layered`), `text` for people."""
-
-    key: str
-    text: str
-
 
 _OF_FAMILIES = "only as the families of their papers propose it"
 _ALWAYS = (

@@ -1,4 +1,4 @@
-"""Where candidates come from.
+"""Where candidates come from: every generator is `propose(problem, costs)`.
 
 Start reading: families/, then cuts.py.
 May import: .

@@ -1,20 +1,22 @@
 """The best equal cuts over all settings by rough estimate, without looking at settings that cannot be among them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, to_draft
+from hethub.planner.candidate.candidate import Candidate, to_candidate
 from hethub.planner.candidate.settings import Line, main_orders, orders
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
-from hethub.planner.generate.table import Table
+from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Combination, Problem
 
 PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ
+PROPOSED = 96  # cuts
 REORDERED = 8  # leading cuts tried with the kinds in every order
 ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
 PURE_CUTS = 32  # kept of those whose stages hold one kind each
@@ -33,9 +35,9 @@ class Entry:
     line: Line
     layers: tuple[int, ...]
 
-    def draft(self, problem: Problem) -> Draft:
+    def candidate(self, problem: Problem) -> Candidate:
         sizes = [(layers, self.line.replicas) for layers in self.layers]
-        return to_draft(problem, sizes, self.line.units(problem, self.combination.degrees), self.combination)
+        return to_candidate(problem, sizes, self.line.units(problem, self.combination.degrees), self.combination)
 
 
 class Lines(NamedTuple):
@@ -85,6 +87,20 @@ class _Kept:
         if kept:
             self.worst = kept[-1].seconds if len(kept) == self.number else float("inf")
             self.limit = min(self.worst, ESTIMATE_ERR * kept[0].seconds)
+
+
+def propose(
+    problem: Problem,
+    costs: CostModel,
+    *,
+    table: Table | None = None,
+    number: int = PROPOSED,
+    memory_counts: bool = True,
+) -> Iterator[Candidate]:
+    """The best cuts over all settings, best first."""
+    table = tabulate(problem, costs.unit_costs) if table is None else table
+    for entry in best_cuts(problem, table, number, memory_counts=memory_counts).cuts:
+        yield entry.candidate(problem)
 
 
 def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: bool = True) -> Best:

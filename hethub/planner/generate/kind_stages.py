@@ -11,31 +11,35 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, DraftStage
+from hethub.planner.candidate.candidate import Candidate, CandidateStage
 from hethub.planner.candidate.settings import main_orders
-from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.kind_ways import Ends, Goals, KindWays
+from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 
 DEADLINES = (1.02, 1.06, 1.12, 1.2, 1.32, 1.5)  # times perfect balance
 WAVES = (2, 4, 8, 12, 16, 24)  # samples
 LEAST_WAVES = 8  # of a batch: of fewer, too many pass while the pipeline fills
-MOST_DRAFTS = 64
+MOST_CANDIDATES = 64
 
 Kinds = frozenset[int]
 
 
-def kind_drafts(problem: Problem, surrogate: Surrogate, bound_seconds: float, below_seconds: float) -> list[Draft]:
-    """Plans that meet goals, the promising ones first. `bound_seconds` is what perfect balance takes; no deadline is
-    beyond `below_seconds`."""
-    deadlines = [bound_seconds * times for times in DEADLINES if bound_seconds * times < below_seconds]
+def propose(
+    problem: Problem, costs: CostModel, *, table: Table | None = None, limit_seconds: float = float("inf")
+) -> list[Candidate]:
+    """Plans that meet goals, the promising ones first; no deadline is beyond the limit."""
+    table = tabulate(problem, costs.unit_costs) if table is None else table
+    balanced_seconds = float(table.bound[0])  # what perfect balance takes
+    deadlines = [balanced_seconds * times for times in DEADLINES if balanced_seconds * times < limit_seconds]
     waves = [wave for wave in WAVES if LEAST_WAVES * wave <= problem.batch.global_batch]
     if len(problem.kinds) == 1 or not deadlines or not waves:
         return []
     seconds, wave = zip(*product(deadlines, range(len(waves))), strict=True)
     goals = Goals(np.array(seconds), np.array(wave), np.array(waves))
-    kinds = [KindWays(problem, surrogate, kind, goals) for kind in range(len(problem.kinds))]
-    return TaskGraph(problem, kinds, goals).drafts() if all(kind.ways for kind in kinds) else []
+    kinds = [KindWays(problem, costs, kind, goals) for kind in range(len(problem.kinds))]
+    return TaskGraph(problem, kinds, goals).candidates() if all(kind.ways for kind in kinds) else []
 
 
 class _State(NamedTuple):
@@ -55,7 +59,7 @@ class TaskGraph:
         self.states = {Kinds(): self._nothing()}
         self.states[Kinds()].seconds[:, 0, 0] = 0.0
 
-    def drafts(self) -> list[Draft]:
+    def candidates(self) -> list[Candidate]:
         """The plans of the smallest deadline and way through, for every kind in front."""
         ends: dict[int, _State] = {}
         for behind, kind in self._edges():
@@ -72,11 +76,11 @@ class TaskGraph:
             for goal, stages in np.argwhere(np.isfinite(state.seconds[:, :, -1])).tolist()
             if wanted in (None, stages)
         )
-        found: dict[Draft, None] = {}
+        found: dict[Candidate, None] = {}
         for _, kind, goal, stages in ranked:
-            if len(found) == MOST_DRAFTS:
+            if len(found) == MOST_CANDIDATES:
                 break
-            found[self._draft(ends[kind], goal, stages)] = None
+            found[self._candidate(ends[kind], goal, stages)] = None
         return list(found)
 
     def _nothing(self) -> _State:
@@ -111,12 +115,12 @@ class TaskGraph:
                     np.copyto(there, through, where=better)
                     new.front[:, depth, held][better] = (kind, stages, layers)
 
-    def _draft(self, state: _State, goal: int, stages: int) -> Draft:
+    def _candidate(self, state: _State, goal: int, stages: int) -> Candidate:
         left, layers = self.all, self.layers
-        found: list[DraftStage] = []
+        found: list[CandidateStage] = []
         while left:
             kind, number, own = state.front[goal, stages, layers].tolist()
             left, stages, layers = left - {kind}, stages - number, layers - own
             found += self.kinds[kind].stages(number, self._ends(left, kind), goal, stages, own)
             state = self.states[left]
-        return Draft(tuple(found))
+        return Candidate(tuple(found))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import DraftStage, Seats
+from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import rank_parameters
-from hethub.planner.estimate.estimator import Surrogate
 from hethub.planner.estimate.memory_model import FIRST, LAST, MIDDLE
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import Recompute
@@ -70,8 +70,8 @@ class Table(NamedTuple):
 class KindWays:
     """The ways of one kind."""
 
-    def __init__(self, problem: Problem, surrogate: Surrogate, kind: int, goals: Goals) -> None:
-        self.problem, self.surrogate, self.kind, self.goals = problem, surrogate, kind, goals
+    def __init__(self, problem: Problem, costs: CostModel, kind: int, goals: Goals) -> None:
+        self.problem, self.costs, self.kind, self.goals = problem, costs, kind, goals
         self.depth = min(MOST_STAGES, problem.model.layers)
         self._tables: dict[tuple[int, Ends], Table | None] = {}
         self._between: dict[int, np.ndarray] = {}
@@ -103,7 +103,7 @@ class KindWays:
             self._tables[key] = self._table(*key)
         return self._tables[key]
 
-    def stages(self, number: int, ends: Ends, goal: int, behind: int, layers: int) -> list[DraftStage]:
+    def stages(self, number: int, ends: Ends, goal: int, behind: int, layers: int) -> list[CandidateStage]:
         """The stages that hold so many layers soonest, so that the busiest is as little busy as can be."""
         own, table = self.ways[number], self.table(number, ends)
         assert table is not None  # asked for what the table holds
@@ -118,7 +118,7 @@ class KindWays:
         if ends[1]:
             most[-1] = own.last[goal, index, int(way.num_narrow > 0), 0]
         return [
-            DraftStage(x, (Seats(self.kind, way.tp, size, width),), way.recompute, self.problem.usual_zero)
+            CandidateStage(x, (ReplicaGroup(self.kind, way.tp, size, width),), way.recompute, self.problem.usual_zero)
             for x, width in zip(_dealt(layers, most, way.widths), way.widths, strict=True)
         ]
 
@@ -160,15 +160,15 @@ class KindWays:
         return self._between[stages]
 
     def _figures(self, ways: list[Way]) -> Ways:
-        costs, sizes = self.surrogate.costs, self._sizes(ways)
+        unit_costs, sizes = self.costs.unit_costs, self._sizes(ways)
 
         @cache
         def rate(tp: int, size: int, mode: Recompute) -> list[float]:
-            return [part.total for part in costs.rate(self.kind, tp, size, mode)]
+            return [part.total for part in unit_costs.rate(self.kind, tp, size, mode)]
 
         @cache
         def memory(tp: int, size: int, mode: Recompute) -> np.ndarray:
-            return np.array(self.problem.coefficients(self.kind, tp, size, mode)[:6])
+            return np.array(unit_costs.coefficients(self.kind, tp, size, mode)[:6])
 
         asked = [[(way.tp, size, way.recompute) for way, size in zip(ways, own, strict=True)] for own in sizes.tolist()]
         rates = np.array([[rate(*one) for one in own] for own in asked])  # [wave, way, layer, embedding or head]
@@ -214,9 +214,11 @@ class KindWays:
     def _reduction(self, ways: Sequence[Way], widths: np.ndarray, ends: Ends) -> tuple[np.ndarray, np.ndarray]:
         """[way, wide or narrow]: seconds to reduce a stage's gradients that it waits for, of any, and more per
         layer."""
-        times, costs = self.surrogate.times, self.surrogate.costs
         met = [
-            [times.collective((Seats(self.kind, way.tp, 1, width),)) if width > 1 else (0.0, 0.0) for width in own]
+            [
+                self.costs.collective((ReplicaGroup(self.kind, way.tp, 1, width),)) if width > 1 else (0.0, 0.0)
+                for width in own
+            ]
             for way, own in zip(ways, widths.tolist(), strict=True)
         ]
         latency, per_byte = np.array(met).transpose(2, 0, 1)
@@ -224,7 +226,7 @@ class KindWays:
         first, last = (np.full(len(ways), end) for end in ends)
         one, two = (rank_parameters(self.problem.model, tp, x * ones, first, last)[:, None] for x in (1, 2))
         passes = 1 if self.problem.usual_zero > 0 else 2
-        per_parameter = EXPOSED * passes * per_byte * costs.gradient_width
+        per_parameter = EXPOSED * passes * per_byte * self.costs.unit_costs.gradient_width
         return EXPOSED * passes * latency + per_parameter * (2 * one - two), per_parameter * (two - one)
 
 

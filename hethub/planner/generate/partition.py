@@ -5,17 +5,25 @@ the fewest units are found that hold the last l layers in d stages, for every l 
 smallest feasible T of a rising series is the bottleneck; for every number of stages its own is kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.candidate.candidate import Candidate, to_candidate
+from hethub.planner.candidate.settings import Line, orders
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import position
+from hethub.planner.generate.small import MOST_UNITS
+from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
+
+MOST_STAGES = 16
+MOST_CELLS = 2_000_000  # of the programme, over all settings
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,45 @@ class Partition:
     deadline_seconds: float
 
 
+def propose(
+    problem: Problem,
+    costs: CostModel,
+    *,
+    table: Table | None = None,
+    limit_seconds: float = float("inf"),
+    most_cells: int = MOST_CELLS,
+    memory_counts: bool = True,
+) -> Iterator[Candidate]:
+    """Partitions with free numbers of replicas, for combinations whose bound leaves room below the limit."""
+    table = tabulate(problem, costs.unit_costs) if table is None else table
+    spent = 0
+    for bound, combination in zip(table.bound, table.combinations, strict=True):
+        for order in orders(problem):
+            units = Line(order, 1).units(problem, combination.degrees)
+            if len(units) <= MOST_UNITS:  # of which `small` tries every partition
+                continue
+            setting = Setting(units, combination.micro_batches, combination.recompute)
+            depths = _depths(problem, setting)
+            spent += 8 * max(depths, default=0) * problem.model.layers**2
+            if bound >= limit_seconds or spent > most_cells:
+                return
+            partitioner = Partitioner(problem, costs.unit_costs, setting, memory_counts=memory_counts)
+            for partition in partitioner.partitions(depths, limit_seconds):
+                yield to_candidate(problem, partition.stages, units, combination)
+
+
+def _depths(problem: Problem, setting: Setting) -> list[int]:
+    """The numbers of stages worth trying with free numbers of replicas."""
+    deepest = min(problem.model.layers, len(setting.line), MOST_STAGES)
+    return [depth for depth in range(1, deepest + 1) if problem.constraints.pp in (None, depth)]
+
+
 class Partitioner:
     """The dynamic programme for one setting, under all deadlines at once. The line is walked from its end: a stage's
     microbatches in flight depend on how many stages come after it."""
 
     def __init__(self, problem: Problem, costs: UnitCosts, setting: Setting, *, memory_counts: bool = True) -> None:
-        self.problem, self.setting, self.memory_counts = problem, setting, memory_counts
+        self.problem, self.costs, self.setting, self.memory_counts = problem, costs, setting, memory_counts
         self.num_layers, self.samples = problem.model.layers, problem.batch.global_batch
         walked = [(unit.kind, unit.tp) for unit in reversed(setting.line)]
         self.num_units, self.sorts = len(walked), sorted(set(walked))
@@ -150,7 +191,7 @@ class Partitioner:
         depths, sharded = np.arange(1, deepest + 1)[:, None], self.problem.usual_zero > 0
         found = []
         for sort in self.sorts:
-            own = self.problem.coefficients(*sort, self._micro_batch(sort), self.setting.recompute)
+            own = self.costs.coefficients(*sort, self._micro_batch(sort), self.setting.recompute)
             capacity = self.problem.capacity(sort[0])
             least = {
                 (first, last): own.least_replicas(

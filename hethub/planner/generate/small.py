@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
-from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally
-from hethub.planner.generate.table import Table
+from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Combination, Problem, Unit
 
 MOST_UNITS = 5
-MOST_WEIGHED = 2_000  # drafts
+MOST_ESTIMATED = 2_000  # candidates
 TOGETHER = 128  # arrangements
 CUT_ERR = 1.15  # a balanced cut's seconds over those of the best one, estimated with communication
 WORTH_MOVING = 1.2  # times the shortest estimate: balanced cuts whose layers are moved
@@ -38,38 +38,44 @@ def ordered_partitions(counts: tuple[int, ...]) -> tuple[Composition, ...]:
 
 
 class _Arrangement(NamedTuple):
-    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes drafts of
-    cuts."""
+    """An ordered partition with its balanced cut, the seconds of that without communication, and what makes candidates
+    of cuts."""
 
     seconds: float
     layers: Layers
-    make: Callable[[Layers], Draft]
+    make: Callable[[Layers], Candidate]
 
 
-def small_drafts(
-    problem: Problem, table: Table, surrogate: Surrogate, best: float, memory_counts: bool
-) -> Iterator[tuple[Draft, float]]:
-    """Cuts of ordered partitions of few units with their estimates: the partitions that can be fastest first, as long
-    as these may be better than `best` and the estimates so far, until many were weighed."""
-    shortest, weighed = best, 0
+def propose(
+    problem: Problem,
+    costs: CostModel,
+    *,
+    table: Table | None = None,
+    limit_seconds: float = float("inf"),
+    memory_counts: bool = True,
+) -> Iterator[Candidate]:
+    """Cuts of ordered partitions of few units, estimated: the partitions that can be fastest first, as long as these
+    may be better than the limit and the estimates so far, until many were estimated."""
+    table = tabulate(problem, costs.unit_costs) if table is None else table
+    shortest, estimated = limit_seconds, 0
 
-    def noted(draft: Draft) -> tuple[Draft, float]:
-        nonlocal shortest, weighed
-        estimate = surrogate.seconds(draft)
-        weighed += 1
-        if estimate < shortest and surrogate.likely_fits(draft):
+    def noted(candidate: Candidate) -> Candidate:
+        nonlocal shortest, estimated
+        estimate = costs.seconds(candidate)
+        estimated += 1
+        if estimate < shortest and costs.likely_fits(candidate):
             shortest = estimate
-        return draft, estimate
+        return candidate
 
     for some in _batches(_in_order(problem, table, memory_counts, lambda: shortest)):
         balanced = {arrangement.make(arrangement.layers): arrangement for arrangement in some}
-        surrogate.weigh(balanced)
+        costs.estimate(balanced)
         yield from map(noted, balanced)
-        near = [of for draft, of in balanced.items() if surrogate.seconds(draft) <= WORTH_MOVING * shortest]
-        surrogate.weigh(of.make(cut) for of in near for cut in _near(of.layers))
+        near = [of for candidate, of in balanced.items() if costs.seconds(candidate) <= WORTH_MOVING * shortest]
+        costs.estimate(of.make(cut) for of in near for cut in _near(of.layers))
         for of in near:
-            yield from map(noted, _downhill(of.layers, of.make, surrogate))
-        if weighed > MOST_WEIGHED:
+            yield from map(noted, _downhill(of.layers, of.make, costs))
+        if estimated > MOST_ESTIMATED:
             return
 
 
@@ -110,19 +116,19 @@ def _cut(problem: Problem, table: Table, row: int, memory_counts: bool, limit: f
     cuts = cut_equally(problem, table, own, memory_counts=memory_counts)
     for index in np.nonzero(cuts.seconds < limit)[0].tolist():
         layers = tuple(cuts.layers[stages.first[index] : stages.last[index] + 1].tolist())
-        make = cache(partial(_draft, problem, combination, examples, allowed[index]))
+        make = cache(partial(_candidate, problem, combination, examples, allowed[index]))
         yield _Arrangement(float(cuts.seconds[index]), layers, make)
 
 
-def _downhill(layers: Layers, make: Callable[[Layers], Draft], surrogate: Surrogate) -> Iterator[Draft]:
+def _downhill(layers: Layers, make: Callable[[Layers], Candidate], costs: CostModel) -> Iterator[Candidate]:
     """The cuts with one layer moved, then those around the best of them while estimates fall: fill, drain and samples
     that cannot be divided count as well as balance."""
-    seen = {layers: surrogate.seconds(make(layers))}
+    seen = {layers: costs.seconds(make(layers))}
     while True:
         least = seen[layers]
         new = {near: make(near) for near in _near(layers) if near not in seen}
-        surrogate.weigh(new.values())
-        seen.update((near, surrogate.seconds(draft)) for near, draft in new.items())
+        costs.estimate(new.values())
+        seen.update((near, costs.seconds(candidate)) for near, candidate in new.items())
         yield from new.values()
         layers = min(seen, key=seen.__getitem__)
         if seen[layers] >= least:
@@ -143,18 +149,18 @@ def _near(layers: Layers) -> Iterator[Layers]:
                 yield tuple(x - (i == giver) + (i == taker) for i, x in enumerate(layers))
 
 
-def _draft(
+def _candidate(
     problem: Problem,
     combination: Combination,
     examples: tuple[Unit, ...],
     composition: Composition,
     layers: Layers,
-) -> Draft:
+) -> Candidate:
     stages = []
     for counts, x in zip(composition, layers, strict=True):
-        seats = [
-            Seats(unit.kind, unit.tp, combination.micro_batches[unit.kind], number)
+        groups = [
+            ReplicaGroup(unit.kind, unit.tp, combination.micro_batches[unit.kind], number)
             for unit, number in zip(examples, counts, strict=True)
         ]
-        stages.append(DraftStage(x, merged(seats), combination.recompute, problem.usual_zero))
-    return Draft(tuple(stages))
+        stages.append(CandidateStage(x, merged(groups), combination.recompute, problem.usual_zero))
+    return Candidate(tuple(stages))

@@ -1,4 +1,4 @@
-"""All combinations of TP degrees, micro-batches and recompute as arrays, so that thousands are weighed at once."""
+"""All combinations of TP degrees, micro-batches and recompute as arrays, so that thousands are estimated at once."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -130,5 +130,5 @@ class _Records:
             rate = self.costs.rate(kind, tp, micro_batch, recompute)
             layer, embedding, head = (part.total / micro_batch for part in rate)
             self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(kind)))
-            self.memory.append(self.problem.coefficients(kind, tp, micro_batch, recompute))
+            self.memory.append(self.costs.coefficients(kind, tp, micro_batch, recompute))
         return found

@@ -1,12 +1,10 @@
 """Constraints that contradict the job or each other, named in pairs before any search."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from hethub.planner.problem.problem import Problem
 from hethub.spec.errors import BadInput, suggest
-
-if TYPE_CHECKING:  # which asks for these checks
-    from hethub.planner.problem.problem import Problem
 
 
 class Contradiction(NamedTuple):
@@ -16,7 +14,7 @@ class Contradiction(NamedTuple):
     other: str
 
 
-def check_constraints(problem: "Problem") -> None:
+def check_constraints(problem: Problem) -> None:
     """Raises BadInput naming the first constraint that this version does not know, or the first pair that excludes
     every plan."""
     given, capable = problem.constraints, problem.capabilities
@@ -36,7 +34,7 @@ def _check_listed(key: str, value: object, known: Sequence[object]) -> None:
         )
 
 
-def _check_forbidden_names(problem: "Problem") -> None:
+def _check_forbidden_names(problem: Problem) -> None:
     devices = [kind.accelerator for kind in problem.kinds]
     known = list(dict.fromkeys([*(device.name for device in devices), *(device.vendor for device in devices)]))
     for name in (name for pair in problem.constraints.forbid for name in pair):
@@ -47,7 +45,7 @@ def _check_forbidden_names(problem: "Problem") -> None:
             )
 
 
-def _of_degrees(problem: "Problem") -> Iterator[Contradiction]:
+def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
     """Single degrees against model, cluster and batch."""
     given, batch = problem.constraints, problem.batch.global_batch
     if given.tp and given.tp not in problem.degrees:
@@ -68,7 +66,7 @@ def _of_degrees(problem: "Problem") -> Iterator[Contradiction]:
         yield Contradiction(f"dp: {given.dp}", f"global_batch {batch}: every replica needs a sample")
 
 
-def _of_products(problem: "Problem") -> Iterator[Contradiction]:
+def _of_products(problem: Problem) -> Iterator[Contradiction]:
     """Degrees together against the accelerators, all of which a plan uses."""
     given, size = problem.constraints, problem.size
     if given.tp and given.pp and given.dp and given.tp * given.pp * given.dp != size:
@@ -81,7 +79,7 @@ def _of_products(problem: "Problem") -> Iterator[Contradiction]:
         yield Contradiction(f"tp: {given.tp} with dp: {given.dp}", _all_of(problem))
 
 
-def _of_batches(problem: "Problem") -> Iterator[Contradiction]:
+def _of_batches(problem: Problem) -> Iterator[Contradiction]:
     given, batch = problem.constraints, problem.batch.global_batch
     if given.micro_batch and given.max_micro_batch and given.micro_batch > given.max_micro_batch:
         yield Contradiction(f"micro_batch: {given.micro_batch}", f"max_micro_batch: {given.max_micro_batch}")
@@ -100,7 +98,7 @@ def _of_batches(problem: "Problem") -> Iterator[Contradiction]:
         )
 
 
-def _least_replicas(problem: "Problem") -> int:
+def _least_replicas(problem: Problem) -> int:
     """How many replicas the widest stage has at least: all accelerators in replicas as wide and stages as many as
     allowed."""
     given = problem.constraints
@@ -111,7 +109,7 @@ def _least_replicas(problem: "Problem") -> int:
     return -(-units // (given.pp or problem.model.layers))
 
 
-def _of_modes(problem: "Problem") -> Iterator[Contradiction]:
+def _of_modes(problem: Problem) -> Iterator[Contradiction]:
     """Schedule, recompute and ZeRO, and which kinds may not meet."""
     given, islands = problem.constraints, len(problem.cluster.islands)
     if given.schedule == "zero_bubble" and given.recompute == "full":
@@ -125,5 +123,5 @@ def _of_modes(problem: "Problem") -> Iterator[Contradiction]:
         yield Contradiction("pp: 1", "forbid, two of whose accelerators would share the only stage")
 
 
-def _all_of(problem: "Problem") -> str:
+def _all_of(problem: Problem) -> str:
     return f"the {problem.size} accelerators of cluster '{problem.cluster.name}', all of which a plan uses"

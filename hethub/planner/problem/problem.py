@@ -5,13 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.planner.estimate.memory_model import Coefficients, Footprints, Mode
 from hethub.planner.problem.capabilities import RUNTIME, Capabilities
-from hethub.planner.problem.contradictions import check_constraints
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
-from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
@@ -67,7 +64,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything a search needs. Build it with `pose`, which refuses what no plan can answer."""
+    """Everything a search needs. Build it with `pose.pose`, which refuses what no plan can answer."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -76,22 +73,14 @@ class Problem:
     capabilities: Capabilities = RUNTIME
     kinds: tuple[Kind, ...] = ()
     profile: ProfileSpec | None = None
-    footprints: Footprints
 
     def capacity(self, kind: int) -> float:
         """Bytes of an accelerator that a rank may use."""
         return self.kinds[kind].memory_bytes * (1 - self.constraints.reserve)
 
-    def coefficients(
-        self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
-    ) -> Coefficients:
-        """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
-        mode = mode or Mode(self.usual_zero)
-        return self.footprints.coefficients(self.kinds[kind].accelerator, tp, micro_batch, recompute, mode)
-
     @property
     def usual_zero(self) -> int:
-        """The ZeRO level that drafts start with: 1 costs nothing but the owners' new weights on the way."""
+        """The ZeRO level that candidates start with: 1 costs nothing but the owners' new weights on the way."""
         return 1 if 1 in self.zeros else max(self.zeros)
 
     @property
@@ -213,44 +202,7 @@ class Problem:
 
     def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
         """The same question on another cluster, or for another batch."""
-        batch = batch or self.batch
-        alike = batch[1:] == self.batch[1:]
-        footprints = self.footprints if alike else Footprints(self.model, batch.seq_len, batch.precision)
-        return replace(self, cluster=cluster, batch=batch, kinds=collapse(cluster), footprints=footprints)
-
-
-def pose(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    batch: Batch,
-    constraints: ConstraintsSpec | None = None,
-    capabilities: Capabilities = RUNTIME,
-    profile: ProfileSpec | None = None,
-) -> Problem:
-    """The problem, checked. Raises BadInput where precision, batch or constraints leave no plan at all.
-
-    What `profile` measured counts instead of estimates; it raises too where it measured another model.
-    """
-    if profile is not None:
-        profile.check_model(model)
-        profile.check_version()
-    problem = Problem(
-        model=model,
-        cluster=cluster,
-        batch=batch,
-        constraints=constraints or ConstraintsSpec(),
-        capabilities=capabilities,
-        kinds=collapse(cluster),
-        profile=profile,
-        footprints=Footprints(model, batch.seq_len, batch.precision),
-    )
-    _check_precision(problem)
-    check_constraints(problem)
-    if batch.seq_len > model.max_seq_len:
-        raise BadInput(
-            f"seq_len is {batch.seq_len}, but model '{model.name}' takes at most {model.max_seq_len} tokens; shorten seq_len."
-        )
-    return problem
+        return replace(self, cluster=cluster, batch=batch or self.batch, kinds=collapse(cluster))
 
 
 def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
@@ -280,15 +232,3 @@ def _only(cluster: ClusterSpec, kind: Kind) -> ClusterSpec:
     wanted = {cluster.places[rank].node.name for rank in kind.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
     return cluster.replace(name=f"{cluster.name}, {kind.accelerator.name} ({kind.island}) alone", nodes=nodes)
-
-
-def _check_precision(problem: Problem) -> None:
-    precision = problem.batch.precision
-    for kind in problem.kinds:
-        if not kind.accelerator.peak_flops(precision):
-            node = problem.cluster.places[kind.ranks[0]].node.name
-            able = [p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.kinds)]
-            raise BadInput(
-                f"precision {precision}: accelerator {kind.accelerator.name} (node '{node}') does not compute in it. All of cluster "
-                f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
-            )

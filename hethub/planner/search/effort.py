@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hethub.planner.exhaustive.shapes import is_tiny
+from hethub.planner.exhaustive.shapes import is_small
 from hethub.planner.problem.problem import Problem
 
 
@@ -12,22 +12,22 @@ class Effort:
 
     cuts: int  # kept by rough estimate
     free_cells: int  # of the dynamic programme over lines with free numbers of replicas
-    finalists: int  # judged by the predictor
-    descents: int  # by estimates alone, before the judge sees any
+    finalists: int  # evaluated by the predictor
+    descents: int  # by estimates alone, before the evaluator sees any
     climbs: int
     steps: int
     tried_per_step: int
-    microbatches: int  # replayed one by one by the judge; plans whose stages are alike need none
+    microbatches: int  # replayed one by one by the evaluator; plans whose stages are alike need none
     arrangements: int = 0  # whose best plans are climbed from as well
-    uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not judged
-    whole: bool = False  # the space is searched to its end (tiny.py)
+    uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not evaluated
+    whole: bool = False  # the space is searched to its end (exhaustive/)
     behind: float = 1.15  # times the best end of other descents: above it, one whose gains are small gives up
-    optimism: float = 0.98  # of an estimate: what the prediction may be where the draft is judged
+    optimism: float = 0.98  # of an estimate: what the prediction may be where the candidate is evaluated
 
 
 def effort_for(problem: Problem) -> Effort:
-    """More for small clusters, whose plans are judged in a millisecond."""
-    if is_tiny(problem):  # what leads the search to a first good plan, and from the best ones on
+    """More for small clusters, whose plans are evaluated in a millisecond."""
+    if is_small(problem):  # what leads the search to a first good plan, and from the best ones on
         return Effort(
             cuts=96, free_cells=500_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=40, tried_per_step=16,
             microbatches=200_000, uphill=1.3, optimism=0.8, whole=True,

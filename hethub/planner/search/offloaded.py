@@ -4,9 +4,10 @@ fit."""
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hethub.planner.candidate.candidate import Draft
-from hethub.planner.candidate.materialize import complete
-from hethub.planner.evaluate.evaluator import Judge, Verdict
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.candidate.materialize import materialize
+from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
@@ -21,32 +22,35 @@ OFFLOADS: tuple[tuple[Offload, ...], ...] = (
 )
 
 
-def search_offloaded(problem: Problem, judge: Judge) -> Verdict | None:
+def search_offloaded(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
     """The fastest of the thriftiest plans with the least offloading with which one fits; None where none does."""
-    drafts = list(dict.fromkeys(_plain(problem, judge)))
+    candidates = list(dict.fromkeys(_plain(problem, incumbent)))
     for offload in OFFLOADS:
         if set(offload) <= set(problem.capabilities.offload):
-            for draft in drafts:
-                if not judge.out_of_time and (whole := _with_offload(draft, problem, judge, offload)) is not None:
-                    judge(whole)
-        if judge.fitting:
-            return judge.best
+            for candidate in candidates:
+                whole = _with_offload(candidate, problem, incumbent, offload)
+                if whole is not None:
+                    incumbent.within_time(whole)
+        if incumbent.fitting:
+            return incumbent.best
     return None
 
 
-def _plain(problem: Problem, judge: Judge) -> Iterator[Draft]:
-    """The draft that came closest, and the best cuts that need the least memory."""
-    if judge.closest is not None and judge.closest.draft.plan is None:
-        yield judge.closest.draft
-    few = thriftiest(problem, tabulate(problem, judge.costs))
+def _plain(problem: Problem, incumbent: Incumbent) -> Iterator[Candidate]:
+    """The candidate that came closest, and the best cuts that need the least memory."""
+    if incumbent.closest is not None and incumbent.closest.candidate.plan is None:
+        yield incumbent.closest.candidate
+    few = thriftiest(problem, tabulate(problem, incumbent.costs.unit_costs))
     found = best_cuts(problem, few, TRIED, memory_counts=False)
     for entry in [*found.cuts, *found.pure][: 2 * TRIED]:
-        yield entry.draft(problem)
+        yield entry.candidate(problem)
 
 
-def _with_offload(draft: Draft, problem: Problem, judge: Judge, offload: tuple[Offload, ...]) -> Draft | None:
-    plan = complete(draft, problem, judge.costs, None)
+def _with_offload(
+    candidate: Candidate, problem: Problem, incumbent: Incumbent, offload: tuple[Offload, ...]
+) -> Candidate | None:
+    plan = materialize(candidate, problem, incumbent.costs.unit_costs.worker, None)
     if plan is None:
         return None
     stages = tuple(stage.replace(offload=offload) for stage in plan.stages)
-    return replace(draft, name=f"{'+'.join(offload)} offloaded", plan=plan.replace(stages=stages))
+    return replace(candidate, name=f"{'+'.join(offload)} offloaded", plan=plan.replace(stages=stages))

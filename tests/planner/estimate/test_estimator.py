@@ -1,4 +1,4 @@
-"""Estimates of many drafts at once: each is what it would be alone, and never less than what its slowest replica
+"""Estimates of many candidates at once: each is what it would be alone, and never less than what its slowest replica
 computes."""
 
 from dataclasses import replace
@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.stage_times import Placed, StageTimes
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.job import ConstraintsSpec
-from tests.planner.test_plan import TINY, cluster
+from tests.planner.problems import TINY, cluster
 
-SLOW, FAST = Seats(0, 1, 2, 1), Seats(1, 1, 3, 1)
+SLOW, FAST = ReplicaGroup(0, 1, 2, 1), ReplicaGroup(1, 1, 3, 1)
 
 
 def problem(tied_head: bool = False, **constraints: object) -> Problem:
@@ -23,11 +24,11 @@ def problem(tied_head: bool = False, **constraints: object) -> Problem:
     return pose(model, on, Batch(24, 64, "fp32"), ConstraintsSpec.model_validate(constraints))
 
 
-def stage(layers: int, *seats: Seats, **modes: Any) -> DraftStage:
-    return DraftStage(layers, seats, **modes)
+def stage(layers: int, *groups: ReplicaGroup, **modes: Any) -> CandidateStage:
+    return CandidateStage(layers, groups, **modes)
 
 
-def every_draft() -> list[Draft]:
+def every_candidate() -> list[Candidate]:
     """One to five stages, of one kind and mixed, in every mode that an estimate knows."""
     mixed = stage(3, SLOW, FAST)
     lines = [
@@ -38,7 +39,7 @@ def every_draft() -> list[Draft]:
         (stage(2, SLOW), stage(2, SLOW), mixed, stage(2, FAST), stage(3, FAST)),
     ]
     return [
-        Draft(stages, roomy=roomy, even=even, schedule=schedule)  # type: ignore[arg-type]
+        Candidate(stages, roomy=roomy, even=even, schedule=schedule)  # type: ignore[arg-type]
         for stages in lines
         for roomy in (False, True)
         for even in (False, True)
@@ -47,41 +48,40 @@ def every_draft() -> list[Draft]:
 
 
 @pytest.mark.parametrize("tied_head", [False, True])
-def test_drafts_of_any_depth_are_estimated_together_as_alone(tied_head: bool) -> None:
-    asked, drafts = problem(tied_head), every_draft()
-    costs = UnitCosts(asked)
-    together = Surrogate(asked, costs)
-    together.weigh(drafts)
-    for draft in drafts:
-        alone = Surrogate(asked, costs)
-        assert together.seconds(draft) == pytest.approx(alone.seconds(draft), rel=1e-12)
-        assert together.holds(draft) == alone.holds(draft)
-        assert len(together.holds(draft)) == len(draft.stages)
-        assert together.likely_fits(draft) == alone.likely_fits(draft)
-        assert together.slowest(draft) == alone.slowest(draft)
+def test_candidates_of_any_depth_are_estimated_together_as_alone(tied_head: bool) -> None:
+    asked, candidates = problem(tied_head), every_candidate()
+    together = Estimator(asked)
+    together.estimate(candidates)
+    for candidate in candidates:
+        alone = Estimator(asked)
+        assert together.seconds(candidate) == pytest.approx(alone.seconds(candidate), rel=1e-12)
+        assert together.holds(candidate) == alone.holds(candidate)
+        assert len(together.holds(candidate)) == len(candidate.stages)
+        assert together.likely_fits(candidate) == alone.likely_fits(candidate)
+        assert together.slowest(candidate) == alone.slowest(candidate)
 
 
 def test_no_estimate_is_below_what_the_busiest_replica_computes() -> None:
-    asked, drafts = problem(), every_draft()
-    weighed, bounded = (Surrogate(asked, UnitCosts(asked)) for _ in range(2))
-    weighed.weigh(drafts)
-    bounded.bound(drafts)
-    for draft in drafts:
-        assert bounded.least(draft) == weighed.least(draft)
-        assert weighed.least(draft) <= weighed.seconds(draft)
-        assert [weighed.samples(draft, s) for s in range(len(draft.stages))] == [
-            bounded.samples(draft, s) for s in range(len(draft.stages))
+    asked, candidates = problem(), every_candidate()
+    estimated, bounded = (Estimator(asked) for _ in range(2))
+    estimated.estimate(candidates)
+    bounded.bound(candidates)
+    for candidate in candidates:
+        assert bounded.least(candidate) == estimated.least(candidate)
+        assert estimated.least(candidate) <= estimated.seconds(candidate)
+        assert [estimated.samples(candidate, s) for s in range(len(candidate.stages))] == [
+            bounded.samples(candidate, s) for s in range(len(candidate.stages))
         ]
 
 
 def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_its_floor() -> None:
-    asked, drafts = problem(), every_draft()
-    surrogate = Surrogate(asked, UnitCosts(asked))
-    for draft in drafts:
+    asked, candidates = problem(), every_candidate()
+    estimator = Estimator(asked)
+    for candidate in candidates:
         for roomy in (False, True):
             for schedule in (None, "zero_bubble"):
-                other = replace(draft, roomy=roomy, schedule=schedule)  # type: ignore[arg-type]
-                assert surrogate.floor(draft) <= surrogate.seconds(other) * (1 + 1e-12)
+                other = replace(candidate, roomy=roomy, schedule=schedule)  # type: ignore[arg-type]
+                assert estimator.floor(candidate) <= estimator.seconds(other) * (1 + 1e-12)
 
 
 def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
@@ -89,7 +89,11 @@ def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
     times = StageTimes(asked, UnitCosts(asked))
     stages = [
         Placed(one, place, even, "1f1b")
-        for one in (stage(4, SLOW), stage(5, SLOW, FAST, zero=3), stage(2, SLOW, FAST, Seats(1, 2, 1, 1), zero=2))
+        for one in (
+            stage(4, SLOW),
+            stage(5, SLOW, FAST, zero=3),
+            stage(2, SLOW, FAST, ReplicaGroup(1, 2, 1, 1), zero=2),
+        )
         for place in range(4)
         for even in (False, True)
     ]
@@ -97,8 +101,8 @@ def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
     for index, one in enumerate(stages):
         alone = times.estimates([one])
         assert [figure[index] for figure in together] == pytest.approx([figure[0] for figure in alone[0]], rel=1e-12)
-        width = len(one.stage.seats)
+        width = len(one.stage.groups)
         assert division.taken[index, :width].tolist() == alone[1].taken[0].tolist()
-        for sort, seats in enumerate(one.stage.seats):
-            allowed = times.room(one.stage, seats, one.place, one.schedule, slack=1.02)
+        for sort, group in enumerate(one.stage.groups):
+            allowed = times.room(one.stage, group, one.place, one.schedule, slack=1.02)
             assert [figure[index, sort] for figure in room] == pytest.approx(list(allowed))

@@ -4,16 +4,15 @@ hides them."""
 import numpy as np
 import pytest
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
-from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
-from hethub.planner.evaluate.evaluator import Judge
-from hethub.planner.problem.problem import Batch, pose
-from tests.planner.test_plan import TINY, cluster
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
+from tests.planner.problems import TINY, cluster, incumbent_of
 
 
 def trips_of(microbatches: list[float], waves: list[int], crossing: list[float]) -> np.ndarray:
-    """[s, t] of one draft."""
+    """[s, t] of one candidate."""
     return round_trips(np.array([microbatches]), np.array([waves], dtype=float), np.array([crossing]))[0]
 
 
@@ -34,7 +33,7 @@ def test_smaller_microbatches_below_or_above_are_run_as_often_as_the_largest_nee
     assert trips_of([2.0, 1.0, 4.0], [2, 1, 4], [0.0, 0.0])[0].tolist() == [2.0, 3.0 + 1.0, 7.0 + 3 * 1.0]
 
 
-def test_drafts_estimated_together_are_estimated_as_alone():
+def test_candidates_estimated_together_are_estimated_as_alone():
     waves = [[4, 4, 4], [4, 1, 2], [1, 3, 2]]
     microbatches, crossing = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
     together = round_trips(microbatches, np.array(waves, dtype=float), crossing)
@@ -64,11 +63,13 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(waves):
 @pytest.mark.parametrize("roomy", [False, True])
 def test_estimates_of_unlike_microbatches_are_near_the_prediction(sizes, roomy):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(120, 64, "fp32"))
-    judge = Judge(problem, UnitCosts(problem))
-    judge.microbatches_left = 10**6
-    draft = Draft(tuple(DraftStage(3, (Seats(k, 1, b, 2),)) for k, b in enumerate(sizes)), roomy=roomy)
-    verdict = judge(draft)
-    assert verdict is not None
-    estimate = judge.surrogate.seconds(draft)
-    assert estimate > 0.75 * verdict.seconds  # the default may be roomier than the estimate has it
-    assert not roomy or estimate < 1.3 * verdict.seconds
+    incumbent = incumbent_of(problem)
+    incumbent.evaluator.microbatches_left = 10**6
+    candidate = Candidate(
+        tuple(CandidateStage(3, (ReplicaGroup(k, 1, b, 2),)) for k, b in enumerate(sizes)), roomy=roomy
+    )
+    evaluation = incumbent.consider(candidate)
+    assert evaluation is not None
+    estimate = incumbent.costs.seconds(candidate)
+    assert estimate > 0.75 * evaluation.seconds  # the default may be roomier than the estimate has it
+    assert not roomy or estimate < 1.3 * evaluation.seconds

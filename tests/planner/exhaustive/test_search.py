@@ -2,19 +2,20 @@
 grid."""
 
 import random
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.evaluate.evaluator import Judge
 from hethub.planner.exhaustive.chains import Chains
 from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising_floors, step_bound
 from hethub.planner.exhaustive.replay import nodes_of
-from hethub.planner.exhaustive.search import search_tiny, step_seconds
-from hethub.planner.exhaustive.shapes import is_tiny, shapes_of
+from hethub.planner.exhaustive.search import search_exhaustively, step_seconds
+from hethub.planner.exhaustive.shapes import is_small, shapes_of
 from hethub.planner.exhaustive.stages import (
     Cuts,
     StageBounds,
@@ -24,13 +25,16 @@ from hethub.planner.exhaustive.stages import (
     microbatchings,
 )
 from hethub.planner.problem.capabilities import RUNTIME
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
-from hethub.spec.plan import ScheduleName
-from tests.oracle.grid import GridJudge, exhaustive
+from hethub.spec.plan import PlanSpec, ReplicaSpec, ScheduleName, StageSpec
+from tests.oracle.grid import exhaustive
+from tests.oracle.restricted import grid_incumbent
 from tests.oracle.test_auto import MODEL, grid_problem, random_cluster
+from tests.planner.problems import incumbent_of
 
 
 def random_point(costs: StageCosts, draw: random.Random) -> Point:
@@ -75,7 +79,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
     seed: int, tied: bool, schedule: ScheduleName
 ) -> None:
     problem = _problem(ConstraintsSpec(), seed, tied)
-    costs = StageCosts(Judge(problem, UnitCosts(problem), ignore_memory=True), schedule)
+    costs = StageCosts(problem, schedule, None)
     draw, exact = random.Random(seed), 0
     for _ in range(20):
         point = random_point(costs, draw)
@@ -98,8 +102,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
 def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> None:
     """Reductions longer than a bucket's hide behind the last pass, which is another one under zero_bubble."""
     problem = _problem(ConstraintsSpec(), seed)
-    judge = Judge(problem, UnitCosts(problem), ignore_memory=True)
-    costs = [StageCosts(judge, name) for name in ("zero_bubble", "1f1b")]
+    costs = [StageCosts(problem, name, None) for name in ("zero_bubble", "1f1b")]
     for shape in (own for own in shapes_of(problem) if len(own) <= 2):
         branches = [branches_below(np.inf, own, shape)[0][1] for own in costs]
         together = promising_floors(np.inf, branches, 10**6)
@@ -111,19 +114,19 @@ def test_points_have_their_bound_whatever_schedule_stands_beside(seed: int) -> N
 @pytest.mark.parametrize("seed", range(3))
 def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> None:
     problem = grid_problem(seed, 3)
-    judge = GridJudge(problem, UnitCosts(problem))
-    search_tiny(problem, judge)
-    assert judge.best_seconds == exhaustive(problem, start=judge.best_seconds * (1 + 1e-9)).seconds
-    assert judge.space_bound_seconds == judge.best_seconds
+    incumbent = grid_incumbent(problem)
+    search_exhaustively(problem, incumbent)
+    assert incumbent.best_seconds == exhaustive(problem, start=incumbent.best_seconds * (1 + 1e-9)).seconds
+    assert incumbent.space_bound_seconds == incumbent.best_seconds
 
 
 def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
-    whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
-    search_tiny(problem, whole)
+    whole, part = (grid_incumbent(problem) for _ in range(2))
+    search_exhaustively(problem, whole)
     for name, size in (("AT_ONCE", 8), ("MOST_TIMED", 32)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
-    search_tiny(problem, part)
+    search_exhaustively(problem, part)
     assert part.fitting
     assert part.space_bound_seconds is not None
     assert part.space_bound_seconds <= whole.best_seconds < part.best_seconds
@@ -131,11 +134,11 @@ def test_where_the_search_stops_early_no_plan_is_below_what_it_left_out(monkeypa
 
 def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = grid_problem(1, 3)
-    whole, part = (GridJudge(problem, UnitCosts(problem)) for _ in range(2))
-    search_tiny(problem, whole)
+    whole, part = (grid_incumbent(problem) for _ in range(2))
+    search_exhaustively(problem, whole)
     for name, size in (("AT_ONCE", 8), ("WINDOW", 16), ("FEW", 1)):
         monkeypatch.setattr(f"hethub.planner.exhaustive.search.{name}", size)
-    search_tiny(problem, part)
+    search_exhaustively(problem, part)
     assert part.best_seconds == whole.best_seconds == part.space_bound_seconds
 
 
@@ -156,27 +159,51 @@ def test_microbatchings_are_counted_as_they_are_made(replicas: int, even: bool) 
     assert (made.sizes <= made.samples).all()
 
 
-@pytest.mark.parametrize(
-    "constraints",
-    [
-        ConstraintsSpec(tp=1),
-        ConstraintsSpec(pp=2),
-        ConstraintsSpec(dp=1),
-        ConstraintsSpec(zero=1, recompute="full"),
-        ConstraintsSpec(micro_batch=2),
-        ConstraintsSpec(forbid=(("nvidia", "amd"),)),
-    ],
-)
-def test_constraints_leave_a_part_of_the_space(constraints: ConstraintsSpec) -> None:
-    problem = _problem(constraints)
-    judge = Judge(problem, UnitCosts(problem))
-    search_tiny(problem, judge)
-    assert judge.fitting
+def replicas_of(plan: PlanSpec) -> list[ReplicaSpec]:
+    return [replica for stage in plan.stages for replica in stage.replicas]
+
+
+# What is asked for, what every plan found must then keep to, and whether it costs something.
+ASKED: list[tuple[dict[str, Any], Callable[[PlanSpec], bool], bool]] = [
+    ({"tp": 1}, lambda plan: all(replica.tp == 1 for replica in replicas_of(plan)), False),
+    ({"pp": 2}, lambda plan: len(plan.stages) == 2, True),
+    ({"dp": 1}, lambda plan: all(len(stage.replicas) == 1 for stage in plan.stages), False),
+    ({"dp": 2}, lambda plan: all(len(stage.replicas) == 2 for stage in plan.stages), True),
+    ({"recompute": "full"}, lambda plan: all(stage.recompute == "full" for stage in plan.stages), True),
+    ({"pp": 1, "zero": 1}, lambda plan: plan.stages[0].zero == 1, True),
+    ({"micro_batch": 2}, lambda plan: {replica.micro_batch for replica in replicas_of(plan)} == {2}, True),
+    ({"forbid": [("nvidia", "amd")], "pp": 3}, lambda plan: not any(map(mixes_vendors, plan.stages)), True),
+]
+
+
+def mixes_vendors(stage: StageSpec) -> bool:
+    return len({random_cluster(1, 4).places[rank].accelerator.vendor for rank in stage.ranks}) > 1
+
+
+@cache
+def free_seconds() -> float:
+    problem = _problem(ConstraintsSpec())
+    incumbent = incumbent_of(problem)
+    search_exhaustively(problem, incumbent)
+    return incumbent.best_seconds
+
+
+@pytest.mark.parametrize(("given", "keeps", "costs"), ASKED)
+def test_constraints_leave_a_part_of_the_space(
+    given: dict[str, Any], keeps: Callable[[PlanSpec], bool], costs: bool
+) -> None:
+    problem = _problem(ConstraintsSpec.model_validate(given))
+    incumbent = incumbent_of(problem)
+    search_exhaustively(problem, incumbent)
+    assert incumbent.best is not None
+    assert all(keeps(own.plan) for own in incumbent.fitting.values())
+    assert (incumbent.best_seconds > free_seconds()) == costs
+    assert incumbent.best_seconds >= free_seconds()
 
 
 def test_a_real_job_is_not_tiny() -> None:
-    assert is_tiny(_problem(ConstraintsSpec()))
-    assert not is_tiny(pose(MODEL.replace(layers=32), random_cluster(1, 4), Batch(512, 512, "bf16")))
+    assert is_small(_problem(ConstraintsSpec()))
+    assert not is_small(pose(MODEL.replace(layers=32), random_cluster(1, 4), Batch(512, 512, "bf16")))
 
 
 def _problem(constraints: ConstraintsSpec, seed: int = 1, tied: bool = False) -> Problem:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from hethub.planner.explain.unsearched import not_searched
 from hethub.planner.problem.capabilities import RUNTIME
-from hethub.planner.problem.problem import Batch, Problem, pose
-from tests.planner.test_plan import MIXED, TINY
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
+from tests.planner.problems import MIXED, TINY
 
 
 def asked(capabilities: object = RUNTIME) -> Problem:

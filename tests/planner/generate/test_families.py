@@ -2,9 +2,8 @@
 
 import pytest
 
-from hethub.planner.candidate.candidate import Draft
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate.families import FAMILIES
 from hethub.planner.generate.families.whole import (
     WholeStage,
@@ -15,7 +14,8 @@ from hethub.planner.generate.families.whole import (
     ranks_by_kind,
     shared_bytes,
 )
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
@@ -44,10 +44,9 @@ def problem(memories: tuple[float, float] = (1.0, 1.0), batch: int = 50, **const
     return pose(MODEL, on, Batch(batch, 128, "fp32"), ConstraintsSpec.model_validate(constraints))
 
 
-def whole_drafts(name: str, asked: Problem) -> list[Draft]:
-    """The family's drafts that carry their plan."""
-    family, costs = FAMILIES[name], UnitCosts(asked)
-    return list(family.whole(asked, Surrogate(asked, costs), list(family.drafts(asked, costs)), float("inf")))
+def whole_candidates(name: str, asked: Problem) -> list[Candidate]:
+    """The family's candidates that carry their plan."""
+    return list(FAMILIES[name].propose_whole(asked, Estimator(asked)))
 
 
 def checked(asked: Problem, plan: PlanSpec) -> Layout:
@@ -60,35 +59,37 @@ def checked(asked: Problem, plan: PlanSpec) -> Layout:
 @pytest.mark.parametrize("zero", [2, 3])
 def test_poplar_gives_all_ranks_one_number_of_steps_and_the_faster_ones_larger_batches(zero: int) -> None:
     asked = problem(zero=zero)
-    drafts = whole_drafts("poplar", asked)
-    assert drafts
-    for draft in drafts:
-        assert draft.plan is not None
-        layout = checked(asked, draft.plan)
-        replicas = draft.plan.stages[0].replicas
+    candidates = whole_candidates("poplar", asked)
+    assert candidates
+    for candidate in candidates:
+        assert candidate.plan is not None
+        layout = checked(asked, candidate.plan)
+        replicas = candidate.plan.stages[0].replicas
         steps = [len(layout.microbatches_of(0, r)) for r in range(len(replicas))]
         assert max(steps) - min(steps) <= 1  # the last step takes what is left
         assert replicas[2].micro_batch > replicas[0].micro_batch
-        assert draft.plan.stages[0].zero == zero
+        assert candidate.plan.stages[0].zero == zero
         assert predict(layout).fits
 
 
 def test_cephalo_divides_state_by_memory_and_samples_by_speed() -> None:
     asked = problem(memories=(0.055, 0.3), recompute="full")
-    drafts = whole_drafts("cephalo", asked)
-    assert drafts
-    for draft in drafts:
-        assert draft.plan is not None
-        stage = draft.plan.stages[0]
-        assert (draft.plan.schedule, stage.zero) == ("layered", 3)
+    candidates = whole_candidates("cephalo", asked)
+    assert candidates
+    for candidate in candidates:
+        assert candidate.plan is not None
+        stage = candidate.plan.stages[0]
+        assert (candidate.plan.schedule, stage.zero) == ("layered", 3)
         assert stage.state_shares[0] < stage.state_shares[3]
         assert stage.replicas[3].samples > stage.replicas[0].samples
-        assert predict(checked(asked, draft.plan)).fits
+        assert predict(checked(asked, candidate.plan)).fits
 
 
 def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_for_it() -> None:
     roomy, tight = problem(), problem(memories=(0.085, 0.085), recompute="full")
-    found = [[draft.plan for draft in whole_drafts("zorse", asked) if draft.plan] for asked in (roomy, tight)]
+    found = [
+        [candidate.plan for candidate in whole_candidates("zorse", asked) if candidate.plan] for asked in (roomy, tight)
+    ]
     for asked, plans in zip((roomy, tight), found, strict=True):
         assert plans
         for plan in plans:
@@ -123,9 +124,9 @@ def test_zorse_parts_regions_before_it_parts_machines() -> None:
     regions = {"names": ["east", "west"], "of_node": of_node, "gbps": [[100, 10], [10, 100]]}
     on = ClusterSpec.model_validate({"name": "far", "emulated": True, "nodes": nodes, "links": {"regions": regions}})
     asked = pose(MODEL, on, Batch(50, 128, "fp32"))
-    drafts = list(FAMILIES["zorse"].drafts(asked, UnitCosts(asked)))
-    pairs = [draft for draft in drafts if len(draft.stages) == 2]
+    candidates = list(FAMILIES["zorse"].propose(asked, Estimator(asked)))
+    pairs = [candidate for candidate in candidates if len(candidate.stages) == 2]
     assert pairs
-    for draft in pairs:
-        assert sorted(sorted(own.kind for own in stage.seats) for stage in draft.stages) == [[0, 1], [2, 3]]
-    assert max(len(draft.stages) for draft in drafts) == 8
+    for candidate in pairs:
+        assert sorted(sorted(own.kind for own in stage.groups) for stage in candidate.stages) == [[0, 1], [2, 3]]
+    assert max(len(candidate.stages) for candidate in candidates) == 8

@@ -1,4 +1,5 @@
-"""Stages of one kind each: the drafts, and the dynamic programme against all ways to put kinds behind each other."""
+"""Stages of one kind each: the candidates, and the dynamic programme against all ways to put kinds behind each
+other."""
 
 from itertools import permutations, product
 
@@ -6,14 +7,15 @@ import numpy as np
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.candidate.candidate import Draft
+from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.candidate.settings import main_orders
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
-from hethub.planner.evaluate.evaluator import Judge
-from hethub.planner.generate.kind_stages import TaskGraph, kind_drafts
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.generate import kind_stages
+from hethub.planner.generate.kind_stages import TaskGraph
 from hethub.planner.generate.kind_ways import Goals, KindWays
-from hethub.planner.problem.problem import Batch, Problem, pose
+from hethub.planner.generate.table import tabulate
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
@@ -39,22 +41,23 @@ def posed(constraints: ConstraintsSpec | None = None, on: ClusterSpec = THREE) -
     return pose(MODEL, on, Batch(128, 1024, "fp16"), constraints)
 
 
-def drafts_of(problem: Problem) -> list[Draft]:
-    judge = Judge(problem, UnitCosts(problem))
-    return kind_drafts(problem, judge.surrogate, float(judge.table.bound[0]), float("inf"))
+def candidates_of(problem: Problem) -> list[Candidate]:
+    return kind_stages.propose(problem, Estimator(problem))
 
 
-def test_every_stage_holds_one_kind_and_all_units_have_a_seat() -> None:
+def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
     problem = posed()
-    drafts = drafts_of(problem)
-    assert len(drafts) > 10
-    for draft in drafts:
-        assert sum(stage.layers for stage in draft.stages) == MODEL.layers
-        assert all(len(stage.seats) == 1 and stage.layers >= 1 for stage in draft.stages)
-        order = [stage.seats[0].kind for stage in draft.stages]
+    candidates = candidates_of(problem)
+    assert len(candidates) > 10
+    for candidate in candidates:
+        assert sum(stage.layers for stage in candidate.stages) == MODEL.layers
+        assert all(len(stage.groups) == 1 and stage.layers >= 1 for stage in candidate.stages)
+        order = [stage.groups[0].kind for stage in candidate.stages]
         assert tuple(dict.fromkeys(order)) in main_orders(problem)
         for kind in range(len(problem.kinds)):
-            own = [seats.number * seats.tp for stage in draft.stages for seats in stage.seats if seats.kind == kind]
+            own = [
+                group.number * group.tp for stage in candidate.stages for group in stage.groups if group.kind == kind
+            ]
             assert sum(own) == problem.kinds[kind].size
             assert order == sorted(order, key=order.index)  # a kind's stages stand together
 
@@ -63,10 +66,10 @@ def test_every_stage_holds_one_kind_and_all_units_have_a_seat() -> None:
 def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
     """Against every choice of stages and layers for every order of the kinds, one goal."""
     problem = posed()
-    surrogate = Surrogate(problem, UnitCosts(problem))
-    bound = float(Judge(problem, surrogate.costs).table.bound[0])
+    estimator = Estimator(problem)
+    bound = float(tabulate(problem, estimator.unit_costs).bound[0])
     goals = Goals(np.array([ends_at * bound]), np.array([0]), np.array([4]))
-    kinds = [KindWays(problem, surrogate, kind, goals) for kind in range(3)]
+    kinds = [KindWays(problem, estimator, kind, goals) for kind in range(3)]
     soonest: dict[int, float] = {}  # by number of stages
     for order in permutations(range(3)):
         if order not in main_orders(problem):
@@ -83,12 +86,12 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
                     soonest[sum(stages)] = min(through, soonest.get(sum(stages), np.inf))
     wanted = {stages: through for stages, through in soonest.items() if np.isfinite(through)}
     found: dict[int, float] = {}
-    for draft in TaskGraph(problem, kinds, goals).drafts():
+    for candidate in TaskGraph(problem, kinds, goals).candidates():
         through = sum(
-            stage.layers * surrogate.costs.rate(*stage.seats[0][:3], stage.recompute).layer.total
-            for stage in draft.stages
+            stage.layers * estimator.unit_costs.rate(*stage.groups[0][:3], stage.recompute).layer.total
+            for stage in candidate.stages
         )
-        found[len(draft.stages)] = min(through, found.get(len(draft.stages), np.inf))
+        found[len(candidate.stages)] = min(through, found.get(len(candidate.stages), np.inf))
     assert wanted
     assert found == pytest.approx(wanted)
 
@@ -96,28 +99,30 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
 def test_stages_keep_deadline_and_memory() -> None:
     """By their own estimate: the busiest computes within 1.5 times of perfect balance, and nearly all fit."""
     problem = posed()
-    judge = Judge(problem, UnitCosts(problem))
-    bound = float(judge.table.bound[0])
-    drafts = kind_drafts(problem, judge.surrogate, bound, float("inf"))
-    assert all(judge.surrogate.least(draft) <= 1.5 * bound * 1.001 for draft in drafts)
-    assert sum(map(judge.surrogate.likely_fits, drafts)) >= 0.8 * len(drafts)
+    estimator = Estimator(problem)
+    table = tabulate(problem, estimator.unit_costs)
+    bound = float(table.bound[0])
+    candidates = kind_stages.propose(problem, estimator, table=table)
+    assert len(candidates) > 10
+    assert all(estimator.least(candidate) <= 1.5 * bound * 1.001 for candidate in candidates)
+    assert sum(map(estimator.likely_fits, candidates)) >= 0.8 * len(candidates)
 
 
 @pytest.mark.parametrize("given", [{"pp": 5}, {"tp": 2}, {"dp": 4}, {"micro_batch": 1}, {"max_micro_batch": 2}])
 def test_constraints_are_kept(given: dict[str, int]) -> None:
-    drafts = drafts_of(posed(ConstraintsSpec(**given)))
-    assert drafts
-    for draft in drafts:
-        seats = [seats for stage in draft.stages for seats in stage.seats]
-        assert given.get("pp") in (None, len(draft.stages))
-        assert given.get("tp") is None or {own.tp for own in seats} == {given["tp"]}
-        assert given.get("dp") is None or {own.number for own in seats} == {given["dp"]}
-        assert given.get("micro_batch") is None or {own.micro_batch for own in seats} == {given["micro_batch"]}
-        assert max(own.micro_batch for own in seats) <= given.get("max_micro_batch", 64)
+    candidates = candidates_of(posed(ConstraintsSpec(**given)))
+    assert candidates
+    for candidate in candidates:
+        groups = [group for stage in candidate.stages for group in stage.groups]
+        assert given.get("pp") in (None, len(candidate.stages))
+        assert given.get("tp") is None or {own.tp for own in groups} == {given["tp"]}
+        assert given.get("dp") is None or {own.number for own in groups} == {given["dp"]}
+        assert given.get("micro_batch") is None or {own.micro_batch for own in groups} == {given["micro_batch"]}
+        assert max(own.micro_batch for own in groups) <= given.get("max_micro_batch", 64)
 
 
 def test_one_kind_needs_no_order() -> None:
-    assert drafts_of(posed(on=cluster(("T4", 3, 2)))) == []
+    assert candidates_of(posed(on=cluster(("T4", 3, 2)))) == []
 
 
 def test_unlike_kinds_in_stages_of_unlike_width() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hethub.kernels.device import Device
-from hethub.predictor.memory.ranks import memory
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.measure import autotune
 from hethub.runtime.measure.autotune import kept_bytes, largest_batch, measure_rank, resident_bytes
 from hethub.spec.accelerator import find_accelerator
@@ -73,7 +73,7 @@ def test_what_a_rank_holds_for_good_is_what_the_memory_model_says(precision):
     spread = uniform(
         TINY, cluster(("A100-SXM4-80GB", 1, 4)), tp=1, pp=1, micro_batch=1, batch=8, seq=32, precision=precision, zero=1
     )
-    parts = memory(spread)[0].parts
+    parts = rank_memory(spread)[0].parts
     expected = sum(parts[name] for name in ("weights", "gradients", "optimizer"))
     assert resident_bytes(TINY, train, 4) == pytest.approx(expected, abs=3)  # each part is rounded down
 

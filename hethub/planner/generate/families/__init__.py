@@ -1,40 +1,47 @@
-"""The systems that hethub unites, each as a planner of its own kind of plan over our specs; all judged alike.
+"""The systems that hethub unites, each as a generator of its own kind of plan; all evaluated alike.
 
-A family yields drafts, as its system's search would propose them; the predictor's judge picks among them with full
-link, optimizer and memory cost, whatever the paper left out.
+Start reading: uniform.py, then hethub.py.
+May import: .
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
 
-from hethub.planner.candidate.candidate import Draft
-from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.families import cephalo, hethub, ministages, poplar, uniform, zorse
 from hethub.planner.problem.problem import Problem
 
-Drafts = Callable[[Problem, UnitCosts], Iterator[Draft]]
-# The last argument: seconds to beat. What is proved to take as long need not be made.
-Whole = Callable[[Problem, Surrogate, Sequence[Draft], float], Iterator[Draft]]
+Propose = Callable[[Problem, CostModel], Iterable[Candidate]]
 
 
-def _none(problem: Problem, *rest: object) -> Iterator[Draft]:
-    return iter(())
+class ProposeWhole(Protocol):
+    """As `Propose`, for plans that are evaluated as they stand. Each takes the predictor's memory to make, so none is
+    made that is proved to take `limit_seconds`."""
+
+    def __call__(
+        self, problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")
+    ) -> Iterable[Candidate]: ...
+
+
+def _none(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterable[Candidate]:
+    return ()
 
 
 class Family(NamedTuple):
-    """A system's plans: drafts that the search may move about, and plans with its own schedule, rounds or offloading,
-    which may be made from those. `ranked`: the latter come in the order of the system's own estimate."""
+    """A system's plans: candidates that the search may move about, and whole plans with its own schedule, rounds or
+    offloading. `ranked`: the latter come in the order of the system's own estimate."""
 
-    drafts: Drafts = _none
-    whole: Whole = _none
+    propose: Propose = _none
+    propose_whole: ProposeWhole = _none
     ranked: bool = False
+    are_pure_cuts: bool = False  # what it proposes are the best cuts of one kind a stage, which a search makes anyway
 
 
 FAMILIES: dict[str, Family] = {
-    "uniform": Family(uniform.drafts),
-    "hethub": Family(hethub.drafts),
-    "poplar": Family(poplar.drafts, poplar.whole, ranked=True),
-    "cephalo": Family(whole=cephalo.whole),
-    "zorse": Family(zorse.drafts, ministages.drafts, ranked=True),
+    "uniform": Family(uniform.propose),
+    "hethub": Family(hethub.propose, are_pure_cuts=True),
+    "poplar": Family(poplar.propose, poplar.propose_whole, ranked=True),
+    "cephalo": Family(propose_whole=cephalo.propose_whole),
+    "zorse": Family(zorse.propose, ministages.propose_whole, ranked=True),
 }

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from hethub.planner.candidate import samples as division
-from hethub.planner.candidate.candidate import Draft
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
 from hethub.planner.generate.families.uniform import allowed
 from hethub.planner.generate.families.whole import (
     WholeStage,
     Worker,
-    draft_of,
+    candidate_of,
     held_alone,
     levels,
     meeting_seconds,
@@ -34,18 +34,16 @@ ATTEMPTS = 12  # at samples that leave every rank room
 ROUNDING = 0.985
 
 
-def whole(
-    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
-) -> Iterator[Draft]:
-    """A draft per recompute and offload, with the largest micro-batches whose state can be cut so that all fit; none
-    that would compute as long as the limit."""
-    zero, costs = max(levels(problem)), surrogate.costs
+def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
+    """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit;
+    none that would compute as long as the limit."""
+    zero, unit_costs = max(levels(problem)), costs.unit_costs
     if (
         problem.constraints.tp not in (None, 1)
         or not allowed(problem, 1, problem.size)
         or problem.size == 1
         or not zero
-        or (zero >= 2 and meeting_seconds(problem, costs, zero) >= limit_seconds)
+        or (zero >= 2 and meeting_seconds(problem, unit_costs, zero) >= limit_seconds)
     ):
         return
     layered = zero == 3 and offers(problem, "layered")
@@ -55,20 +53,25 @@ def whole(
     for recompute in problem.recomputes:
         for offload in offloads if "activations" in problem.capabilities.offload else offloads[:1]:
             wanted = WholeStage((), (), zero, recompute, offload)
-            most, stage, cut = _largest(problem, costs, state, wanted, schedule, limit_seconds)
+            most, stage, cut = _largest(problem, unit_costs, state, wanted, schedule, limit_seconds)
             if stage is not None:
-                yield draft_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
+                yield candidate_of(problem, f"cephalo {recompute} {offload} {most}", schedule, [stage])
                 if not cut and not stage.state_shares:
                     break  # more room would change nothing
 
 
 def _largest(
-    problem: Problem, costs: UnitCosts, state: float, wanted: WholeStage, schedule: ScheduleName, limit_seconds: float
+    problem: Problem,
+    unit_costs: UnitCosts,
+    state: float,
+    wanted: WholeStage,
+    schedule: ScheduleName,
+    limit_seconds: float,
 ) -> tuple[int, WholeStage | None, bool]:
     """The largest micro-batch with which all fit, the stage, and whether memory took something of what would be
     fastest; no stage where none fits or can take less than the limit."""
     for most in reversed(problem.micro_batches):
-        curves = _curves(problem, costs, wanted.recompute, most)
+        curves = _curves(problem, unit_costs, wanted.recompute, most)
         if _least_seconds(problem, curves) >= limit_seconds:
             break  # smaller ones only compute more slowly
         stage, cut = _stage(problem, curves, state, wanted, schedule)
@@ -106,11 +109,11 @@ def _stage(
     return None, True
 
 
-def _curves(problem: Problem, costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
+def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
     """Every kind at its fastest micro-batch up to `most`."""
     curves = []
     for kind in range(len(problem.kinds)):
-        rates = (costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
+        rates = (unit_costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
         microbatches = list(
             accumulate((rate.microbatch(problem.model.layers, True, True).total for rate in rates), max)
         )

@@ -3,14 +3,14 @@ layers."""
 
 from collections.abc import Iterator
 
-from hethub.planner.candidate.candidate import Draft
-from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.cuts import best_cuts
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Problem
 
 
-def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
     """The best cuts over orders of kinds, TP degrees and DP degrees whose stages hold one kind each."""
-    for entry in best_cuts(problem, tabulate(problem, costs), 1).pure:
-        yield entry.draft(problem)
+    for entry in best_cuts(problem, tabulate(problem, costs.unit_costs), 1).pure:
+        yield entry.candidate(problem)

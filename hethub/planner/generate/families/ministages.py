@@ -10,19 +10,21 @@ from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from hethub.planner.candidate import samples as division
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, seat_units
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
 from hethub.planner.estimate.memory_model import MIDDLE
-from hethub.planner.generate.families.whole import WholeStage, Worker, draft_of, fits, levels, offers
+from hethub.planner.generate.families import zorse
+from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits, levels, offers
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 
-MOST_DRAFTS = 3  # that fit
+MOST_CANDIDATES = 3  # that fit
 MOST_TRIED = 12  # in the order of rough estimates, for memory
-FAR = 1.5  # times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction
+# Times the limit: of 335 plans on seven clusters none was estimated to take more than 1.42 times its prediction.
+FAR = 1.5
 MOST_CHUNKS = 16  # of a stage: beyond, what is resident hardly falls
 DIVISION_ERR = 2  # samples of a replica more or fewer than estimated
 OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
@@ -33,39 +35,42 @@ OFFLOADS: dict[Recompute, tuple[tuple[Offload, ...], ...]] = {
 }
 
 
-def drafts(
-    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
-) -> Iterator[Draft]:
-    """The family's plain drafts with their stages in chunks, those first that by a rough estimate take least; of those
-    that fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far
-    beyond it."""
+def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
+    """Zorse's candidates with their stages in chunks, those first that by a rough estimate take least; of those that
+    fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far beyond
+    it."""
     if not offers(problem, "ministages"):
         return
     zero = max((z for z in levels(problem) if z <= 2), default=0)
-    near = (draft for draft in plain if _most_chunks(draft) > 1 and surrogate.least(draft) < limit_seconds)
-    able = ((draft, chunks) for draft in near for chunks in _able(surrogate, draft))
-    paces = _Paces(surrogate)
+    near = (
+        candidate
+        for candidate in zorse.propose(problem, costs)
+        if _most_chunks(candidate) > 1 and costs.least(candidate) < limit_seconds
+    )
+    able = ((candidate, chunks) for candidate in near for chunks in _able(problem, costs, candidate))
+    paces = _Paces(problem, costs)
     options = [
-        (paces.seconds(draft, chunks), draft, chunks)
-        for draft, chunks in able
-        if surrogate.least_in_passes(draft) < limit_seconds
+        (paces.seconds(candidate, chunks), candidate, chunks)
+        for candidate, chunks in able
+        if costs.least_in_passes(candidate) < limit_seconds
     ]
     near_enough = (option for option in options if option[0] < FAR * limit_seconds)
     ranked = sorted(near_enough, key=lambda option: option[0])
-    found: dict[object, tuple[float, Draft]] = {}  # the best of every arrangement: estimates are no better than that
-    for seconds, draft, chunks in ranked[:MOST_TRIED]:
-        if found.get(draft.shape, (seconds + 1.0,))[0] <= seconds:
+    # The best of every arrangement: estimates are no better than that.
+    found: dict[object, tuple[float, Candidate]] = {}
+    for seconds, candidate, chunks in ranked[:MOST_TRIED]:
+        if found.get(candidate.shape, (seconds + 1.0,))[0] <= seconds:
             continue
-        made = _in_chunks(problem, surrogate.costs, draft, chunks, zero)
+        made = _in_chunks(problem, costs.unit_costs, candidate, chunks, zero)
         if made is not None:
-            offered = (seconds + paces.offloading_seconds(draft, made), made)
-            found[draft.shape] = min(found.get(draft.shape, offered), offered, key=lambda entry: entry[0])
-    yield from (draft for _, draft in sorted(found.values(), key=lambda entry: entry[0])[:MOST_DRAFTS])
+            offered = (seconds + paces.offloading_seconds(candidate, made), made)
+            found[candidate.shape] = min(found.get(candidate.shape, offered), offered, key=lambda entry: entry[0])
+    yield from (candidate for _, candidate in sorted(found.values(), key=lambda entry: entry[0])[:MOST_CANDIDATES])
 
 
-def _most_chunks(draft: Draft) -> int:
+def _most_chunks(candidate: Candidate) -> int:
     """Into how many chunks the stages are cut at most."""
-    return min(MOST_CHUNKS, *(stage.layers for stage in draft.stages))
+    return min(MOST_CHUNKS, *(stage.layers for stage in candidate.stages))
 
 
 class _Pace(NamedTuple):
@@ -78,67 +83,66 @@ class _Pace(NamedTuple):
 
 
 class _Paces:
-    """Rough estimates of drafts in chunks, by what their stages' layers take."""
+    """Rough estimates of candidates in chunks, by what their stages' layers take."""
 
-    def __init__(self, surrogate: Surrogate) -> None:
-        self._surrogate, self._costs = surrogate, surrogate.costs
-        self._collectives: dict[tuple[Seats, ...], float] = {}
+    def __init__(self, problem: Problem, costs: CostModel) -> None:
+        self._problem, self._costs, self._unit_costs = problem, costs, costs.unit_costs
+        self._collectives: dict[tuple[ReplicaGroup, ...], float] = {}
 
-    def seconds(self, draft: Draft, chunks: int) -> float:
+    def seconds(self, candidate: Candidate, chunks: int) -> float:
         """Chunk after chunk at the pace of the slowest stage, whose sums come behind its microbatches, and a
         microbatch through all."""
-        found = [self._pace(draft, index) for index in range(len(draft.stages))]
-        sizes = [[part.size for part in split(stage.layers, chunks)] for stage in draft.stages]
+        found = [self._pace(candidate, index) for index in range(len(candidate.stages))]
+        sizes = [[part.size for part in split(stage.layers, chunks)] for stage in candidate.stages]
         each = list(zip(*sizes, strict=True))
         paced = sum(max(n * (p.compute + p.collective) for n, p in zip(own, found, strict=True)) for own in each)
         return paced + sum(n * p.microbatch for n, p in zip(each[0], found, strict=True))
 
-    def offloading_seconds(self, plain: Draft, made: Draft) -> float:
+    def offloading_seconds(self, plain: Candidate, made: Candidate) -> float:
         """Beside that, new parameters on their way over the accelerators to all hosts; compute hides the fetching."""
         assert made.plan is not None
         if "parameters" not in made.plan.stages[0].offload:
             return 0.0
-        num_bytes = 2 * self._costs.width * self._surrogate.problem.model.layer_parameters
-        kinds, fit = self._surrogate.problem.kinds, self._costs.network.fit
+        num_bytes = 2 * self._unit_costs.width * self._problem.model.layer_parameters
+        kinds, fit = self._problem.kinds, self._unit_costs.network.fit
         rates = [
-            min(host_gbytes_per_second(kinds[own.kind].accelerator, fit) for own in stage.seats)
+            min(host_gbytes_per_second(kinds[own.kind].accelerator, fit) for own in stage.groups)
             for stage in plain.stages
         ]
         return max(stage.layers * num_bytes * 1e-9 / rate for stage, rate in zip(plain.stages, rates, strict=True))
 
-    def _pace(self, draft: Draft, index: int) -> _Pace:
-        stage, compute, microbatch = draft.stages[index], 0.0, 0.0
-        for own, samples in zip(stage.seats, self._surrogate.samples(draft, index), strict=True):
-            layer = self._costs.rate(own.kind, own.tp, own.micro_batch, stage.recompute).layer.total
+    def _pace(self, candidate: Candidate, index: int) -> _Pace:
+        stage, compute, microbatch = candidate.stages[index], 0.0, 0.0
+        for own, samples in zip(stage.groups, self._costs.samples(candidate, index), strict=True):
+            layer = self._unit_costs.rate(own.kind, own.tp, own.micro_batch, stage.recompute).layer.total
             compute, microbatch = max(compute, samples / own.micro_batch * layer), max(microbatch, layer)
-        return _Pace(compute, microbatch, self._collective(stage.seats))
+        return _Pace(compute, microbatch, self._collective(stage.groups))
 
-    def _collective(self, seats: tuple[Seats, ...]) -> float:
+    def _collective(self, groups: tuple[ReplicaGroup, ...]) -> float:
         """To sum a layer's gradients and gather its new weights, on the kinds' first ranks."""
-        if seats not in self._collectives:
-            problem, network = self._surrogate.problem, self._costs.network
-            group = network.group([rank for own in seats for rank in problem.kinds[own.kind].ranks[: own.number]])
-            num_bytes = problem.model.layer_parameters * sum(_widths(self._costs))
-            self._collectives[seats] = network.reduce_scatter(group, num_bytes)
-        return self._collectives[seats]
+        if groups not in self._collectives:
+            problem, network = self._problem, self._unit_costs.network
+            group = network.group([rank for own in groups for rank in problem.kinds[own.kind].ranks[: own.number]])
+            num_bytes = problem.model.layer_parameters * sum(_widths(self._unit_costs))
+            self._collectives[groups] = network.reduce_scatter(group, num_bytes)
+        return self._collectives[groups]
 
 
-def _able(surrogate: Surrogate, draft: Draft) -> Iterator[int]:
-    """Numbers of chunks with which the draft may fit, from the largest down: fewer are larger."""
-    return takewhile(lambda chunks: _may_fit(surrogate, draft, chunks), range(_most_chunks(draft), 1, -1))
+def _able(problem: Problem, costs: CostModel, candidate: Candidate) -> Iterator[int]:
+    """Numbers of chunks with which the candidate may fit, from the largest down: fewer are larger."""
+    return takewhile(lambda chunks: _may_fit(problem, costs, candidate, chunks), range(_most_chunks(candidate), 1, -1))
 
 
-def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
+def _may_fit(problem: Problem, costs: CostModel, candidate: Candidate, chunks: int) -> bool:
     """Whether every rank has room, whatever is offloaded, for weights and gradients of the largest chunk and the
     gradients of a layer above; and, where what layers keep stays, for that beside the topmost chunk when a first
     microbatch is through."""
-    problem = surrogate.problem
-    weights, gradients = (width * problem.model.layer_parameters for width in _widths(surrogate.costs))
-    for index, stage in enumerate(draft.stages):
+    weights, gradients = (width * problem.model.layer_parameters for width in _widths(costs.unit_costs))
+    for index, stage in enumerate(candidate.stages):
         top, most = stage.layers // chunks, -(-stage.layers // chunks)
         keeps = not any("activations" in offload for offload in _offloads(problem, stage.recompute))
-        for own, samples in zip(stage.seats, surrogate.samples(draft, index), strict=True):
-            at = problem.coefficients(own.kind, 1, own.micro_batch, stage.recompute)
+        for own, samples in zip(stage.groups, costs.samples(candidate, index), strict=True):
+            at = costs.unit_costs.coefficients(own.kind, 1, own.micro_batch, stage.recompute)
             microbatches = max(samples - DIVISION_ERR, 1) / own.micro_batch
             kept = keeps * at.layer_microbatch[MIDDLE] * (stage.layers * microbatches - top)
             room = problem.capacity(own.kind) - at.once[MIDDLE]
@@ -147,24 +151,26 @@ def _may_fit(surrogate: Surrogate, draft: Draft, chunks: int) -> bool:
     return True
 
 
-def _widths(costs: UnitCosts) -> tuple[int, int]:
+def _widths(unit_costs: UnitCosts) -> tuple[int, int]:
     """Bytes of a weight and of a gradient."""
-    return costs.width, costs.gradient_width
+    return unit_costs.width, unit_costs.gradient_width
 
 
-def _in_chunks(problem: Problem, costs: UnitCosts, draft: Draft, chunks: int, zero: int) -> Draft | None:
-    """The draft in chunks with the least offloading that fits; None where none does."""
-    workers = _workers(draft, problem, costs)
+def _in_chunks(
+    problem: Problem, unit_costs: UnitCosts, candidate: Candidate, chunks: int, zero: int
+) -> Candidate | None:
+    """The candidate in chunks with the least offloading that fits; None where none does."""
+    workers = _workers(candidate, problem, unit_costs)
     if workers is None:
         return None
-    layers = _chunks([stage.layers for stage in draft.stages], chunks)
-    for offload in _offloads(problem, draft.stages[0].recompute):
+    layers = _chunks([stage.layers for stage in candidate.stages], chunks)
+    for offload in _offloads(problem, candidate.stages[0].recompute):
         stages = [
             WholeStage(own, loads, zero, stage.recompute, offload)
-            for stage, own, loads in zip(draft.stages, layers, workers, strict=True)
+            for stage, own, loads in zip(candidate.stages, layers, workers, strict=True)
         ]
-        name = f"zorse {draft.shape} {draft.stages[0].seats} in {chunks} {offload}"
-        whole = draft_of(problem, name, "ministages", stages)
+        name = f"zorse {candidate.shape} {candidate.stages[0].groups} in {chunks} {offload}"
+        whole = candidate_of(problem, name, "ministages", stages)
         assert whole.plan is not None
         if fits(problem, whole.plan):
             return whole
@@ -177,21 +183,21 @@ def _offloads(problem: Problem, recompute: Recompute) -> list[tuple[Offload, ...
     return [offload for offload in OFFLOADS[recompute] if set(offload) <= able]
 
 
-def _workers(draft: Draft, problem: Problem, costs: UnitCosts) -> list[list[Worker]] | None:
-    """Per stage, its ranks with samples for their speed; None where they cannot be seated."""
-    seated = seat_units(draft, problem)
-    if seated is None or max(draft.replica_counts) > problem.batch.global_batch:
+def _workers(candidate: Candidate, problem: Problem, unit_costs: UnitCosts) -> list[list[Worker]] | None:
+    """Per stage, its ranks with samples for their speed; None where they cannot be placed."""
+    assigned = assign_units(candidate, problem)
+    if assigned is None or max(candidate.replica_counts) > problem.batch.global_batch:
         return None
     found = []
-    for stage, own in zip(draft.stages, seated, strict=True):
-        curves = {sort: _curve(stage, *sort, costs) for sort in {(unit.kind, b) for unit, b in own}}
+    for stage, own in zip(candidate.stages, assigned, strict=True):
+        curves = {sort: _curve(stage, *sort, unit_costs) for sort in {(unit.kind, b) for unit, b in own}}
         divided = division.divide(problem.batch.global_batch, [curves[unit.kind, b] for unit, b in own])
         found.append([Worker(unit.kind, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
     return found
 
 
-def _curve(stage: DraftStage, kind: int, micro_batch: int, costs: UnitCosts) -> division.Worker:
-    rates = (costs.rate(kind, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
+def _curve(stage: CandidateStage, kind: int, micro_batch: int, unit_costs: UnitCosts) -> division.Worker:
+    rates = (unit_costs.rate(kind, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
     microbatches = accumulate((rate.microbatch(stage.layers, False, False).total for rate in rates), max)
     return division.Worker(micro_batch, tuple(microbatches))
 

@@ -12,16 +12,16 @@ from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.candidate.samples import largest_able
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.estimator import Surrogate
 from hethub.planner.estimate.memory_model import ONLY, probe_for
 from hethub.planner.generate.families.uniform import allowed
 from hethub.planner.generate.families.whole import (
     WholeStage,
     Worker,
-    draft_of,
+    candidate_of,
     held_alone,
     levels,
     meeting_seconds,
@@ -33,24 +33,22 @@ from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
-JUDGED = 3  # micro-step times that the predictor judges
+EVALUATED = 3  # micro-step times that the predictor evaluates
 
 
-def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """A draft per recompute at ZeRO-0 and 1, where every accelerator can hold the model."""
+def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
+    """A candidate per recompute at ZeRO-0 and 1, where every accelerator can hold the model."""
     if not _is_allowed(problem):
         return
     for recompute in problem.recomputes:
         for zero in (level for level in levels(problem) if level < 2):
-            sizes = [_peak(problem, costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
+            sizes = [_peak(problem, costs.unit_costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
             if all(sizes):
-                seats = [Seats(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
-                yield Draft((DraftStage(problem.model.layers, merged(seats), recompute, zero),))
+                groups = [ReplicaGroup(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
+                yield Candidate((CandidateStage(problem.model.layers, merged(groups), recompute, zero),))
 
 
-def whole(
-    problem: Problem, surrogate: Surrogate, plain: Sequence[Draft], limit_seconds: float = float("inf")
-) -> Iterator[Draft]:
+def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
     """The plans of the best micro-step times over recompute and ZeRO-2 and 3, where they can take less than the
     limit."""
     if not _is_allowed(problem) or problem.size == 1:
@@ -60,33 +58,35 @@ def whole(
         for recompute in problem.recomputes
         for zero in levels(problem)
         if zero >= 2
-        for steps in _shared_steps(problem, surrogate.costs, recompute, zero, limit_seconds)
+        for steps in _shared_steps(problem, costs.unit_costs, recompute, zero, limit_seconds)
     ]
-    for index, (steps, recompute, zero) in enumerate(nsmallest(JUDGED, found)):
+    for index, (steps, recompute, zero) in enumerate(nsmallest(EVALUATED, found)):
         workers = _workers(problem, steps)
         if workers is not None:
             stage = WholeStage(((0, problem.model.layers),), workers, zero, recompute)
-            yield draft_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
+            yield candidate_of(problem, f"poplar zero {zero} {recompute} {index}", "1f1b", [stage])
 
 
 def _is_allowed(problem: Problem) -> bool:
     return problem.constraints.tp in (None, 1) and allowed(problem, 1, problem.size)
 
 
-def _peak(problem: Problem, costs: UnitCosts, kind: int, recompute: Recompute, zero: int) -> int | None:
+def _peak(problem: Problem, unit_costs: UnitCosts, kind: int, recompute: Recompute, zero: int) -> int | None:
     """The micro-batch at which an accelerator of the kind is fastest among those that fit; None where none does."""
     layers = problem.model.layers
     capacity = problem.capacity(kind)
     fitting = [
         b
         for b in problem.micro_batches
-        if problem.coefficients(kind, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
+        if unit_costs.coefficients(kind, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
         <= problem.size
     ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole microbatch
     able = [b for b in fitting if b <= problem.at_most(kind, most)]
     return max(
-        able, key=lambda b: b / costs.rate(kind, 1, b, recompute).microbatch(layers, True, True).total, default=None
+        able,
+        key=lambda b: b / unit_costs.rate(kind, 1, b, recompute).microbatch(layers, True, True).total,
+        default=None,
     )
 
 
@@ -100,17 +100,17 @@ class _Steps(NamedTuple):
 
 
 def _shared_steps(
-    problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
+    problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
 ) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
     kinds = range(len(problem.kinds))
     widest = [_widest(problem, kind) for kind in kinds]
-    fast = [steps for steps in _every_step(problem, costs, recompute, zero, widest) if steps.least < limit_seconds]
+    fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
         return set()
     fitting = _Fitting(problem, recompute, zero)
     tops = [fitting.largest(kind, min(steps.batches[kind] for steps in fast)) for kind in kinds]
-    return set(_every_step(problem, costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
+    return set(_every_step(problem, unit_costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
 
 
 class _Ends(NamedTuple):
@@ -131,23 +131,23 @@ class _Ends(NamedTuple):
 
 
 def _every_step(
-    problem: Problem, costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
+    problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
 ) -> list[_Steps]:
     """Every micro-step time with the largest batches that end within it, up to `tops` by kind."""
     total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
     curves = [
         {
-            b: costs.rate(k, 1, b, recompute).microbatch(problem.model.layers, True, True).total
+            b: unit_costs.rate(k, 1, b, recompute).microbatch(problem.model.layers, True, True).total
             for b in range(1, top + 1)
         }
         for k, top in enumerate(tops)
     ]
     ends = [_Ends.of(curve) for curve in curves]
-    beside = meeting_seconds(problem, costs, zero)
+    beside = meeting_seconds(problem, unit_costs, zero)
 
     def shown(computing: float) -> float:
         """Seconds of a micro-step: collectives go on beside compute, and slow it down."""
-        return max(computing, beside) + costs.network.fit["overlap_cost"] * min(computing, beside)
+        return max(computing, beside) + unit_costs.network.fit["overlap_cost"] * min(computing, beside)
 
     found = []
     for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:

@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
-from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.ranges import split
 
 
-def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
+def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
     """Every even division of the cluster."""
     degrees = [problem.constraints.tp] if problem.constraints.tp else problem.degrees
     for tp in degrees:
@@ -32,9 +32,11 @@ def sorts_of(units: Iterable[Unit]) -> Counter[tuple[int, int]]:
     return Counter([(unit.kind, unit.tp) for unit in units])
 
 
-def seats_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[Seats, ...]:
+def groups_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[ReplicaGroup, ...]:
     """Counted units as a stage's replicas, all with one micro-batch, or what their kind measured to fit."""
-    return merged([Seats(kind, tp, problem.at_most(kind, micro_batch), number) for (kind, tp), number in sorts.items()])
+    return merged(
+        [ReplicaGroup(kind, tp, problem.at_most(kind, micro_batch), number) for (kind, tp), number in sorts.items()]
+    )
 
 
 def allowed(problem: Problem, stages: int, replicas: int) -> bool:
@@ -42,7 +44,7 @@ def allowed(problem: Problem, stages: int, replicas: int) -> bool:
     return problem.constraints.pp in (None, stages) and problem.constraints.dp in (None, replicas)
 
 
-def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draft]:
+def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Candidate]:
     replicas = len(units) // stages
     sizes = [part.size for part in split(problem.model.layers, stages)]
     sorts = [tuple(sorts_of(units[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
@@ -51,7 +53,7 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Draf
         fits = all(problem.at_most(kind, micro_batch) == micro_batch for kind in range(len(problem.kinds)))
         if micro_batch * replicas > problem.batch.global_batch or not fits:
             break
-        held = {own: seats_of(problem, dict(own), micro_batch) for own in set(sorts)}
+        held = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}
         for recompute in problem.recomputes:
-            made = {own: DraftStage(own[0], held[own[1]], recompute, problem.usual_zero) for own in set(unlike)}
-            yield Draft(tuple([made[own] for own in unlike]), even=True)
+            made = {own: CandidateStage(own[0], held[own[1]], recompute, problem.usual_zero) for own in set(unlike)}
+            yield Candidate(tuple([made[own] for own in unlike]), even=True)

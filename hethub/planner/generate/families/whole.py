@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import probe_for
+from hethub.planner.estimate.memory_model import memory_model_of, probe_for
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
@@ -91,18 +91,18 @@ def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
     )
 
 
-def draft_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Draft:
-    """The plan as a draft that is judged as it stands."""
-    drafted = tuple(
-        DraftStage(
+def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stages: Sequence[WholeStage]) -> Candidate:
+    """The plan as a candidate that is evaluated as it stands."""
+    formed = tuple(
+        CandidateStage(
             sum(stop - start for start, stop in stage.chunks),
-            merged([Seats(own.kind, 1, own.micro_batch, 1) for own in stage.workers]),
+            merged([ReplicaGroup(own.kind, 1, own.micro_batch, 1) for own in stage.workers]),
             stage.recompute,
             stage.zero,
         )
         for stage in stages
     )
-    return Draft(drafted, name=name, plan=plan_of(problem, schedule, stages))
+    return Candidate(formed, name=name, plan=plan_of(problem, schedule, stages))
 
 
 def memory_of(problem: Problem, plan: PlanSpec) -> list[RankMemory]:
@@ -118,7 +118,7 @@ def fits(problem: Problem, plan: PlanSpec) -> bool:
 
 def shared_bytes(problem: Problem, zero: int) -> float:
     """Bytes of state that the ranks of an only stage share at a ZeRO level: the sum of all their parts."""
-    return problem.footprints.state(problem.kinds[0].accelerator, problem.model.layers, zero)
+    return memory_model_of(problem).state(problem.kinds[0].accelerator, problem.model.layers, zero)
 
 
 def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> dict[Load, Held]:
@@ -141,9 +141,9 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> d
     return {load: Held(one.bytes - part, one.parts["framework"]) for load, one in zip(sorts, used, strict=False)}
 
 
-def meeting_seconds(problem: Problem, costs: UnitCosts, zero: int) -> float:
+def meeting_seconds(problem: Problem, unit_costs: UnitCosts, zero: int) -> float:
     """Seconds of the collectives of a microbatch on all ranks at ZeRO-2 or 3: gathers for both passes, and sums. Layer
     by layer they take longer, and at uneven shares too."""
-    model, group = problem.model, costs.network.group(range(problem.size))
-    gathered = 2 * costs.width if zero == 3 else 0
-    return costs.network.reduce_scatter(group, model.parameters * (gathered + costs.gradient_width))
+    model, group = problem.model, unit_costs.network.group(range(problem.size))
+    gathered = 2 * unit_costs.width if zero == 3 else 0
+    return unit_costs.network.reduce_scatter(group, model.parameters * (gathered + unit_costs.gradient_width))

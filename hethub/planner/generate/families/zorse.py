@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Draft, DraftStage, Seats
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.generate.families.uniform import allowed, seats_of, units_in_order
+from hethub.planner.generate.families.uniform import allowed, groups_of, units_in_order
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
@@ -16,47 +17,47 @@ from hethub.spec.ranges import split_by_shares
 MOST_NODES = 48  # of the graph: with more machines, neighbours of one kind are one node
 
 
-def drafts(problem: Problem, costs: UnitCosts) -> Iterator[Draft]:
-    """A draft per number of groups, micro-batch and recompute."""
+def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
+    """A candidate per number of groups of machines, micro-batch and recompute."""
     if problem.constraints.tp not in (None, 1):
         return
     nodes = _nodes(problem)
-    weights = _bandwidths(problem, costs, nodes)
-    groups = [list(range(len(nodes)))]
+    weights = _bandwidths(problem, costs.unit_costs, nodes)
+    parts = [list(range(len(nodes)))]
     known: dict[tuple[int, ...], Cut] = {}
     counted: dict[tuple[int, ...], Sort] = {}
-    while len(groups) <= min(len(nodes), problem.model.layers):
-        for group in groups:
-            if tuple(group) not in counted:
-                counted[tuple(group)] = _count(nodes, group)
-        sorts = _by_memory(problem, [counted[tuple(group)] for group in groups])
-        if allowed(problem, len(groups), sum(number for _, number in sorts[0])):
+    while len(parts) <= min(len(nodes), problem.model.layers):
+        for part in parts:
+            if tuple(part) not in counted:
+                counted[tuple(part)] = _count(nodes, part)
+        sorts = _by_memory(problem, [counted[tuple(part)] for part in parts])
+        if allowed(problem, len(parts), sum(number for _, number in sorts[0])):
             for micro_batch in problem.micro_batches:
-                seats = {own: seats_of(problem, {(kind, 1): n for kind, n in own}, micro_batch) for own in set(sorts)}
+                groups = {own: groups_of(problem, {(kind, 1): n for kind, n in own}, micro_batch) for own in set(sorts)}
                 for recompute in problem.recomputes:
-                    yield _draft(problem, costs, [(own, seats[own]) for own in sorts], recompute)
-        if len(groups) == len(nodes):
+                    yield _candidate(problem, costs.unit_costs, [(own, groups[own]) for own in sorts], recompute)
+        if len(parts) == len(nodes):
             return
-        groups = _split_once(groups, weights, known)
+        parts = _split_once(parts, weights, known)
 
 
 Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (kind, how many)
 
 
-def _count(nodes: list[list[Unit]], group: list[int]) -> Sort:
+def _count(nodes: list[list[Unit]], part: list[int]) -> Sort:
     own: Counter[int] = Counter()
-    for node in sorted(group):
+    for node in sorted(part):
         own[nodes[node][0].kind] += len(nodes[node])
     return tuple(own.items())
 
 
-def _by_memory(problem: Problem, groups: list[Sort]) -> list[Sort]:
+def _by_memory(problem: Problem, parts: list[Sort]) -> list[Sort]:
     """Groups from the most memory per accelerator to the least: the first stages hold the most microbatches."""
     memory = {
-        group: sum(problem.kinds[kind].memory_bytes * n for kind, n in group) / sum(n for _, n in group)
-        for group in set(groups)
+        part: sum(problem.kinds[kind].memory_bytes * n for kind, n in part) / sum(n for _, n in part)
+        for part in set(parts)
     }
-    return sorted(groups, key=memory.__getitem__, reverse=True)
+    return sorted(parts, key=memory.__getitem__, reverse=True)
 
 
 def _nodes(problem: Problem) -> list[list[Unit]]:
@@ -74,7 +75,7 @@ def _nodes(problem: Problem) -> list[list[Unit]]:
     return nodes
 
 
-def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> np.ndarray:
+def _bandwidths(problem: Problem, unit_costs: UnitCosts, nodes: list[list[Unit]]) -> np.ndarray:
     """Bytes per second between nodes of the graph, as all pairs reach them together: what a cut weighs is then what
     its wires carry, so that groups are parted where the network is slow. By pairs one at a time, every cut would part
     a node from all others, and never a region from a region."""
@@ -88,7 +89,9 @@ def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> 
         for b in range(a):
             key = (nodes[a][0].kind, nodes[b][0].kind)
             if key not in known:
-                known[key] = 1.0 / costs.network.link(firsts[a], firsts[b], sharing=len(nodes) - 1).seconds_per_byte
+                known[key] = (
+                    1.0 / unit_costs.network.link(firsts[a], firsts[b], sharing=len(nodes) - 1).seconds_per_byte
+                )
                 if regions and here[a] != here[b]:
                     wire = regions.gbps[regions.names.index(here[a])][regions.names.index(here[b])] / 8 * 1e9
                     known[key] = min(known[key], wire / (here.count(here[a]) * here.count(here[b])))
@@ -99,17 +102,17 @@ def _bandwidths(problem: Problem, costs: UnitCosts, nodes: list[list[Unit]]) -> 
 Cut = tuple[float, list[int]]  # its weight and one side
 
 
-def _split_once(groups: list[list[int]], weights: np.ndarray, known: dict[tuple[int, ...], Cut]) -> list[list[int]]:
+def _split_once(parts: list[list[int]], weights: np.ndarray, known: dict[tuple[int, ...], Cut]) -> list[list[int]]:
     """The groups with one of them split by the lightest of all their minimum cuts (the greedy SPLIT), which `known`
     keeps."""
-    for group in groups:
-        if len(group) > 1 and tuple(group) not in known:
-            known[tuple(group)] = _minimum_cut(weights[np.ix_(group, group)])
-    cuts = [(*known[tuple(group)], index) for index, group in enumerate(groups) if len(group) > 1]
+    for part in parts:
+        if len(part) > 1 and tuple(part) not in known:
+            known[tuple(part)] = _minimum_cut(weights[np.ix_(part, part)])
+    cuts = [(*known[tuple(part)], index) for index, part in enumerate(parts) if len(part) > 1]
     _, side, index = min(cuts, key=lambda cut: (cut[0], cut[2]))
-    chosen = [groups[index][i] for i in side]
-    rest = [node for node in groups[index] if node not in set(chosen)]
-    return sorted([*groups[:index], chosen, rest, *groups[index + 1 :]], key=min)
+    chosen = [parts[index][i] for i in side]
+    rest = [node for node in parts[index] if node not in set(chosen)]
+    return sorted([*parts[:index], chosen, rest, *parts[index + 1 :]], key=min)
 
 
 def _minimum_cut(weights: np.ndarray) -> Cut:
@@ -142,22 +145,22 @@ def _minimum_cut(weights: np.ndarray) -> Cut:
     return best
 
 
-def _draft(
-    problem: Problem, costs: UnitCosts, stages: list[tuple[Sort, tuple[Seats, ...]]], recompute: Recompute
-) -> Draft:
+def _candidate(
+    problem: Problem, unit_costs: UnitCosts, stages: list[tuple[Sort, tuple[ReplicaGroup, ...]]], recompute: Recompute
+) -> Candidate:
     """Layers in proportion to the groups' speed, rounded, at least one each."""
-    seats = dict(stages)
-    known = {sort: _speed(costs, own, recompute) for sort, own in seats.items()}
+    groups = dict(stages)
+    known = {sort: _speed(unit_costs, own, recompute) for sort, own in groups.items()}
     speeds = [known[sort] for sort, _ in stages]
     whole, spare = sum(speeds), problem.model.layers - len(stages)
     shares = [max(speed / whole * problem.model.layers - 1.0, 0.0) for speed in speeds]
     extra = [part.size for part in split_by_shares(spare, shares)] if sum(shares) > 0 else [0] * len(stages)
-    drafted = [(more, sort) for more, (sort, _) in zip(extra, stages, strict=True)]
-    made = {own: DraftStage(1 + own[0], seats[own[1]], recompute, problem.usual_zero) for own in set(drafted)}
-    return Draft(tuple([made[own] for own in drafted]), alike=False)
+    formed = [(more, sort) for more, (sort, _) in zip(extra, stages, strict=True)]
+    made = {own: CandidateStage(1 + own[0], groups[own[1]], recompute, problem.usual_zero) for own in set(formed)}
+    return Candidate(tuple([made[own] for own in formed]), alike=False)
 
 
-def _speed(costs: UnitCosts, seats: tuple[Seats, ...], recompute: Recompute) -> float:
+def _speed(unit_costs: UnitCosts, groups: tuple[ReplicaGroup, ...], recompute: Recompute) -> float:
     """Samples per second on a layer."""
-    layer = [costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in seats]
-    return sum(own.number * own.micro_batch / s for own, s in zip(seats, layer, strict=True))
+    layer = [unit_costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in groups]
+    return sum(own.number * own.micro_batch / s for own, s in zip(groups, layer, strict=True))

@@ -1,0 +1,109 @@
+"""The best plan so far: what a search has tried, what of it fits, and when its time is over."""
+
+import time
+
+from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.problem.problem import Problem
+
+NEAR = 1.25  # times the best: plans on which estimate and prediction are compared
+
+
+class Incumbent:
+    """The best of the candidates that were tried, each evaluated once, and the runners-up."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.tried: dict[Candidate, Evaluation | None] = {}
+        self.fitting: dict[Candidate, Evaluation] = {}
+        self.start: Evaluation | None = None  # the best before the search
+        self.closest: Evaluation | None = None  # the least over memory, where none fits
+        self.space_bound_seconds: float | None = None  # no plan of a space that was searched to its end is faster
+        self.limit_seconds = self.problem.constraints.time_limit_seconds
+        self._started = time.perf_counter()
+
+    @property
+    def problem(self) -> Problem:
+        return self.evaluator.problem
+
+    @property
+    def costs(self) -> Estimator:
+        return self.evaluator.costs
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.limit_seconds is not None and time.perf_counter() - self._started > self.limit_seconds
+
+    def consider(self, candidate: Candidate) -> Evaluation | None:
+        """The evaluation of a candidate, which may be the best from now on; None where it is no valid plan."""
+        if candidate not in self.tried:
+            self.tried[candidate] = self._noted(self.evaluator.evaluate(candidate))
+        return self.tried[candidate]
+
+    def within_time(self, candidate: Candidate) -> Evaluation | None:
+        """The same, or None where time is up."""
+        return None if self.out_of_time else self.consider(candidate)
+
+    def _noted(self, found: Evaluation | None) -> Evaluation | None:
+        if found is None:
+            return None
+        if found.fits or self.evaluator.ignore_memory:
+            self.fitting[found.candidate] = found
+        elif self.closest is None or found.fullness < self.closest.fullness:
+            if not found.is_predictable:
+                return None
+            self.closest = found
+        return found
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The fastest plan that fits."""
+        return min(self.fitting.values(), key=lambda evaluation: evaluation.seconds, default=None)
+
+    @property
+    def best_seconds(self) -> float:
+        """The step of the fastest plan that fits; infinite where none does."""
+        return self.best.seconds if self.best else float("inf")
+
+    @property
+    def ranked(self) -> list[Evaluation]:
+        """All plans that fit, the fastest first."""
+        return sorted(self.fitting.values(), key=lambda evaluation: evaluation.seconds)
+
+    def may_win(self, candidate: Candidate) -> bool:
+        """Whether the candidate's busiest replica computes less than the best plan takes: else it is proved to be
+        slower."""
+        return self.best is None or self.costs.least(candidate) < self.best.seconds
+
+    def better(self, one: Evaluation | None, other: Evaluation | None) -> bool:
+        """Whether `one` is to be preferred: it fits and the other does not, or it is faster, or less over memory."""
+        if one is None or other is None:
+            return one is not None
+        return self._rank(one) < self._rank(other)
+
+    def _rank(self, evaluation: Evaluation) -> tuple[bool, float]:
+        fits = evaluation.fits or self.evaluator.ignore_memory
+        return (not fits, evaluation.seconds if fits else evaluation.fullness)
+
+    def discard(self, evaluation: Evaluation) -> None:
+        """Takes a plan out that turned out not to bind."""
+        self.fitting.pop(evaluation.candidate, None)
+
+    def admit(self, other: "Incumbent") -> None:
+        """Takes over what another search of the same problem tried."""
+        self.tried.update(other.tried)
+        self.fitting.update(other.fitting)
+
+    def mark_start(self) -> None:
+        """Remembers the best so far as what the search started from."""
+        self.start = self.best
+
+    @property
+    def estimate_error_percent(self) -> float:
+        """The worst disagreement of estimate and prediction over the plans that fit and are near the best."""
+        best = self.best
+        estimated = [own for own in self.fitting.values() if own.candidate.plan is None]
+        near = [own for own in estimated if best is not None and own.seconds < NEAR * best.seconds]
+        return max((100.0 * abs(self.costs.seconds(own.candidate) / own.seconds - 1.0) for own in near), default=0.0)

@@ -1,0 +1,56 @@
+"""A rank's bytes in closed form, beside the predictor's."""
+
+import pytest
+
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.memory_model import PROBE, MemoryModel, Mode, _Probe
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
+from hethub.predictor import rank_memory
+from hethub.spec.job import ConstraintsSpec
+from hethub.spec.layout.bind import bind
+from hethub.spec.model import ModelSpec
+from tests.planner.problems import TINY, cluster, every_plan, kind_of
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_memory_model_is_the_predictors_memory(tied, depth):
+    model = ModelSpec(
+        name="m", layers=9, hidden=256, heads=8, kv_heads=2, ffn=704, vocab=1024, max_seq_len=256, tied_head=tied
+    )
+    problem = pose(
+        model,
+        cluster(("amd", 4, 0.05, 4.0), ("nvidia", 4, 0.1, 4.0)),
+        Batch(16, 128, "bf16"),
+        ConstraintsSpec(pp=depth),
+    )
+    costs, plans = UnitCosts(problem), every_plan(problem)
+    assert len(plans) == 40
+    for evaluation in plans:
+        stages = evaluation.plan.stages
+        found = rank_memory(bind(evaluation.plan, model, problem.cluster))
+        in_flight = bind(evaluation.plan, model, problem.cluster).in_flight
+        for s, stage in enumerate(stages):
+            replica = stage.replicas[0]
+            place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
+            kind = kind_of(problem, replica)
+            coefficients = costs.coefficients(kind, replica.tp, replica.micro_batch, stage.recompute)
+            shards = len(stage.replicas) if stage.zero else 1
+            mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
+            mine += coefficients.state(stage.num_layers, place) / shards
+            assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
+    memory_model = MemoryModel(TINY, 128, "bf16")
+
+    def probe(mode):
+        return _Probe(memory_model, PROBE, 2, 4, recompute, mode)._ranks(2, (2, 2, 2), 2)
+
+    assert probe(Mode(1, "zero_bubble")) == probe(Mode(1))
+    one, four = (memory_model.coefficients(PROBE, 2, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
+    assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
+    assert one.layer_deferred_wgrad.min() > 0
+    assert (four.once == memory_model.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()

@@ -1,0 +1,50 @@
+"""Micro-batches of any size: even ones, and those that memory allows."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
+from hethub.planner.generate import cuts
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
+from tests.planner.problems import TINY, cluster, incumbent_of, mixed
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_even_microbatches_are_as_many_and_as_equal_as_can_be(samples, size):
+    found = even(samples, size)
+    assert -(-samples // found) == -(-samples // size)
+    assert found == 1 or -(-samples // (found - 1)) > -(-samples // found)
+
+
+def test_resized_microbatches_change_in_number_and_no_further_than_asked():
+    problem = mixed()
+    estimator, changes = Estimator(problem), 0
+    for candidate in cuts.propose(problem, estimator, number=20):
+        for step in (-1, 0, 1):
+            changed = resized(candidate, [(0, None)], estimator, step)
+            assert changed.stages[1:] == candidate.stages[1:]
+            assert changed.shape == candidate.shape
+            taken = estimator.samples(candidate, 0)
+            for before, after, most in zip(candidate.stages[0].groups, changed.stages[0].groups, taken, strict=True):
+                assert (after.micro_batch - min(before.micro_batch, most)) * step >= 0
+                changes += after.micro_batch != min(before.micro_batch, most)
+    assert changes > 20
+
+
+def test_candidates_over_memory_are_made_to_fit_with_the_largest_microbatches():
+    model = TINY.replace(layers=8, hidden=512, ffn=2048, max_seq_len=2048)
+    problem = pose(model, cluster(("amd", 2, 0.1, 16.0), ("nvidia", 2, 0.1, 16.0)), Batch(256, 2048, "fp32"))
+    incumbent = incumbent_of(problem)
+    incumbent.evaluator.microbatches_left = 10**6
+    found = 0
+    for candidate in cuts.propose(problem, incumbent.costs, number=60, memory_counts=False):
+        if incumbent.costs.likely_fits(candidate) or (smaller := fitted(candidate, incumbent.costs)) is None:
+            continue
+        found += 1
+        evaluation = incumbent.consider(smaller)
+        assert evaluation is not None
+        assert all(entry.bytes <= 1.03 * entry.limit for entry in evaluation.prediction.memory)
+        assert smaller.shape == candidate.shape
+    assert found
