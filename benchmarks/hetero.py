@@ -25,7 +25,6 @@ sys.path.append(
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from benchmarks.emulate import LINKS_SMALLER, MOST_OVERRUN_PERCENT, Emulated, emulate_in_pace, pocket
-
 from benchmarks.quotas import measured_rows
 from hethub.planner import plan
 from hethub.planner.problem.pose import pose

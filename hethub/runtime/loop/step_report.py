@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from hethub.communicator import World
-from hethub.communicator.bridge.counters import since
+from hethub.communicator.counters import since
 from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.state.gradient_norm import global_norm, ordered_sum
 from hethub.runtime.state.learning_rate import learning_rate

@@ -1,4 +1,4 @@
-"""Whether the order of plans holds: python benchmarks/rehearsed_order.py [--steps N] [--seed N] [--best N] [--random N]
+"""Whether the order of plans holds: python benchmarks/order.py [--steps N] [--seed N] [--best N] [--random N]
 
 Eight ranks of two makers: the planner's eight best plans and eight random ones are emulated (see benchmarks/hetero.py),
 again on a slower clock where the cores could not keep the pace. Prints every plan's predicted and emulated step as it
@@ -21,7 +21,6 @@ sys.path.append(
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
 from benchmarks.emulate import MOST_OVERRUN_PERCENT, Emulated, emulate_in_pace, pocket
-
 from benchmarks.hetero import MODEL, PRECISION, SEQ_LEN, cluster, table, written
 from hethub.planner import plan
 from hethub.predictor import predict
