@@ -2,7 +2,13 @@
 
 import pytest
 
-from hethub.runtime.launch.launcher_environment import LaunchInfo, expand_tasks_per_node, first_host, launch_info
+from hethub.runtime.launch.launcher_environment import (
+    LaunchInfo,
+    expand_tasks_per_node,
+    first_host,
+    is_first_rank,
+    launch_info,
+)
 from hethub.runtime.launch.store import master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
@@ -43,6 +49,7 @@ SLURM = {
 def test_place_in_the_job(environment, expected):
     info = launch_info(environment)
     assert (info.launcher, info.rank, info.size, info.local_rank, info.local_size) == expected
+    assert is_first_rank(environment) == (info.rank == 0)
 
 
 def test_half_a_launcher_is_refused():
