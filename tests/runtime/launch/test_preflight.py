@@ -234,10 +234,10 @@ def test_a_failure_is_raised_where_it_is_and_told_to_the_others(failing):
 def one_stays_silent(rank, store):
     if rank == 1:
         Rendezvous.on_one_host(store, rank, 3)
-        time.sleep(2.0)
+        time.sleep(3.0)
         os._exit(0)
     with meeting(rank, store) as here:
-        together(here, "files", lambda: None, patience_seconds=1.0)
+        together(here, "files", lambda: None, patience_seconds=2.0)
 
 
 def test_a_rank_that_does_not_answer_is_named():
