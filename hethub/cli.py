@@ -11,7 +11,8 @@ import hethub
 from hethub.commands import data, machine, plan, report, size, train
 from hethub.spec.errors import BadInput, RunFailed
 
-_LINGER_SECONDS = 2.0
+# By exit code. After a failure a rank whose main thread is stuck speaks within five seconds (World.watch).
+_LINGER_SECONDS = {1: 6.0, 2: 2.0}
 
 
 def main() -> int:
@@ -32,20 +33,20 @@ def main() -> int:
     if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
-        _let_others_speak()
+        _let_others_speak(code)
     if code == 1:
         os._exit(code)
     return code
 
 
-def _let_others_speak() -> None:
+def _let_others_speak(code: int) -> None:
     """Returns when the other ranks of a job under mpirun have had the time to say what they know.
 
     `mpirun --continuous` (Open MPI 5.0) counts a rank that ends with an error twice. So it takes the job for ended,
     and kills whoever is left, when half of the ranks have gone.
     """
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        time.sleep(_LINGER_SECONDS)
+        time.sleep(_LINGER_SECONDS[code])
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

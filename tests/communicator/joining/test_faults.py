@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,23 @@ def test_a_native_groups_failure_is_told_in_our_words():
         assert kind == "RunFailed"
         assert "sum the gradients" in message
         assert "rank 1 is gone" in message
+
+
+def wait_in_a_group_beside(world):
+    """Ranks 0 and 2 wait for each other in a group that torch made, whose connections to the dead are not theirs."""
+    group = world.gloo_group(timedelta(hours=1))
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with world.guard("checkpoint"):
+        dist.recv(torch.empty(1), 2 - world.rank, group=group)
+
+
+def test_a_group_for_another_thread_fails_with_the_world():
+    outcomes = start_ranks(3, wait_in_a_group_beside, connect={"timeout_seconds": 60}, timeout_seconds=30)
+    for rank in (0, 2):
+        kind, message = outcomes[rank].error
+        assert kind == "RunFailed"
+        assert f"checkpoint in the world of 3 ranks failed on rank {rank}: rank 1 is gone" in message
 
 
 def close_with_a_straggler(world):
