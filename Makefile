@@ -12,20 +12,26 @@ INSTALLED := $(VENV)/.installed
 MPIRUN := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	$(BIN)/mpirun --oversubscribe --bind-to none --continuous
 
-.PHONY: demo test test-all test-communicator check clean
+# Tests wait as much as they compute, for processes and for faults to show, so three run at a time on two cores.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+
+.PHONY: demo test test-slow check evidence clean
 
 demo: $(INSTALLED)
 	$(MPIRUN) -n 4 $(BIN)/hethub train configs/jobs/laptop-mixed.yaml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-test-all: $(INSTALLED)
-	$(BIN)/python -m pytest
+# What takes minutes: torch's own DistributedTest under three layouts of islands, Inductor, long training.
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow
 
-# torch's own DistributedTest under three layouts of islands, and Inductor beside what `make test` runs of it.
-test-communicator: $(INSTALLED)
-	$(BIN)/python -m pytest tests/communicator -m "slow or not slow" -s
+# What takes too long for every change. Each result is written to docs/evidence, to be committed with the change that
+# it proves: make evidence [EVIDENCE="reference planner-exhaustive"]
+EVIDENCE ?=
+evidence: $(INSTALLED)
+	$(BIN)/python -P tests/evidence.py $(EVIDENCE)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

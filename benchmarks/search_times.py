@@ -25,7 +25,8 @@ from hethub.planner.explain.scaled import Scale, scaled  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.report.drawing import COLOURS, svg, text  # noqa: E402
 from hethub.spec.cluster import ClusterSpec, load_cluster  # noqa: E402
-from hethub.spec.model import ModelSpec, load_model  # noqa: E402
+from hethub.spec.lookup import load_model  # noqa: E402
+from hethub.spec.model import ModelSpec  # noqa: E402
 
 TO_REACH = {64: 1.0, 320: 2.0, 768: 3.0, 10240: 60.0}  # seconds
 SIZES = (8, 16, 32, 64, 128, 320, 768, 2048, 10240)

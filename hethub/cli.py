@@ -4,11 +4,15 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 import hethub
 from hethub.commands import data, machine, plan, report, size, train
 from hethub.spec.errors import BadInput, RunFailed
+
+# By exit code. After a failure a rank whose main thread is stuck speaks within five seconds (World.watch).
+_LINGER_SECONDS = {1: 6.0, 2: 2.0}
 
 
 def main() -> int:
@@ -26,11 +30,23 @@ def main() -> int:
     except Exception:  # noqa: BLE001  nobody is left to handle it, so it is shown as Python itself would
         sys.excepthook(*sys.exc_info())
         code = 1
-    if code == 1:
+    if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
+        _let_others_speak(code)
+    if code == 1:
         os._exit(code)
     return code
+
+
+def _let_others_speak(code: int) -> None:
+    """Returns when the other ranks of a job under mpirun have had the time to say what they know.
+
+    `mpirun --continuous` (Open MPI 5.0) counts a rank that ends with an error twice. So it takes the job for ended,
+    and kills whoever is left, when half of the ranks have gone.
+    """
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        time.sleep(_LINGER_SECONDS[code])
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -31,6 +31,11 @@ def create_gloo_group(
     return GlooGroup(store, rank, size, options)
 
 
+def gloo_of(group: dist.ProcessGroup) -> GlooGroup:
+    """The Gloo group within one that torch made."""
+    return group._get_backend(torch.device("cpu"))
+
+
 def break_gloo_group(group: GlooGroup, rank: int, size: int) -> None:
     """Makes every pending wait on `group` in this process raise, and closes its connections.
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class World:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
         self._messages = PointToPoint(context.gloo, context, range(context.size), f"the world of {context.size} ranks")
         self._closed = threading.Event()
+        self._told = False
 
     @property
     def rank(self) -> int:
@@ -122,6 +124,12 @@ class World:
         if members not in self._groups:
             self._groups[members] = backend.new_group(self._context, members)
         return self._groups[members]
+
+    def gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
+        """A new Gloo group of all ranks for a thread of its own; it fails with the world."""
+        group = dist.new_group(list(range(self.size)), backend="gloo", timeout=timeout)
+        self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size)
+        return group
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
         """A Work that is done when `tensor` may be changed; the receiver must have asked for it by then."""
@@ -181,7 +189,7 @@ class World:
         """From here on this process ends when any rank fails, even if its main thread is stuck in a native call.
 
         All pending work fails at once, `on_failure` is called in a thread of its own, and after `grace_seconds` a
-        process that has not ended by itself prints the reason and exits with 1.
+        process that neither has ended by itself nor is about to (`abort`) prints the reason and exits with 1.
         """
 
         def end(failure: Failure) -> None:
@@ -189,10 +197,12 @@ class World:
             faulthandler.dump_traceback_later(grace_seconds + 10, exit=True)
             if on_failure is not None:
                 on_failure(failure)
-            if not self._closed.wait(grace_seconds):
+            is_closed = self._closed.wait(grace_seconds)
+            if not is_closed and not self._told:
                 print(f"hethub: rank {self.rank} ends because {failure}.", file=sys.stderr, flush=True)
                 os._exit(1)
-            faulthandler.cancel_dump_traceback_later()
+            if is_closed:
+                faulthandler.cancel_dump_traceback_later()
 
         self._context.liveness.when_failed(end)
 
@@ -201,6 +211,7 @@ class World:
         self._context.liveness.report(f"failed: {reason}")
         self._context.liveness.wait_for_failure(_GRACE_SECONDS)  # told to all: this process may end
         self._context.abort()
+        self._told = True
 
     def close(self) -> None:
         """Leaves the world: with all other ranks when all is well, at once when one has failed."""

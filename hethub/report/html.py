@@ -19,7 +19,7 @@ from hethub.report.trace import times_are
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
-from hethub.spec.model import load_model
+from hethub.spec.lookup import load_model
 from hethub.spec.plan import load_plan
 from hethub.spec.schedule.actions import COMPUTE, UPDATE
 

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hethub.spec.base import Source, build
 from hethub.spec.errors import BadInput
-
-if TYPE_CHECKING:
-    from hethub.spec.model import ModelSpec
+from hethub.spec.model import ModelSpec
 
 # Our key of the shape: theirs.
 _SHAPE = {
@@ -25,7 +24,13 @@ _ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "
 _DEFAULT_NORM_EPS = 1e-6  # what transformers takes where the config says nothing
 
 
-def read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
+def from_hugging_face(folder: Path) -> ModelSpec:
+    """The shape that a Hugging Face Llama folder's config.json describes. Raises BadInput."""
+    path, shape = _read_shape(folder)
+    return build(ModelSpec, shape, Source(str(path)), "Hugging Face config")
+
+
+def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The folder's config.json, of transformers 4.x or 5.x, and the keys of our model file that it stands for.
 
     Raises BadInput where the folder is none, or the model uses what hethub does not implement.
@@ -74,7 +79,7 @@ def _read_rope_scaling(rope: dict[str, Any], path: Path) -> dict[str, Any] | Non
     return {ours: rope[theirs] for ours, theirs in _ROPE.items() if theirs in rope}
 
 
-def config_of(model: "ModelSpec", dtype: str) -> dict[str, Any]:
+def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
     """The config.json of the model, in the keys of transformers 5.x and, beside them, those of 4.x."""
     assert model.family == "llama", model.family
     resolved = {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}

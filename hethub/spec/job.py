@@ -12,7 +12,8 @@ from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Source, Spec, build, read_yaml
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
 from hethub.spec.errors import BadInput, suggest
-from hethub.spec.model import Count, ModelSpec, load_model
+from hethub.spec.lookup import load_model
+from hethub.spec.model import Count, ModelSpec
 from hethub.spec.plan import PlanSpec, ScheduleName, load_plan
 
 STRATEGIES = ("auto", "exhaustive", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")

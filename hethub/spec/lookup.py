@@ -1,10 +1,19 @@
-"""Models and clusters that a plan file only names: where their descriptions are looked for."""
+"""Models and clusters by what a job or a plan names them with: where their descriptions are looked for."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from hethub.spec.base import SpecT, build, read_yaml
+from hethub.spec.base import SpecT, build, load, read_yaml
 from hethub.spec.errors import BadInput
+from hethub.spec.hugging_face import from_hugging_face
+from hethub.spec.model import ModelSpec
+
+
+def load_model(reference: str, base: Path) -> ModelSpec:
+    """The model that a job names: a YAML file or `hf:folder`, relative to `base`. Raises BadInput."""
+    if reference.startswith("hf:"):
+        return from_hugging_face(base / reference[3:])
+    return load(ModelSpec, base / reference, "model file")
 
 
 def find_named(cls: type[SpecT], kind: str, name: str, plan_path: Path) -> SpecT:

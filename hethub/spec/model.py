@@ -1,13 +1,11 @@
 """Models: the shape of a transformer, read from our YAML or from a Hugging Face folder."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Positive
-from hethub.spec.base import Source, Spec, build, load
-from hethub.spec.hugging_face import read_shape
+from hethub.spec.base import Spec
 
 Count = Annotated[int, Field(ge=1)]
 # Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by
@@ -109,16 +107,3 @@ class ModelSpec(Spec):
     def parameters(self) -> int:
         """All trained parameters; a tied head counts once."""
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
-
-
-def load_model(reference: str, base: Path) -> ModelSpec:
-    """The model that a job names: a YAML file or `hf:folder`, relative to `base`. Raises BadInput."""
-    if reference.startswith("hf:"):
-        return from_hugging_face(base / reference[3:])
-    return load(ModelSpec, base / reference, "model file")
-
-
-def from_hugging_face(folder: Path) -> ModelSpec:
-    """The shape that a Hugging Face Llama folder's config.json describes. Raises BadInput."""
-    path, shape = read_shape(folder)
-    return build(ModelSpec, shape, Source(str(path)), "Hugging Face config")

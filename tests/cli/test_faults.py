@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from functools import partial
 
@@ -31,6 +32,28 @@ def test_a_rank_killed_at_step_3_is_named_by_all_others(tmp_path):
     assert all("rank 2 is gone" in paragraph for paragraph in ended.paragraphs)
     assert "Traceback" not in ended.stderr
     assert "terminate called" not in ended.stderr  # an interpreter finalised under threads in native calls
+
+
+SPEAK_IN_TURN = """
+import os, sys, time
+from pathlib import Path
+from hethub.cli import main
+Path("ready-" + os.environ["OMPI_COMM_WORLD_RANK"]).touch()
+while len(list(Path().glob("ready-*"))) < 4:
+    time.sleep(0.01)
+time.sleep(0.2 * int(os.environ["OMPI_COMM_WORLD_RANK"]))
+sys.exit(main())
+"""
+
+
+@needs_mpirun
+def test_ranks_that_fail_one_after_another_are_all_heard(tmp_path):
+    """mpirun kills who is left when half the ranks have failed, so nobody leaves at once."""
+    program = [sys.executable, "-P", "-c", SPEAK_IN_TURN]
+    ended = start_mpirun(4, "plan", "missing.yaml", cwd=tmp_path, program=program).end()
+    assert ended.exit_code == 2
+    assert len(ended.paragraphs) == 4
+    assert all("missing.yaml" in paragraph for paragraph in ended.paragraphs)
 
 
 def fail_at_step_3(failing_rank, rank):

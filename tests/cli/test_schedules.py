@@ -9,7 +9,7 @@ import pytest
 from hethub.spec.cluster import load_cluster
 from hethub.spec.layout.bind import bind
 from hethub.spec.layout.execution import actions
-from hethub.spec.model import load_model
+from hethub.spec.lookup import load_model
 from hethub.spec.plan import load_plan
 from tests.support.command import hethub, ranks
 from tests.support.job_files import plan, write_job

@@ -6,7 +6,7 @@ import pytest
 
 from hethub.capacity.catalogue import CatalogueSpec, load_catalogue
 from hethub.spec.cluster import load_cluster
-from hethub.spec.model import load_model
+from hethub.spec.lookup import load_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path for kind in ("models", "clusters") for path in (CONFIGS / kind).glob("*.yaml"))

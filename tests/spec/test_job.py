@@ -9,7 +9,7 @@ from hethub.spec.base import dump_yaml
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.job import JobSpec, load_job
-from hethub.spec.model import load_model
+from hethub.spec.lookup import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"name": "m", "layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 300, "max_seq_len": 128}

@@ -10,7 +10,6 @@ import io
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,12 +23,13 @@ from typing import IO, Any
 import pytest
 
 from tests.support.ranks import start_ranks
+from tests.support.sockets import free_port
 
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 HETHUB = BIN / "hethub"
 MPIRUN = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
-HANG_SECONDS = 150
+HANG_SECONDS = 270  # a loaded machine may take minutes to start four ranks; pytest's own timeout is 300
 
 needs_mpirun = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
@@ -182,14 +182,9 @@ def start_torchrun(size: int, *arguments: Any, cwd: Path) -> Running:
         "--master-addr",
         "127.0.0.1",
         "--master-port",
-        _free_port(),
+        str(free_port()),
     ]
     return Running([*launch, "--nproc-per-node", str(size), "-m", "hethub", *map(str, arguments)], cwd, {})
-
-
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def ranks(
@@ -199,7 +194,7 @@ def ranks(
 
     Processes still running at the timeout are killed, and the test fails.
     """
-    master = _free_port()
+    master = str(free_port())
     outcomes = start_ranks(
         size, _forked, size, master, str(cwd), list(map(str, arguments)), hook, timeout_seconds=timeout_seconds
     )

@@ -38,8 +38,9 @@ def why_no_namespaces() -> str | None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"needs {' and '.join(missing)} (Debian: iproute2)"
-    probe = subprocess.run(["ip", "netns", "add", "hethub-probe"], capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "del", "hethub-probe"], capture_output=True, check=False)
+    name = f"hethub-probe-{os.getpid()}"
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return f"needs network namespaces ({probe.stderr.strip()})" if probe.returncode else None
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.sockets import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo")
 _SEARCHED = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 NODES = ("first", "second")
@@ -66,7 +68,7 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     (folder / "state").mkdir()
-    ports = {f"{name}_port": _free_port() for name in ("controller", *NODES)}
+    ports = {f"{name}_port": free_port() for name in ("controller", *NODES)}
     text = _CONFIGURATION.format(host=host, folder=folder, cpus=NUM_CPUS, **ports)
     (folder / "slurm.conf").write_text(text)
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _SEARCHED}
@@ -115,8 +117,3 @@ def _wait_until(is_so: Callable[[], bool], folder: Path, seconds: float = 30.0) 
             said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.log")))
             raise AssertionError(f"Slurm did not start within {seconds:g} s\n{said}")
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -1,12 +1,32 @@
-"""What a process listens on, as the kernel tells it."""
+"""What a process listens on, as the kernel tells it; and ports that nobody else is handed."""
 
 import ipaddress
+import itertools
 import os
+import secrets
 import socket
 import struct
 from pathlib import Path
 
 _LISTEN = "0A"
+_PORTS_PER_WORKER = 500
+_offsets = itertools.count(secrets.randbelow(_PORTS_PER_WORKER))
+
+
+def free_port() -> int:
+    """A free port of 127.0.0.1 for a program that is told it and listens later.
+
+    It lies below those that the kernel hands out by itself, and tests that run beside this one (pytest-xdist's workers)
+    are given others: nobody takes it in between.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 16_000 + worker % 32 * _PORTS_PER_WORKER + next(_offsets) % _PORTS_PER_WORKER
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 def listening_addresses(process: int | str = "self") -> set[str]:

@@ -31,7 +31,7 @@ def test_values_come_back_in_rank_order():
 
 
 def test_failures_and_timeouts_are_told_apart():
-    first, second = start_ranks(2, fail_or_sleep, timeout_seconds=2)
+    first, second = start_ranks(2, fail_or_sleep, timeout_seconds=4)
     assert first.error == ("KeyError", '"rank 0\'s own mistake"')
     assert second.timed_out
     assert second.exit_code == -9
@@ -48,6 +48,6 @@ def sleep_or_fail(rank, store):
 
 
 def test_a_rank_that_hangs_hides_no_later_ranks_failure():
-    first, second = start_ranks(2, sleep_or_fail, timeout_seconds=2)
+    first, second = start_ranks(2, sleep_or_fail, timeout_seconds=4)
     assert first.timed_out
     assert second.error == ("KeyError", '"rank 1\'s own mistake"')

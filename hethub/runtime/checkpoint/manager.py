@@ -36,7 +36,7 @@ class CheckpointManager:
         require_shared(folder, world)
         self.folder, self.keep, self._world = folder, keep, world
         # A group of its own: what the writing thread sends never meets the training's messages.
-        self._group = dist.new_group(list(range(world.size)), backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._group = world.gloo_group(_WRITE_TIMEOUT)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._snapshot: Snapshot | None = None

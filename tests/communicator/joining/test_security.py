@@ -64,8 +64,9 @@ def test_ranks_of_torchrun_on_one_host_listen_on_loopback_only(tmp_path):
 IN_A_NAMESPACE = """
 ip link set lo up && ip link add fast type veth peer name slow || exit 1
 ip addr add 10.203.9.1/24 dev fast && ip addr add 10.204.9.1/24 dev slow && ip link set fast up && ip link set slow up || exit 1
-for rank in 0 1; do RANK=$rank "$@" & done
-wait -n && wait -n
+RANK=0 "$@" & first=$!
+RANK=1 "$@" & second=$!
+wait $first && wait $second
 """
 
 

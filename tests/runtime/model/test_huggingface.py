@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hethub.runtime.model.huggingface import INDEX_FILE, SINGLE_FILE, open_weights, write_folder
 from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.hugging_face import from_hugging_face
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
-from hethub.spec.model import ModelSpec, from_hugging_face
+from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range, split
 
 LLAMA_31 = {

@@ -16,7 +16,8 @@ from hethub.runtime.checkpoint.export import export
 from hethub.runtime.model.initial import load_hugging_face
 from hethub.runtime.model.stage import MicrobatchInput
 from hethub.runtime.run_folder import RunFolder
-from hethub.spec.model import ModelSpec, from_hugging_face
+from hethub.spec.hugging_face import from_hugging_face
+from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, Shards, build_trainer, random_tokens, replica, shards, stage
 from tests.support.ranks import run_ranks
 

@@ -10,8 +10,8 @@ from hethub.predictor.predict import predict
 from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import bind
-from hethub.spec.lookup import find_named
-from hethub.spec.model import ModelSpec, load_model
+from hethub.spec.lookup import find_named, load_model
+from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, load_plan
 
 CASE_FILES = ("cluster.yaml", "plan.yaml", "measured.json")

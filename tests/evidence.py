@@ -1,0 +1,83 @@
+"""Runs the proofs that take too long for every change, and keeps what they print in docs/evidence, to be committed.
+
+python tests/evidence.py [NAME ...]     all where none is named; exits with 1 where one fails
+
+Each file begins with the date, the commit, the machine and the command, and ends with how the command ended.
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "evidence"
+RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
+
+PROOFS = {
+    "reference": ["benchmarks/reference.py"],
+    "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
+    "planner-bounded": ["benchmarks/planner.py", "bounded"],
+    "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
+}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROOFS))
+    names = parser.parse_args().names or list(PROOFS)
+    if unknown := set(names) - PROOFS.keys():
+        parser.error(f"no proof is called {', '.join(sorted(unknown))}; there are {', '.join(PROOFS)}")
+    failed = [name for name in names if not prove(name)]
+    return 1 if failed else 0
+
+
+def prove(name: str) -> bool:
+    """Whether the proof holds; docs/evidence/NAME.txt tells."""
+    command = PROOFS[name]
+    lines = [
+        f"date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"commit: {commit()}",
+        f"machine: {machine()}",
+        f"command: python {' '.join(command)}",
+        "",
+    ]
+    began = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    lines += [ended.stdout.replace(f"{ROOT}/", "").rstrip(), ""]
+    lines += [f"exit code {ended.returncode} after {time.monotonic() - began:.0f} s"]
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    print(f"{name}: {lines[-1]}", flush=True)
+    return ended.returncode == 0
+
+
+def commit() -> str:
+    """The commit that is checked out; said too where the files differ from it, earlier evidence aside."""
+    here = _git("rev-parse", "--short=12", "HEAD")
+    return f"{here}, with changes" if _git("status", "--porcelain", "--", ":!docs/evidence") else here
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine() -> str:
+    information = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", information.read_text()) if information.exists() else None
+    processor = found[1] if found else platform.machine()
+    return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
