@@ -33,7 +33,8 @@ def load_support() -> tuple[Any, Any]:
     assert spec.loader is not None
     sys.modules["tests"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["tests"])
-    from tests.support import namespaces, ranks
+    from tests.support import ranks
+    from tests.support.hosts import namespaces
 
     return ranks, namespaces
 
@@ -90,7 +91,7 @@ def in_namespace(
     """As `timed_pairs`, each island in a network namespace of its own."""
     from hethub.communicator import Rendezvous, connect
     from hethub.communicator.joining.rendezvous import agree_on_token
-    from tests.support.namespaces import ADDRESSES
+    from tests.support.hosts.namespaces import ADDRESSES
 
     side = next(index for index, island in enumerate(islands) if rank in island)
     found.enter(side)

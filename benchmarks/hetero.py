@@ -157,7 +157,7 @@ def makers(bench: Bench) -> None:
     on = cluster("makers", (fast, 4), (pocket("MI250X-GCD", speed=ratio / 1.6), 4))
     mixed = bench.run(case, "auto", planned(on, global_batch, "auto"))
     problem = pose(MODEL, on, Batch(global_batch, SEQ_LEN, PRECISION), None)
-    alone = plan(MODEL, on, (global_batch, SEQ_LEN, PRECISION)).kinds_alone
+    alone = plan(MODEL, on, (global_batch, SEQ_LEN, PRECISION)).homogeneous_parts
     bound = 0.0
     for index, kind in enumerate(alone):
         layout = bind(kind.plan, MODEL, problem.part(index).cluster)

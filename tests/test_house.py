@@ -1,4 +1,9 @@
-"""The house: imports point one way, planning needs no torch, the links are doorways, files stay readable."""
+"""The house: imports point one way, rooms keep to their doorways, planning needs no torch, files stay readable.
+
+A room is a folder. In a folder that holds rooms, each file beside them counts as a room of its own. Every folder's
+`__init__.py` opens with its doorway: what lives here, where to start reading, what it may import (names below
+`hethub`; a name allows everything under it).
+"""
 
 import ast
 import importlib.util
@@ -7,8 +12,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hethub"
 LINKS = ("communicator", "kernels", "planner", "predictor")
 MAX_LINES = 400
+MAX_FILES = 12
 
 # cli → report, runtime → planner → predictor → spec and runtime → communicator → kernels → spec.
 MAY_IMPORT = {
@@ -42,11 +49,28 @@ NAMES_DEVICES = (
 )
 TORCH_FREE = ("spec", "predictor", "planner", "capacity")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in SOURCES} - {PACKAGE})
 
 
 def room(path: Path) -> str:
-    """The first part of a module's name below hethub: its room, or the module itself."""
+    """The first part of a module's name below hethub: its outer room, or the module itself."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module(path: Path) -> str:
+    """A file's dotted name below hethub; that of its folder for an `__init__.py`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in SOURCES}
+
+
+def inner_room(path: Path) -> str:
+    """The room of a file: its folder, or itself in a folder that holds rooms."""
+    holds_rooms = any((entry / "__init__.py").exists() for entry in path.parent.iterdir() if entry.is_dir())
+    own = ".".join(path.parent.relative_to(PACKAGE).parts)
+    return ".".join(filter(None, [own, path.stem])) if holds_rooms else own
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
@@ -57,11 +81,18 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             parts = list(path.relative_to(ROOT).parent.parts)
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, [base, node.module]))
-            if module == "hethub":
-                yield from ((node.lineno, f"hethub.{alias.name}") for alias in node.names)
-            else:
-                yield node.lineno, module
+            source = ".".join(filter(None, [base, node.module]))
+            for alias in node.names:
+                whole = f"{source}.{alias.name}"
+                yield node.lineno, whole if whole.removeprefix("hethub.") in MODULES or source == "hethub" else source
+
+
+def own_imports(path: Path) -> Iterator[tuple[int, Path]]:
+    """The files of ours that a file imports, with the line. A package stands for its `__init__.py`."""
+    for line, name in imported(path):
+        found = MODULES.get(name.removeprefix("hethub.")) if name.startswith("hethub.") else None
+        if found is not None and found != path:
+            yield line, found
 
 
 def test_imports_point_one_way() -> None:
@@ -78,6 +109,163 @@ def test_imports_point_one_way() -> None:
 
 def test_every_room_has_its_rule() -> None:
     assert {room(path) for path in SOURCES} <= set(MAY_IMPORT)
+
+
+class Doorway:
+    """The five lines that open a folder's `__init__.py`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.lines = (folder / "__init__.py").read_text(encoding="utf-8").splitlines()[:5]
+        self.folder = folder
+
+    def is_well_formed(self) -> bool:
+        if len(self.lines) < 5:
+            return False
+        what, blank, start, may, end = self.lines
+        opens = what.startswith('"""') and what.endswith(".") and not blank
+        return (
+            opens
+            and bool(re.fullmatch(r"Start reading: .+\.", start) and re.fullmatch(r"May import: .+\.", may))
+            and end == '"""'
+        )
+
+    def start(self) -> list[str]:
+        """The files and folders named as the place to begin."""
+        return re.findall(r"[\w/]+(?:\.py|/)", self.lines[2])
+
+    def allowed(self) -> list[str]:
+        named = self.lines[3].removeprefix("May import: ").removesuffix(".")
+        return [] if named == "nothing of ours" else named.split(", ")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: module(folder / "__init__.py"))
+def test_a_folder_opens_with_its_doorway(folder: Path) -> None:
+    doorway = Doorway(folder)
+    assert doorway.is_well_formed(), doorway.lines
+    assert doorway.start()
+    assert all((folder / name).exists() for name in doorway.start())
+
+
+def test_rooms_import_what_their_doorways_allow() -> None:
+    """A file may import from its own folder and from the rooms inside it; all else its folder's doorway names."""
+    doorways = {folder: Doorway(folder).allowed() for folder in FOLDERS}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module(other)}"
+        for path in SOURCES
+        if path.parent != PACKAGE
+        for line, other in own_imports(path)
+        if path.parent not in (other.parent, *other.parent.parents)
+        and not any(f"{module(other)}.".startswith(f"{name}.") for name in doorways[path.parent])
+    ]
+    assert not wrong
+
+
+def test_doorways_allow_only_what_is_needed() -> None:
+    spare = []
+    for folder in FOLDERS:
+        needed = {module(other) for path in folder.glob("*.py") for _, other in own_imports(path)}
+        for name in Doorway(folder).allowed():
+            if not any(f"{other}.".startswith(f"{name}.") for other in needed):
+                spare.append(f"{module(folder / '__init__.py')} names {name}")
+    assert not spare
+
+
+def test_no_circles_between_rooms() -> None:
+    needs = defaultdict(set)
+    for path in SOURCES:
+        for _, other in own_imports(path):
+            if inner_room(other) != inner_room(path):
+                needs[inner_room(path)].add(inner_room(other))
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        pytest.fail(f"rooms import each other: {' ← '.join(error.args[1])}")
+
+
+def test_no_folder_is_too_full() -> None:
+    files = [path for path in tracked() if path.suffix == ".py" and path.name != "__init__.py"]
+    counts = Counter(
+        path.parent.relative_to(ROOT) for path in files if path.relative_to(ROOT).parts[0] in ("hethub", "tests")
+    )
+    assert not {str(folder): count for folder, count in counts.items() if count > MAX_FILES}
+
+
+def test_tests_mirror_the_rooms() -> None:
+    """Each folder of tests has the name of a room, but for whole commands, slow truths and what tests share."""
+    apart = {"cli", "oracle", "reference", "support"}
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert not [
+        str(folder)
+        for folder in folders
+        if folder.parts and folder.parts[0] not in apart and not (PACKAGE / folder).is_dir()
+    ]
+
+
+# Words that were replaced by the field's: sub-words of identifiers, and whole identifiers. YAML keys stay as they are.
+REPLACED = {
+    "tile": "microbatch", "tiles": "microbatches", "tiling": "microbatching", "tilings": "microbatchings",
+    "lane": "actor", "lanes": "actors", "seat": "assignment", "seats": "assignments", "draft": "candidate",
+    "drafts": "candidates", "judge": "evaluator", "judged": "evaluated", "verdict": "evaluation",
+    "surrogate": "estimator", "footprint": "memory model", "footprints": "memory models",
+    "roomy": "extra in flight", "flights": "in-flight microbatches", "circuit": "critical cycle",
+    "crossing": "point-to-point transfer", "crossings": "point-to-point transfers", "lean": "folded",
+    "programme": "task graph", "residency": "ZeRO manager", "parked": "offloaded", "drift": "straggler",
+    "drifted": "straggler", "drifting": "stragglers", "rehearsal": "emulation", "rehearsed": "emulated",
+    "rehearse": "emulate", "together": "consensus", "agreement": "preflight",
+}  # fmt: skip
+REPLACED_WHOLE = {
+    "put_off": "deferred_wgrad", "paper_run": "list_schedule", "PaperRun": "ListSchedule", "self_measure": "autotune",
+    "UnitWeights": "ZeroWeights", "UnitGradients": "ZeroGradients", "num_parts": "num_chunks",
+    "part_by_part": "chunk_by_chunk", "KindAlone": "HomogeneousPart", "kinds_alone": "homogeneous_parts",
+}  # fmt: skip
+# A lane is also one of several TCP connections between two ranks.
+LANES_OF_TCP = ("communicator", "runtime/launch", "commands")
+KEYS_OF_FILES = {"drift", "rehearsal"}  # of job files
+
+
+def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+    """The names that a file defines or uses, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for field in ("id", "attr", "name", "arg", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield getattr(node, "lineno", 0), name
+
+
+def test_identifiers_use_the_fields_words() -> None:
+    """Outside the planner, whose search is written anew: what survives there is renamed then."""
+    wrong = []
+    for path in SOURCES:
+        place = path.relative_to(PACKAGE).as_posix()
+        if place.startswith("planner/"):
+            continue
+        for line, name in identifiers(path):
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+            found = {word for word in words if word in REPLACED}
+            if place.startswith(LANES_OF_TCP):
+                found -= {"lane", "lanes"}
+            if (found and name not in KEYS_OF_FILES) or name in REPLACED_WHOLE:
+                say = REPLACED_WHOLE.get(name) or ", ".join(REPLACED[word] for word in sorted(found))
+                wrong.append(f"{place}:{line} {name}: say {say}")
+    assert not wrong
+
+
+def test_documents_name_files_that_exist() -> None:
+    named = re.compile(r"`((?:hethub|tests|benchmarks|configs|docs)/[\w./-]*\w)`")
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in tracked()
+        if path.suffix == ".md" and path.name != "CHANGELOG.md"
+        for name in named.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
+    assert not missing
+
+
+def test_pages_are_short_enough_to_read() -> None:
+    assert all(
+        len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 200 for name in ("ARCHITECTURE.md", "README.md")
+    )
 
 
 def test_planning_rooms_never_name_torch() -> None:

@@ -1,5 +1,5 @@
 """The commands by theme: what each takes on the command line, and the few calls that do it.
 
 Start reading: common.py, then train.py.
-May import: .
+May import: spec, predictor, planner, capacity, communicator, runtime, report.
 """

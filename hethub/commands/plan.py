@@ -18,7 +18,7 @@ from hethub.commands.common import (
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from hethub.planner import KindAlone
+    from hethub.planner import HomogeneousPart
     from hethub.predictor.cost.profile import ProfileSpec
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
@@ -84,7 +84,7 @@ def plan(options: argparse.Namespace) -> None:
         written.append(options.out)
     folder = options.alone or (options.out and options.out.with_suffix(".alone"))
     if folder is not None:
-        written += save_alone(result.kinds_alone, job.model, folder)
+        written += save_alone(result.homogeneous_parts, job.model, folder)
     if options.json:
         print_json(result.to_dict())
     else:
@@ -135,14 +135,14 @@ def predict(options: argparse.Namespace) -> None:
     if options.alone is not None:
         from hethub.report.alone import save_alone
 
-        written += save_alone(chosen.kinds_alone or (), job.model, options.alone)
+        written += save_alone(chosen.homogeneous_parts or (), job.model, options.alone)
     if options.json:
-        alone = [each.to_dict() for each in chosen.kinds_alone or ()]
+        alone = [each.to_dict() for each in chosen.homogeneous_parts or ()]
         print_json({"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone})
     else:
         from hethub.report.tables import print_predicted
 
-        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.kinds_alone, written)
+        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, written)
 
 
 class _Chosen(NamedTuple):
@@ -150,7 +150,7 @@ class _Chosen(NamedTuple):
 
     strategy: str
     plan: "PlanSpec"
-    kinds_alone: "tuple[KindAlone, ...] | None"  # None: not asked for
+    homogeneous_parts: "tuple[HomogeneousPart, ...] | None"  # None: not asked for
     upper_bound_tokens_per_second: float | None
 
 
@@ -165,13 +165,13 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
 
         result = make_plan(*question, strategy=job.spec.plan, profile=profile, processes=processors())
         bound = result.prediction.upper_bound_tokens_per_second
-        return _Chosen(job.spec.plan, result.plan, result.kinds_alone, bound)
+        return _Chosen(job.spec.plan, result.plan, result.homogeneous_parts, bound)
     plan = load_plan_of(job, file)
     if not options.bounds and options.alone is None:
         return _Chosen("plan file", plan, None, None)
-    from hethub.planner.explain.homogeneous_sum import kinds_alone_for, upper_bound_tokens_per_second
+    from hethub.planner.explain.homogeneous_sum import homogeneous_parts, upper_bound_tokens_per_second
 
-    alone = kinds_alone_for(*question, profile, processors())
+    alone = homogeneous_parts(*question, profile, processors())
     return _Chosen("plan file", plan, alone or (), upper_bound_tokens_per_second(alone))
 
 

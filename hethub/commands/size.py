@@ -54,14 +54,14 @@ def size(options: argparse.Namespace) -> None:
     check_writable(options.out)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
-    catalogue, judge = load_catalogue(options.catalogue or packaged), _judge(job)
+    catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job)
     if options.add:
-        return _add(options, catalogue, judge, have)
+        return _add(options, catalogue, evaluate, have)
     question = Question(
         catalogue=catalogue, tokens=options.tokens, have=have, deadline_days=options.deadline, budget=options.budget
     )
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
-        found = look(question, judge, progress=progress)
+        found = look(question, evaluate, progress=progress)
     if options.out is not None:
         write_sizing(found, question, options.out)
     if options.json:
@@ -71,7 +71,7 @@ def size(options: argparse.Namespace) -> None:
 
 
 def _add(
-    options: argparse.Namespace, catalogue: "CatalogueSpec", judge: "Evaluator", have: "ClusterSpec | None"
+    options: argparse.Namespace, catalogue: "CatalogueSpec", evaluate: "Evaluator", have: "ClusterSpec | None"
 ) -> None:
     from hethub.capacity.additions import rank_additions
     from hethub.report.capacity import print_additions
@@ -79,7 +79,7 @@ def _add(
 
     assert have is not None
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
-        additions, left_out = rank_additions(catalogue, judge, have, progress)
+        additions, left_out = rank_additions(catalogue, evaluate, have, progress)
     if options.json:
         lists = {"additions": list(map(vars, additions)), "left_out": list(map(vars, left_out))}
         print_json({**lists, **_terms(catalogue)})
@@ -105,7 +105,7 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _judge(job: "Job") -> "Evaluator":
+def _evaluator(job: "Job") -> "Evaluator":
     """What a cluster's best plan delivers for the job's model and batch."""
     from hethub.planner import plan
 
@@ -113,7 +113,7 @@ def _judge(job: "Job") -> "Evaluator":
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
-    def judge(cluster: "ClusterSpec") -> "Prediction":
+    def evaluate(cluster: "ClusterSpec") -> "Prediction":
         return plan(job.model, cluster, job.spec.train.batch, constraints, with_bounds=False).prediction
 
-    return judge
+    return evaluate

@@ -1,12 +1,12 @@
 """One process group over accelerators of several makers.
 
-`connect(rendezvous)` gives a `World`: groups (native inside an island, bridged between islands), tagged messages
-between any two ranks, barriers and small objects, and failures that name the rank. Importing this
-package makes torch know the c10d backend "hethub", so that `init_process_group("hethub")` works in any program.
-`reduce_scatter_by_ranges` and `all_gather_by_ranges` are the uneven collectives.
-
 Start reading: world.py, then groups/ (what c10d calls) and bridge/ (where bytes cross vendors).
+May import: spec, kernels.
 """
+
+# `connect(rendezvous)` gives a `World`: groups (native inside an island, bridged between islands), tagged messages between
+# any two ranks, barriers and small objects, and failures that name the rank. Importing this package makes torch know the
+# c10d backend "hethub", so that `init_process_group("hethub")` works in any program.
 
 from hethub.communicator.groups.backend import register
 from hethub.communicator.groups.uneven import (

@@ -1,1 +1,5 @@
-"""The device layer and the staging kernels: pack, cast, add and quantise, the same result on every maker's device."""
+"""The device layer, and the staging kernels: the same result on every maker's device.
+
+Start reading: device.py, then reference.py.
+May import: spec.
+"""

@@ -12,7 +12,7 @@ from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.layouts import is_equal
 from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
 from hethub.planner.explain.bottlenecks import bottlenecks
-from hethub.planner.explain.homogeneous_sum import Alone, kinds_alone, upper_bound_tokens_per_second
+from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, upper_bound_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
 from hethub.planner.explain.robust import most_robust
 from hethub.planner.explain.unsearched import not_searched
@@ -65,14 +65,14 @@ def plan(
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
     incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
-    with _alone(problem, incumbent, with_bounds, processes) as kinds_alone:
+    with _alone(problem, incumbent, with_bounds, processes) as found_alone:
         best = find(problem, incumbent, strategy)
         rows = _families(problem, incumbent, strategy) if explain else {}
         if strategy == "auto":
             best = incumbent.best  # a family's plan, where explaining found a faster one
         chosen = most_robust(problem, incumbent) if robust else None
         best = _confirmed(problem, incumbent, chosen.evaluation if chosen else best, strategy)
-        alone = kinds_alone()
+        alone = found_alone()
     prediction = _bounded(best.prediction, alone)
     tokens = problem.batch.global_batch * problem.batch.seq_len
     return PlanResult(
@@ -81,7 +81,7 @@ def plan(
         strategy=strategy,
         runners_up=_runners_up(problem, incumbent, best, top),
         not_searched=not_searched(problem),
-        kinds_alone=alone or (),
+        homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
         start_step_seconds=incumbent.start.seconds if incumbent.start else None,
         out_of_time=incumbent.out_of_time,
@@ -103,7 +103,7 @@ def _alone(problem: Problem, incumbent: Incumbent, wanted: bool, processes: int)
     beside = wanted and processes > 1 and incumbent.limit_seconds is None
     if beside:
         tabulate(problem, incumbent.costs.unit_costs)  # probes memory: processes forked behind it share what was found
-    with kinds_alone(unlimited, incumbent.costs.unit_costs, processes if beside else 1) as found:
+    with homogeneous_parts_beside(unlimited, incumbent.costs.unit_costs, processes if beside else 1) as found:
         yield lambda: found() if wanted and not incumbent.out_of_time else None
 
 

@@ -27,7 +27,7 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KindAlone:
+class HomogeneousPart:
     """One kind's part of the upper bound: its best plan with its part of the batch and nobody else."""
 
     accelerator: str
@@ -101,7 +101,7 @@ class PlanResult:
     candidates: int
     runners_up: tuple[RunnerUp, ...]
     not_searched: tuple[Unsearched, ...]
-    kinds_alone: tuple[KindAlone, ...]
+    homogeneous_parts: tuple[HomogeneousPart, ...]
     families: tuple[FamilyRow, ...]  # where explained
     start_step_seconds: float | None  # the best family's plan, from which `auto` started
     out_of_time: bool
@@ -129,7 +129,7 @@ class PlanResult:
             "start_step_seconds": self.start_step_seconds,
             "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
             "estimate_error_percent": self.estimate_error_percent,
-            "kinds_alone": [kind.to_dict() for kind in self.kinds_alone],
+            "kinds_alone": [kind.to_dict() for kind in self.homogeneous_parts],
             "not_searched": [entry._asdict() for entry in self.not_searched],
             "worst_step_seconds": self.worst_step_seconds,
             "reasons": [reason._asdict() | {"sentence": reason.sentence()} for reason in self.reasons],

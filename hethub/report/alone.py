@@ -12,10 +12,10 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import save_plan
 
 if TYPE_CHECKING:
-    from hethub.planner import KindAlone
+    from hethub.planner import HomogeneousPart
 
 
-def print_alone(alone: Sequence["KindAlone"], console: Console) -> None:
+def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
     """A line for every device type, with its part of the batch, its throughput and its plan."""
     for each in alone:
         lifted = ", its memory limit lifted since it cannot hold the model" if each.memory_lifted else ""
@@ -27,7 +27,7 @@ def print_alone(alone: Sequence["KindAlone"], console: Console) -> None:
         console.print("no upper bound: the batch leaves one device type without a sample")
 
 
-def save_alone(alone: Sequence["KindAlone"], model: ModelSpec, folder: Path) -> list[Path]:
+def save_alone(alone: Sequence["HomogeneousPart"], model: ModelSpec, folder: Path) -> list[Path]:
     """Writes a folder per device type; `hethub report` and `diff` read its plan.yaml, cluster.yaml and model.yaml."""
     written = []
     for index, each in enumerate(alone):

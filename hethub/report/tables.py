@@ -18,7 +18,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
 
 if TYPE_CHECKING:  # the planner's search takes a while to load, and most tables are not its
-    from hethub.planner import KindAlone, PlanDiff, PlanResult
+    from hethub.planner import HomogeneousPart, PlanDiff, PlanResult
     from hethub.runtime.doctor.ranks import RanksExamined
 
 GIB = 2**30
@@ -31,7 +31,7 @@ def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, wri
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
     print_prediction(result.strategy, result.plan, result.prediction, console)
-    print_alone(result.kinds_alone, console)
+    print_alone(result.homogeneous_parts, console)
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
         console.print(
@@ -46,7 +46,7 @@ def print_predicted(
     strategy: str,
     plan: PlanSpec,
     prediction: Prediction,
-    alone: "Sequence[KindAlone] | None",
+    alone: "Sequence[HomogeneousPart] | None",
     written: Sequence[Path],
 ) -> None:
     """What `hethub predict` says of a plan; the parts of the upper bound where they were asked for."""

@@ -1,1 +1,5 @@
-"""What runs a plan: data, model, executor, optimizer, checkpoints."""
+"""What runs a plan: launch, data, model, executor, optimizer, checkpoints.
+
+Start reading: loop/train.py.
+May import: spec, kernels.
+"""

@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import pytest
 
+from tests.support.hosts.sockets import free_port
 from tests.support.ranks import start_ranks
-from tests.support.sockets import free_port
 
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -1,5 +1,5 @@
 """A small space searched to its end: every plan that no bound excludes is timed.
 
 Start reading: search.py.
-May import: .
+May import: spec, predictor, planner.
 """

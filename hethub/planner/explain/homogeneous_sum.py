@@ -10,7 +10,7 @@ from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Kind, Problem
-from hethub.planner.result import KindAlone
+from hethub.planner.result import HomogeneousPart
 from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.processes import forked
@@ -20,10 +20,10 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
-Alone = tuple[KindAlone, ...] | None  # every kind's part; None where the bound is undefined
+Alone = tuple[HomogeneousPart, ...] | None  # every kind's part; None where the bound is undefined
 
 
-def kinds_alone_for(
+def homogeneous_parts(
     model: ModelSpec,
     cluster: ClusterSpec,
     train: Batch | tuple[int, int, Precision],
@@ -31,14 +31,14 @@ def kinds_alone_for(
     profile: ProfileSpec | None = None,
     processes: int = 1,
 ) -> Alone:
-    """The parts of the upper bound for a job, whatever its plan; None where the bound is undefined."""
+    """The parts of the homogeneous sum for a job, whatever its plan; None where it is undefined."""
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
-    with kinds_alone(problem, UnitCosts(problem), processes) as found:
+    with homogeneous_parts_beside(problem, UnitCosts(problem), processes) as found:
         return found()
 
 
 @contextmanager
-def kinds_alone(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
+def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
     """What gives every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no
     sample. With several processes the kinds are planned beside what the caller does before it asks."""
     parts = _parts(problem, costs)
@@ -71,7 +71,7 @@ def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
     return found
 
 
-def _complete(planned: Iterable[KindAlone | None]) -> Alone:
+def _complete(planned: Iterable[HomogeneousPart | None]) -> Alone:
     """All kinds, or None where one has no part."""
     found = []
     for kind in planned:
@@ -81,7 +81,7 @@ def _complete(planned: Iterable[KindAlone | None]) -> Alone:
     return tuple(found)
 
 
-def _alone(part: _Part) -> KindAlone | None:
+def _alone(part: _Part) -> HomogeneousPart | None:
     """The kind's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
     kind, problem = part
     if problem is None:
@@ -90,7 +90,7 @@ def _alone(part: _Part) -> KindAlone | None:
         incumbent = Incumbent(Evaluator(problem, Estimator(problem), ignore_memory=lifted))
         best = search(problem, incumbent, effort_for(problem))
         if best is not None:
-            return KindAlone(
+            return HomogeneousPart(
                 accelerator=kind.accelerator.name,
                 island=kind.island,
                 count=kind.size,

@@ -1,5 +1,5 @@
 """`auto`: what is generated, estimated, evaluated and improved, in which order.
 
 Start reading: auto.py.
-May import: .
+May import: spec, planner.
 """

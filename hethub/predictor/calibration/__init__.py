@@ -1,5 +1,5 @@
 """How the constants were fitted on measurements, and how far predictions are off.
 
 Start reading: evaluate.py, then fit/ and validation/.
-May import: .
+May import: predictor.cost, predictor.memory, predictor.pipeline.
 """

@@ -201,8 +201,8 @@ class Network:
         sum."""
         given = self.cluster.links.between_islands
         exchanged = num_bytes * (len(group.islands) - 1) / 2
-        lanes = min(count for _, count in group.islands)
-        rate = self.fit["host_staged_gbytes_per_second"] * 1e9 * lanes
+        flows = min(count for _, count in group.islands)
+        rate = self.fit["host_staged_gbytes_per_second"] * 1e9 * flows
         if given.gbps_per_node is not None:
             rate = min(rate, given.gbps_per_node / 8 * 1e9 * self.fit["between_nodes_fraction"])
         return given.latency_seconds + max(exchanged / rate, num_bytes * inner)

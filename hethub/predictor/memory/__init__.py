@@ -1,5 +1,5 @@
 """Bytes of every rank at its fullest moment, by part.
 
 Start reading: ranks.py.
-May import: .
+May import: spec, predictor.cost.
 """

@@ -60,7 +60,7 @@ class Compute:
         self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
         for stage, spec in enumerate(layout.stages):
             if layout.plan.runs_in_rounds(stage):
-                self._add_together(stage)
+                self._add_in_rounds(stage)
             else:
                 for replica in range(len(spec.replicas)):
                     self._add_alone((stage, replica))
@@ -77,7 +77,7 @@ class Compute:
         actor = self.graph.add_actor()
         self.runs[place] = Run(actor, self._add(actor, order, spent), order, None)
 
-    def _add_together(self, stage: int) -> None:
+    def _add_in_rounds(self, stage: int) -> None:
         """Nodes for the rounds of replicas that go through them in lockstep."""
         order, actor = actor_order(self.layout, stage, 0), self.graph.add_actor()
         replicas = range(len(self.layout.stages[stage].replicas))

@@ -1,7 +1,7 @@
 """Checkpoints that any plan on any number of ranks can read, written while training goes on.
 
 Start reading: manager.py, then elements.py and dcp.py.
-May import: .
+May import: spec, kernels, communicator, runtime.model, runtime.run_folder, runtime.state.
 """
 
 from hethub.runtime.checkpoint.export import iterate_weights

@@ -55,12 +55,12 @@ def complete(partial: Path, files: dict[str, tuple[int, str]]) -> Path:
     remove(folder)
     partial.rename(folder)
     _sync(folder.parent)
-    draft = folder / f"{MARKER}.draft"
-    with draft.open("w", encoding="utf-8") as stream:
+    unfinished = folder / f"{MARKER}.draft"
+    with unfinished.open("w", encoding="utf-8") as stream:
         json.dump({"files": files}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    draft.rename(folder / MARKER)
+    unfinished.rename(folder / MARKER)
     _sync(folder)
     return folder
 

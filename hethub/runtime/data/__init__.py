@@ -1,7 +1,7 @@
 """Training data: sources of text, tokenizers, and the packed dataset that every rank draws the same batches from.
 
 Start reading: dataset.py, then opening.py.
-May import: .
+May import: spec, runtime.progress.
 """
 
 from hethub.runtime.data.dataset import Dataset

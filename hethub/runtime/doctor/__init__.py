@@ -1,5 +1,5 @@
 """What a machine, and each rank of a launch, has and lacks for hethub.
 
 Start reading: machine.py.
-May import: .
+May import: spec, kernels, communicator, runtime.launch.
 """

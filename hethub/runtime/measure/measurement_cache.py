@@ -50,11 +50,11 @@ class MeasurementCache:
     def save(self, profile: DeviceProfile) -> str | None:
         """Keeps the measurements, whole or not at all; where it cannot, what to tell the user, for the run goes on."""
         data: dict[str, Any] = {"facts": self._facts, "profile": profile.to_dict()}
-        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            draft.replace(self.path)
+            unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(self.path)
         except OSError as error:
             return (
                 f"measurements are not remembered: {self.path.parent} cannot be written ({error.strerror}); name a folder that "

@@ -1,5 +1,5 @@
 """Bytes of a rank: how they are counted, and what lies in host memory.
 
 Start reading: accounting.py.
-May import: .
+May import: kernels, runtime.pace.
 """

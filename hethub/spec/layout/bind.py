@@ -132,11 +132,11 @@ class Layout:
     def loads(self) -> tuple[list[Load], ...]:
         """Per stage and actor, its microbatches and samples."""
         return tuple(
-            self._loads_together(stage) if self.plan.runs_in_rounds(stage) else list(map(load_alone, spec.replicas))
+            self._loads_in_rounds(stage) if self.plan.runs_in_rounds(stage) else list(map(load_alone, spec.replicas))
             for stage, spec in enumerate(self.stages)
         )
 
-    def _loads_together(self, stage: int) -> list[Load]:
+    def _loads_in_rounds(self, stage: int) -> list[Load]:
         own = list(map(load_alone, self.stages[stage].replicas))
         if len(set(own)) > 1:
             return loads(self.actors[stage])
@@ -169,8 +169,8 @@ class Layout:
             if self.plan.runs_in_rounds(stage):
                 replicas = self.microbatchings[stage].replicas
                 numbers: list[list[int]] = [[] for _ in spec.replicas]
-                for number, together in enumerate(rounds(replicas)):
-                    for replica in replicas[together.start : together.stop]:
+                for number, turn in enumerate(rounds(replicas)):
+                    for replica in replicas[turn.start : turn.stop]:
                         numbers[replica].append(number)
                 found[stage] = numbers
         return found

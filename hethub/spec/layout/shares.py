@@ -29,13 +29,13 @@ def owner_fractions(
         ShareOptimization,  # local: most plans name no shares, and numpy takes its time
     )
 
-    programme = ShareOptimization(groups, total, shares)
-    amounts = programme.solve()
+    optimization = ShareOptimization(groups, total, shares)
+    amounts = optimization.solve()
     if amounts is None:
-        raise BadInput(programme.explain(stage))
+        raise BadInput(optimization.explain(stage))
     return [
         {rank: max(0.0, amounts[column]) / max(size, 1) for rank, column in zip(owners, columns, strict=True)}
-        for (owners, size), columns in zip(groups, programme.columns, strict=True)
+        for (owners, size), columns in zip(groups, optimization.columns, strict=True)
     ]
 
 

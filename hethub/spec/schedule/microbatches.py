@@ -97,11 +97,9 @@ def rounds(replicas: Sequence[int]) -> list[Range]:
 
 def as_one_replica(microbatching: Microbatching) -> Microbatching:
     """Rounds as the microbatches of a single replica, which they are to the stages around."""
-    together = rounds(microbatching.replicas)
-    starts = [microbatching.starts[own.start] for own in together]
-    return Microbatching(
-        [0] * len(together), list(range(len(together))), starts, [*starts[1:], microbatching.stops[-1]]
-    )
+    turns = rounds(microbatching.replicas)
+    starts = [microbatching.starts[own.start] for own in turns]
+    return Microbatching([0] * len(turns), list(range(len(turns))), starts, [*starts[1:], microbatching.stops[-1]])
 
 
 class Load(NamedTuple):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous, connect
 from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.spec.errors import RunFailed
-from tests.support.namespaces import ADDRESSES, namespaces, why_no_namespaces
+from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks
 
 TIMEOUT_SECONDS = 8

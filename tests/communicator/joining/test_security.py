@@ -19,8 +19,8 @@ from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.communicator.relays import shm_connection
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
+from tests.support.hosts.sockets import listening_addresses
 from tests.support.ranks import run_ranks, start_ranks, values
-from tests.support.sockets import listening_addresses
 
 ROOT = Path(__file__).resolve().parents[3]
 SEARCHED = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -30,7 +30,7 @@ import importlib.util, json, sys
 import torch, torch.distributed as dist
 from hethub.communicator import connect
 from hethub.runtime.launch.rendezvous import launch_info, rendezvous
-spec = importlib.util.spec_from_file_location("sockets", {str(ROOT / "tests/support/sockets.py")!r})
+spec = importlib.util.spec_from_file_location("sockets", {str(ROOT / "tests/support/hosts/sockets.py")!r})
 sockets = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sockets)
 relay, network = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None

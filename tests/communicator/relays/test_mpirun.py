@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs mpirun and mpi4py: pip install 'hethub[train]'",
 )
 
-SOCKETS = Path(__file__).resolve().parents[2] / "support" / "sockets.py"
+SOCKETS = Path(__file__).resolve().parents[2] / "support" / "hosts" / "sockets.py"
 REDUCE = f"""
 import importlib.util, json, sys, torch, torch.distributed as dist
 from hethub.runtime.launch.rendezvous import launch_info, rendezvous

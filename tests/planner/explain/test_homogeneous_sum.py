@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.explain.homogeneous_sum import kinds_alone_for, upper_bound_tokens_per_second
+from hethub.planner.explain.homogeneous_sum import homogeneous_parts, upper_bound_tokens_per_second
 from hethub.planner.generate.families import FAMILIES
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import LLAMA_8B, TINY, cluster
@@ -14,13 +14,13 @@ from tests.predictor.plans import LLAMA_8B, TINY, cluster
 def test_the_bound_of_a_job_is_the_one_that_planning_reports() -> None:
     on = cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD", 1, 2))
     found = plan(TINY, on, (16, 128, "bf16")).prediction.upper_bound_tokens_per_second
-    alone = kinds_alone_for(TINY, on, (16, 128, "bf16"))
+    alone = homogeneous_parts(TINY, on, (16, 128, "bf16"))
     assert upper_bound_tokens_per_second(alone) == pytest.approx(found)
 
 
 def test_a_kind_without_a_sample_leaves_it_undefined() -> None:
     on = cluster(("H100-SXM5-80GB", 1, 8), ("T4", 1, 1))
-    alone = kinds_alone_for(TINY, on, (2, 128, "fp16"))
+    alone = homogeneous_parts(TINY, on, (2, 128, "fp16"))
     assert alone is None
     assert upper_bound_tokens_per_second(alone) is None
 
@@ -35,9 +35,9 @@ ALONE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_no_system_is_faster_on_a_kind_alone_than_the_bound_counts(name: str) -> None:
+def test_no_system_is_faster_on_a_homogeneous_part_than_the_bound_counts(name: str) -> None:
     model, on, (batch, seq_len, precision) = ALONE[name]
-    alone = kinds_alone_for(model, on, (batch, seq_len, precision))
+    alone = homogeneous_parts(model, on, (batch, seq_len, precision))
     assert alone is not None
     assert [kind.memory_lifted for kind in alone] == [name == "memory lifted", False]
     for kind in alone:

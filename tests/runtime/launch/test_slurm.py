@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.slurm import missing, running_slurm
+from tests.support.hosts.slurm import missing, running_slurm
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=missing() or ""),

@@ -1,7 +1,7 @@
 """The systems that hethub unites, each as a generator of its own kind of plan; all evaluated alike.
 
 Start reading: uniform.py, then hethub.py.
-May import: .
+May import: spec, predictor, planner.
 """
 
 from collections.abc import Callable, Iterable

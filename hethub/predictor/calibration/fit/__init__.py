@@ -1,5 +1,5 @@
 """The constants fitted on measured layers, then on measured steps: `python -m hethub.predictor.calibration.fit`.
 
 Start reading: __main__.py, then layers.py and steps.py.
-May import: .
+May import: spec, predictor.
 """

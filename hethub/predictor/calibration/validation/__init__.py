@@ -1,5 +1,5 @@
 """Predictions beside measurements: `hethub validate`.
 
 Start reading: validate.py, then errors.py.
-May import: .
+May import: spec, predictor.calibration.evaluate, predictor.calibration.sources, predictor.cost, predictor.predict.
 """

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.command import HETHUB, Running, needs_mpirun
+from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import write_job, write_pair_job
-from tests.support.sockets import listening_addresses
 
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MANY_STEPS = {"steps": 100_000}
