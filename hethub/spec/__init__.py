@@ -1,2 +1,5 @@
-"""What every part of hethub speaks: validated, frozen descriptions and the pure arithmetic on them. Never imports
-torch."""
+"""What everybody speaks: validated, frozen descriptions and the pure arithmetic on them. Never imports torch.
+
+Start reading: plan.py, then layout/bind.py.
+May import: .
+"""
