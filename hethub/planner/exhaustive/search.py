@@ -32,7 +32,8 @@ WINDOW = 131_072  # floors' points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_EVALUATED = 1000  # where memory holds few of them
-DEEPENED, MOST_DEEPENED = 128, 4096  # points tried with more microbatches in flight: where the search goes on, else
+DEEPENED = 128  # points tried with more microbatches in flight, where a search goes on from the best
+MOST_DEEPENED = 4096  # the same where none does
 
 
 def refuse_larger(problem: Problem) -> None:
