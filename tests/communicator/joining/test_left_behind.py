@@ -1,0 +1,122 @@
+"""What a world that has closed or failed leaves behind: no shared memory, no ports, no descriptors, no threads."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import Rendezvous, connect
+from hethub.spec.errors import RunFailed
+from tests.support.ranks import start_ranks, values
+
+
+def init_plainly(name, rank, size, store):
+    dist.init_process_group("hethub", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+
+
+def listening():
+    """The ports on which this process listens."""
+    own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def in_shared_memory():
+    """The names in /dev/shm, but Open MPI's: a test that runs beside this one may have started it."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sm_segment.")}
+
+
+def settled(left):
+    """`left()` when it is empty, or what it still is after ten seconds: torch frees some of its own in its own time."""
+    deadline = time.monotonic() + 10
+    while any(found := left()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def reduce_for_ever():
+    while True:
+        dist.all_reduce(torch.ones(500_000))
+
+
+def left_by_a_failure(rank, store):
+    """Shared memory, ports and blocks that a failed and closed world has left in a survivor."""
+    names, ports = in_shared_memory(), listening()
+
+    def left():
+        blocks = sum("memfd:hethub" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        # The last Gloo groups' ports are torch's, which frees them when it likes.
+        return in_shared_memory() - names, sorted(listening() - ports)[2:], blocks
+
+    world = connect(Rendezvous.on_one_host(store, rank, 3), islands=[[0, 1], [2]])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RunFailed, match="rank 2 is gone"):
+        reduce_for_ever()
+    world.close()
+    del world
+    gc.collect()
+    return settled(left)
+
+
+def test_a_failure_leaves_nothing_behind():
+    for outcome in start_ranks(3, left_by_a_failure, timeout_seconds=60)[:2]:
+        assert outcome.value is not None, outcome.traceback
+        assert outcome.value == (set(), [], 0)
+
+
+def leaked(rank, store):
+    """What is left of shared memory and sockets after a world has closed."""
+    before = in_shared_memory()
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def left():
+        # The last Gloo group's descriptors are torch's, which frees them when it likes.
+        return in_shared_memory() - before, max(0, len(os.listdir("/proc/self/fd")) - descriptors - 6)
+
+    for number in range(3):
+        world = connect(Rendezvous.on_one_host(dist.PrefixStore(str(number), store), rank, 2), islands=[[0], [1]])
+        dist.all_reduce(torch.ones(500_000))
+        world.close()
+        del world
+        gc.collect()
+    return settled(left)
+
+
+def left_by_plain_groups(rank, store):
+    """As `leaked`, for a program that knows torch's own functions only: threads, and what two rounds have added to the
+    ports and descriptors that torch keeps from the first two."""
+
+    def held():
+        return len(listening()), len(os.listdir("/proc/self/fd"))
+
+    def left():
+        ports, descriptors = held()
+        watching = sum(thread.name.startswith("hethub-liveness") for thread in threading.enumerate())
+        return watching, max(0, ports - before[0]), max(0, descriptors - before[1] - 2)
+
+    for number in range(4):
+        init_plainly(str(number), rank, 2, store)
+        dist.all_reduce(torch.ones(500_000))
+        dist.destroy_process_group()
+        gc.collect()
+        if number == 1:
+            time.sleep(1.0)
+            before = held()
+    return settled(left)
+
+
+@pytest.mark.parametrize("islands", ["0|1", "0,1"])
+def test_plain_groups_leave_nothing_behind(islands):
+    outcomes = start_ranks(2, left_by_plain_groups, timeout_seconds=60, environment={"HETHUB_ISLANDS": islands})
+    assert values(outcomes) == [(0, 0, 0)] * 2
+
+
+def test_nothing_is_left_behind():
+    assert values(start_ranks(2, leaked, timeout_seconds=60)) == [(set(), 0)] * 2
