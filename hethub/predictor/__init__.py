@@ -1,7 +1,7 @@
 """How long a step takes and how much memory it needs, for any plan on any cluster, with or without the hardware.
 
 Start reading: predict.py, then memory/ranks.py.
-May import: .
+May import: spec.
 """
 
 from hethub.predictor.cost.layer import LayerCost, layer_rates

@@ -1,4 +1,4 @@
-"""What is left behind: ports, descriptors, threads and shared memory of worlds that failed or were closed."""
+"""What a world that has closed or failed leaves behind: no shared memory, no ports, no descriptors, no threads."""
 
 import gc
 import os
@@ -14,6 +14,10 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous, connect
 from hethub.spec.errors import RunFailed
 from tests.support.ranks import start_ranks, values
+
+
+def init_plainly(name, rank, size, store):
+    dist.init_process_group("hethub", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
 
 
 def listening():
@@ -98,7 +102,7 @@ def left_by_plain_groups(rank, store):
         return watching, max(0, ports - before[0]), max(0, descriptors - before[1] - 2)
 
     for number in range(4):
-        dist.init_process_group("hethub", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
+        init_plainly(str(number), rank, 2, store)
         dist.all_reduce(torch.ones(500_000))
         dist.destroy_process_group()
         gc.collect()
