@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hethub.spec.layout.shares import Owners
+Owners = tuple[tuple[int, ...], int]  # the ranks that may own elements of a group, and the group's size
 
 
 class ShareOptimization:

@@ -1,6 +1,7 @@
 """State shares: how much of each group of elements every owner steps, so that the totals are the plan's fractions."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range, split, split_by_shares
@@ -9,11 +10,12 @@ from hethub.spec.ranges import Range, split, split_by_shares
 # the vendors' collectives take no empty parts.
 EVEN_PART = 0.9
 
-Owners = tuple[tuple[int, ...], int]  # the ranks that may own elements of a group, and the group's size
+if TYPE_CHECKING:
+    from hethub.spec.layout.share_optimization import Owners
 
 
 def owner_fractions(
-    stage: int, groups: Sequence[Owners], total: int, shares: Mapping[int, float]
+    stage: int, groups: Sequence["Owners"], total: int, shares: Mapping[int, float]
 ) -> list[dict[int, float]]:
     """Per group, the fraction of it that each of its owners steps.
 
@@ -25,9 +27,8 @@ def owner_fractions(
     """
     if not shares and len(groups) == 1:
         return [{rank: 1 / len(groups[0][0]) for rank in groups[0][0]}]
-    from hethub.spec.layout.share_optimization import (
-        ShareOptimization,  # local: most plans name no shares, and numpy takes its time
-    )
+    # Here, since most plans name no shares, and numpy takes its time.
+    from hethub.spec.layout.share_optimization import ShareOptimization
 
     optimization = ShareOptimization(groups, total, shares)
     amounts = optimization.solve()
