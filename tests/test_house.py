@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -170,16 +170,17 @@ def test_doorways_allow_only_what_is_needed() -> None:
     assert not spare
 
 
-def test_no_circles_between_rooms() -> None:
+@pytest.mark.parametrize("of", [inner_room, module], ids=["rooms", "files"])
+def test_no_circles(of: Callable[[Path], str]) -> None:
     needs = defaultdict(set)
     for path in SOURCES:
         for _, other in own_imports(path):
-            if inner_room(other) != inner_room(path):
-                needs[inner_room(path)].add(inner_room(other))
+            if of(other) != of(path):
+                needs[of(path)].add(of(other))
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
-        pytest.fail(f"rooms import each other: {' ← '.join(error.args[1])}")
+        pytest.fail(f"they import each other: {' ← '.join(error.args[1])}")
 
 
 def test_no_folder_is_too_full() -> None:
