@@ -134,7 +134,7 @@ def joint() -> None:
 
 
 def families() -> None:
-    """Auto against every family; geometric means as the issue defines them."""
+    """Auto against every family; geometric means."""
     over_best, over_uniform, closed, beaten = [], [], [], []
     own: dict[str, list[tuple[str, float, float | None]]] = {name: [] for name in OWN_CLUSTER}
     for name, model, global_batch, seq_len, precision in CASES:

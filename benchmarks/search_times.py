@@ -54,7 +54,7 @@ def cluster_named(name: str) -> ClusterSpec:
 
 
 def question(count: int, alike: bool = False) -> Question:
-    """The question of a size: the issue's own for 64, 320 and 768 accelerators, else (and where `alike`, always) four
+    """The question of a size: one of its own for 64, 320 and 768 accelerators, else (and where `alike`, always) four
     kinds in three regions."""
     if count == 64 and not alike:
         return Question(model_named("llama-7b"), cluster_named("zorse-b"), Batch(1024, 1024, "fp16"))
@@ -121,7 +121,7 @@ def _median(runs: Sequence[dict[str, float]], key: str) -> float:
 
 
 def times(verdict: Verdict) -> None:
-    """The issue's sizes as listed and with random speeds, and what explaining costs."""
+    """The sizes as listed and with random speeds, and what explaining costs."""
     for count, most in TO_REACH.items():
         few = 5 if count < 10000 else 1
         for seed in range(1 + UNSEEN):

@@ -47,7 +47,7 @@ class AcceleratorSpec(Spec):
     def peak_flops(self, precision: Precision) -> float:
         """Dense peak in FLOP/s of matrix products in `precision`; 0.0 where the accelerator lacks it.
 
-        TF32 is off unless asked for (design rule 11), so fp32 is the plain or the matrix-unit fp32 rate. Where no
+        TF32 is off unless asked for (rule 11 of exactness), so fp32 is the plain or the matrix-unit fp32 rate. Where no
         fp64 rate is known, half of fp32 is assumed.
         """
         if precision == "fp32":

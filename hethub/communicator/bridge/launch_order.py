@@ -1,10 +1,10 @@
 """One order for the island legs of all groups of a process: that in which their operations were submitted.
 
 NCCL and RCCL want one order over communicators on all ranks of an island. Groups run their operations in threads of
-their own, so that an operation waiting for another island holds up no other group; but what such a thread launches on
-the island's library, it launches in its operation's turn, on one stream. Every rank submits its operations in the
-same order, as c10d asks for device tensors, so every rank launches in the same order. Between the legs of one
-operation nothing of another comes, whatever the network's timing: which of two came first would differ by rank.
+their own. What such a thread launches on the island's library, it launches in its operation's turn, on one stream: all
+legs of one operation, then all of the next, whatever the network's timing. Every rank submits its operations in the
+same order, as c10d asks for device tensors, so every rank launches in the same order. Operations without island legs
+take no turn and wait for nobody's.
 """
 
 import threading

@@ -36,7 +36,7 @@ Words = Callable[[], list[str]]
 
 
 class GroupCore(torch_private.GroupBase):
-    """A member's part in a group over two islands or more (or the default group of a world)."""
+    """A member's part in a group of ours: over several islands, or inside one for the uneven collectives."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ __all__ = ["HethubGroup", "Run", "Tensors", "Words"]
 
 
 class HethubGroup(GroupCore):
-    """A c10d group over two islands or more (or the default group of a world)."""
+    """A c10d group of ours: over several islands, or inside one for the uneven collectives."""
 
     # ---- reductions
 

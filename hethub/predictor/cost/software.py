@@ -28,7 +28,7 @@ class Software:
     # hethub's are read in half and added up in fp32. None: as measured where weights stay in fp32 and are cast for
     # every pass (autocast).
     gradient_pass_bytes: float | None = 10.0
-    gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (design rule 11)
+    gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (rule 11 of exactness)
     spread_boundaries: bool = (
         False  # between stages every tensor-parallel rank sends its part through its own interface
     )
@@ -53,5 +53,5 @@ def element_bytes(precision: MathPrecision) -> int:
 
 
 def gradient_bytes(width: int) -> int:
-    """Bytes of one gradient, accumulated in fp32 at least (design rule 11), where activations take `width`."""
+    """Bytes of one gradient, accumulated in fp32 at least (rule 11 of exactness), where activations take `width`."""
     return max(4, width)

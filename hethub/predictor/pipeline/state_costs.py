@@ -80,7 +80,7 @@ class StateCosts:
 
     @property
     def gradient_wire_bytes(self) -> int:
-        """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (design rule 11)."""
+        """Bytes of one gradient on the wire: accumulated and reduced in fp32 at least (rule 11 of exactness)."""
         return self.software.gradient_wire_bytes or gradient_bytes(self.width)
 
     def replica_group(self, stage: int, position: int) -> Group:

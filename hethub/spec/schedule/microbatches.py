@@ -45,7 +45,7 @@ class Microbatching(NamedTuple):
 
 
 def deal(replicas: Sequence[ReplicaSpec]) -> Microbatching:
-    """The microbatches of a stage, dealt by design rule 1.
+    """The microbatches of a stage, dealt by rule 1 of exactness.
 
     A replica's turn comes at (dealt + micro_batch) / samples, which grows with every microbatch of its own: all turns
     sorted, ties as listed, are the order of dealing. Unlike fractions with denominators up to 2**24 round to unlike

@@ -1,4 +1,4 @@
-"""Dealing against a naive statement of design rule 1; rounds and transfers."""
+"""Dealing against a naive statement of rule 1 of exactness; rounds and transfers."""
 
 from fractions import Fraction
 from itertools import pairwise
