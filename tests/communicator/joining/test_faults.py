@@ -65,7 +65,7 @@ def stop_yourself(world, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named(victim):
-    outcomes = start_ranks(4, stop_yourself, victim, connect={**TWO_ISLANDS, "timeout_seconds": 5}, timeout_seconds=40)
+    outcomes = start_ranks(4, stop_yourself, victim, connect={**TWO_ISLANDS, "timeout_seconds": 5}, timeout_seconds=120)
     for rank in set(range(4)) - {victim}:
         kind, message = outcomes[rank].error
         assert kind == "RunFailed"

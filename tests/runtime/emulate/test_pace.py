@@ -85,13 +85,13 @@ def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
 
 def give_less_memory(rank):
     """Rank 2's emulated accelerator turns out to have half a GiB, which no plan knew."""
-    planned = pace_module.memory
+    planned = pace_module.rank_memory
 
     def found(layout):
         return [entry._replace(limit=2**29) if entry.rank == 2 else entry for entry in planned(layout)]
 
     if rank == 2:
-        pace_module.memory = found
+        pace_module.rank_memory = found
 
 
 def test_a_run_ends_where_an_emulated_accelerator_is_out_of_memory(tmp_path):
