@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hethub.runtime.memory.accounting import Kept, MemoryMeter
+from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import Fetch, HostArena
 
 _Storage = tuple[int, torch.dtype]  # address and type of a storage's elements
@@ -32,8 +33,8 @@ class OffloadedLayer:
     def __init__(self, arena: HostArena, meter: MemoryMeter) -> None:
         self._arena, self._meter = arena, meter
         self._hosts: dict[_Storage, Tensor] = {}
-        self._leaving: list[Kept] = []  # held until the layer is through: an address stands for one storage only
-        self._coming: dict[_Storage, tuple[Fetch, Kept]] = {}
+        self._leaving: list[Tensor] = []  # held until the layer is through: an address stands for one storage only
+        self._coming: dict[_Storage, Fetch] = {}
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -60,18 +61,27 @@ class OffloadedLayer:
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor on the device, as it was."""
-        if isinstance(packed, Kept):
-            return packed.tensor
+        if isinstance(packed, Tensor):
+            return packed
         self.prefetch()
-        fetch, _ = self._coming[packed.storage]
-        return fetch.wait().as_strided(packed.size, packed.stride, packed.offset)
+        return self._coming[packed.storage].wait().as_strided(packed.size, packed.stride, packed.offset)
 
     def prefetch(self) -> None:
         """Starts bringing everything back, once."""
         for key, host in self._hosts.items():
             if key not in self._coming:
-                fetch = self._arena.fetch(host)
-                self._coming[key] = fetch, self._meter.keep(fetch.values)
+                self._coming[key] = self._arena.fetch(host)
+                self._meter.take(self._coming[key].values)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor kept on the device, where `OffloadedInput` keeps one in host memory."""
+
+    tensor: Tensor
+
+    def prefetch(self) -> None:
+        """Nothing to bring."""
 
 
 class OffloadedInput:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hethub.runtime.memory.accounting import Kept
-from hethub.runtime.memory.activation_offload import OffloadedInput, OffloadedLayer
+from hethub.runtime.memory.activation_offload import Kept, OffloadedInput, OffloadedLayer
 from hethub.runtime.model.layers import LlamaLayer
 from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.runtime.pipeline.itinerary import Itinerary

@@ -147,10 +147,16 @@ class Optimizer:
         coming = [self._bring(run) for run in batches[0]] if batches else []
         for batch, following in zip_longest(batches, batches[1:], fillvalue=()):
             brought, coming = coming, [self._bring(run) for run in following]
-            state = [tuple(item.wait() if isinstance(item, Fetch) else item for item in each) for each in brought]
-            self._update(batch, state, step, scale)
-            for run, each in zip(batch, state, strict=True):
-                self._take_back(run, each)
+            self._step_brought(batch, brought, step, scale)
+            del brought  # before the next but one is fetched
+
+    def _step_brought(
+        self, batch: Sequence[OwnedRun], brought: list[list["Fetch | Tensor"]], step: int, scale: float
+    ) -> None:
+        state = [tuple(item.wait() if isinstance(item, Fetch) else item for item in each) for each in brought]
+        self._update(batch, state, step, scale)
+        for run, each in zip(batch, state, strict=True):
+            self._take_back(run, each)
 
     def _bring(self, run: OwnedRun) -> list["Fetch | Tensor"]:
         """Master and moments of a run on the device, or on their way there."""
@@ -177,7 +183,6 @@ class Optimizer:
         for home, values in zip((run.master, run.exp_avg, run.exp_avg_sq), state, strict=True):
             if home is not values:
                 self.arena.store(home, values)
-                self._meter.release(values)
 
     def _update(self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float) -> None:
         """One fused update of each run with its state on the device; weights that have masters follow them."""

@@ -23,8 +23,8 @@ from collections import Counter
 
 from torch import Tensor
 
-from hethub.runtime.memory.accounting import Kept, MemoryMeter
-from hethub.runtime.memory.activation_offload import OffloadedInput, OffloadedLayer
+from hethub.runtime.memory.accounting import MemoryMeter
+from hethub.runtime.memory.activation_offload import Kept, OffloadedInput, OffloadedLayer
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.runtime.state.reduction import Reducer
 from hethub.runtime.state.stepping import Stepping
@@ -142,7 +142,7 @@ class ZeroManager:
 
     def keep(self, x: Tensor) -> Kept | OffloadedInput:
         """Keeps a tensor between a microbatch's passes; `.tensor` gives it back, sooner after `.prefetch()`."""
-        return self._meter.keep(x) if self._arena is None else OffloadedInput(x, self._arena, self._meter)
+        return Kept(self._meter.keep(x)) if self._arena is None else OffloadedInput(x, self._arena, self._meter)
 
     def offload(self) -> OffloadedLayer | None:
         """Where a layer's graph keeps its tensors in host memory; None where they stay on the device."""

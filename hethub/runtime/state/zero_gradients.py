@@ -64,7 +64,7 @@ class ZeroGradients:
         for placed, _ in self._storage.unit_maps[unit].held:
             parameter = self._storage.parameters[placed.info.name]
             parameter.close()
-            parameter.grad = buffer[:0]
+            parameter.grad = self._storage.grads[:0]  # not a view of the buffer, which would keep all of it
         works = []
         for piece in self._reducer.units[unit]:
             flat = take(buffer, piece.grads)
@@ -89,4 +89,3 @@ class ZeroGradients:
                 own = flat[piece.own.start : piece.own.stop]
                 home.add_(own) if reducing.unit in self._landed else home.copy_(own)
             self._landed.add(reducing.unit)
-            self._meter.release(reducing.buffer)

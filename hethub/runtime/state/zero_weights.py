@@ -61,12 +61,11 @@ class ZeroWeights:
         self.most_chunks = max(self.most_chunks, len({self._chunk_of[unit] for unit in self._present}))
 
     def _start_gather(self, unit: int, present: _Present) -> None:
-        owned, pieces = self._storage.owned_weights[unit], self._reducer.units[unit]
-        if self._storage.arena is not None:
-            owned = self._storage.arena.fetch(owned).wait()
+        owned, pieces, arena = self._storage.owned_weights[unit], self._reducer.units[unit], self._storage.arena
         for piece, place in zip(pieces, from_sizes(piece.own.size for piece in pieces), strict=True):
             flat = take(present.buffer, piece.weights)
-            flat[piece.own.start : piece.own.stop] = owned[place.start : place.stop]
+            own, kept = flat[piece.own.start : piece.own.stop], owned[place.start : place.stop]
+            own.copy_(kept) if arena is None else arena.fetch(kept, own).wait()
             present.works.append((piece.start_gather(flat), piece, flat))
 
     def finish(self, unit: int) -> None:
@@ -88,10 +87,10 @@ class ZeroWeights:
     def free(self, unit: int) -> None:
         """Lets the unit's weights go."""
         self.finish(unit)  # a gather that nobody waited for must end before its memory may go
-        present = self._present.pop(unit)
+        del self._present[unit]
         for placed, _ in self._storage.unit_maps[unit].held:
-            self._storage.parameters[placed.info.name].weight = present.buffer[:0]
-        self._meter.release(present.buffer)
+            # Not a view of the buffer, which would keep all of it.
+            self._storage.parameters[placed.info.name].weight = self._storage.weights[:0]
 
     def spread(self, unit: int) -> None:
         """Sends the owners' new weights of an offloaded unit to all holders' host memory (below ZeRO 3)."""
@@ -109,4 +108,3 @@ class ZeroWeights:
                 work.wait()
             put(buffer, piece.weights, flat)
         storage.arena.store(storage.offloaded_weights[unit], buffer)
-        self._meter.release(buffer)

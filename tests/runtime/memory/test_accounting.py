@@ -25,7 +25,8 @@ def test_counts_what_a_known_graph_keeps_and_returns_to_zero() -> None:
         assert meter.live_bytes == 4 * (10 * 30 + 10 * 20)
     loss.backward()
     del hidden, turned, loss
-    gc.collect()
+    assert meter.live_bytes == x.nbytes  # ours still
+    del x
     assert meter.live_bytes == 0
     assert meter.peak_bytes == 4 * (10 * 30 + 10 * 20)
 
@@ -40,6 +41,10 @@ def test_views_of_one_storage_count_it_once_and_whole() -> None:
     results.pop().sum().backward()
     assert meter.live_bytes == base.nbytes  # two rows are still needed
     results.clear()
+    row = base[0]
+    del base
+    assert meter.live_bytes == row.untyped_storage().nbytes() == 4 * 8 * 8  # a view holds all of it
+    del row
     assert meter.live_bytes == 0
 
 
@@ -50,7 +55,6 @@ def test_graphs_that_are_never_run_backward_are_given_back_too() -> None:
         result = leaf.exp()
     assert meter.live_bytes == 4 * 16
     del result
-    gc.collect()
     assert meter.live_bytes == 0
     assert meter.peak_bytes == 4 * 16
 
@@ -68,8 +72,7 @@ def test_a_recomputed_block_keeps_its_input_until_its_backward() -> None:
             result = checkpoint(block, leaf, use_reentrant=False) if recompute else block(leaf)
             kept[recompute] = meter.live_bytes
             result.sum().backward()
-        del result
-        gc.collect()
+        del result, leaf
         assert meter.live_bytes == 0
     assert kept == {False: 5 * 64 * 4, True: 64 * 4}
 
