@@ -10,7 +10,9 @@ from tests.synthesis.exact import check, random_program, reference, train
 ISLANDS = [[0, 2], [1], [3]]
 
 
-@pytest.mark.parametrize("name", ["vgg"])
+@pytest.mark.parametrize(
+    "name", ["vgg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "bert", "moe"))]
+)
 def test_the_best_programs_train_as_one_process(name: str) -> None:
     known = reference(name)
     programs = [plan_graph(known.graph, random_cluster(seed, size)) for seed, size in ((1, 2), (2, 3))]
@@ -26,7 +28,7 @@ def test_the_best_programs_train_as_one_process(name: str) -> None:
     assert [len(outcomes) for outcomes in results] == [3, 3, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["vgg", "moe"])
+@pytest.mark.parametrize("name", ["vgg", "vit", "bert", "moe"])
 def test_any_program_trains_as_one_process(name: str) -> None:
     """Random rules and shares: every collective between every two states, and operators without a share."""
     known = reference(name)
