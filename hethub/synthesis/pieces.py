@@ -1,0 +1,191 @@
+"""A rank's pieces of tensors: an operator run on them, and moves between states by collectives of uneven pieces."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.spec.ranges import Range
+from hethub.synthesis.graph import Operator, schema_of
+from hethub.synthesis.program import Move
+from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, State
+
+# Arguments that say the shape of the output; a piece of it is smaller.
+OUTPUT_SIZES = ("size", "shape", "input_sizes")
+
+
+def local_shape(shape: Sequence[int], state: State, share: int, atoms: int) -> tuple[int, ...]:
+    """The shape of a rank's part of a tensor in `state`, where the rank has `share` of the axis's `atoms`."""
+    if not isinstance(state, Cut):
+        return tuple(shape)
+    return tuple(size // atoms * share if d == state.dim else size for d, size in enumerate(shape))
+
+
+def bounds(shape: Sequence[int], cut: Cut, shares: Sequence[int]) -> list[tuple[int, int]]:
+    """Each rank's range of every block of the cut dimension."""
+    unit = shape[cut.dim] // cut.blocks // max(sum(shares), 1)
+    ends = [unit * sum(shares[: rank + 1]) for rank in range(len(shares))]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def piece(whole: torch.Tensor, cut: Cut, shares: Sequence[int], rank: int) -> torch.Tensor:
+    """`rank`'s piece, in memory of its own."""
+    start, stop = bounds(whole.shape, cut, shares)[rank]
+    blocks = whole.unflatten(cut.dim, (cut.blocks, whole.shape[cut.dim] // cut.blocks))
+    mine = blocks.narrow(cut.dim + 1, start, stop - start)
+    shape = (*whole.shape[: cut.dim], cut.blocks * (stop - start), *whole.shape[cut.dim + 1 :])
+    return mine.reshape(shape).clone(memory_format=torch.contiguous_format)
+
+
+def front(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The dimension that is cut, first and inside its blocks: a rank's range of it is then a range of memory."""
+    size = tensor.shape[cut.dim] // cut.blocks
+    shape = (*tensor.shape[: cut.dim], cut.blocks, size, *tensor.shape[cut.dim + 1 :])
+    return tensor.reshape(shape).movedim(cut.dim + 1, 0).contiguous()
+
+
+def back(tensor: torch.Tensor, cut: Cut, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of `front`, for a tensor of `shape`."""
+    return tensor.movedim(0, cut.dim + 1).reshape(tuple(shape)).contiguous()
+
+
+def joined(pieces: Sequence[torch.Tensor], cut: Cut, shape: Sequence[int]) -> torch.Tensor:
+    """The whole tensor of every rank's piece."""
+    return back(torch.cat([front(part, cut) for part in pieces]), cut, shape)
+
+
+def run_piece(
+    operator: Operator,
+    rule: Rule,
+    tensors: list[torch.Tensor],
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    share: int,
+    atoms: int,
+) -> tuple[torch.Tensor, ...]:
+    """What a rank with `share` of the axis's `atoms` makes of its parts of the inputs.
+
+    `shapes` and `dtypes` are of the whole outputs. A rank without a share calls nothing: many kernels refuse empty
+    tensors, and what it would make is empty, or a sum of nothing.
+    """
+    local = [local_shape(shape, state, share, atoms) for shape, state in zip(shapes, rule.outputs, strict=True)]
+    if rule.is_cut and not share and PARTIAL not in rule.inputs:  # addmm adds its own part of the bias even so
+        device = tensors[0].device
+        return tuple(torch.zeros(s, dtype=d, device=device) for s, d in zip(local, dtypes, strict=True))
+    results = operator.call(tensors, local_arguments(operator, local, tensors) if rule.is_cut else None)
+    return tuple(result for result, number in zip(results, operator.outputs, strict=True) if number is not None)
+
+
+def local_arguments(
+    operator: Operator, local: Sequence[tuple[int, ...]], tensors: list[torch.Tensor]
+) -> tuple[Any, ...]:
+    """The operator's arguments with the shape of the rank's output in place of the whole one's."""
+    args = list(operator.args)
+    for number, argument in enumerate(schema_of(operator.target).arguments[: len(args)]):
+        if argument.name in OUTPUT_SIZES:
+            args[number] = list(local[0])
+        elif argument.name == "bias_sizes" and args[number] is not None:
+            args[number] = [tensors[2].shape[0]]
+    return tuple(args)
+
+
+class Exchange:
+    """The collectives of one rank's part of a program, over a group that all ranks of the program are in."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def move(
+        self, move: Move, held: torch.Tensor, shape: Sequence[int], before: Sequence[int], after: Sequence[int]
+    ) -> torch.Tensor:
+        """This rank's part of a tensor of `shape` in the target state, `held` being its part in the source state.
+
+        `before` and `after` are the ranks' shares of the axes of both states, where these are cuts.
+        """
+        source, target = move.source, move.target
+        if isinstance(source, Cut):
+            if target == WHOLE:
+                return self._gather(held, source, shape, before, padded=move.collective == "padded all-gather")
+            if isinstance(target, Cut):
+                return self._exchange(held, source, target, shape, before, after)
+            return self._among_zeros(held, source, shape, before)
+        if source == PARTIAL:
+            return self._sum(held) if target == WHOLE else self._scatter(held, target, after)  # type: ignore[arg-type]
+        if isinstance(target, Cut):
+            return piece(held, target, after, self.rank)
+        return held if self.rank == 0 else torch.zeros_like(held)
+
+    def _sum(self, held: torch.Tensor) -> torch.Tensor:
+        result = held.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, group=self.group)
+        return result
+
+    def _scatter(self, held: torch.Tensor, cut: Cut, shares: Sequence[int]) -> torch.Tensor:
+        flat = front(held, cut)
+        ranges, row = self._ranges(held.shape, cut, shares)
+        mine = ranges[self.rank]
+        output = torch.empty(mine.size, dtype=held.dtype, device=held.device)
+        reduce_scatter_by_ranges(self.group, flat.reshape(-1), ranges, output, async_op=False)
+        local = [*held.shape]
+        local[cut.dim] = mine.size // max(row, 1) * cut.blocks
+        return back(output.view(-1, *flat.shape[1:]), cut, local) if mine else held.new_empty(local)
+
+    def _gather(
+        self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int], padded: bool
+    ) -> torch.Tensor:
+        narrow = held.view(torch.uint8) if held.dtype == torch.bool else held
+        ranges, _ = self._ranges(shape, cut, shares)
+        mine = front(narrow, cut).reshape(-1) if held.numel() else narrow.reshape(-1)
+        flat = torch.empty(ranges[-1].stop, dtype=narrow.dtype, device=held.device)
+        if padded:
+            largest = max(r.size for r in ranges)
+            own = torch.zeros(largest, dtype=narrow.dtype, device=held.device)
+            own[: mine.numel()] = mine
+            rows = torch.empty(self.size * largest, dtype=narrow.dtype, device=held.device)
+            dist.all_gather_into_tensor(rows, own, group=self.group)
+            for rank, found in enumerate(ranges):
+                flat[found.start : found.stop] = rows[rank * largest : rank * largest + found.size]
+        else:
+            flat[ranges[self.rank].start : ranges[self.rank].stop] = mine
+            all_gather_by_ranges(self.group, flat, ranges, async_op=False)
+        rest = [*shape[: cut.dim], cut.blocks, *shape[cut.dim + 1 :]]
+        whole = back(flat.view(-1, *rest), cut, shape)
+        return whole.view(torch.bool) if held.dtype == torch.bool else whole
+
+    def _exchange(
+        self, held: torch.Tensor, source: Cut, target: Cut, shape: Sequence[int], before: Sequence[int],
+        after: Sequence[int],
+    ) -> torch.Tensor:  # fmt: skip
+        narrow = held.view(torch.uint8) if held.dtype == torch.bool else held
+        parts = [piece(narrow, target, after, rank) for rank in range(self.size)]
+        local = [*shape]
+        start, stop = bounds(shape, target, after)[self.rank]
+        local[target.dim] = (stop - start) * target.blocks
+        shapes = []
+        for begin, end in bounds(shape, source, before):
+            shapes.append([*local])
+            shapes[-1][source.dim] = (end - begin) * source.blocks
+        sizes = [torch.Size(part).numel() for part in shapes]
+        received = torch.empty(sum(sizes), dtype=narrow.dtype, device=held.device)
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=self.group)
+        pieces = [part.view(own) for part, own in zip(received.split(sizes), shapes, strict=True)]
+        whole = joined(pieces, source, local)
+        return whole.view(torch.bool) if held.dtype == torch.bool else whole
+
+    def _among_zeros(self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int]) -> torch.Tensor:
+        parts = []
+        for rank, (start, stop) in enumerate(bounds(shape, cut, shares)):
+            local = [*shape]
+            local[cut.dim] = (stop - start) * cut.blocks
+            parts.append(held if rank == self.rank else held.new_zeros(local))
+        return joined(parts, cut, shape)
+
+    @staticmethod
+    def _ranges(shape: Sequence[int], cut: Cut, shares: Sequence[int]) -> tuple[list[Range], int]:
+        """Each rank's range of the flat tensor whose cut dimension is in front, and the elements of one index of it."""
+        row = torch.Size([n for d, n in enumerate(shape) if d != cut.dim]).numel() * cut.blocks
+        return [Range(start * row, stop * row) for start, stop in bounds(shape, cut, shares)], row

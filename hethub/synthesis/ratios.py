@@ -1,0 +1,204 @@
+"""Which part of every axis each rank gets: a linear programme with whole atoms, in turns with the search."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_matrix
+
+from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, Model, Shares
+from hethub.synthesis.rules import Cut, State
+from hethub.synthesis.search import Found, Search, search
+
+MOST_ROUNDS = 6
+MEMORY_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Best:
+    """The cheapest program that the alternation met, with the shares that it was found for."""
+
+    found: Found
+    shares: Shares
+    rounds: int
+
+
+def alternate(model: Model, limits: Sequence[float] | None, options: Search | None = None) -> Best:
+    """Search and ratios in turns until neither gains, from shares by speed and from equal ones; the best is kept whole.
+
+    Raises BadInput where no program fits the ranks' memory.
+    """
+    best: Best | None = None
+    failure: ValueError | None = None
+    for start in starts(model):
+        try:
+            reached = _from(model, start, limits, options)
+        except ValueError as error:
+            failure = error
+            continue
+        if best is None or reached.found.seconds < best.found.seconds:
+            best = reached
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _from(model: Model, shares: Shares, limits: Sequence[float] | None, options: Search | None) -> Best:
+    best = Best(search(model, shares, limits, options), shares, 1)
+    for number in range(2, MOST_ROUNDS + 1):
+        better = fit(model, best.found.execution, limits)
+        if better is None:
+            return best
+        found = search(model, better, limits, options)
+        if found.seconds >= best.found.seconds * (1.0 - 1e-6):
+            return best
+        best = Best(found, better, number)
+    return best
+
+
+def starts(model: Model) -> list[Shares]:
+    """Shares by speed, by memory where that is another order, and equal ones."""
+    size = model.costs.size
+    totals = np.zeros(size)
+    for operator in model.graph.operators:
+        totals += model.costs.operator(model.graph, operator)[1]
+    speeds = 1.0 / np.maximum(totals, 1e-30)
+    memory = np.array(model.costs.memory_limits, dtype=float)
+    lists = [weights / weights.sum() for weights in (speeds, np.ones(size), memory)]
+    unlike = [parts for n, parts in enumerate(lists) if not any(np.allclose(parts, other) for other in lists[:n])]
+    return [tuple(rounded(parts, axis.atoms) for axis in model.rules.axes) for parts in unlike]
+
+
+def rounded(parts: Sequence[float], atoms: int) -> tuple[int, ...]:
+    """Whole atoms nearest to `parts` of them, by largest remainders."""
+    exact = np.asarray(parts, dtype=float) * atoms
+    floor = np.floor(exact + 1e-9).astype(int)
+    for rank in np.argsort(-(exact - floor), kind="stable")[: atoms - int(floor.sum())]:
+        floor[rank] += 1
+    return tuple(int(n) for n in floor)
+
+
+def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> Shares | None:
+    """The best shares for an unchanged program, in whole atoms; None where it cuts nothing, or nothing fits."""
+    if model.costs.size == 1:
+        return None
+    programme = _Shares(model, execution)
+    if not programme.axes:
+        return None
+    for _ in range(MEMORY_ROUNDS):
+        shares = programme.solve()
+        if shares is None or limits is None:
+            return shares
+        rules = [model.rules.of[n].index(rule) for n, rule in enumerate(execution.rules)]
+        living = Living(Execution(model, rules, execution.kept, shares))
+        over = [rank for rank, most in enumerate(limits) if living.peak[rank] > most]
+        if not over:
+            return shares
+        for rank in over:
+            programme.limit_memory(rank, living.at_peak[rank], limits[rank])
+    return None
+
+
+Row = tuple[int, dict[int, float], float]  # rank, factors of its atoms by axis, and the bound that they stay under
+
+
+class _Shares:
+    """The linear programme: a number of atoms per axis and rank, and one variable per sum of slowest ranks."""
+
+    def __init__(self, model: Model, execution: Execution) -> None:
+        self._model, self._execution = model, execution
+        self._size = model.costs.size
+        self._scale = 1.0 / max(execution.seconds, 1e-12)
+        # Sums of what each rank takes for a whole axis, by axis and proportions: the slowest rank's is paid for.
+        self._slowest: dict[tuple[int, tuple[float, ...]], np.ndarray] = {}
+        self._largest: dict[tuple[int, ...], float] = {}  # paid per largest piece of these axes
+        self._smallest: dict[int, float] = {}  # paid for all but the smallest piece of an axis
+        self._memory: list[Row] = []
+        self._collect_operators()
+        self._collect_moves()
+        touched = {axis for axis, _ in self._slowest} | set(self._smallest) | {a for key in self._largest for a in key}
+        self.axes = sorted(touched)
+
+    def _collect_operators(self) -> None:
+        model = self._model
+        for number, rule in enumerate(self._execution.rules):
+            axis = model.rules.axis_of(number, rule)
+            rest = model.costs.operator(model.graph, model.graph.operators[number])[1] * self._scale
+            if axis is not None and rest.max():
+                # Operators that slow the ranks down in the same proportions have the same slowest rank.
+                key = axis, tuple(np.round(rest / rest.max(), 4).tolist())
+                self._slowest[key] = self._slowest.get(key, np.zeros(self._size)) + rest
+
+    def _collect_moves(self) -> None:
+        rules, costs = self._model.rules, self._model.costs
+        for move in (move for moves in self._execution.moves.values() for move in moves):
+            states = [state for state in (move.source, move.target) if isinstance(state, Cut)]
+            axes = tuple(sorted({rules.axis(move.tensor, state) for state in states}))
+            paid = costs.reduce_scatter.slope * self._model.graph.tensors[move.tensor].num_bytes * self._scale
+            if move.collective in ("all-gather", "reduce-scatter"):
+                equal = (self._size - 1) / self._size
+                self._smallest[axes[0]] = self._smallest.get(axes[0], 0.0) + paid / equal
+            elif move.collective in ("padded all-gather", "all-to-all"):
+                paid *= self._size if move.collective == "padded all-gather" else 1
+                self._largest[axes] = self._largest.get(axes, 0.0) + paid
+
+    def limit_memory(self, rank: int, living: Sequence[tuple[int, State]], limit: float) -> None:
+        """What lives on `rank` at this moment stays within `limit` bytes."""
+        graph, rules = self._model.graph, self._model.rules
+        kept = [(graph.parameters[name], state) for name, state in self._execution.kept.items()]
+        fixed = float(sum(graph.tensors[t].num_bytes for t in (*graph.inputs, *graph.buffers.values())))
+        terms: dict[int, float] = {}
+        for times, (tensor, state) in [(TRAINING_COPIES, k) for k in kept] + [(1, entry) for entry in living]:
+            size = float(graph.tensors[tensor].num_bytes * times)
+            if isinstance(state, Cut):
+                axis = rules.axis(tensor, state)
+                terms[axis] = terms.get(axis, 0.0) + size / limit
+            else:
+                fixed += size
+        self._memory.append((rank, terms, 1.0 - fixed / limit))
+        self.axes = sorted({*self.axes, *terms})
+
+    def _paid(self) -> list[list[Row]]:
+        """For each variable that is paid for, the rows that it is at least as large as."""
+        ranks = range(self._size)
+        slowest = [[(r, {axis: float(rest[r])}, 0.0) for r in ranks] for (axis, _), rest in self._slowest.items()]
+        largest = [[(r, {axis: paid}, 0.0) for r in ranks for axis in axes] for axes, paid in self._largest.items()]
+        smallest = [[(r, {axis: -paid}, -paid) for r in ranks] for axis, paid in self._smallest.items()]
+        return [*slowest, *largest, *smallest]
+
+    def solve(self) -> Shares | None:
+        """Whole atoms of every axis and rank; axes that the program does not touch keep theirs."""
+        size, axes, paid = self._size, self.axes, self._paid()
+        place = {axis: number * size for number, axis in enumerate(axes)}
+        atoms = {axis: self._model.rules.axes[axis].atoms for axis in axes}
+        counts, columns = len(axes) * size, len(axes) * size + len(paid)
+        rows = [(row, counts + number) for number, own in enumerate(paid) for row in own]
+        rows += [(row, -1) for row in self._memory]
+        matrix = lil_matrix((len(rows), columns))
+        for number, ((rank, terms, _), variable) in enumerate(rows):
+            for axis, factor in terms.items():
+                matrix[number, place[axis] + rank] = factor / atoms[axis]
+            if variable >= 0:
+                matrix[number, variable] = -1.0
+        sums = lil_matrix((len(axes), columns))
+        for number, axis in enumerate(axes):
+            sums[number, place[axis] : place[axis] + size] = 1.0
+        totals = [atoms[axis] for axis in axes]
+        answer = milp(
+            [0.0] * counts + [1.0] * len(paid),
+            integrality=[1] * counts + [0] * len(paid),
+            bounds=Bounds(0.0, [atoms[axis] for axis in axes for _ in range(size)] + [np.inf] * len(paid)),
+            constraints=[
+                LinearConstraint(matrix.tocsr(), ub=[bound for (_, _, bound), _ in rows]),
+                LinearConstraint(sums.tocsr(), totals, totals),
+            ],
+            options={"mip_rel_gap": 1e-4, "time_limit": 10.0},
+        )
+        if answer.x is None:
+            return None
+        shares = list(self._execution.shares)
+        for axis in axes:
+            shares[axis] = tuple(round(n) for n in answer.x[place[axis] : place[axis] + size])
+        return tuple(shares)

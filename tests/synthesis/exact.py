@@ -1,0 +1,157 @@
+"""Training under programs in rank processes, compared with one process: loss, every gradient, weights after AdamW."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from hethub.spec.cluster import ClusterSpec
+from hethub.synthesis.costs import Costs, precision_of
+from hethub.synthesis.graph import Graph
+from hethub.synthesis.lower import Step
+from hethub.synthesis.planning import program_of
+from hethub.synthesis.program import Execution, Model, Program
+from hethub.synthesis.rules import WHOLE, Rules, State
+from hethub.synthesis.trace import trace
+from tests.synthesis.models import build
+
+STEPS = 3
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process does with a model and a batch."""
+
+    graph: Graph
+    inputs: tuple[torch.Tensor, ...]
+    named: dict[str, torch.Tensor]  # the initial state, tied tensors under each of their names
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]  # of the first step
+    weights: dict[str, torch.Tensor]  # after the last
+
+
+_REFERENCES: dict[str, Reference] = {}
+
+
+def reference(name: str) -> Reference:
+    if name not in _REFERENCES:
+        module, inputs = build(name)
+        graph = trace(module, inputs)
+        held = {**module.state_dict(keep_vars=True), **dict(module.named_buffers())}
+        copies = {id(value): value.detach().clone() for value in held.values()}
+        kept = {key: copies[id(value)] for key, value in held.items()}
+        first: dict[str, torch.Tensor] = {}
+        losses = []
+        optimizer = adamw(module.parameters())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = module(*inputs)
+            loss.backward()
+            first = first or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        weights = {key: value.clone() for key, value in module.state_dict().items()}
+        _REFERENCES[name] = Reference(
+            graph=graph, inputs=inputs, named=kept, losses=losses, gradients=first, weights=weights
+        )
+    return _REFERENCES[name]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+class Holder(nn.Module):
+    """A module that has another's tensors by name and no forward: ranks need not import what the user's is made of."""
+
+    def __init__(self, named: dict[str, torch.Tensor], trained: set[str]) -> None:
+        super().__init__()
+        made = {id(named[name]): nn.Parameter(named[name].clone()) for name in trained}  # a tied one has two names
+        for name, value in named.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if id(value) in made:
+                owner.register_parameter(last, made[id(value)])
+            else:
+                owner.register_buffer(last, value.clone())
+
+
+class CountedStep(Step):
+    """A step that counts the bytes of all living storages, the optimizer's two moments included."""
+
+    peak = 0
+
+    def _release(self, held: dict[tuple[int, State], torch.Tensor], number: int) -> None:
+        alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
+        moments = sum(2 * shard.numel() * shard.element_size() for shard in self.parameters())
+        self.peak = max(self.peak, sum(alive.values()) + moments)
+        super()._release(held, number)
+
+
+Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor], bool]
+
+
+def train(
+    world: Any, graph: Graph, named: dict[str, torch.Tensor], inputs: Any, programs: list[Program]
+) -> list[Outcome]:
+    """Of every program that this rank is part of: losses, whole gradients of the first step, weights at the end, and
+    whether no more lived than was predicted."""
+    torch.set_num_threads(1)
+    results = []
+    for program in programs:
+        group = world.group(range(program.size))
+        if group is None:
+            continue
+        step = CountedStep(Holder(named, set(graph.parameters)), graph, program, group)
+        optimizer = adamw(step.parameters())
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            losses.append(float(step(*inputs)))
+            gradients = gradients or step.gradients()
+            optimizer.step()
+        keeps_within = step.peak <= program.memory_bytes[world.rank]
+        results.append((losses, gradients, step.state_dict(), keeps_within))
+    return results
+
+
+def check(known: Reference, outcome: Outcome) -> None:
+    losses, gradients, weights, keeps_within = outcome
+    assert keeps_within
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(known.losses), rtol=TOLERANCE, atol=TOLERANCE)
+    for name, gradient in known.gradients.items():
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert known.weights.keys() <= weights.keys()  # buffers that a state leaves out are among a holder's
+    for name in known.weights:
+        # Adam divides by the root of a gradient's square: where a gradient is all rounding, so is its first step.
+        torch.testing.assert_close(
+            weights[name], known.weights[name], rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def random_program(graph: Graph, cluster: ClusterSpec, seed: int) -> Program:
+    """Any rule for every operator, any state for every parameter, any shares: what no search would choose."""
+    draw = random.Random(seed)
+    model = Model(graph, Rules(graph), Costs(cluster, precision_of(graph)))
+    shares = []
+    for axis in model.rules.axes:
+        ends = sorted(draw.choice([0, axis.atoms, draw.randint(0, axis.atoms)]) for _ in range(cluster.size - 1))
+        shares.append(tuple(b - a for a, b in zip([0, *ends], [*ends, axis.atoms], strict=True)))
+    rules = []
+    for number, own in enumerate(model.rules.of):
+        axes = [model.rules.axis_of(number, rule) for rule in own]
+        rules.append(
+            draw.choice([n for n, axis in enumerate(axes) if axis is None or axis in model.rules.worth_cutting])
+        )
+    kept = {name: draw.choice([WHOLE, *model.rules.cuts(tensor)]) for name, tensor in graph.parameters.items()}
+    return program_of(Execution(model, rules, kept, tuple(shares)), is_optimal=False, rounds=0)

@@ -1,0 +1,119 @@
+"""Every rule of every operator that the four models use, checked with numbers and uneven cuts."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from hethub.synthesis.graph import Graph
+from hethub.synthesis.pieces import joined, piece, run_piece
+from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, reshaped
+from hethub.synthesis.trace import trace
+from tests.synthesis.models import NAMES, build
+
+GRAPHS: dict[str, tuple[Graph, dict[int, torch.Tensor]]] = {}
+
+
+def traced(name: str) -> tuple[Graph, dict[int, torch.Tensor]]:
+    """A model's graph and the value of every tensor of it, computed on one device."""
+    if name not in GRAPHS:
+        module, inputs = build(name)
+        graph = trace(module, inputs)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers()), **graph.constants}
+        values = {t: named[n].detach() for n, t in (*graph.parameters.items(), *graph.buffers.items())}
+        values.update(zip(graph.inputs, inputs, strict=True))
+        for operator in graph.operators:
+            results = operator.call([values[t] for t in operator.inputs])
+            values.update({t: r for t, r in zip(operator.outputs, results, strict=True) if t is not None})
+        GRAPHS[name] = graph, values
+    return GRAPHS[name]
+
+
+def share_lists(atoms: int) -> Iterator[tuple[int, ...]]:
+    """Shares of three ranks: nothing, one, some and all of the atoms occur."""
+    some = max(2, atoms // 2) if atoms > 2 else 1
+    yield (0, 1, atoms - 1)
+    yield (some, 0, atoms - some)
+    yield (0, atoms, 0)
+
+
+def parts(whole: torch.Tensor, state: State, shares: Sequence[int]) -> list[torch.Tensor]:
+    """Each rank's part of a tensor in `state`."""
+    if isinstance(state, Cut):
+        return [piece(whole, state, shares, rank) for rank in range(len(shares))]
+    if state == WHOLE:
+        return [whole] * len(shares)
+    first = torch.randn_like(whole) if whole.is_floating_point() else torch.ones_like(whole)
+    return [first, *[torch.zeros_like(whole)] * (len(shares) - 2), whole - first]
+
+
+def check(held: list[torch.Tensor], whole: torch.Tensor, state: State) -> None:
+    if isinstance(state, Cut):
+        torch.testing.assert_close(joined(held, state, whole.shape), whole, rtol=1e-9, atol=1e-11)
+    elif state == PARTIAL:
+        torch.testing.assert_close(torch.stack(list(held)).sum(0).to(whole.dtype), whole, rtol=1e-9, atol=1e-11)
+    else:
+        for part in held:
+            torch.testing.assert_close(part, whole, rtol=1e-9, atol=1e-11)
+
+
+def check_rule(graph: Graph, rules: Rules, values: dict[int, torch.Tensor], number: int, rule: Rule) -> int:
+    operator = graph.operators[number]
+    axis = rules.axis_of(number, rule)
+    atoms = 1 if axis is None else rules.axes[axis].atoms
+    if axis is not None and atoms == 1:
+        return 0
+    made = [graph.tensors[t] for t in operator.made]
+    for shares in share_lists(atoms) if axis is not None else [(1, 1, 1)]:
+        inputs = [parts(values[t], s, shares) for t, s in zip(operator.inputs, rule.inputs, strict=True)]
+        results = [
+            run_piece(operator, rule, [p[rank] for p in inputs], [t.shape for t in made], [t.dtype for t in made], share, atoms)
+            for rank, share in enumerate(shares)
+        ]  # fmt: skip
+        for place, tensor in enumerate(operator.made):
+            check([result[place] for result in results], values[tensor], rule.outputs[place])
+    return 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rule_gives_the_whole_operators_result(name: str) -> None:
+    torch.manual_seed(0)
+    graph, values = traced(name)
+    rules = Rules(graph)
+    checked, seen = 0, set()
+    for number, operator in enumerate(graph.operators):
+        for rule in rules.of[number]:
+            # Equal layers have equal rules.
+            same = (operator.key, str(operator.args), str(graph.shapes_in(operator)), rule)
+            if same in seen:
+                continue
+            seen.add(same)
+            try:
+                checked += check_rule(graph, rules, values, number, rule)
+            except Exception as error:
+                raise AssertionError(f"{operator.name} ({operator.key}) {operator.args}: {rule}: {error}") from error
+    assert checked > 100
+    assert not rules.unknown
+
+
+def test_a_merged_dimension_is_cut_inside_its_blocks() -> None:
+    assert reshaped((8, 6, 5), (48, 5), Cut(1, 1)) == Cut(0, 8)
+    assert reshaped((48, 5), (8, 6, 5), Cut(0, 8)) == Cut(1, 1)
+    assert reshaped((48, 5), (8, 6, 5), Cut(0, 1)) == Cut(0, 1)
+    assert reshaped((4, 6), (6, 4), Cut(1, 1)) is None
+
+
+def test_an_unknown_operator_is_computed_whole_and_named() -> None:
+    class Sorted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.matrix_exp(self.layer(values)).sum()
+
+    graph = trace(Sorted(), (torch.randn(4, 4),))
+    rules = Rules(graph)
+    assert any("matrix_exp" in name for name in rules.unknown)
+    number = next(n for n, operator in enumerate(graph.operators) if "matrix_exp" in operator.key)
+    assert rules.of[number] == [Rule((WHOLE,), (WHOLE,))]

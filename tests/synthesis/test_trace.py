@@ -1,0 +1,111 @@
+"""The traced graph computes what the module computes; what cannot be cut is refused with its operator and module."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from hethub.spec.errors import BadInput
+from hethub.synthesis.trace import trace
+from tests.synthesis.models import build
+
+
+class Wrapped(nn.Module):
+    """A module with one layer before it and a mean as its loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(values)).mean()
+
+
+class Branch(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 2 if values.sum() > 0 else values
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return values * self.steps
+
+
+class Overwrite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values.mul_(2)
+        return self.first(values).sum()
+
+
+class Cond(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.cond(values.sum() > 0, lambda v: v * 2, lambda v: v - 1, (values,))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Wrapped(nn.Dropout(0.5)), ["inner", "random", "dropout"]),
+        (Wrapped(nn.BatchNorm1d(4)), ["inner", "BatchNorm", ".eval()"]),
+        (Wrapped(Counter()), ["inner", "steps"]),
+        (Wrapped(Branch()), ["depend", "torch.where"]),
+        (Wrapped(Cond()), ["inner", "control flow"]),
+        (Overwrite(), ["in place", "values"]),
+    ],
+    ids=["dropout", "batch norm", "buffer", "branch", "cond", "input"],
+)
+def test_what_cannot_be_cut_is_refused(module: nn.Module, words: list[str]) -> None:
+    with pytest.raises(BadInput) as refusal:
+        trace(module, (torch.randn(6, 4),))
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_module_without_a_loss_is_refused() -> None:
+    with pytest.raises(BadInput, match="loss alone"):
+        trace(nn.Linear(4, 4), (torch.randn(6, 4),))
+
+
+def test_batch_norm_that_keeps_its_statistics_is_traced() -> None:
+    graph = trace(Wrapped(nn.BatchNorm1d(4).eval()), (torch.randn(6, 4),))
+    assert "inner.running_mean" in graph.buffers
+
+
+def test_the_graph_computes_the_modules_loss_and_gradients() -> None:
+    module, inputs = build("bert")
+    graph = trace(module, inputs)
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())} | dict(
+        graph.constants
+    )
+    values = {t: named[n].detach() for n, t in (*graph.parameters.items(), *graph.buffers.items())}
+    values.update(zip(graph.inputs, inputs, strict=True))
+    for operator in graph.operators:
+        results = operator.call([values[t] for t in operator.inputs])
+        values.update({t: r for t, r in zip(operator.outputs, results, strict=True) if t is not None})
+    loss = module(*inputs)
+    loss.backward()
+    torch.testing.assert_close(values[graph.loss], loss.detach(), rtol=1e-12, atol=0)
+    assert len(graph.parameters) == len(list(module.parameters()))  # the tied head is one parameter
+    for name, tensor in graph.gradients.items():
+        assert tensor is not None
+        torch.testing.assert_close(values[tensor], named[name].grad, rtol=1e-10, atol=1e-14)
+
+
+def test_operators_carry_the_names_of_the_users_modules() -> None:
+    module, inputs = build("vit")
+    graph = trace(module, inputs)
+    products = [o for o in graph.operators if "addmm" in o.key or "attention" in o.key]
+    assert {o.module for o in products} == {
+        *(f"encoder.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn", "linear1", "linear2")),
+        "head",
+    }
+    assert {o.module for o in graph.operators if not o.is_forward} >= {"encoder.layers.1.linear2", "patches"}
