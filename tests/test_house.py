@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "planner": {"predictor", "spec"},
     "capacity": {"predictor", "spec"},
     "kernels": {"spec"},
+    "synthesis": {"communicator", "predictor", "spec"},
     "communicator": {"kernels", "spec"},
     "runtime": {"planner", "predictor", "communicator", "kernels", "spec"},
     "report": {"runtime", "capacity", "planner", "predictor", "spec"},

@@ -84,11 +84,11 @@ def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> S
     """The best shares for an unchanged program, in whole atoms; None where it cuts nothing, or nothing fits."""
     if model.costs.size == 1:
         return None
-    programme = _Shares(model, execution)
-    if not programme.axes:
+    problem = _Shares(model, execution)
+    if not problem.axes:
         return None
     for _ in range(MEMORY_ROUNDS):
-        shares = programme.solve()
+        shares = problem.solve()
         if shares is None or limits is None:
             return shares
         rules = [model.rules.of[n].index(rule) for n, rule in enumerate(execution.rules)]
@@ -97,7 +97,7 @@ def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> S
         if not over:
             return shares
         for rank in over:
-            programme.limit_memory(rank, living.at_peak[rank], limits[rank])
+            problem.limit_memory(rank, living.at_peak[rank], limits[rank])
     return None
 
 
