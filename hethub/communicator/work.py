@@ -190,6 +190,9 @@ class NativeWork(torch_private.WorkBase):
     _source_rank = source_rank
 
 
+_STOP_SECONDS = 1.0
+
+
 class CallbackThreads:
     """Threads that complete futures: a callback may start another operation and wait for it (PowerSGD does).
 
@@ -277,8 +280,14 @@ class Worker:
         return job.work
 
     def stop(self) -> None:
-        """Ends the thread after the jobs already submitted."""
+        """Ends the thread after the jobs already submitted, and waits a moment for it.
+
+        A thread that comes back from a native call while the interpreter is torn down aborts the process. One that a
+        failure has left stuck is not waited for longer.
+        """
         self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_SECONDS)
 
     def _start(self) -> None:
         if self._thread is None:
