@@ -14,6 +14,7 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.joining.mpi_library import end_mpi, import_mpi, start_mpi
 from hethub.communicator.joining.pmix import Pmix
 from hethub.communicator.joining.rendezvous import agree_on_token
+from hethub.communicator.joining.segments import remove_dead_segments
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, place_of
 from hethub.runtime.launch.store import join_store, meet_at_master, serve_store
@@ -107,6 +108,8 @@ Meeting = tuple[dist.Store, str, Callable[[], None], Callable[[int], str]]
 def _meet_under_mpirun(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> Meeting:
     """Rank 0 opens the store; Open MPI's daemons carry its address and a random token, or else MPI itself."""
     _keep_mpi_inside(info, interface)
+    if info.local_rank == 0:
+        remove_dead_segments()
     mpi = import_mpi()
     try:
         pmix = Pmix(mpi)
