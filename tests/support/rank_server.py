@@ -34,6 +34,7 @@ IMPORTS = (
 
 
 def main() -> None:
+    end_with_parent()
     channel = socket.socket(fileno=int(sys.argv[1]))
     load_package("tests", Path(__file__).resolve().parents[1])
     for name in IMPORTS:
@@ -49,17 +50,23 @@ def main() -> None:
         stream.flush()
 
 
+def end_with_parent() -> None:
+    """A killed parent takes this process with it, whatever it is in: the imports take seconds."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def warm_up() -> None:
     """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s),
-    and reading the catalogue. What is there by now is no garbage: a rank that collects need not look at it, and copy
-    its pages.
+    and a layout, which reads the catalogue and has pydantic build its validators. What is there by now is no garbage:
+    a rank that collects need not look at it, and copy its pages.
     """
     import torch
 
-    from hethub.spec.accelerator import catalogue
+    from tests.support.layouts import Case
 
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
-    catalogue()
+    replica = {"ranks": [0], "micro_batch": 8, "samples": 8}
+    Case(name="alone", stages=[{"layers": [[0, 4]], "replicas": [replica]}]).layout()
     gc.collect()
     gc.freeze()
 
@@ -131,7 +138,7 @@ def stderr_paths(request: dict[str, Any]) -> list[Path]:
 
 
 def rank_main(rank: int, request: dict[str, Any], listener: socket.socket, write_end: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     stderr = os.open(stderr_paths(request)[rank], os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
     os.environ.update(request["environment"])
