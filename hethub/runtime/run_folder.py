@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hethub.spec.base import write_yaml
+from hethub.spec.documents import write_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
-from hethub.spec.base import Spec, SpecT, load, write_yaml
+from hethub.spec.base import Spec, SpecT, load
 from hethub.spec.cluster import NonNegative
+from hethub.spec.documents import write_yaml
 from hethub.spec.model import Count
 from hethub.spec.ranges import Range
 

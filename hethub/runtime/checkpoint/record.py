@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hethub.spec.accelerator import Precision
-from hethub.spec.base import Source, Spec, build
+from hethub.spec.base import Spec, build
+from hethub.spec.documents import Source
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 
