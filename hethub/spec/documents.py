@@ -52,17 +52,25 @@ def read_text(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> str:
     Raises BadInput if it is missing, unreadable or longer; `what` names its role ("job file").
     """
     try:
+        return read_bytes(path, what, most_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+
+
+def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """The content of a file of at most `most_bytes`. Raises BadInput as `read_text` does."""
+    try:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise BadInput(f"{path}: the {what} is longer than {most_bytes:,} bytes, so it is none. Check the path.")
-        return content.decode("utf-8")
     except FileNotFoundError:
         raise BadInput(
             f"{path}: there is no such {what}. Check the path (it is relative to the file that names it)."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+    if len(content) > most_bytes:
+        raise BadInput(f"{path}: the {what} is longer than {most_bytes:,} bytes, so it is none. Check the path.")
+    return content
 
 
 def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
@@ -114,6 +122,7 @@ def _check_depth(text: str, name: str, what: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MOST_DEPTH:
+                assert event.start_mark is not None
                 raise BadInput(
                     f"{name}, line {event.start_mark.line + 1}: the {what} nests more than {MOST_DEPTH} levels deep; "
                     "no file of ours does. Check the brackets and the indentation."
