@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hethub.spec.base import Spec, build
@@ -88,6 +89,14 @@ class CheckpointIndex(Spec):
 
 class IndexedWriter(dcp.FileSystemWriter):
     """DCP's writer, which on the coordinator leaves the index too."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """As DCP's. Raises OSError with what the system refused, where torch.save's end would hide it."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            refused = error.__context__
+            raise (refused if isinstance(refused, OSError) else error) from None
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)

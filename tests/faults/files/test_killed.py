@@ -84,9 +84,9 @@ def go_on(job: Path, run: Path) -> Ended:
 @pytest.mark.parametrize(
     ("call", "name", "said"),
     [
-        ("replace", "plan.yaml", "begins again at step 1"),
-        ("replace", "COMPLETE", "begins again at step 1"),
         ("rename", "step-2", "begins again at step 1"),
+        pytest.param("replace", "plan.yaml", "begins again at step 1", marks=pytest.mark.slow),
+        pytest.param("replace", "COMPLETE", "begins again at step 1", marks=pytest.mark.slow),
         pytest.param("replace", "job.yaml", "begins again at step 1", marks=pytest.mark.slow),
         pytest.param("rename", "step-4", "resumed behind step 2", marks=pytest.mark.slow),
     ],
@@ -113,6 +113,7 @@ def test_a_run_killed_at_any_write_goes_on(job: Path, wanted: list[float], tmp_p
     assert number > 20
 
 
+@pytest.mark.slow
 def test_a_resumed_start_that_was_cut_off_goes_on_too(job: Path, wanted: list[float], tmp_path: Path) -> None:
     _, run = start(job, tmp_path / "run", hook=functools.partial(kill_before, "replace", "index.json"))
     ended, _ = start(job, run, "--resume", run)
