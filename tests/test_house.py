@@ -200,8 +200,8 @@ def test_no_folder_is_too_full() -> None:
 
 
 def test_tests_mirror_the_rooms() -> None:
-    """Each folder of tests has the name of a room, but for whole commands, slow truths and what tests share."""
-    apart = {"cli", "oracle", "reference", "support"}
+    """Each folder of tests has the name of a room, but for whole commands, faults, slow truths and what tests share."""
+    apart = {"cli", "faults", "oracle", "reference", "support"}
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     assert not [
         str(folder)
