@@ -2,10 +2,14 @@
 
 import functools
 import json
+import logging
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +31,10 @@ __all__ = ["LaunchInfo", "launch_info", "meet", "rendezvous"]
 _GREETING = "hethub.greeting"
 _GREETING_BYTES = 512
 _NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
+_MPI_SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
+_MPI_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+
+_log = logging.getLogger(__name__)
 
 
 def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float = 120.0) -> Rendezvous:
@@ -162,3 +170,23 @@ def _keep_mpi_inside(info: LaunchInfo, interface: Interface) -> None:
         os.environ.setdefault("OMPI_MCA_btl_tcp_if_include", interface.name)
     elif not info.is_multi_node:
         os.environ.setdefault("OMPI_MCA_btl", "^tcp")
+    _place_mpi_segments(info)
+
+
+def _place_mpi_segments(info: LaunchInfo) -> None:
+    """Has Open MPI share memory in the temporary folder where /dev/shm is too small for it: it would end the process.
+
+    What the user has set stays. Our own relay shares memory that has no place in a file system.
+    """
+    shared = Path("/dev/shm")
+    needed = info.local_size * _MPI_SEGMENT_BYTES
+    if _MPI_SEGMENTS in os.environ or not shared.is_dir() or shutil.disk_usage(shared).free >= needed:
+        return
+    os.environ[_MPI_SEGMENTS] = tempfile.gettempdir()
+    if info.local_rank == 0:
+        _log.warning(
+            "/dev/shm has less than the %d MiB that Open MPI shares here, so it takes %s instead; a larger /dev/shm "
+            "(--shm-size of a container) is faster.",
+            needed >> 20,
+            tempfile.gettempdir(),
+        )

@@ -13,6 +13,7 @@ from hethub.runtime.loop.plan import choose_plan
 from hethub.runtime.loop.read import open_inputs, read_job
 from hethub.runtime.loop.restore import restore
 from hethub.runtime.loop.steps import RunSummary, TrainingLoop
+from hethub.runtime.run_claim import RunClaim
 
 
 def train(
@@ -32,14 +33,14 @@ def train(
     with one_voice_per_node(info):
         read = read_job(job_path, overrides, info)
         meeting = meet(info, read.cluster, read.timeout_seconds)
-    with watched_meeting(meeting):
+    with watched_meeting(meeting), RunClaim() as claim:
         job, device, dataset, own = consensus(meeting, "job", lambda: open_inputs(read.job, info))
         agreed = agree(meeting, own, job.cluster)
         planned = choose_plan(
             meeting, job, device, agreed.cluster, agreed.facts,
-            plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume,
+            plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume, claim=claim,
         )  # fmt: skip
-        layout, profile, resumes = planned.layout, planned.profile, resume is not None
+        layout, profile, resumes = planned.layout, planned.profile, planned.resumes
         world = connect_ranks(meeting, job.spec.communicator, device, layout.cluster, profile, planned.relays)
         with watched(world, "train"):
             seconds = planned.prediction["step_seconds"]
