@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from hethub.communicator.joining.hub import Hub
 from hethub.communicator.joining.liveness import Liveness
 
 _GRACE_SECONDS = 5.0
+_LINGER_SECONDS = 2.0  # mpirun kills who is left when half of the ranks have gone: all speak at about the same time
 _LAUNCHER_SECONDS = 1.0  # how often a rank looks after its launcher
 
 
@@ -62,10 +64,8 @@ class Watch:
 
     def end_process(self, reason: str) -> None:
         """Says why this rank ends and ends it with 1, whatever its other threads do."""
-        with self._speaking, contextlib.suppress(OSError):  # who read stderr may be gone too
-            print(f"hethub: rank {self._rank} ends because {reason}.", file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(1)
+        with self._speaking:  # once
+            _end_process(self._rank, reason)
 
     def tell(self, reason: str) -> None:
         """Tells every rank that this one has failed and why; its own process is about to end by itself."""
@@ -116,14 +116,18 @@ def watch_over(
 def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
     """The block, which may stand in native calls that nothing interrupts: the process ends if it takes longer."""
 
-    def end() -> None:
-        print(f"hethub: rank {rank} ends because {reason}.", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, _end_process, (rank, reason))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _end_process(rank: int, reason: str) -> None:
+    with contextlib.suppress(OSError):  # who read stderr may be gone too
+        print(f"hethub: rank {rank} ends because {reason}.", file=sys.stderr, flush=True)
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        time.sleep(_LINGER_SECONDS)
+    os._exit(1)
