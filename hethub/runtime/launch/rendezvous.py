@@ -7,16 +7,16 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
+from hethub.communicator.joining import pmix
 from hethub.communicator.joining.mpi_library import end_mpi, import_mpi, start_mpi
-from hethub.communicator.joining.pmix import Pmix
 from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.communicator.joining.segments import remove_dead_segments
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
@@ -102,11 +102,18 @@ def _watched(
     return watch
 
 
-def _answering(info: LaunchInfo, timeout_seconds: float) -> AbstractContextManager[None]:
-    """The block, in which rank 0 serves the store: a process that is stopped accepts connections and never answers."""
-    return deadline(
-        timeout_seconds, info.rank, f"rank 0 serves the store and has not answered for {timeout_seconds:g} s"
-    )
+@contextmanager
+def _answering(info: LaunchInfo, timeout_seconds: float) -> Iterator[None]:
+    """The block, in which rank 0 serves the store: it may be gone, or be stopped, and then its kernel still accepts."""
+    silent = f"rank 0 serves the store and has not answered for {timeout_seconds:g} s"
+    try:
+        with deadline(timeout_seconds, info.rank, silent):
+            yield
+    except (dist.DistError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunFailed(
+            f"rank {info.rank} ends because rank 0 is gone: its store does not answer ({reason})."
+        ) from None
 
 
 Meeting = tuple[dist.Store, str, Callable[[], None], Callable[[int], str]]
@@ -119,30 +126,28 @@ def _meet_under_mpirun(info: LaunchInfo, interface: Interface, timeout_seconds: 
     if info.local_rank == 0:
         remove_dead_segments()
     mpi = import_mpi()
-    try:
-        pmix = Pmix(mpi)
-    except OSError:  # MPICH, or an Open MPI that hides its PMIx
-        return _meet_over_mpi(mpi, info, interface, timeout_seconds)
-
-    def place(rank: int) -> str:
-        return place_of(info, rank, host=pmix.host(rank))
-
-    def ends() -> None:
-        end_mpi(mpi)
-        pmix.finalize()
-
+    ends = functools.partial(end_mpi, mpi)
     if info.rank == 0:
         store, token = serve_store(interface.address, timeout_seconds), secrets.token_hex(16)
-        pmix.publish(_GREETING, json.dumps([interface.address, store.port, token]))
+        told = pmix.publish(_GREETING, json.dumps([interface.address, store.port, token]), info.size)
+    else:
+        told = pmix.look_up(_GREETING, info.size, timeout_seconds)
+    if told is None:  # MPICH, or an Open MPI that hides its PMIx
+        return _meet_over_mpi(mpi, info, interface, timeout_seconds)
+    place = functools.partial(_placed, info, told.hosts)
+    if info.rank == 0:
         return store, token, ends, place
-    greeting = pmix.look_up(0, _GREETING, timeout_seconds)
-    if greeting is None:
+    if told.text is None:
         raise RunFailed(
             f"rank {info.rank} ends because rank 0{place(0)} has not come: it did not join within {timeout_seconds:g} s."
         )
-    address, port, token = json.loads(greeting)
+    address, port, token = json.loads(told.text)
     with _answering(info, timeout_seconds):
         return join_store(address, port, timeout_seconds, info), token, ends, place
+
+
+def _placed(info: LaunchInfo, hosts: Sequence[str | None], rank: int) -> str:
+    return place_of(info, rank, host=hosts[rank])
 
 
 def _meet_over_mpi(mpi: Any, info: LaunchInfo, interface: Interface, timeout_seconds: float) -> Meeting:
