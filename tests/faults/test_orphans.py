@@ -39,7 +39,9 @@ def test_a_rank_whose_launcher_is_gone_ends_and_says_so(tmp_path):
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_no_rank_outlives_its_launcher(launcher, trains, tmp_path):
-    job, run = write_job(tmp_path / "job", train={"steps": 5000}), tmp_path / "run"
+    # Ranks that have not met yet end at the timeout.
+    run = tmp_path / "run"
+    job = write_job(tmp_path / "job", train={"steps": 5000}, communicator={"timeout_seconds": 60 if trains else 5})
     start = {"torchrun": start_torchrun, "mpirun": start_mpirun}[launcher]
     running = start(4, "train", job, "--run-dir", run, cwd=tmp_path)
     if trains:

@@ -52,7 +52,7 @@ class Ended:
     @property
     def paragraphs(self) -> list[str]:
         """What hethub itself said on stderr; launchers add lines of their own."""
-        return [line for line in self.stderr.splitlines() if line.startswith("hethub")]
+        return [line for line in self.stderr.splitlines() if line.startswith("hethub:")]
 
 
 def check_refused(results: Sequence[Ended], *words: str, speaker: int = 0) -> str:

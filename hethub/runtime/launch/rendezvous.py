@@ -73,7 +73,7 @@ def rendezvous(info: LaunchInfo, *, network: str | None = None, timeout_seconds:
         token=token,
         launcher=info.launcher,
         finalize=ends,
-        watch=_watched(info, store, interface, token, timeout_seconds, place),
+        watch=None if info.launcher == "alone" else _watched(info, store, interface, token, timeout_seconds, place),
     )
 
 
@@ -91,8 +91,7 @@ def _watched(
             store, rank=info.rank, size=info.size, address=interface.address, token=token,
             timeout_seconds=timeout_seconds, place=place,
         )  # fmt: skip
-    if info.launcher != "alone":
-        watch.end_with_the_launcher()
+    watch.end_with_the_launcher()
     watch.end_with_the_job()
     try:
         watch.liveness.wait_for_all(timeout_seconds + _NEWS_SECONDS)

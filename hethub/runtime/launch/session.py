@@ -53,7 +53,9 @@ def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
 def watched_meeting(meeting: Rendezvous) -> Iterator[Rendezvous]:
     """As `watched`, from the ranks' meeting on: a rank may also fail before there is a world, or be told to end."""
     watch = meeting.watch
-    assert watch is not None, "launch.rendezvous watches"
+    if watch is None:  # a process alone
+        yield meeting
+        return
     try:
         with EndSignal(watch):
             yield meeting
