@@ -30,6 +30,7 @@ __all__ = ["LaunchInfo", "launch_info", "meet", "rendezvous"]
 
 _GREETING = "hethub.greeting"
 _GREETING_BYTES = 512
+_SPARE_SECONDS = 1.0
 _NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
 _MPI_SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
 _MPI_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
@@ -59,8 +60,8 @@ def rendezvous(info: LaunchInfo, *, network: str | None = None, timeout_seconds:
     elif info.launcher == "alone":
         store, token = dist.HashStore(), secrets.token_hex(16)
     else:
-        store = meet_at_master(info, interface, timeout_seconds)
-        with _answering(info, timeout_seconds):
+        with _answering(info, timeout_seconds + _SPARE_SECONDS):  # the store has a timeout of its own
+            store = meet_at_master(info, interface, timeout_seconds)
             token = agree_on_token(store, info.rank, os.environ.get(TOKEN_VARIABLE))
     return Rendezvous(
         store=store,
@@ -104,7 +105,7 @@ def _watched(
 @contextmanager
 def _answering(info: LaunchInfo, timeout_seconds: float) -> Iterator[None]:
     """The block, in which rank 0 serves the store: it may be gone, or be stopped, and then its kernel still accepts."""
-    silent = f"rank 0 serves the store and has not answered for {timeout_seconds:g} s"
+    silent = f"rank 0, which serves the store, has not answered for {timeout_seconds:g} s: it has stopped, or is gone"
     try:
         with deadline(timeout_seconds, info.rank, silent):
             yield
