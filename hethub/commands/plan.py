@@ -49,7 +49,11 @@ def _add_plan(commands: Any) -> None:
     add_profile(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
     parser.add_argument("--explain", action="store_true", help="what every system would have chosen, and what binds")
-    parser.add_argument("--robust", action="store_true", help="best worst case over links -20 %% and compute -10 %%")
+    parser.add_argument(
+        "--robust",
+        action="store_true",
+        help="loses least where links are 20 %% slower or compute 10 %% off",
+    )
     _add_alone(parser, " (default: beside --out)")
     add_json(parser)
 

@@ -144,6 +144,14 @@ class ClusterSpec(Spec):
             raise ValueError(
                 f"two nodes are named '{twice[0]}'; equal machines are one entry with a count, others need their own name."
             )
+        known: dict[str, NodeSpec] = {}
+        for node in self.nodes:
+            first = known.setdefault(node.unnamed_device.name, node)
+            if unlike := _unlike_figures(first.unnamed_device, node.unnamed_device):
+                raise ValueError(
+                    f"nodes '{first.name}' and '{node.name}' both have an accelerator named '{node.unnamed_device.name}', but of unlike "
+                    f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own."
+                )
         if self.links.regions and (missing := [n for n in names if n not in self.links.regions.of_node]):
             raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node.")
         if self.size > MOST_ACCELERATORS:
@@ -176,6 +184,14 @@ class ClusterSpec(Spec):
         for place in self.places:
             islands.setdefault(place.island, []).append(place.rank)
         return {vendor: tuple(ranks) for vendor, ranks in islands.items()}
+
+
+def _unlike_figures(one: AcceleratorSpec, other: AcceleratorSpec) -> list[str]:
+    """The keys in which two accelerators differ, beside their vendor, which a node may give anew."""
+    if one is other:
+        return []
+    a, b = one.to_dict(), other.to_dict()
+    return [key for key in {**a, **b} if key not in ("vendor", "source") and a.get(key) != b.get(key)]
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:

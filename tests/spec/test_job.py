@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.base import dump_yaml
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput
@@ -170,6 +171,7 @@ def test_a_node_may_name_its_own_vendor_and_describe_its_accelerator() -> None:
     assert ClusterSpec.model_validate(cluster.to_dict()) == cluster
 
 
+DEVICE = find_accelerator("A100-SXM4-80GB").to_dict()
 REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
 
 
@@ -177,6 +179,10 @@ REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
     ("changes", "expected"),
     [
         ({"nodes": [NODE, NODE]}, "two nodes are named 'nv'; equal machines are one entry with a count"),
+        (
+            {"nodes": [NODE, {**NODE, "name": "old", "accelerator": {**DEVICE, "memory_gb": 16}}]},
+            "nodes 'nv' and 'old' both have an accelerator named 'A100-SXM4-80GB', but of unlike memory_gb",
+        ),
         ({"nodes": []}, "nodes is .*at least 1 item"),
         (
             {"nodes": [{**NODE, "accelerator": "A100-SXM4-80G"}]},

@@ -212,7 +212,8 @@ def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
     for place in cluster.places:
         node = place.node
         region = regions.of_node[node.name] if regions else None
-        key = (node.device.name, place.island, node.accelerators, node.gbps, node.reserved_memory_gb, region)
+        interfaces = (node.nics, node.gbps_per_nic)
+        key = (node.device.name, place.island, node.accelerators, interfaces, node.reserved_memory_gb, region)
         found.setdefault(key, {}).setdefault(place.machine, []).append(place)
     return tuple(_kind(machines) for machines in found.values())
 

@@ -46,10 +46,13 @@ def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool
 
 
 def host_gbytes_per_second(accelerator: AcceleratorSpec, fit: Mapping[str, float]) -> float:
-    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower."""
+    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower.
+
+    Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
+    """
     generation = accelerator.pcie_generation or UNKNOWN_GENERATION
     wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
-    return wire * fit["pcie_fraction"]
+    return wire * fit["host_copy_fraction"]
 
 
 class Network:

@@ -183,7 +183,9 @@ class PlanCosts:
         """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
         recompute = self.layout.stages[stage].recompute
         each = samples * max(
-            kept_of_layer(kept_per_sample(self.layout, widths, self.software, self.width), recompute, self.software)
+            kept_of_layer(
+                kept_per_sample(self.layout, widths, self.software, self.width, recompute), recompute, self.software
+            )
             for widths in dict.fromkeys(replica_widths(self.model, spec, self.software))
         )
         places = self.layout.cluster.places
