@@ -199,6 +199,27 @@ REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
         ({"links": {"in_node": {"gbps": 1}}}, "links.in_node.gbps is not a known key"),
         ({"links": {"regions": {**REGIONS, "gbps": [[10, 1]]}}}, "a matrix between 1 regions has 1 rows of 1 figures"),
         ({"links": {"regions": {**REGIONS, "of_node": {"nv": "west"}}}}, "region 'west' is not among the names"),
+        (
+            {"links": {"racks": [{"name": "r", "nodes": ["nw"], "gbps": 1}]}},
+            "rack 'r' holds node 'nw', which is not among nodes: known: nv",
+        ),
+        (
+            {
+                "links": {
+                    "racks": [{"name": "r", "nodes": ["nv"], "gbps": 1}, {"name": "s", "nodes": ["nv"], "gbps": 1}]
+                }
+            },
+            "node 'nv' is in rack 'r' and in rack 's'; a node has one uplink",
+        ),
+        (
+            {
+                "links": {
+                    "racks": [{"name": "r", "nodes": ["nv"], "gbps": 1}, {"name": "r", "nodes": ["nv"], "gbps": 1}]
+                }
+            },
+            "two racks are named 'r'",
+        ),
+        ({"links": {"staging": {"gbytes_per_second": -1}}}, "links.staging.gbytes_per_second is -1"),
         ({"links": {"regions": {**REGIONS, "of_node": {}}}}, "node 'nv' has no region in links.regions.of_node"),
     ],
 )
