@@ -31,9 +31,10 @@ def train(job: Path, *arguments: object, size: int = 1, hook: object = None) -> 
 def paragraph(ended: Ended, *codes: int) -> str:
     """The only thing said, where the command ended with one of the codes."""
     assert ended.exit_code in codes, ended.stderr
-    assert "Traceback" not in ended.stderr
-    (said,) = [line for line in ended.paragraphs if "warning" not in line]
-    return said
+    assert "Traceback" not in ended.stderr, ended.stderr
+    said = [line for line in ended.paragraphs if "the one before is tried" not in line]
+    assert len(said) == 1, ended.stderr
+    return said[0]
 
 
 def losses(run: Path) -> list[float]:
