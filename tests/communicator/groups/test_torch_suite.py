@@ -13,19 +13,6 @@ DRIVER = Path(__file__).with_name("torch_suite_driver.py")
 # They compare the name that the group says of itself with the name asked for: run under our own name.
 BY_OWN_NAME = ["test_ddp_logging_data_cpu"]
 
-# One of each kind, for `make test`: 9 of the 93 that native Gloo passes.
-SAMPLE = [
-    "test_DistributedDataParallelCPU",
-    "test_all_gather_object_subgroup",
-    "test_all_reduce_coalesced_max_complex_unsupported",
-    "test_all_reduce_full_group_product",
-    "test_barrier_timeout_full_group",
-    "test_batch_isend_irecv_gloo_tags",
-    "test_broadcast_full_group",
-    "test_destroy_group",
-    "test_sparse_all_reduce_sum",
-]
-
 
 def outcomes(layout, *tests, backend="gloo"):
     """{test: "passed" | "failed" | "skipped"} and the reasons of failures."""
@@ -42,12 +29,6 @@ def outcomes(layout, *tests, backend="gloo"):
     found = json.loads(ended.stdout.strip().splitlines()[-1])
     why = {test: row["why"] for test, row in found.items() if row["outcome"] == "failed"}
     return {test: row["outcome"] for test, row in found.items()}, why
-
-
-def test_sample_passes_over_interleaved_islands():
-    ours, why = outcomes("0,2|1,3", *SAMPLE)
-    assert why == {}
-    assert set(ours.values()) == {"passed"}, ours
 
 
 @pytest.fixture(scope="module")
