@@ -104,6 +104,7 @@ def test_a_rank_that_is_another_program_is_named_with_its_command(tmp_path):
 def test_under_mpirun_at_any_time(tmp_path, seconds, how, victim):
     job = write_job(tmp_path / "job", train={"steps": 5000}, communicator={"timeout_seconds": 8})
     running = start_mpirun(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    running.wait_until(lambda: len(running.pids()) >= 5)  # mpirun's and the ranks'
     time.sleep(seconds)
     os.kill(running.rank_pid(victim), how)
     ended = running.end()
