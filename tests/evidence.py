@@ -22,6 +22,7 @@ RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 
 PROOFS = {
     "reference": ["benchmarks/reference.py"],
+    "faults": ["benchmarks/faults.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
     "links": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
