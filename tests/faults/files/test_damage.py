@@ -139,7 +139,7 @@ def test_what_is_damaged_is_named_or_passed_over(
     said += [record.getMessage() for record in caplog.records]
     if place.startswith("checkpoints/") and damage is not link_instead:
         assert step == 2
-        # What is wrong in the marker may look like a fault of a file that it lists.
+        # A digit flipped in the marker may be one of another file's checksum, which is then what does not fit.
         assert any("step-4" in text and (name in text or name == "COMPLETE") for text in said)
         return
     assert step == NEWEST
