@@ -15,6 +15,7 @@ from hethub.commands.common import (
     print_json,
     processors,
 )
+from hethub.commands.program import is_program_job, plan_program_job, predict_program_job
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def plan(options: argparse.Namespace) -> None:
     if options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     job = load_job(options.job, options.set)
+    if is_program_job(job, strategy=options.strategy):
+        return plan_program_job(options, job)
     cluster = known_cluster(job)
     strategy = options.strategy or ("auto" if job.plan_path else job.spec.plan)
     result = make_plan(
@@ -116,6 +119,8 @@ def predict(options: argparse.Namespace) -> None:
 
     check_writable(options.trace, options.alone)
     job = load_job(options.job, options.set)
+    if is_program_job(job, options.plan):
+        return predict_program_job(options, job)
     cluster, profile = known_cluster(job), profile_for(job, options.profile)
     chosen = _chosen(options, job, cluster, profile)
     prediction = make_prediction(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hethub.spec.base import write_yaml
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
@@ -73,11 +74,15 @@ class RunFolder:
 
     def start(self, job: Job, layout: Layout, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
         """Writes what the run was given and what was predicted and chosen for it, whole without other files."""
+        self.open(job, layout.cluster, prediction, communication)
+        write_yaml(layout.model.to_dict(), self.path / "model.yaml")
+        save_plan(layout.plan, self.plan)
+
+    def open(self, job: Job, cluster: ClusterSpec, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
+        """As `start`, without model and plan."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_yaml(_with_whole_paths(job), self.path / "job.yaml")
-        write_yaml(layout.model.to_dict(), self.path / "model.yaml")
-        write_yaml(layout.cluster.to_dict(), self.path / "cluster.yaml")
-        save_plan(layout.plan, self.plan)
+        write_yaml(cluster.to_dict(), self.path / "cluster.yaml")
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 
@@ -130,9 +135,9 @@ class RunFolder:
 def _with_whole_paths(job: Job) -> dict[str, Any]:
     """The job as its file has it, paths made absolute so that they hold in the run folder too."""
     data = job.spec.to_dict()
-    data["model"] = (
-        f"hf:{_whole(job, data['model'][3:])}" if data["model"].startswith("hf:") else _whole(job, data["model"])
-    )
+    if job.factory is None:
+        is_folder = data["model"].startswith("hf:")
+        data["model"] = f"hf:{_whole(job, data['model'][3:])}" if is_folder else _whole(job, data["model"])
     if job.spec.cluster != "detect":
         data["cluster"] = _whole(job, job.spec.cluster)
     if job.spec.profile is not None:
