@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from hethub.spec.base import dump_yaml
+from hethub.spec.documents import dump_yaml
 from hethub.spec.program import AxisSpec, OperatorSpec, ProgramSpec, program_notes, program_table
 from hethub.synthesis.costs import VIEWS, Collective, Costs
 from hethub.synthesis.graph import Graph, Operator

@@ -13,7 +13,6 @@ from hethub.synthesis.search import Found, Problem, Search
 
 MOST_ROUNDS = 6
 MEMORY_ROUNDS = 6
-WORTHWHILE = 1e-3  # a gain below the search's gap is none
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,13 @@ def _from(
     best = Best(problem.search(shares, limits, options), shares, 1)
     for number in range(2, MOST_ROUNDS + 1):
         better = fit(model, best.found.execution, limits)
-        if better is None or _seconds(model, best.found, better) > best.found.seconds * (1.0 - WORTHWHILE):
+        if better is None:
             return best
         found = problem.search(better, limits, options)
         if found.seconds >= best.found.seconds * (1.0 - 1e-6):
             return best
         best = Best(found, better, number)
     return best
-
-
-def _seconds(model: Model, found: Found, shares: Shares) -> float:
-    """Of the same program with other shares."""
-    return Execution(model, found.rules, found.kept, shares).seconds
 
 
 def starts(model: Model) -> list[Shares]:

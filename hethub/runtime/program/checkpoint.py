@@ -5,7 +5,6 @@ reads it without hethub. Folders, markers and checksums are those of every other
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,10 +24,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hethub.communicator import World
-from hethub.runtime.checkpoint import dcp as flat
 from hethub.runtime.checkpoint import integrity
+from hethub.runtime.checkpoint.index import METADATA
 from hethub.runtime.checkpoint.record import RECORD
 from hethub.runtime.checkpoint.shared import require_shared
+from hethub.spec.documents import read_json, write_whole
 from hethub.spec.errors import BadInput, RunFailed
 
 _WRITE_TIMEOUT = timedelta(hours=2)  # ranks write unequal amounts; a dead one is noticed by the world's own watch
@@ -80,13 +80,10 @@ class ProgramCheckpoints:
             partial.mkdir(parents=True)
 
     def _finish(self, partial: Path, record: dict[str, Any]) -> dict[str, tuple[int, str]]:
-        names = flat.own_files(partial, self._world.rank)
+        names = [path.name for path in partial.glob(f"__{self._world.rank}_*")]
         if self._world.rank == 0:
-            with (partial / RECORD).open("w", encoding="utf-8") as stream:
-                json.dump(record, stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
-            names.append(RECORD)
+            write_whole(partial / RECORD, json.dumps(record, indent=1))
+            names += [METADATA, RECORD]
         return integrity.checksums(partial, names)
 
     def _complete(self, partial: Path, marks: list[dict[str, tuple[int, str]]]) -> None:
@@ -124,17 +121,16 @@ class ProgramCheckpoints:
         return found
 
     def _faults(self, path: Path) -> list[str]:
-        found = self._world.all_gather_objects(integrity.faults(path, self._world.rank, self._world.size))
+        found = self._world.all_gather_objects(
+            integrity.faults(path, self._world.rank, self._world.size, contents=False)
+        )
         return list(dict.fromkeys(fault for own in found for fault in own))
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """What `save` got as record. Raises BadInput where the checkpoint is no program's."""
-    try:
-        record: dict[str, Any] = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path / RECORD}: the record of the checkpoint cannot be read: {error}.") from None
-    if record.get("strategy") != "hap":
+    record = read_json(path / RECORD, "record of the checkpoint")
+    if not isinstance(record, dict) or record.get("strategy") != "hap":
         raise BadInput(
             f"{path}: this checkpoint is of a run without strategy 'hap'; resume it with the job's own plan."
         )

@@ -92,8 +92,7 @@ def open_subject(job: Job, *, with_values: bool) -> Subject:
     tokens = torch.zeros(train.global_batch, train.seq_len, dtype=torch.int64)
     if job.factory is not None:
         return _made(job, job.factory, (tokens, tokens.clone()))
-    with _default(DTYPES[train.precision]):
-        return _described(job, (tokens, tokens.clone()), with_values=with_values)
+    return _described(job, (tokens, tokens.clone()), with_values=with_values)
 
 
 @contextmanager
@@ -113,7 +112,8 @@ def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
             f"{job.path}: model '{model.name}' is of family {model.family}; strategy 'hap' knows the code of llama only. Give "
             "other models as python:package.module:factory."
         )
-    with nullcontext() if with_values else FakeTensorMode(allow_non_fake_inputs=True):
+    allocating = nullcontext() if with_values else FakeTensorMode(allow_non_fake_inputs=True)
+    with _default(DTYPES[job.spec.train.precision]), allocating:
         module = Llama(model, job.spec.train.seq_len)
     if with_values:
         fill(module, model, job.spec.train.seed, job.hugging_face_folder)

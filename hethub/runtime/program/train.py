@@ -2,7 +2,7 @@
 
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -18,20 +18,22 @@ from hethub.runtime.launch.device import open_device
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
 from hethub.runtime.launch.preflight import Agreed, Facts, agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
-from hethub.runtime.launch.session import watched
+from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
 from hethub.runtime.loop.display import TrainingDisplay
+from hethub.runtime.loop.plan import OpenedFolder, open_folder
 from hethub.runtime.loop.read import read_job
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.program.checkpoint import ProgramCheckpoints
 from hethub.runtime.program.planned import check_plannable, plan_program, prediction_of, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer
-from hethub.runtime.run_folder import RunFolder, default_run_folder
+from hethub.runtime.run_claim import RunClaim
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
-from hethub.spec.program import ProgramPlanSpec, is_program_plan, load_program_plan, save_program_plan
+from hethub.spec.program import ProgramPlanSpec, is_program_plan, load_program_plan, program_plan_text
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step, fingerprint
 from hethub.synthesis.program import Program
@@ -71,6 +73,8 @@ class _Planned(NamedTuple):
     prediction: dict[str, Any]
     folder: RunFolder
     relays: dict[str, Any] | None
+    resumes: bool
+    notes: list[str]
 
 
 def train_program(
@@ -87,17 +91,20 @@ def train_program(
     with one_voice_per_node(info):
         read = read_job(job_path, overrides, info)
         meeting = meet(info, read.cluster, read.timeout_seconds)
-    opened = consensus(meeting, "job", lambda: _open(read.job, info), patience_seconds=BUILDING_SECONDS)
-    agreed = agree(meeting, opened.facts, opened.job.cluster)
-    _same_start(meeting, opened)
-    planned = _plan(meeting, opened, agreed.cluster, plan_path, run_dir, resume)
-    real = agreed.cluster.replace(emulated=False)  # its links and accelerators are not emulated under a program
-    world = connect_ranks(meeting, opened.job.spec.communicator, opened.device, real, None, planned.relays)
-    with watched(world, "train"):
-        trainer = consensus(
-            meeting, "program", lambda: _build(world, opened, planned), patience_seconds=BUILDING_SECONDS
+    with watched_meeting(meeting), RunClaim() as claim:
+        opened = consensus(meeting, "job", lambda: _open(read.job, info), patience_seconds=BUILDING_SECONDS)
+        agreed = agree(meeting, opened.facts, opened.job.cluster)
+        _same_start(meeting, opened)
+        planned = _plan(
+            meeting, opened, agreed.cluster, plan_path, lambda: open_folder(opened.job, run_dir, resume, claim)
         )
-        return _Loop(world, opened, agreed, planned, trainer, meeting, resumes=resume is not None).run()
+        real = agreed.cluster.replace(emulated=False)  # its links and accelerators are not emulated under a program
+        world = connect_ranks(meeting, opened.job.spec.communicator, opened.device, real, None, planned.relays)
+        with watched(world, "train"):
+            trainer = consensus(
+                meeting, "program", lambda: _build(world, opened, planned), patience_seconds=BUILDING_SECONDS
+            )
+            return _Loop(world, opened, agreed, planned, trainer, meeting).run()
 
 
 def _open(job: Job | BadInput, info: LaunchInfo) -> _Opened:
@@ -156,28 +163,29 @@ def _same_start(meeting: Rendezvous, opened: _Opened) -> None:
 
 
 def _plan(
-    meeting: Rendezvous, opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, run_dir: Path | None,
-    resume: Path | None,
-) -> _Planned:  # fmt: skip
-    job, folder = opened.job, RunFolder(resume or run_dir or default_run_folder(opened.job.path))
+    meeting: Rendezvous,
+    opened: _Opened,
+    cluster: ClusterSpec,
+    plan_path: Path | None,
+    claim: Callable[[], OpenedFolder],
+) -> _Planned:
+    """The plan named or found and its run folder, which rank 0 claims, the same on every rank."""
 
     def decide() -> dict[str, Any]:
-        if resume is not None:
-            folder.check_resumable()
-        else:
-            folder.check_new()
-        plan = _chosen(opened, cluster, plan_path, folder, resumes=resume is not None)
-        reserve = job.spec.constraints.reserve
+        folder, goes_on, resumes, notes = claim()
+        plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on)
         return {
             "plan": plan.model_dump(mode="json", by_alias=True),
-            "prediction": prediction_of(plan, cluster, reserve, opened.subject.items),
+            "prediction": prediction_of(plan, cluster, opened.job.spec.constraints.reserve, opened.subject.items),
             "folder": str(folder.path.resolve()),
-            "relays": folder.relays() if resume is not None else None,
+            "relays": folder.relays() if goes_on else None,
+            "resumes": resumes,
+            "notes": notes,
         }
 
     found = broadcast(meeting, "plan", decide, patience_seconds=BUILDING_SECONDS)
-    plan = ProgramPlanSpec.model_validate(found["plan"])
-    return _Planned(plan, found["prediction"], RunFolder(Path(found["folder"])), found["relays"])
+    plan, folder = ProgramPlanSpec.model_validate(found["plan"]), RunFolder(Path(found["folder"]))
+    return _Planned(plan, found["prediction"], folder, found["relays"], found["resumes"], found["notes"])
 
 
 def _chosen(
@@ -214,12 +222,12 @@ class _Loop:
 
     def __init__(
         self, world: World, opened: _Opened, agreed: Agreed, planned: _Planned, trainer: ProgramTrainer,
-        meeting: Rendezvous, *, resumes: bool,
+        meeting: Rendezvous,
     ) -> None:  # fmt: skip
         self._world, self._job, self._agreed, self._planned = world, opened.job, agreed, planned
         self._trainer, self._items = trainer, opened.subject.items
         self._store, self._done = consensus(
-            meeting, "checkpoint", lambda: self._restored(resumes), patience_seconds=BUILDING_SECONDS
+            meeting, "checkpoint", lambda: self._restored(planned.resumes), patience_seconds=BUILDING_SECONDS
         )
         self._losses: list[float] = []
         self._seconds: list[float] = []
@@ -236,10 +244,9 @@ class _Loop:
         """Trains up to the job's last step, or until a signal asks to save and exit."""
         last, step, stopped = self._job.spec.train.steps, self._done, False
         display = TrainingDisplay(self._done + 1, last, shows=self._speaks, items=self._items)
-        if self._speaks:
-            self._open_folder()
+        notes = [*self._planned.notes, *(self._open_folder() if self._speaks else [])]
         with StopSignal() as signals, display:
-            for line in self._opening(last):
+            for line in [*notes, *self._opening(last)]:
                 self._say(line, display)
             for step in range(self._done + 1, last + 1):
                 stopped = self._step(step, last, signals, display)
@@ -247,12 +254,12 @@ class _Loop:
                     break
         return self._summary(step, stopped and step < last) if self._losses and self._speaks else None
 
-    def _open_folder(self) -> None:
+    def _open_folder(self) -> list[str]:
         folder = self._planned.folder
         chosen = {"islands": self._world.islands, "relays": self._world.relays, **self._world.counters()}
-        folder.open(self._job, self._agreed.cluster, self._planned.prediction, chosen)
-        save_program_plan(self._planned.plan, folder.plan)
-        folder.cut_metrics(self._done)
+        text = program_plan_text(self._planned.plan)
+        folder.open(self._job, self._agreed.cluster, text, self._planned.prediction, chosen)
+        return folder.cut_metrics(self._done)
 
     def _opening(self, last: int) -> list[str]:
         plan, lines = self._planned.plan, [f"warning: {warning}" for warning in self._agreed.warnings]

@@ -28,6 +28,10 @@ from hethub.planner.problem.capabilities import RUNTIME
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.step import step_times
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec, ReplicaSpec, ScheduleName, StageSpec
@@ -94,7 +98,10 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         assert chain_bound(with_floors(point)) <= min(floor, chain_bound(point)) * (1 + 1e-9)
         assert chain_bound(point) <= timed * (1 + 1e-9)
         assert floor * (1 - 1e-9) <= timed <= seconds * (1 + 1e-9)
-        exact += timed == pytest.approx(seconds, rel=1e-9)
+        # Where messages come faster than a link takes them, their wait comes on top.
+        unpaced = PlanCosts(layout, HETHUB, packaged())
+        unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
+        exact += timed == pytest.approx(step_times(layout, unpaced).seconds, rel=1e-9)
     assert exact == 20
 
 
@@ -164,9 +171,11 @@ def replicas_of(plan: PlanSpec) -> list[ReplicaSpec]:
 
 
 # What is asked for, what every plan found must then keep to, and whether it costs something.
-ASKED: list[tuple[dict[str, Any], Callable[[PlanSpec], bool], bool]] = [
-    ({"tp": 1}, lambda plan: all(replica.tp == 1 for replica in replicas_of(plan)), False),
-    ({"pp": 2}, lambda plan: len(plan.stages) == 2, True),
+ASKED: list[Any] = [
+    pytest.param(
+        {"tp": 1}, lambda plan: all(replica.tp == 1 for replica in replicas_of(plan)), False, marks=pytest.mark.slow
+    ),
+    pytest.param({"pp": 2}, lambda plan: len(plan.stages) == 2, True, marks=pytest.mark.slow),
     ({"dp": 1}, lambda plan: all(len(stage.replicas) == 1 for stage in plan.stages), False),
     ({"dp": 2}, lambda plan: all(len(stage.replicas) == 2 for stage in plan.stages), True),
     ({"recompute": "full"}, lambda plan: all(stage.recompute == "full" for stage in plan.stages), True),
