@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from hethub.spec.accelerator import Positive, Precision
-from hethub.spec.base import Source, Spec, build, read_yaml
+from hethub.spec.base import Spec, build
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
+from hethub.spec.documents import Source, parse_yaml, read_yaml
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
@@ -220,10 +220,7 @@ def _apply(override: str, data: Any, source: Source) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise BadInput(f"--set {override}: the value is not valid YAML: {getattr(error, 'problem', error)}.") from None
+    value, _ = parse_yaml(text, f"--set {override}", "value")
     *parents, last = key.split(".")
     here = data
     for parent in parents:

@@ -57,15 +57,16 @@ def end_with_parent() -> None:
 
 def warm_up() -> None:
     """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s),
-    and reading the catalogue. What is there by now is no garbage: a rank that collects need not look at it, and copy
-    its pages.
+    and a layout, which reads the catalogue and has pydantic build its validators. What is there by now is no garbage:
+    a rank that collects need not look at it, and copy its pages.
     """
     import torch
 
-    from hethub.spec.accelerator import catalogue
+    from tests.support.layouts import Case
 
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
-    catalogue()
+    replica = {"ranks": [0], "micro_batch": 8, "samples": 8}
+    Case(name="alone", stages=[{"layers": [[0, 4]], "replicas": [replica]}]).layout()
     gc.collect()
     gc.freeze()
 

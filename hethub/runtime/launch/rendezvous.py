@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import logging
 import os
 import secrets
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +23,10 @@ from hethub.spec.network import TOKEN_VARIABLE, Interface, choose_interface
 __all__ = ["LaunchInfo", "import_mpi", "launch_info", "meet", "rendezvous"]
 
 _GREETING_BYTES = 512
+_MPI_SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
+_MPI_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+
+_log = logging.getLogger(__name__)
 
 
 def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float = 120.0) -> Rendezvous:
@@ -87,6 +95,26 @@ def _keep_mpi_inside(info: LaunchInfo, interface: Interface) -> None:
         os.environ.setdefault("OMPI_MCA_btl_tcp_if_include", interface.name)
     elif not info.is_multi_node:
         os.environ.setdefault("OMPI_MCA_btl", "^tcp")
+    _place_mpi_segments(info)
+
+
+def _place_mpi_segments(info: LaunchInfo) -> None:
+    """Has Open MPI share memory in the temporary folder where /dev/shm is too small for it: it would end the process.
+
+    What the user has set stays. Our own relay shares memory that has no place in a file system.
+    """
+    shared = Path("/dev/shm")
+    needed = info.local_size * _MPI_SEGMENT_BYTES
+    if _MPI_SEGMENTS in os.environ or not shared.is_dir() or shutil.disk_usage(shared).free >= needed:
+        return
+    os.environ[_MPI_SEGMENTS] = tempfile.gettempdir()
+    if info.local_rank == 0:
+        _log.warning(
+            "/dev/shm has less than the %d MiB that Open MPI shares here, so it takes %s instead; a larger /dev/shm "
+            "(--shm-size of a container) is faster.",
+            needed >> 20,
+            tempfile.gettempdir(),
+        )
 
 
 def import_mpi() -> Any:

@@ -55,6 +55,7 @@ def addresses(command, **environment):
     return [set(row) for row in json.loads(ended.stdout.strip().splitlines()[-1])]
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_on_one_host_listen_on_loopback_only(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", str(tmp_path / "program.py"), "gloo"]
