@@ -24,7 +24,8 @@ PROOFS = {
     "reference": ["benchmarks/reference.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
-    "links": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
+    "links": ["benchmarks/links.py"],
+    "laws": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1", "LAWS": "10000", "LAWS_SEED": "1"}
