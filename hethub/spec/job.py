@@ -99,7 +99,8 @@ class CommunicatorSpec(Spec):
 
     relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
     wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"
-    timeout_seconds: Positive = 120.0
+    # Below a second a heartbeat is late by chance; above a million the clocks of the libraries end.
+    timeout_seconds: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 120.0
 
 
 class CheckpointSpec(Spec):

@@ -70,7 +70,8 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
         options.timeout.total_seconds(),
         context.rendezvous.address,
     )
-    context.watch_gloo(gloo, options.group_rank, options.group_size)
+    context.watch_gloo(gloo, options.group_rank, options.group_size, options.group_id)
+    context.release_with(group, options.group_id)
     torch_private.attach_native(group, gloo, context.device, options)
     return group
 

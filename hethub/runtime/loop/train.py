@@ -7,7 +7,7 @@ from hethub.runtime.launch.consensus import consensus, one_voice_per_node
 from hethub.runtime.launch.launcher_environment import launch_info
 from hethub.runtime.launch.preflight import agree
 from hethub.runtime.launch.rendezvous import meet
-from hethub.runtime.launch.session import watched
+from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import build, connect_ranks
 from hethub.runtime.loop.plan import choose_plan
 from hethub.runtime.loop.read import open_inputs, read_job
@@ -33,9 +33,9 @@ def train(
     with one_voice_per_node(info):
         read = read_job(job_path, overrides, info)
         meeting = meet(info, read.cluster, read.timeout_seconds)
-    job, device, dataset, own = consensus(meeting, "job", lambda: open_inputs(read.job, info))
-    agreed = agree(meeting, own, job.cluster)
-    with RunClaim() as claim:
+    with watched_meeting(meeting), RunClaim() as claim:
+        job, device, dataset, own = consensus(meeting, "job", lambda: open_inputs(read.job, info))
+        agreed = agree(meeting, own, job.cluster)
         planned = choose_plan(
             meeting, job, device, agreed.cluster, agreed.facts,
             plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume, claim=claim,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous, connect
-from hethub.communicator.joining.liveness import proof
+from hethub.communicator.joining.connection import proof
 from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.communicator.relays import shm_connection
 from hethub.spec.errors import BadInput
