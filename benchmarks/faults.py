@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,20 @@ LAUNCHERS = ("mpirun", "torchrun", "plain")
 RELAYS = ("auto", "gloo", "shm", "mpi")
 
 
-def data_parallel(zero: int) -> list[dict[str, Any]]:
-    replicas = [{"ranks": [rank], "micro_batch": 2, "samples": 2} for rank in range(RANKS)]
-    return [{"layers": [[0, 4]], "replicas": replicas, "zero": zero}]
+def data_parallel() -> list[dict[str, Any]]:
+    """A stage for each maker: between makers every byte has one owner, so that is ZeRO 1 at least."""
+    return [
+        {"layers": [[2 * stage, 2 * stage + 2]], "replicas": replicas([2 * stage, 2 * stage + 1], samples=4)}
+        for stage in (0, 1)
+    ]
+
+
+def sharded(zero: int) -> list[dict[str, Any]]:
+    return [{"layers": [[0, 4]], "replicas": replicas(range(RANKS), samples=2), "zero": zero}]
+
+
+def replicas(ranks: Iterable[int], samples: int) -> list[dict[str, Any]]:
+    return [{"ranks": [rank], "micro_batch": 2, "samples": samples} for rank in ranks]
 
 
 def pipeline() -> list[dict[str, Any]]:
@@ -71,8 +82,8 @@ def pipeline() -> list[dict[str, Any]]:
 
 
 PLANS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "dp": functools.partial(data_parallel, 0), "pp": pipeline, "mixed": lambda: STAGES, "tp": lambda: OTHER_STAGES,
-    **{f"zero{zero}": functools.partial(data_parallel, zero) for zero in (1, 2, 3)},
+    "dp": data_parallel, "pp": pipeline, "mixed": lambda: STAGES, "tp": lambda: OTHER_STAGES,
+    **{f"zero{zero}": functools.partial(sharded, zero) for zero in (1, 2, 3)},
 }  # fmt: skip
 
 

@@ -19,16 +19,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "evidence"
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
+RANDOM_CLUSTERS = "tests/synthesis/test_random_clusters.py"
 
 PROOFS = {
     "reference": ["benchmarks/reference.py"],
+    "faults": ["benchmarks/faults.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
     "links": ["benchmarks/links.py"],
     "laws": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
+    "programs": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "-m", "slow", RANDOM_CLUSTERS],
 }
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1", "LAWS": "10000", "LAWS_SEED": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RANDOM_LAYOUTS": "1000",
+    "RANDOM_CLUSTERS": "50",
+    "RANDOM_SEED": "1",
+    "LAWS": "10000",
+    "LAWS_SEED": "1",
+}
 
 
 def main() -> int:

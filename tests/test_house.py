@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "kernels": {"spec"},
     "synthesis": {"communicator", "predictor", "spec"},
     "communicator": {"kernels", "spec"},
-    "runtime": {"planner", "predictor", "communicator", "kernels", "spec"},
+    "runtime": {"planner", "synthesis", "predictor", "communicator", "kernels", "spec"},
     "report": {"runtime", "capacity", "planner", "predictor", "spec"},
     "commands": {"report", "runtime", "capacity", "planner", "predictor", "communicator", "kernels", "spec"},
     "cli": {"commands", "spec"},

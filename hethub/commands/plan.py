@@ -16,6 +16,7 @@ from hethub.commands.common import (
     print_json,
     processors,
 )
+from hethub.commands.program import is_program_job, plan_program_job, predict_program_job
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def plan(options: argparse.Namespace) -> None:
     if options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     job = load_job(options.job, options.set)
+    if is_program_job(job, strategy=options.strategy):
+        return plan_program_job(options, job)
     cluster = known_cluster(job)
     strategy = options.strategy or ("auto" if job.plan_path else job.spec.plan)
     result = make_plan(
@@ -126,6 +129,8 @@ def predict(options: argparse.Namespace) -> None:
 
     check_writable(options.trace, options.alone)
     job = load_job(options.job, options.set)
+    if is_program_job(job, options.plan):
+        return predict_program_job(options, job)
     cluster, profile = known_cluster(job), profile_for(job, options.profile)
     chosen = _chosen(options, job, cluster, profile)
     layout = bind(chosen.plan, job.model, cluster)

@@ -29,13 +29,18 @@ def _add_report(commands: Any) -> None:
 
 def report(options: argparse.Namespace) -> None:
     from hethub.report.html import report_run, write_page
+    from hethub.report.program import report_program_run, write_program_page
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import load_plan
+    from hethub.spec.program import is_program_plan, load_program_plan
 
     check_writable(options.out)
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
-        report_run(options.what, out)
+        (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)
+    elif is_program_plan(options.what):
+        out = options.out or Path("report.html")
+        write_program_page(load_program_plan(options.what), out, f"plan {options.what.name}")
     else:
         plan, out = load_plan(options.what), options.out or Path("report.html")
         layout = bind(plan, *model_and_cluster(plan, options.what, options.job))

@@ -109,11 +109,11 @@ def _evaluator(job: "Job") -> "Evaluator":
     """What a cluster's best plan delivers for the job's model and batch."""
     from hethub.planner import plan
 
-    constraints = job.spec.constraints
+    model, constraints = job.model, job.spec.constraints
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
     def evaluate(cluster: "ClusterSpec") -> "Prediction":
-        return plan(job.model, cluster, job.spec.train.batch, constraints, with_bounds=False).prediction
+        return plan(model, cluster, job.spec.train.batch, constraints, with_bounds=False).prediction
 
     return evaluate

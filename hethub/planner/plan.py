@@ -163,7 +163,9 @@ def _row(name: str, evaluation: Evaluation | None, best: Evaluation) -> FamilyRo
 def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | None:
     """The strategy's best plan, or None where none fits. Raises BadInput for a strategy that is not offered."""
     if strategy == "hap":
-        raise BadInput("strategy 'hap' is not offered by this version: its operator-level plans come later; use auto.")
+        raise BadInput(
+            "strategy 'hap' plans operators and not layers: `hethub plan --strategy hap` and a job with plan: hap have it."
+        )
     if strategy not in (known := ["auto", "exhaustive", *FAMILIES]):
         raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, known)}")
     if strategy == "exhaustive":

@@ -94,17 +94,19 @@ class RunClaim:
         return note
 
     def release(self, *, ended_well: bool = True) -> None:
-        """Gives the folder back; one that this claim made and nothing was written to goes."""
+        """Gives the folder back; one that this claim made and nothing was written to goes, however the job ended."""
         if self._path is None:
             return
-        if ended_well:
+        folder = self._path.parent
+        nothing_written = bool(self._made) and folder.is_dir() and os.listdir(folder) == [OWNER]
+        if ended_well or nothing_written:
             with suppress(OSError):
                 self._path.unlink()
         os.close(self._descriptor)
         self._path = None
         with suppress(OSError):  # not empty
-            for folder in self._made:
-                folder.rmdir()
+            for made in self._made:
+                made.rmdir()
 
     def __enter__(self) -> Self:
         return self

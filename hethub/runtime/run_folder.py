@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from hethub.spec.base import Spec, build, describe
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, write_whole
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
@@ -125,12 +126,18 @@ class RunFolder:
 
     def start(self, job: Job, layout: Layout, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
         """Writes what the run was given and what was predicted and chosen for it, each whole without other files."""
+        self.open(job, layout.cluster, plan_text(layout.plan), prediction, communication)
+        self._write("model.yaml", dump_yaml(layout.model.to_dict()))
+
+    def open(
+        self, job: Job, cluster: ClusterSpec, plan: str, prediction: dict[str, Any], communication: dict[str, Any]
+    ) -> None:
+        """As `start`, without a described model; `plan` is the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
         self._write("job.yaml", dump_yaml(_with_whole_paths(job)))
-        self._write("model.yaml", dump_yaml(layout.model.to_dict()))
-        self._write("cluster.yaml", dump_yaml(layout.cluster.to_dict()))
-        self._write("plan.yaml", plan_text(layout.plan))
+        self._write("cluster.yaml", dump_yaml(cluster.to_dict()))
+        self._write("plan.yaml", plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 
@@ -259,9 +266,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _with_whole_paths(job: Job) -> dict[str, Any]:
     """The job as its file has it, paths made absolute so that they hold in the run folder too."""
     data = job.spec.to_dict()
-    data["model"] = (
-        f"hf:{_whole(job, data['model'][3:])}" if data["model"].startswith("hf:") else _whole(job, data["model"])
-    )
+    if job.factory is None:
+        is_folder = data["model"].startswith("hf:")
+        data["model"] = f"hf:{_whole(job, data['model'][3:])}" if is_folder else _whole(job, data["model"])
     if job.spec.cluster != "detect":
         data["cluster"] = _whole(job, job.spec.cluster)
     if job.spec.profile is not None:

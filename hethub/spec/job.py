@@ -16,6 +16,7 @@ from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.plan import PlanSpec, ScheduleName, load_plan
 
+PYTHON = "python:"  # begins the name of a model that is Python: python:package.module:factory
 STRATEGIES = ("auto", "exhaustive", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
 
 
@@ -151,9 +152,24 @@ class Job:
     """A job file with everything it names loaded. `cluster` is None for `detect`: only the ranks know it."""
 
     spec: JobSpec
-    model: ModelSpec
+    described: ModelSpec | None  # None: the model is Python's own
     cluster: ClusterSpec | None
     path: Path
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model's description. Raises BadInput for a model of Python, which only its own code describes."""
+        if self.described is None:
+            raise BadInput(
+                f"{self.path}: model {self.spec.model} is Python, which only strategy 'hap' can cut: `hethub plan`, `predict` and "
+                "`train` take it with plan: hap. Set that, or name a model file."
+            )
+        return self.described
+
+    @property
+    def factory(self) -> str | None:
+        """`package.module:factory` of a model given as `python:`."""
+        return self.spec.model.removeprefix(PYTHON) if self.spec.model.startswith(PYTHON) else None
 
     @property
     def base(self) -> Path:
@@ -178,8 +194,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     for override in overrides:
         _apply(override, data, source)
     spec = build(JobSpec, data, source, "job file")
-    model = load_model(spec.model, path.parent)
-    if spec.train.seq_len > model.max_seq_len:
+    model = None if spec.model.startswith(PYTHON) else load_model(spec.model, path.parent)
+    if model is not None and spec.train.seq_len > model.max_seq_len:
         raise BadInput(
             f"{source.at(('train', 'seq_len'))} is {spec.train.seq_len}, but model '{model.name}' takes at most "
             f"{model.max_seq_len} tokens; shorten train.seq_len or choose a model with a larger max_seq_len."
@@ -187,7 +203,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     cluster = None if spec.cluster == "detect" else load_cluster(path.parent / spec.cluster)
     if cluster is not None:
         _check_slowdown(spec.rehearsal, cluster, source)
-    return Job(spec=spec, model=model, cluster=cluster, path=path)
+    return Job(spec=spec, described=model, cluster=cluster, path=path)
 
 
 def _check_slowdown(rehearsal: EmulationSpec, cluster: ClusterSpec, source: Source) -> None:

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.layer import Device
+from hethub.predictor.cost.layer import Device, adamw_bytes
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.operators import Product, Work
 from hethub.predictor.cost.software import HETHUB
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.synthesis.graph import Graph, Operator
+from hethub.synthesis.graph import Graph, Operator, Tensor
 from hethub.synthesis.table import RESHAPES, short
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "padded all-gather", "all-to-all"]
@@ -60,8 +60,7 @@ class Costs:
     @cached_property
     def memory_limits(self) -> list[int]:
         """Bytes of each rank that a program may use."""
-        reserved = [place.node.reserved_memory_gb for place in self.cluster.places]
-        return [int(a.memory_bytes - gb * 2**30) for a, gb in zip(self.accelerators, reserved, strict=True)]
+        return memory_limits(self.cluster)
 
     def operator(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
         """Per rank: seconds of starting the whole operator, and seconds that its whole work takes beside."""
@@ -70,6 +69,17 @@ class Costs:
             return np.zeros(self.size), np.zeros(self.size)
         pairs = [_operator_seconds(accelerator, self.precision, found) for accelerator in self.accelerators]
         return np.array([start for start, _ in pairs]), np.array([rest for _, rest in pairs])
+
+    def update(self, parameter: Tensor) -> np.ndarray:
+        """Per rank: seconds of an AdamW step over a whole parameter, in the bytes that the predictor counts for one."""
+        elements = parameter.num_bytes / parameter.dtype.itemsize
+        return elements * self._update_seconds
+
+    @cached_property
+    def _update_seconds(self) -> np.ndarray:
+        """Per rank: of one element; all parameters are stepped by few launches, which do not count."""
+        devices = [_device(accelerator, self.precision) for accelerator in self.accelerators]
+        return np.array([adamw_bytes(self.precision) / (d.bandwidth * d.fit.memory) for d in devices])
 
     @cached_property
     def reduce_scatter(self) -> Linear:
@@ -97,6 +107,24 @@ class Costs:
             return ring.fixed * 2.0 + ring.slope * num_bytes * max(shares)
         is_even = max(shares) - min(shares) < 1e-9
         return ring.fixed * (1.0 if is_even else 1.5) + ring.slope * num_bytes * uneven
+
+
+class WithoutLatency(Costs):
+    """What HAP's own costs know: nothing takes time to start."""
+
+    def operator(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
+        start, rest = super().operator(graph, operator)
+        return start * 0.0, rest
+
+    @cached_property
+    def reduce_scatter(self) -> Linear:
+        return Linear(0.0, super().reduce_scatter.slope)
+
+
+def memory_limits(cluster: ClusterSpec, reserve: float = 0.0) -> list[int]:
+    """Bytes of each rank that a program may use where the fraction `reserve` of the memory stays free."""
+    places = cluster.places
+    return [int(p.accelerator.memory_bytes * (1.0 - reserve) - p.node.reserved_memory_gb * 2**30) for p in places]
 
 
 def precision_of(graph: Graph) -> Precision:

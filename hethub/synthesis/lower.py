@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.pieces import Exchange, piece, run_piece
+from hethub.synthesis.pieces import Exchange, bounds, piece, run_piece
 from hethub.synthesis.program import Move, Program
 from hethub.synthesis.rules import WHOLE, Cut, Rules, State
 
@@ -45,6 +45,7 @@ class Step:
         self._moves: dict[tuple[int, State], Move] = {(move.tensor, move.target): move for move in program.moves}
         self._chosen = [self._rules.of[number][rule] for number, rule in enumerate(program.rules)]
         self._lasts = {tensor: numbers[-1] for tensor, numbers in graph.consumers.items()}
+        self.peak_bytes: int | None = None  # of the first step's living storages, two moments per weight among them
         self._take(module)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -81,7 +82,7 @@ class Step:
 
     @torch.no_grad()
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        held = self._start(inputs)
+        held, counts = self._start(inputs), self.peak_bytes is None
         gradients: dict[str, torch.Tensor] = {}
         for number, operator in enumerate(self._graph.operators):
             rule = self._chosen[number]
@@ -98,6 +99,8 @@ class Step:
             for tensor in operator.made:
                 for name in self._graph.parameter_of_gradient.get(tensor, ()):
                     gradients[name] = self._bring(held, tensor, self._program.kept[name])
+            if counts:
+                self._count(held)
             self._release(held, number)
         self._add(gradients)
         return self._bring(held, self._graph.loss, WHOLE).clone()
@@ -135,6 +138,11 @@ class Step:
                 for key in [key for key in held if key[0] == tensor]:
                     del held[key]
 
+    def _count(self, held: dict[tuple[int, State], torch.Tensor]) -> None:
+        alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
+        moments = sum(2 * shard.numel() * shard.element_size() for shard in self.parameters())
+        self.peak_bytes = max(self.peak_bytes or 0, sum(alive.values()) + moments)
+
     def _add(self, gradients: dict[str, torch.Tensor]) -> None:
         seen: set[int] = set()
         for name, shard in self._shards.items():
@@ -145,6 +153,27 @@ class Step:
                 own = own.clone(memory_format=torch.contiguous_format)
             seen.add(own.data_ptr())
             shard.grad = own if shard.grad is None else shard.grad + own
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every rank keeps all of the parameter."""
+        return not isinstance(self._program.kept[name], Cut)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self._graph.tensors[self._graph.parameters[name]].shape
+
+    def chunks(self, name: str, own: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Views of `own`, which is laid out as this rank's shard of the parameter, with where in the whole each is."""
+        tensor, state = self._graph.parameters[name], self._program.kept[name]
+        shape = self._graph.tensors[tensor].shape
+        if not isinstance(state, Cut):
+            yield (0,) * len(shape), own
+            return
+        start, stop = bounds(shape, state, self._shares(tensor, state))[self._exchange.rank]
+        for block in range(state.blocks if stop > start else 0):
+            offset = block * (shape[state.dim] // state.blocks) + start
+            view = own.narrow(state.dim, block * (stop - start), stop - start)
+            yield tuple(offset if d == state.dim else 0 for d in range(len(shape))), view
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole module's state, as one device would have it; all ranks call it together."""

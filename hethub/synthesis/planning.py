@@ -6,13 +6,14 @@ from math import ceil
 import torch
 
 from hethub.spec.cluster import ClusterSpec
-from hethub.synthesis.costs import Costs, precision_of
+from hethub.synthesis.costs import Costs, WithoutLatency, memory_limits, precision_of
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import fingerprint
 from hethub.synthesis.program import Execution, Living, Model, Program
-from hethub.synthesis.ratios import alternate
-from hethub.synthesis.rules import Rules
-from hethub.synthesis.search import Search
+from hethub.synthesis.ratios import alternate, by_speed, even
+from hethub.synthesis.rules import PARTIAL, Cut, Rule, Rules
+from hethub.synthesis.search import Problem, Search
+from hethub.synthesis.table import HEAVY, short
 from hethub.synthesis.trace import trace
 
 
@@ -31,11 +32,48 @@ def plan(
     return plan_graph(trace(module, example_inputs), cluster, Search(time_limit_seconds=time_limit_seconds))
 
 
-def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search | None = None) -> Program:
-    """As `plan`, of a graph that has been traced."""
-    model = Model(graph, Rules(graph), Costs(cluster, precision_of(graph)))
-    best = alternate(model, model.costs.memory_limits, options)
+def pose(graph: Graph, cluster: ClusterSpec) -> Model:
+    """A traced step with its rules and costs on a cluster."""
+    return Model(graph, Rules(graph), Costs(cluster, precision_of(graph)))
+
+
+def plan_graph(graph: Graph, cluster: ClusterSpec, options: Search | None = None, *, reserve: float = 0.0) -> Program:
+    """As `plan`, of a graph that has been traced; `reserve` of every accelerator's memory stays free."""
+    return plan_model(pose(graph, cluster), options, reserve=reserve)
+
+
+def plan_model(model: Model, options: Search | None = None, *, reserve: float = 0.0) -> Program:
+    """As `plan_graph`, of a model that was posed."""
+    best = alternate(model, memory_limits(model.costs.cluster, reserve), options)
     return program_of(best.found.execution, is_optimal=best.found.is_optimal, rounds=best.rounds)
+
+
+def baselines(model: Model) -> dict[str, float]:
+    """Seconds under our cost of what others would run on the same accelerators, whatever memory they need.
+
+    `DP-EV` and `DP-CP` are data parallel, every parameter whole on every rank: even samples, and samples by computing
+    speed; each operator that the samples do not cut is computed whole, wherever that is cheapest. `HAP` is the program
+    that its own rules (none that cuts a product's contraction in forward) and costs (no latency, one ratio for all axes)
+    find best.
+    """
+    samples = model.rules.axis(model.graph.inputs[0], Cut(0, 1))
+
+    def by_samples(number: int, rule: Rule) -> bool:
+        return model.rules.axis_of(number, rule) in (None, samples)
+
+    def known_to_hap(number: int, rule: Rule) -> bool:
+        operator = model.graph.operators[number]
+        splits = short(operator) in HEAVY and rule.is_cut and PARTIAL in rule.outputs
+        return not (splits and operator.is_forward)
+
+    parallel = Problem(model, by_samples, cuts_parameters=False)
+    bare = model._replace(costs=WithoutLatency(model.costs.cluster, model.costs.precision))
+    found = Problem(bare, known_to_hap).search(by_speed(model))
+    return {
+        "DP-EV": parallel.search(even(model)).seconds,
+        "DP-CP": parallel.search(by_speed(model)).seconds,
+        "HAP": Execution(model, found.rules, found.kept, by_speed(model)).seconds,
+    }
 
 
 def program_of(execution: Execution, *, is_optimal: bool, rounds: int) -> Program:
@@ -50,9 +88,13 @@ def program_of(execution: Execution, *, is_optimal: bool, rounds: int) -> Progra
         axis_names=tuple(axis.name for axis in model.rules.axes),
         fingerprint=fingerprint(model.graph),
         predicted_seconds=execution.seconds,
+        optimizer_seconds=execution.optimizer_seconds,
         memory_bytes=tuple(ceil(peak) for peak in Living(execution).peak),
         is_optimal=is_optimal,
         rounds=rounds,
         unknown=dict(model.rules.unknown),
         table=tuple(execution.rows()),
     )
+
+
+__all__ = ["baselines", "memory_limits", "plan", "plan_graph", "plan_model", "pose", "program_of"]

@@ -4,14 +4,15 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-import yaml
 
+from hethub.spec.documents import dump_yaml
+from hethub.spec.program import AxisSpec, OperatorSpec, ProgramSpec, program_notes, program_table
 from hethub.synthesis.costs import VIEWS, Collective, Costs
 from hethub.synthesis.graph import Graph, Operator
-from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State
+from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, read_state
 from hethub.synthesis.table import RESHAPES, short
 
 Shares = tuple[tuple[int, ...], ...]  # per axis, the atoms of each rank
@@ -51,6 +52,12 @@ def rule_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> float
         return float((start + rest).max())
     part = np.array(shares[axis], dtype=float) / sum(shares[axis])
     return float(np.where(part > 0, start + rest * part, 0.0).max())
+
+
+def update_seconds(model: Model, shares: Shares, tensor: int, state: State) -> float:
+    """Seconds of the optimizer's update of a parameter kept in `state`: the slowest rank's."""
+    whole = model.costs.update(model.graph.tensors[tensor])
+    return float((whole * fractions(model, shares, tensor, state)).max())
 
 
 def move_cost(
@@ -116,6 +123,7 @@ class Program:
     axis_names: tuple[str, ...]
     fingerprint: str  # of the traced graph
     predicted_seconds: float
+    optimizer_seconds: float  # contained in them
     memory_bytes: tuple[int, ...]
     is_optimal: bool  # proved least under the cost, to the search's gap, for these shares
     rounds: int
@@ -135,41 +143,61 @@ class Program:
         pairs = zip(self.axis_names, self.shares, strict=True)
         return {name: tuple(n / sum(own) for n in own) for name, own in pairs if name in used}
 
+    def to_spec(self) -> ProgramSpec:
+        """The program as files have it."""
+        return ProgramSpec(
+            ranks=self.size,
+            predicted_seconds=self.predicted_seconds,
+            optimizer_seconds=self.optimizer_seconds,
+            memory_bytes=self.memory_bytes,
+            proved_optimal=self.is_optimal,
+            rounds=self.rounds,
+            fingerprint=self.fingerprint,
+            ratios=self.ratios,
+            axes=tuple(AxisSpec(name=name, shares=own) for name, own in zip(self.axis_names, self.shares, strict=True)),
+            parameters={name: str(state) for name, state in self.kept.items()},
+            moves=tuple((m.tensor, str(m.source), str(m.target), m.collective) for m in self.moves),
+            computed_whole_without_a_rule=dict(self.unknown),
+            operators=tuple(
+                OperatorSpec.model_validate({**row, "number": number})
+                for row, number in zip(self.table, self.rules, strict=True)
+            ),
+        )
+
+    @classmethod
+    def from_spec(cls, spec: ProgramSpec) -> "Program":
+        """The program in a file."""
+        return cls(
+            size=spec.ranks,
+            rules=tuple(operator.number for operator in spec.operators),
+            kept={name: read_state(text) for name, text in spec.parameters.items()},
+            moves=tuple(Move(t, read_state(a), read_state(b), cast(Any, kind)) for t, a, b, kind in spec.moves),
+            shares=tuple(axis.shares for axis in spec.axes),
+            axis_names=tuple(axis.name for axis in spec.axes),
+            fingerprint=spec.fingerprint,
+            predicted_seconds=spec.predicted_seconds,
+            optimizer_seconds=spec.optimizer_seconds,
+            memory_bytes=spec.memory_bytes,
+            is_optimal=spec.proved_optimal,
+            rounds=spec.rounds,
+            unknown=dict(spec.computed_whole_without_a_rule),
+            table=tuple(
+                operator.model_dump(mode="json", by_alias=True, exclude={"number"}) for operator in spec.operators
+            ),
+        )
+
     def to_yaml(self) -> str:
-        """The program as text that a person can read."""
-        data = {
-            "strategy": "hap",
-            "ranks": self.size,
-            "predicted_seconds": self.predicted_seconds,
-            "memory_bytes": list(self.memory_bytes),
-            "proved_optimal": self.is_optimal,
-            "ratios": {name: [round(part, 6) for part in parts] for name, parts in self.ratios.items()},
-            "parameters": {name: str(state) for name, state in self.kept.items()},
-            "computed_whole_without_a_rule": dict(self.unknown),
-            "operators": [dict(row) for row in self.table],
-        }
-        return yaml.safe_dump(data, sort_keys=False, width=120)
+        """The program as text that a person can read, and `from_spec` of it gives back."""
+        return dump_yaml({"strategy": "hap", **self.to_spec().model_dump(mode="json", by_alias=True)})
 
     def explain(self) -> str:
         """A table: per module and direction how it is cut, in which ratios, what is communicated, seconds, bytes."""
-        lines = [f"{'module':44} {'pass':8} {'cut':34} {'collectives':42} {'ms':>9} {'MB':>9}"]
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in self.table:
-            groups.setdefault((row["module"], row["pass"]), []).append(row)
-        for (module, which), rows in groups.items():
-            cuts = ", ".join(dict.fromkeys(row["axis"] or "on every rank" for row in rows if row["seconds"]))
-            kinds = [kind for row in rows for kind in row["collectives"]]
-            told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-            seconds = sum(row["seconds"] + row["collective_seconds"] for row in rows)
-            size = sum(row["bytes"] for row in rows)
-            lines.append(f"{module:44} {which:8} {cuts:34} {told:42} {seconds * 1e3:9.3f} {size / 1e6:9.3f}")
-        for name, parts in self.ratios.items():
-            lines.append(f"{name}: {' : '.join(f'{part:.3f}' for part in parts)}")
-        for key, module in self.unknown.items():
-            lines.append(f"{key} (first in '{module}') has no rule; every rank computes it whole.")
-        proof = "proved least for these ratios" if self.is_optimal else "the best found in the time given"
-        lines.append(f"{self.predicted_seconds * 1e3:.3f} ms a step, {proof}.")
-        return "\n".join(lines)
+        head, rows = program_table(spec := self.to_spec())
+        widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
+        lines = [
+            "  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+        ]
+        return "\n".join([*lines, *program_notes(spec)])
 
 
 class Execution:
@@ -213,9 +241,19 @@ class Execution:
 
     @cached_property
     def seconds(self) -> float:
-        """The step's seconds: operators one after the other, and collectives between them."""
+        """The step's seconds: operators one after the other, collectives between them, and the optimizer."""
         computed = sum(rule_seconds(self.model, self.shares, n, rule) for n, rule in enumerate(self.rules))
-        return computed + sum(self._move_seconds(move) for moves in self.moves.values() for move in moves)
+        return (
+            self.optimizer_seconds
+            + computed
+            + sum(self._move_seconds(move) for moves in self.moves.values() for move in moves)
+        )
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer's update, parameter by parameter."""
+        tensors = self.model.graph.parameters
+        return sum(update_seconds(self.model, self.shares, tensors[name], state) for name, state in self.kept.items())
 
     def _move_seconds(self, move: Move) -> float:
         return move_cost(self.model, self.shares, move.tensor, move.source, move.target)[0] if move.collective else 0.0

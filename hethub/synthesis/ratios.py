@@ -9,7 +9,7 @@ from scipy.sparse import lil_matrix
 
 from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, Model, Shares
 from hethub.synthesis.rules import Cut, State
-from hethub.synthesis.search import Found, Search, search
+from hethub.synthesis.search import Found, Problem, Search
 
 MOST_ROUNDS = 6
 MEMORY_ROUNDS = 6
@@ -31,9 +31,10 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
     """
     best: Best | None = None
     failure: ValueError | None = None
+    problem = Problem(model)
     for start in starts(model):
         try:
-            reached = _from(model, start, limits, options)
+            reached = _from(model, problem, start, limits, options)
         except ValueError as error:
             failure = error
             continue
@@ -45,13 +46,15 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
     return best
 
 
-def _from(model: Model, shares: Shares, limits: Sequence[float] | None, options: Search | None) -> Best:
-    best = Best(search(model, shares, limits, options), shares, 1)
+def _from(
+    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None
+) -> Best:
+    best = Best(problem.search(shares, limits, options), shares, 1)
     for number in range(2, MOST_ROUNDS + 1):
         better = fit(model, best.found.execution, limits)
         if better is None:
             return best
-        found = search(model, better, limits, options)
+        found = problem.search(better, limits, options)
         if found.seconds >= best.found.seconds * (1.0 - 1e-6):
             return best
         best = Best(found, better, number)
@@ -60,15 +63,25 @@ def _from(model: Model, shares: Shares, limits: Sequence[float] | None, options:
 
 def starts(model: Model) -> list[Shares]:
     """Shares by speed, by memory where that is another order, and equal ones."""
-    size = model.costs.size
-    totals = np.zeros(size)
+    memory = np.array(model.costs.memory_limits, dtype=float)
+    return list(dict.fromkeys([by_speed(model), even(model), _proportional(model, memory)]))
+
+
+def by_speed(model: Model) -> Shares:
+    """Of every axis as much for a rank as it is fast at the whole step."""
+    totals = np.zeros(model.costs.size)
     for operator in model.graph.operators:
         totals += model.costs.operator(model.graph, operator)[1]
-    speeds = 1.0 / np.maximum(totals, 1e-30)
-    memory = np.array(model.costs.memory_limits, dtype=float)
-    lists = [weights / weights.sum() for weights in (speeds, np.ones(size), memory)]
-    unlike = [parts for n, parts in enumerate(lists) if not any(np.allclose(parts, other) for other in lists[:n])]
-    return [tuple(rounded(parts, axis.atoms) for axis in model.rules.axes) for parts in unlike]
+    return _proportional(model, 1.0 / np.maximum(totals, 1e-30))
+
+
+def even(model: Model) -> Shares:
+    return _proportional(model, np.ones(model.costs.size))
+
+
+def _proportional(model: Model, weights: np.ndarray) -> Shares:
+    parts = (weights / weights.sum()).tolist()
+    return tuple(rounded(parts, axis.atoms) for axis in model.rules.axes)
 
 
 def rounded(parts: Sequence[float], atoms: int) -> tuple[int, ...]:
@@ -125,11 +138,17 @@ class _Shares:
         model = self._model
         for number, rule in enumerate(self._execution.rules):
             axis = model.rules.axis_of(number, rule)
-            rest = model.costs.operator(model.graph, model.graph.operators[number])[1] * self._scale
-            if axis is not None and rest.max():
-                # Operators that slow the ranks down in the same proportions have the same slowest rank.
-                key = axis, tuple(np.round(rest / rest.max(), 4).tolist())
-                self._slowest[key] = self._slowest.get(key, np.zeros(self._size)) + rest
+            self._pay_slowest(axis, model.costs.operator(model.graph, model.graph.operators[number])[1])
+        for name, state in self._execution.kept.items():
+            tensor = model.graph.parameters[name]
+            axis = model.rules.axis(tensor, state) if isinstance(state, Cut) else None
+            self._pay_slowest(axis, model.costs.update(model.graph.tensors[tensor]))
+
+    def _pay_slowest(self, axis: int | None, seconds: np.ndarray) -> None:
+        if axis is not None and seconds.max():
+            # What slows the ranks down in the same proportions has the same slowest rank.
+            key = axis, tuple(np.round(seconds / seconds.max(), 4).tolist())
+            self._slowest[key] = self._slowest.get(key, np.zeros(self._size)) + seconds * self._scale
 
     def _collect_moves(self) -> None:
         rules, costs = self._model.rules, self._model.costs

@@ -5,6 +5,7 @@ A tensor's state is whole (the same on every rank), a cut along one dimension, o
 heads, features, experts. Every cut of an axis uses the same shares, so no rule ever moves data.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from hethub.spec.errors import BadInput
+from hethub.synthesis.fold import repeated, repeated_parameters
 from hethub.synthesis.graph import Graph, Operator
 from hethub.synthesis.table import HEAVY, RESHAPES, SUM, Label, Shape, Shapes, labels_of, linear_in, short
 
@@ -34,6 +37,18 @@ class Cut(NamedTuple):
 
 
 State = Cut | Literal["whole", "partial"]
+_CUT = re.compile(r"cut (\d+)(?: in (\d+) blocks)?")
+
+
+def read_state(text: str) -> State:
+    """The state that `str` shows so. Raises BadInput."""
+    for name in (WHOLE, PARTIAL):
+        if text == name:
+            return name
+    found = _CUT.fullmatch(text)
+    if found is None:
+        raise BadInput(f"'{text}' is no state of a tensor; write whole, partial, `cut 0` or `cut 0 in 2 blocks`.")
+    return Cut(int(found[1]), int(found[2] or 1))
 
 
 @dataclass(frozen=True)
@@ -71,12 +86,34 @@ class Rules:
         ]
         self._labels = [self._find_labels(operator) for operator in graph.operators]
         self._links = _Links()
-        while self._spread_all():
-            pass
+        self._fresh = set(range(len(graph.tensors)))  # tensors whose cuts their operators have not all heard of
+        while self._fresh:
+            self._spread_all()
         self.of = [self._rules(number) for number in range(len(graph.operators))]
         for parameter, gradient in self._trained():
             for cut in self._cuts[parameter]:
                 self._links.join([(parameter, cut), (gradient, cut)])
+        self.first = self._fold(repeated(graph))
+
+    def _fold(self, first: list[int]) -> list[int]:
+        """By operator, the earlier one that is decided alike; layers that are cut alike have the same shares."""
+        graph = self.graph
+        alike = [earlier if self.of[n] == self.of[earlier] else n for n, earlier in enumerate(first)]
+        for number, earlier in enumerate(alike):
+            if number != earlier:
+                own, other = graph.operators[number], graph.operators[earlier]
+                pairs = [*zip(own.inputs, other.inputs, strict=True), *zip(own.made, other.made, strict=True)]
+                for rule in self.of[number]:
+                    for (tensor, before), state in zip(pairs, (*rule.inputs, *rule.outputs), strict=True):
+                        if isinstance(state, Cut) and tensor != before:
+                            self._links.join([(before, state), (tensor, state)])
+        return alike
+
+    @cached_property
+    def first_parameter(self) -> dict[str, str]:
+        """By parameter, the one of an earlier layer that is kept alike."""
+        tensors, found = self.graph.parameters, repeated_parameters(self.graph, self.first)
+        return {n: o if self.cuts(tensors[n]) == self.cuts(tensors[o]) else n for n, o in found.items()}
 
     def states(self, tensor: int) -> list[State]:
         """Every state that `tensor` may be in."""
@@ -145,36 +182,41 @@ class Rules:
         gradients = self.graph.gradients
         return [(self.graph.parameters[name], found) for name, found in gradients.items() if found is not None]
 
-    def _spread_all(self) -> bool:
-        news = [self._spread(number) for number in range(len(self.graph.operators))]
+    def _spread_all(self) -> None:
+        fresh, self._fresh = self._fresh, set()
+        for number, operator in enumerate(self.graph.operators):
+            if any(t in fresh or t in self._fresh for t in (*operator.inputs, *operator.made)):
+                self._spread(number)
         for parameter, gradient in self._trained():
-            news += [self._learn(parameter, cut) for cut in list(self._cuts[gradient])]
-            news += [self._learn(gradient, cut) for cut in list(self._cuts[parameter])]
-        return any(news)
+            for cut in list(self._cuts[gradient]):
+                self._learn(parameter, cut)
+            for cut in list(self._cuts[parameter]):
+                self._learn(gradient, cut)
 
-    def _spread(self, number: int) -> bool:
-        """Tells an operator's tensors of each other's cuts; whether that was news."""
+    def _spread(self, number: int) -> None:
+        """Tells an operator's tensors of each other's cuts."""
         operator, labels = self.graph.operators[number], self._labels[number]
         if labels is None:
             source, target = operator.inputs[0], operator.made[0]
-            return any([*self._through(source, target), *self._through(target, source)])
-        news = False
-        for label in labels:
+            self._through(source, target)
+            self._through(target, source)
+        for label in labels or ():
             places = _places(operator, label)
             for blocks in {cut.blocks for tensor, dim in places for cut in self._cuts[tensor] if cut.dim == dim}:
                 for tensor, dim in places:
-                    news |= self._learn(tensor, Cut(dim, blocks))
-        return news
+                    self._learn(tensor, Cut(dim, blocks))
 
-    def _through(self, source: int, target: int) -> list[bool]:
+    def _through(self, source: int, target: int) -> None:
         shapes = self.graph.tensors[source].shape, self.graph.tensors[target].shape
-        images = [reshaped(*shapes, cut) for cut in list(self._cuts[source])]
-        return [self._learn(target, image) for image in images if image is not None]
+        for cut in list(self._cuts[source]):
+            image = reshaped(*shapes, cut)
+            if image is not None:
+                self._learn(target, image)
 
-    def _learn(self, tensor: int, cut: Cut) -> bool:
-        news = cut not in self._cuts[tensor]
-        self._cuts[tensor][cut] = None
-        return news
+    def _learn(self, tensor: int, cut: Cut) -> None:
+        if cut not in self._cuts[tensor]:
+            self._cuts[tensor][cut] = None
+            self._fresh.add(tensor)
 
     def _rules(self, number: int) -> list[Rule]:
         operator, labels = self.graph.operators[number], self._labels[number]

@@ -1,5 +1,6 @@
 """An unmodified module that returns a loss becomes one graph of its forward and backward."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,9 @@ def trace(module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> Gr
 
 def _export(module: torch.nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> Any:
     try:
-        return torch.export.export(module, example_inputs, strict=False).run_decompositions({})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch's own, about itself
+            return torch.export.export(module, example_inputs, strict=False).run_decompositions({})
     except BadInput:
         raise
     except Exception as error:

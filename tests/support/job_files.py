@@ -66,6 +66,7 @@ def write_job(
     plan_file: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     cluster_name: str = "cluster.yaml",
+    model_name: str = "model.yaml",
     **job: Any,
 ) -> Path:
     """`folder/job.yaml` and all it names; `model`, `cluster`, `train` change single keys, `job` whole sections."""
@@ -75,7 +76,7 @@ def write_job(
     write_yaml(folder / "plan.yaml", plan_file or plan())
     (folder / "text.txt").write_text("".join(f"line {n}: {n * n} is the square of {n}\n" for n in range(1500)))
     content = {
-        "model": "model.yaml",
+        "model": model_name,
         "cluster": cluster_name,
         "data": {"source": "text", "path": "text.txt"},
         "train": {**TRAIN, **(train or {})},

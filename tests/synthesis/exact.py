@@ -13,7 +13,7 @@ from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import program_of
 from hethub.synthesis.program import Execution, Model, Program
-from hethub.synthesis.rules import WHOLE, Rules, State
+from hethub.synthesis.rules import WHOLE, Rules
 from hethub.synthesis.trace import trace
 from tests.synthesis.models import build
 
@@ -83,23 +83,11 @@ class Holder(nn.Module):
                 owner.register_buffer(last, value.clone())
 
 
-class CountedStep(Step):
-    """A step that counts the bytes of all living storages, the optimizer's two moments included."""
-
-    peak = 0
-
-    def _release(self, held: dict[tuple[int, State], torch.Tensor], number: int) -> None:
-        alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
-        moments = sum(2 * shard.numel() * shard.element_size() for shard in self.parameters())
-        self.peak = max(self.peak, sum(alive.values()) + moments)
-        super()._release(held, number)
-
-
 Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor], bool]
 
 
 def train(
-    world: Any, graph: Graph, named: dict[str, torch.Tensor], inputs: Any, programs: list[Program]
+    world: Any, graph: Graph, named: dict[str, torch.Tensor], inputs: Any, programs: list[Program], steps: int = STEPS
 ) -> list[Outcome]:
     """Of every program that this rank is part of: losses, whole gradients of the first step, weights at the end, and
     whether no more lived than was predicted."""
@@ -109,16 +97,17 @@ def train(
         group = world.group(range(program.size))
         if group is None:
             continue
-        step = CountedStep(Holder(named, set(graph.parameters)), graph, program, group)
+        step = Step(Holder(named, set(graph.parameters)), graph, program, group)
         optimizer = adamw(step.parameters())
         losses: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             losses.append(float(step(*inputs)))
             gradients = gradients or step.gradients()
             optimizer.step()
-        keeps_within = step.peak <= program.memory_bytes[world.rank]
+        assert step.peak_bytes is not None
+        keeps_within = step.peak_bytes <= program.memory_bytes[world.rank]
         results.append((losses, gradients, step.state_dict(), keeps_within))
     return results
 

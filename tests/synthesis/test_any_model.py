@@ -1,11 +1,17 @@
-"""The example of docs/any-model.md runs as a user would start it, and trains what one process trains."""
+"""The examples of docs/any-model.md run as a user would start them, and train what one process trains."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+
+from tests.support.command import ranks
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "any-model.md"
 CLUSTER = """
@@ -44,3 +50,19 @@ def test_the_documents_example_trains(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "net.pt")
     for name, value in known["module"].state_dict().items():  # type: ignore[attr-defined]
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_documents_job_trains(tmp_path: Path) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").split("## From a job file")[1]
+    (tmp_path / "net.py").write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    (tmp_path / "job.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
+    for ended in ranks(2, "train", "job.yaml", "--run-dir", "run", cwd=tmp_path):
+        assert ended.exit_code == 0, ended.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 20
+    known: dict[str, Any] = {}
+    exec((tmp_path / "net.py").read_text(encoding="utf-8"), known)
+    torch.manual_seed(1)
+    module, batches = known["make"](SimpleNamespace(seed=1, global_batch=32))
+    assert losses[0] == pytest.approx(float(module(*next(batches)).detach()), rel=1e-5)

@@ -9,11 +9,11 @@ import torch.nn as nn
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.costs import Costs, precision_of
-from hethub.synthesis.planning import plan_graph
+from hethub.synthesis.planning import baselines, plan_graph
 from hethub.synthesis.program import Execution, Living, Model, Shares
 from hethub.synthesis.ratios import alternate, fit, rounded, starts
 from hethub.synthesis.rules import WHOLE, Rules
-from hethub.synthesis.search import Search, search
+from hethub.synthesis.search import Problem, Search, search
 from hethub.synthesis.trace import trace
 from tests.synthesis.clusters import cluster
 
@@ -119,6 +119,56 @@ def test_a_program_tells_how_it_cuts_and_what_it_costs() -> None:
     assert len(program.memory_bytes) == 2
     assert all(sum(parts) == pytest.approx(1) for parts in program.ratios.values())
     assert "strategy: hap" in program.to_yaml()
+
+
+@pytest.mark.parametrize("gbytes", [1e-5, 1e-3, 1.0])
+def test_no_baseline_is_faster(gbytes: float) -> None:
+    model = model_of(TwoLayers(), (torch.randn(60, 12),), cluster([1.0, 2.0, 5.0], gbytes=gbytes))
+    best = alternate(model, None)
+    others = baselines(model)
+    assert set(others) == {"DP-EV", "DP-CP", "HAP"}
+    assert best.found.seconds <= min(others.values()) * (1 + 1e-3)
+    assert others["DP-EV"] > others["DP-CP"] * 0.5  # both are real programs, and not the same one
+    assert others["DP-EV"] != others["DP-CP"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gbytes", [1e-6, 1e-4, 1.0])
+def test_turns_of_search_and_ratios_come_within_a_hundredth_of_both_together(gbytes: float) -> None:
+    """Every shares of two ranks, each with its best program."""
+    model = model_of(Tiny(), (torch.randn(6, 4),), cluster([1.0, 3.0], gbytes=gbytes))
+    problem = Problem(model)
+    lists = [[(own, axis.atoms - own) for own in range(axis.atoms + 1)] for axis in model.rules.axes]
+    joint = min(problem.search(shares).seconds for shares in itertools.product(*lists))
+    assert alternate(model, None).found.seconds <= joint * 1.01
+
+
+class Stack(nn.Module):
+    """Equal layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(layers)))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layers(values).square().mean()
+
+
+def test_equal_layers_are_decided_together_and_no_dearer() -> None:
+    """Folded, the programme is no larger for more layers, and its optimum is that of all layers by themselves."""
+    graphs = [trace(Stack(layers).double(), (torch.randn(60, 12, dtype=torch.float64),)) for layers in (12, 24)]
+    on = cluster([1.0, 2.0, 4.0], gbytes=1e-2)
+    models = [Model(graph, Rules(graph), Costs(on, "fp64")) for graph in graphs]
+    sizes = [len(set(model.rules.first)) for model in models]
+    assert sizes[0] == sizes[1] < len(graphs[0].operators)
+    model = models[0]
+    folded = search(model, starts(model)[0], options=Search(gap=1e-6))
+    assert folded.is_optimal
+    model.rules.first[:] = range(len(model.rules.first))
+    model.rules.__dict__["first_parameter"] = {name: name for name in graphs[0].parameters}
+    apart = search(model, starts(model)[0], options=Search(gap=1e-6))
+    assert apart.is_optimal
+    assert folded.seconds == pytest.approx(apart.seconds, rel=1e-5)
 
 
 def test_whole_atoms_keep_the_sum() -> None:

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", float, "np.ndarray")
 
 
+def adamw_bytes(precision: MathPrecision) -> float:
+    """Bytes per parameter that AdamW reads and writes: gradient 3 times (zeroed, norm, step), master and two moments
+    read and written, the weight written in its precision."""
+    return 10.0 * max(4, element_bytes(precision))
+
+
 class PassSeconds(NamedTuple):
     """Seconds of one forward and one backward, compute only."""
 
@@ -156,14 +162,9 @@ class LayerCost:
         return self.device.both(head_work(self.model, samples * self.seq_len, share, self.precision))
 
     def optimizer(self, parameters: Number) -> Number:
-        """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW.
-
-        Bytes per parameter read and written: gradient 3 times (zeroed, norm, step), master and two moments read and
-        written, the weight written in its precision.
-        """
-        width = max(4, element_bytes(self.precision))
+        """Seconds to zero and norm the gradients of `parameters`, one count or an array, and step them with AdamW."""
         return (
-            parameters * 10.0 * width / (self.device.bandwidth * self.device.fit.memory)
+            parameters * adamw_bytes(self.precision) / (self.device.bandwidth * self.device.fit.memory)
             + 30 * self.device.fit.launch_seconds
         )
 

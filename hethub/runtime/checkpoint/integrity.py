@@ -105,9 +105,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def faults(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+def faults(folder: Path, part: int = 0, parts: int = 1, *, contents: bool = True) -> list[str]:
     """Why the checkpoint cannot be used, empty where it is whole; `part` of `parts` reads only its share of the
-    files."""
+    files. `contents`: index and record are looked into too."""
     if folder.name.endswith(".partial"):
         return ["its writing was cut off before it was renamed"]
     try:
@@ -119,7 +119,7 @@ def faults(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         return [f"its {MARKER} marker cannot be read ({error})"]
     found = [fault for name in sorted(files)[part::parts] if (fault := _file_fault(folder / name, *files[name]))]
     try:
-        return found or list(_content_faults(folder, files, sorted(files)[part::parts]))
+        return found or (list(_content_faults(folder, files, sorted(files)[part::parts])) if contents else [])
     except (OSError, BadInput) as error:
         return [str(error)]
 

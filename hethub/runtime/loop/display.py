@@ -12,12 +12,20 @@ PLAIN_LINES = 20  # about so many lines over a whole run, where there is no term
 class TrainingDisplay(ProgressDisplay):
     """The progress of a run, with what its steps came to."""
 
-    def __init__(self, first_step: int, last_step: int, *, shows: bool = True, console: Console | None = None) -> None:
-        self._first, self._last = first_step, last_step
+    def __init__(
+        self,
+        first_step: int,
+        last_step: int,
+        *,
+        shows: bool = True,
+        console: Console | None = None,
+        items: str = "tokens",
+    ) -> None:
+        self._first, self._last, self._items = first_step, last_step, items
         self._every = max(1, (last_step - first_step + 1) // PLAIN_LINES)
         columns = (
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
+            TextColumn(f"loss {{task.fields[loss]}}  {{task.fields[rate]}} {items}/s"),
             TimeRemainingColumn(),
         )
         super().__init__(
@@ -27,16 +35,16 @@ class TrainingDisplay(ProgressDisplay):
     def step(self, metrics: StepMetrics) -> None:
         """Takes in a step that is done."""
         is_due = (metrics.step - self._first) % self._every == 0 or metrics.step == self._last
-        line = describe(metrics, self._last) if is_due else None
+        line = describe(metrics, self._last, self._items) if is_due else None
         self.update(metrics.step, line, loss=show_loss(metrics), rate=f"{metrics.tokens_per_second:,.0f}")
 
 
-def describe(metrics: StepMetrics, last_step: int) -> str:
+def describe(metrics: StepMetrics, last_step: int, items: str = "tokens") -> str:
     """A step as one line."""
     norm = "skipped: fp16 overflow" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.3f}"
     return (
         f"step {metrics.step}/{last_step}  loss {show_loss(metrics)}  {norm}  "
-        f"{metrics.step_seconds:.3f} s  {metrics.tokens_per_second:,.0f} tokens/s"
+        f"{metrics.step_seconds:.3f} s  {metrics.tokens_per_second:,.0f} {items}/s"
     )
 
 

@@ -63,7 +63,7 @@ def choose_plan(
         cluster, profile, lines = measured.cluster, measured.profile, measured.lines
 
     def decide() -> dict[str, Any]:
-        opened = _open_folder(job, run_dir, resume, claim)
+        opened = open_folder(job, run_dir, resume, claim)
         return _decide(job, cluster, profile, plan_path, opened)
 
     found = broadcast(meeting, "plan", decide, patience_seconds=_PLANNING_SECONDS)
@@ -100,7 +100,7 @@ class OpenedFolder(NamedTuple):
     notes: list[str]
 
 
-def _open_folder(job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim) -> OpenedFolder:
+def open_folder(job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim) -> OpenedFolder:
     """The folder named, or a new one. What a run left that was cut off before its first checkpoint is begun again."""
     named, note = resume or run_dir, None
     if resume is not None and not resume.is_dir():

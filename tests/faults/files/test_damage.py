@@ -139,7 +139,8 @@ def test_what_is_damaged_is_named_or_passed_over(
     said += [record.getMessage() for record in caplog.records]
     if place.startswith("checkpoints/") and damage is not link_instead:
         assert step == 2
-        assert any("step-4" in text and name in text for text in said)
+        # A digit flipped in the marker may be one of another file's checksum, which is then what does not fit.
+        assert any("step-4" in text and (name in text or name == "COMPLETE") for text in said)
         return
     assert step == NEWEST
     known = name in UNREAD or name == "trace.json" or damage in (deleted, link_instead) or (damage, name) in HARMLESS

@@ -1,0 +1,100 @@
+"""Strategy hap in the commands: which jobs it is for, and `hethub plan` and `predict` of them."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hethub.commands.common import check_writable, known_cluster, need_torch, print_json
+from hethub.spec.errors import BadInput
+from hethub.spec.program import is_program_plan, load_program_plan, save_program_plan
+
+if TYPE_CHECKING:
+    from hethub.spec.job import Job
+    from hethub.spec.program import ProgramPlanSpec
+
+
+def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None, strategy: str | None = None) -> bool:
+    """Whether a job is for strategy hap; False where it cannot be read, which whoever reads it next will say."""
+    from hethub.spec.job import load_job
+
+    try:
+        job = load_job(job_path, overrides)
+    except BadInput:
+        return False
+    return is_program_job(job, plan_path, strategy)
+
+
+def is_program_job(job: "Job", plan_path: Path | None = None, strategy: str | None = None) -> bool:
+    """Whether strategy hap has the job: it asks for it, its plan file is a program, or its model is Python."""
+    file = plan_path or job.plan_path
+    if strategy is not None:
+        return strategy == "hap" or (strategy == "auto" and job.factory is not None)
+    if file is not None:
+        return is_program_plan(file)
+    return job.factory is not None or job.spec.plan == "hap"
+
+
+def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
+    """`hethub plan` of a program; nothing is run, so no device is needed."""
+    check_writable(options.out)
+    if options.robust or options.alone is not None or options.profile is not None:
+        raise BadInput("--robust, --alone and --profile are for plans of layers; leave them out with strategy hap.")
+    plan, found, items = _planned(job, explain=options.explain)
+    written = []
+    if options.out is not None:
+        save_program_plan(plan, options.out)
+        written.append(options.out)
+    _show(options, job, plan, items, written, found)
+
+
+def predict_program_job(options: argparse.Namespace, job: "Job") -> None:
+    """`hethub predict` of a program: of the plan file given, else of the best found."""
+    if options.trace is not None or options.bounds or options.alone is not None or options.profile is not None:
+        raise BadInput(
+            "--trace, --bounds, --alone and --profile are for plans of layers; leave them out with strategy hap."
+        )
+    file = options.plan or job.plan_path
+    if file is None:
+        plan, found, items = _planned(job)
+    else:
+        plan, found, items = load_program_plan(file), None, "tokens" if job.factory is None else "samples"
+        cluster = known_cluster(job)
+        if plan.program.ranks != cluster.size:
+            raise BadInput(f"{file}: the program is for {plan.program.ranks} ranks, the cluster has {cluster.size}.")
+    _show(options, job, plan, items, [], found)
+
+
+def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, dict[str, Any], str]":
+    """The best program, how it was found (seconds of tracing and search, of baselines), and what its rate counts."""
+    need_torch("plan --strategy hap")
+    import time
+
+    from hethub.runtime.program.planned import check_plannable, plan_program, trace_job
+    from hethub.runtime.program.subject import open_subject
+
+    check_plannable(job)
+    cluster = known_cluster(job)
+    subject = open_subject(job, with_values=False)
+    began = time.perf_counter()
+    graph = trace_job(job, subject)
+    traced = time.perf_counter() - began
+    best = plan_program(job, subject, graph, cluster, explain=explain)
+    found = {"trace_seconds": traced, "search_seconds": best.search_seconds, "baselines": best.baselines}
+    return best.plan, found, subject.items
+
+
+def _show(
+    options: argparse.Namespace, job: "Job", plan: "ProgramPlanSpec", items: str, written: list[Path],
+    found: dict[str, Any] | None,
+) -> None:  # fmt: skip
+    from hethub.report.program import print_program
+    from hethub.runtime.program.planned import prediction_of
+    from hethub.spec.program import modules_json
+
+    prediction = prediction_of(plan, known_cluster(job), job.spec.constraints.reserve, items)
+    if options.json:
+        own = {"plan": plan.model_dump(mode="json", by_alias=True), "modules": modules_json(plan.program)}
+        searched: dict[str, Any] = {"candidates": None, "runners_up": [], "not_searched": [], **(found or {})}
+        print_json({**prediction, **own, **searched})
+    else:
+        print_program(plan, prediction, written, found)

@@ -1,0 +1,198 @@
+"""Checkpoints of a program's state: every rank's pieces as parts of whole tensors, so that any program reads them.
+
+An entry is a whole tensor: `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, and `torch.distributed.checkpoint.load`
+reads it without hethub. Folders, markers and checksums are those of every other run.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from hethub.communicator import World
+from hethub.runtime.checkpoint import integrity
+from hethub.runtime.checkpoint.index import METADATA
+from hethub.runtime.checkpoint.record import RECORD
+from hethub.runtime.checkpoint.shared import require_shared
+from hethub.spec.documents import read_json, write_whole
+from hethub.spec.errors import BadInput, RunFailed
+
+_WRITE_TIMEOUT = timedelta(hours=2)  # ranks write unequal amounts; a dead one is noticed by the world's own watch
+
+
+class Part(NamedTuple):
+    """`values` lie at `offsets` in the entry `key` of `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def place(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.values.size())
+
+
+class ProgramCheckpoints:
+    """The checkpoints in `folder`, of which the newest `keep` stay; all ranks make the same calls in the same order.
+
+    Raises BadInput where a rank does not see `folder`.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        require_shared(folder, world)
+        self.folder, self.keep, self._world = folder, keep, world
+        self._group = world.gloo_group(_WRITE_TIMEOUT)
+
+    def save(self, step: int, parts: Sequence[Part], record: dict[str, Any]) -> None:
+        """Writes every rank's parts and `record`, complete on return. Raises RunFailed on all ranks where one cannot."""
+        partial = integrity.partial_of(integrity.folder_of(self.folder, step))
+        what = f"checkpoint of step {step}"
+        with self._world.guard(what):
+            self._everywhere(what, lambda: self._prepare(partial))
+            try:
+                writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
+                dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=self._group)
+            except dcp.CheckpointException as error:
+                raise RunFailed(
+                    f"{what} could not be written: {error}. What was complete before is untouched."
+                ) from error
+            marks = self._everywhere(what, lambda: self._finish(partial, record))
+            self._everywhere(what, lambda: self._complete(partial, marks))
+
+    def _prepare(self, partial: Path) -> None:
+        if self._world.rank == 0:
+            integrity.remove(partial)
+            partial.mkdir(parents=True)
+
+    def _finish(self, partial: Path, record: dict[str, Any]) -> dict[str, tuple[int, str]]:
+        names = [path.name for path in partial.glob(f"__{self._world.rank}_*")]
+        if self._world.rank == 0:
+            write_whole(partial / RECORD, json.dumps(record, indent=1))
+            names += [METADATA, RECORD]
+        return integrity.checksums(partial, names)
+
+    def _complete(self, partial: Path, marks: list[dict[str, tuple[int, str]]]) -> None:
+        if self._world.rank == 0:
+            newest = integrity.complete(partial, {name: mark for own in marks for name, mark in own.items()})
+            others = [path for path in integrity.candidates(self.folder) if path != newest]
+            whole = [path for path in others if (path / integrity.MARKER).exists()]
+            for path in others:
+                if path not in whole[: self.keep - 1]:
+                    integrity.remove(path)
+
+    def _everywhere(self, what: str, action: Callable[[], Any]) -> list[Any]:
+        """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
+        own: tuple[Any, str | None]
+        try:
+            own = action(), None
+        except OSError as error:
+            own = None, str(error)
+        answers: list[Any] = [None] * self._world.size
+        dist.all_gather_object(answers, own, group=self._group)
+        if failures := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault is not None]:
+            raise RunFailed(
+                f"{what} could not be written: {'; '.join(failures)}. What was complete before is untouched."
+            )
+        return [result for result, _ in answers]
+
+    def latest(self) -> Path:
+        """The newest whole checkpoint, the same on all ranks. Raises BadInput where there is none."""
+        names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
+        found = integrity.first_intact([self.folder / name for name in names], self._faults, lambda text: None)
+        if found is None:
+            raise BadInput(
+                f"{self.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
+            )
+        return found
+
+    def _faults(self, path: Path) -> list[str]:
+        found = self._world.all_gather_objects(
+            integrity.faults(path, self._world.rank, self._world.size, contents=False)
+        )
+        return list(dict.fromkeys(fault for own in found for fault in own))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `save` got as record. Raises BadInput where the checkpoint is no program's."""
+    record = read_json(path / RECORD, "record of the checkpoint")
+    if not isinstance(record, dict) or record.get("strategy") != "hap":
+        raise BadInput(
+            f"{path}: this checkpoint is of a run without strategy 'hap'; resume it with the job's own plan."
+        )
+    return record
+
+
+def load(path: Path, parts: Sequence[Part]) -> None:
+    """Fills the parts from a checkpoint, each rank on its own. Raises BadInput where it lacks them."""
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    by_key: dict[str, list[Part]] = {}
+    for part in parts:
+        by_key.setdefault(part.key, []).append(part)
+    items = []
+    for key, wanted in by_key.items():
+        saved = metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != wanted[0].shape:
+            raise BadInput(f"{path} holds no {key} of shape {wanted[0].shape}; resume with the model that was saved.")
+        found = create_read_items_for_chunk_list(key, saved, [part.place for part in wanted])
+        if sum(item.lengths.numel() for item in found) != sum(part.values.numel() for part in wanted):
+            raise BadInput(f"{path}: elements of {key} are missing; use another checkpoint.")
+        items += found
+    reader.read_data(LoadPlan(items), _LoadPlanner(by_key)).wait()
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Saves parts as they are; the default planner then checks that they hold every element once."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = {MetadataIndex(part.key, torch.Size(part.offsets)): part for part in parts}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(list(self._items()))
+        return self.plan
+
+    def _items(self) -> Iterator[WriteItem]:
+        for index, part in self._parts.items():
+            properties = TensorProperties(dtype=part.values.dtype)
+            data = TensorWriteData(chunk=part.place, properties=properties, size=torch.Size(part.shape))
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._parts[write_item.index].values.detach().cpu()
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Hands the reader the region of a part that a read fills; `dest_index.index` is the part's number."""
+
+    def __init__(self, parts: dict[str, list[Part]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+
+    def resolve_tensor(self, read_item: Any) -> Tensor:
+        values = self._parts[read_item.dest_index.fqn][read_item.dest_index.index].values
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            values = values.narrow(dim, offset, length)
+        return values
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        """The reader has filled it in place."""

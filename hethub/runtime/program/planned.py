@@ -1,0 +1,103 @@
+"""A job's program: traced, planned for its cluster, and what is predicted of it."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hethub.runtime.program.subject import Subject
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.job import STRATEGIES, ConstraintsSpec, Job
+from hethub.spec.program import ProgramPlanSpec
+from hethub.synthesis.graph import Graph
+from hethub.synthesis.planning import baselines, memory_limits, plan_model, pose
+from hethub.synthesis.search import Search
+from hethub.synthesis.trace import trace
+
+KEPT = {"reserve", "time_limit_seconds", "seed", "keep_global_batch"}  # the constraints that programs know
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedProgram:
+    """A program with what it was made for, and the seconds that it took to find."""
+
+    plan: ProgramPlanSpec
+    search_seconds: float
+    baselines: dict[str, float]  # seconds of what others would run, where that was asked for
+
+
+def check_plannable(job: Job) -> None:
+    """Raises BadInput where the job asks for what no program can have."""
+    if job.factory is not None and job.spec.plan in STRATEGIES and job.spec.plan not in ("auto", "hap"):
+        raise BadInput(
+            f"{job.path}: plan is {job.spec.plan}, which cuts hethub's own Llama into layers; a model of Python takes plan: hap."
+        )
+    asked = job.spec.constraints.model_fields_set - KEPT
+    for name in ConstraintsSpec.model_fields:
+        if name in asked and getattr(job.spec.constraints, name):
+            raise BadInput(
+                f"{job.path}: constraints.{name} is for plans of layers; strategy 'hap' knows {', '.join(sorted(KEPT))}. Remove it."
+            )
+    for name, given in (("profile", job.spec.profile), ("measure", job.spec.measure == "always" or None)):
+        if given is not None:
+            raise BadInput(f"{job.path}: {name} is not taken by strategy 'hap', whose times are estimates; remove it.")
+
+
+def trace_job(job: Job, subject: Subject) -> Graph:
+    """The graph of the job's model. Raises BadInput that names the job, its model, and operator and module at fault."""
+    try:
+        return trace(subject.module, subject.example)
+    except BadInput as error:
+        raise BadInput(f"{job.path}: model {job.spec.model}: {error}") from error
+
+
+def plan_program(
+    job: Job, subject: Subject, graph: Graph, cluster: ClusterSpec, *, explain: bool = False
+) -> PlannedProgram:
+    """The best program for the job's traced model, with what others would run where that is to be explained.
+
+    Raises BadInput where none fits the memory of every rank.
+    """
+    began, limits = time.perf_counter(), job.spec.constraints
+    options = Search(time_limit_seconds=limits.time_limit_seconds or Search().time_limit_seconds)
+    model = pose(graph, cluster)
+    program = plan_model(model, options, reserve=limits.reserve)
+    searched = time.perf_counter() - began
+    train = job.spec.train
+    plan = ProgramPlanSpec(
+        strategy="hap", model=subject.name, cluster=cluster.name, global_batch=train.global_batch, seq_len=train.seq_len,
+        precision=train.precision, program=program.to_spec(),
+    )  # fmt: skip
+    return PlannedProgram(plan=plan, search_seconds=searched, baselines=baselines(model) if explain else {})
+
+
+def prediction_of(plan: ProgramPlanSpec, cluster: ClusterSpec, reserve: float, items: str) -> dict[str, Any]:
+    """What is predicted of a plan, as JSON-able data; what a program has no figure for is null."""
+    program, step = plan.program, plan.program.predicted_seconds
+    communicating = sum(operator.collective_seconds for operator in program.operators)
+    limits = memory_limits(cluster, reserve)
+    names = [place.accelerator.name for place in cluster.places]
+    rows = zip(names, program.memory_bytes, limits, strict=True)
+    tokens = plan.global_batch * plan.seq_len / step if items == "tokens" else None
+    return {
+        "strategy": "hap",
+        "fits": all(used <= limit for used, limit in zip(program.memory_bytes, limits, strict=True)),
+        "step_seconds": step,
+        "step_seconds_interval": None,
+        "tokens_per_second": tokens,
+        "samples_per_second": plan.global_batch / step,
+        "mfu": None,
+        "percent_of_upper_bound": None,
+        "upper_bound_tokens_per_second": None,
+        "percent_of_ceiling": None,
+        "breakdown": {
+            "compute": step - communicating - program.optimizer_seconds,
+            "communication": communicating,
+            "optimizer": program.optimizer_seconds,
+        },
+        "memory": [
+            {"rank": rank, "accelerator": name, "bytes": used, "limit": limit}
+            for rank, (name, used, limit) in enumerate(rows)
+        ],
+        "proved_optimal": program.proved_optimal,
+    }

@@ -1,0 +1,182 @@
+"""What a job of HAP trains: a module that returns its loss, and the batches of its steps."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import FakeTensorMode
+
+from hethub.runtime.program.llama import Llama, fill
+from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.job import Job
+
+Batch = tuple[Tensor, ...]
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+FORM = "write python:package.module:factory; package.module is found beside the job file or where Python finds it"
+
+
+class Batches:
+    """A factory's own batches, step by step; a list begins anew at its end, a generator cannot."""
+
+    def __init__(self, source: Iterable[Any], dtype: torch.dtype, place: str) -> None:
+        self._source, self._dtype, self._place = source, dtype, place
+        self._iterator, self._taken = iter(source), 0
+        self.first = self._take(1)  # what the step is traced with
+        self._ahead: Batch | None = self.first
+
+    def at(self, step: int) -> Batch:
+        """The batch of `step`, counted from 1; steps are asked for in order, those before the first are passed over.
+
+        Raises RunFailed where a generator ends too early.
+        """
+        while self._taken < step:
+            self._ahead = self._take(step)
+        batch, self._ahead = self._ahead, None
+        assert batch is not None, f"step {step} was asked for before"
+        return batch
+
+    def _take(self, step: int) -> Batch:
+        batch = next(self._iterator, None)
+        if batch is None and self._iterator is not self._source:
+            self._iterator = iter(self._source)
+            batch = next(self._iterator, None)
+        if batch is None:
+            if self._taken:
+                raise RunFailed(f"{self._place}: its batches ended before step {step}; lower train.steps.")
+            raise BadInput(f"{self._place}: its batches are empty; give at least one.")
+        self._taken += 1
+        tensors = batch if isinstance(batch, (tuple, list)) else (batch,)
+        wrong = next((value for value in tensors if not isinstance(value, Tensor)), None)
+        if wrong is not None:
+            raise BadInput(f"{self._place}: a batch holds {type(wrong).__name__}; make batches tuples of tensors.")
+        return tuple(value.to(self._dtype) if value.is_floating_point() else value for value in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A module in the job's precision, what one step of it takes, and its own batches where it has some."""
+
+    name: str
+    module: nn.Module
+    example: Batch
+    batches: Batches | None  # None: tokens of the job's data
+
+    @property
+    def items(self) -> str:
+        """What a rate counts."""
+        return "tokens" if self.batches is None else "samples"
+
+
+def open_subject(job: Job, *, with_values: bool) -> Subject:
+    """What the job trains. Without values nothing is allocated for a described model: enough to plan.
+
+    Raises BadInput for a model that cannot be found or made, and for a precision that programs do not train in.
+    """
+    train = job.spec.train
+    if train.precision not in DTYPES:
+        raise BadInput(
+            f"{job.path}: train.precision is {train.precision}; programs of strategy 'hap' compute in fp32 or fp64. Set one."
+        )
+    if job.spec.data.document_mask:
+        raise BadInput(
+            f"{job.path}: data.document_mask is for hethub's own Llama; a module under strategy 'hap' sees tokens alone. "
+            "Set it to false."
+        )
+    tokens = torch.zeros(train.global_batch, train.seq_len, dtype=torch.int64)
+    if job.factory is not None:
+        return _made(job, job.factory, (tokens, tokens.clone()))
+    return _described(job, (tokens, tokens.clone()), with_values=with_values)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
+    model = job.model
+    if model.family != "llama":
+        raise BadInput(
+            f"{job.path}: model '{model.name}' is of family {model.family}; strategy 'hap' knows the code of llama only. Give "
+            "other models as python:package.module:factory."
+        )
+    allocating = nullcontext() if with_values else FakeTensorMode(allow_non_fake_inputs=True)
+    with _default(DTYPES[job.spec.train.precision]), allocating:
+        module = Llama(model, job.spec.train.seq_len)
+    if with_values:
+        fill(module, model, job.spec.train.seed, job.hugging_face_folder)
+    return Subject(name=model.name, module=module, example=example, batches=None)
+
+
+def _made(job: Job, reference: str, example: Batch) -> Subject:
+    place = f"{job.path}: model python:{reference}"
+    factory = _find(reference, job.base, place)
+    torch.manual_seed(job.spec.train.seed)
+    try:
+        made = factory(job.spec.train) if _wants_settings(factory) else factory()
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"{place}: the factory failed: {type(error).__name__}: {error}.") from error
+    module, source = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise BadInput(
+            f"{place}: the factory returned {type(made).__name__}; return a torch.nn.Module, or it and an iterable of batches."
+        )
+    dtype = DTYPES[job.spec.train.precision]
+    module = module.to(dtype)
+    if source is None:
+        return Subject(name=reference, module=module, example=example, batches=None)
+    if not isinstance(source, Iterable):
+        raise BadInput(f"{place}: the factory's batches are {type(source).__name__}; return an iterable of tuples.")
+    batches = Batches(source, dtype, place)
+    _check_batch(job, batches.first, place)
+    return Subject(name=reference, module=module, example=batches.first, batches=batches)
+
+
+def _find(reference: str, folder: Path, place: str) -> Any:
+    module, colon, name = reference.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise BadInput(f"{place}: {FORM}.")
+    if str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise BadInput(f"{place}: there is no module '{error.name}'; {FORM}.") from error
+    except Exception as error:
+        raise BadInput(f"{place}: importing it failed: {type(error).__name__}: {error}.") from error
+    factory = getattr(found, name, None)
+    if not callable(factory):
+        known = sorted(key for key, value in vars(found).items() if callable(value) and not key.startswith("_"))
+        raise BadInput(f"{place}: '{module}' has no function or class '{name}'; it has {', '.join(known) or 'none'}.")
+    return factory
+
+
+def _wants_settings(factory: Any) -> bool:
+    """Whether a factory takes the job's `train` settings: it has a parameter that must be given."""
+    given = inspect.signature(factory).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is p.empty and p.kind in positional for p in given)
+
+
+def _check_batch(job: Job, batch: Batch, place: str) -> None:
+    wanted = job.spec.train.global_batch
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in batch}
+    if sizes != {wanted}:
+        raise BadInput(
+            f"{place}: its first batch has tensors of {', '.join(map(str, sorted(sizes)))} samples, but train.global_batch is "
+            f"{wanted}; make them equal."
+        )

@@ -1,0 +1,177 @@
+"""One rank of a run under a program: its step, AdamW on its shards, and its part of every checkpoint."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hethub.communicator import World
+from hethub.communicator.counters import since
+from hethub.runtime.data import Dataset
+from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
+from hethub.runtime.program.checkpoint import Part, ProgramCheckpoints, load, read_record
+from hethub.runtime.program.subject import Batch, Subject
+from hethub.runtime.run_folder import StepMetrics
+from hethub.runtime.state.gradient_norm import clip_scale
+from hethub.runtime.state.learning_rate import learning_rate
+from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.job import TrainSpec
+from hethub.synthesis.lower import Step
+
+WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
+
+
+class ProgramTrainer:
+    """Trains step by step with all other ranks. Weight decay applies to matrices, not to vectors."""
+
+    def __init__(self, world: World, subject: Subject, dataset: Dataset | None, step: Step, train: TrainSpec) -> None:
+        self._world, self._subject, self._dataset, self._train = world, subject, dataset, train
+        self.step = step
+        shards = [shard for shard in step.parameters() if shard.numel()]
+        groups = [
+            {"params": [shard for shard in shards if shard.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [shard for shard in shards if shard.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or [{"params": []}], lr=train.lr, betas=train.betas, eps=train.eps, fused=True
+        ) if shards else None  # fmt: skip
+        self._updates = 0
+        self._communicated = world.counters()
+
+    @property
+    def num_items(self) -> int:
+        """Tokens of a step, or its samples where the factory has batches of its own."""
+        per_sample = self._train.seq_len if self._subject.batches is None else 1
+        return self._train.global_batch * per_sample
+
+    def _batch(self, step: int) -> Batch:
+        if self._dataset is None:
+            assert self._subject.batches is not None
+            batch: Batch = self._subject.batches.at(step)
+        else:
+            count = self._train.global_batch
+            rows = torch.from_numpy(self._dataset.samples(step - 1, count, 0, count))  # (batch, seq + 1)
+            batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        return tuple(value.to(self._world.device.torch_device) for value in batch)
+
+    def run_step(self, step: int, stop_requested: Callable[[], bool]) -> StepOutcome:
+        """Trains step `step` (counted from 1); what all ranks agree on. Raises RunFailed where the loss is not
+        finite."""
+        shards = dict(self.step.named_parameters())
+        for shard in shards.values():
+            shard.grad = None
+        loss = float(self.step(*self._batch(step)))
+        outcome = gather_outcome(
+            self._world,
+            loss=loss if self._world.rank == 0 else 0.0,
+            square_sum=self._square_sum(shards),
+            memory_bytes=self.memory_bytes,
+            stop_requested=stop_requested(),
+            busy_seconds=None,
+            loss_scale=1.0,
+        )
+        if outcome.grad_norm is None:
+            raise RunFailed.everywhere(
+                self._world.rank,
+                f"step {step}: the gradient is not finite (loss {outcome.loss}). Lower train.lr, set train.grad_clip, or check "
+                "the data; the last checkpoint is not affected.",
+            )
+        self._update(step, shards, clip_scale(outcome.grad_norm, self._train.grad_clip))
+        return outcome
+
+    def _square_sum(self, shards: dict[str, torch.nn.Parameter]) -> float:
+        """Of the gradients that this rank counts: its pieces, and on rank 0 what every rank has whole."""
+        total = torch.zeros((), dtype=torch.float64)
+        for name, shard in shards.items():
+            if shard.grad is not None and (self._world.rank == 0 or not self.step.is_whole(name)):
+                total += torch.linalg.vector_norm(shard.grad).double().square().cpu()
+        return float(total)
+
+    @torch.no_grad()
+    def _update(self, step: int, shards: dict[str, torch.nn.Parameter], scale: float) -> None:
+        if scale != 1.0:
+            for shard in shards.values():
+                if shard.grad is not None:
+                    shard.grad.mul_(scale)
+        self._updates += 1
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate(self._train, step)
+            self._optimizer.step()
+
+    @property
+    def memory_bytes(self) -> int:
+        """This rank's peak: the allocator's on a device, the living storages of a step on a CPU."""
+        reserved = self._world.device.peak_memory_bytes()
+        return reserved if reserved is not None else self.step.peak_bytes or 0
+
+    def metrics(self, step: int, outcome: StepOutcome, seconds: float, predicted: float) -> StepMetrics:
+        """The line of metrics.jsonl for a step."""
+        before, self._communicated = self._communicated, self._world.counters()
+        return StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            tokens=self.num_items,
+            step_seconds=seconds,
+            predicted_step_seconds=predicted,
+            tokens_per_second=self.num_items / seconds,
+            grad_norm=outcome.grad_norm,
+            lr=learning_rate(self._train, step),
+            memory_bytes=outcome.memory_bytes,
+            communication=since(before, self._communicated),
+        )
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, checkpoints: ProgramCheckpoints, step: int) -> None:
+        """Saves the state behind `step`, complete on return."""
+        record = {"strategy": "hap", "step": step, "updates": self._updates, **self._origin()}
+        checkpoints.save(step, list(self._parts(to_save=True)), record)
+
+    def restore(self, path: Path) -> int:
+        """Takes up the state saved at `path`, under this or another program; the step that it was saved behind."""
+        record = read_record(path)
+        for key, own in self._origin().items():
+            if record[key] != own:
+                raise BadInput(
+                    f"{path}: the checkpoint was trained with {key} {record[key]}, the job has {own}; give the same, or start "
+                    "a new run."
+                )
+        with torch.no_grad():
+            load(path, list(self._parts(to_save=False)))
+        self._updates = int(record["updates"])
+        for _, state in self._states():
+            state["step"].fill_(float(self._updates))
+        return int(record["step"])
+
+    def _origin(self) -> dict[str, Any]:
+        data = "the factory's batches" if self._dataset is None else self._dataset.fingerprint()
+        return {"model": self._subject.name, "data": data, "seed": self._train.seed, "precision": self._train.precision}
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """What the optimizer keeps of each shard, made where it has not been stepped yet."""
+        for name, shard in self.step.named_parameters():
+            if shard.numel():
+                assert self._optimizer is not None
+                state = self._optimizer.state[shard]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+                    state[FIRST_MOMENT], state[SECOND_MOMENT] = torch.zeros_like(shard), torch.zeros_like(shard)
+                yield name, state
+
+    def _parts(self, *, to_save: bool) -> Iterator[Part]:
+        """This rank's part of every entry; what all ranks have whole, rank 0 saves."""
+        shards = dict(self.step.named_parameters())
+        for name, state in self._states():
+            if to_save and self.step.is_whole(name) and self._world.rank:
+                continue
+            values = {
+                WEIGHTS: shards[name].detach(),
+                FIRST_MOMENT: state[FIRST_MOMENT],
+                SECOND_MOMENT: state[SECOND_MOMENT],
+            }
+            for kind, tensor in values.items():
+                for offsets, view in self.step.chunks(name, tensor):
+                    yield Part(f"{kind}/{name}", self.step.shape(name), offsets, view)

@@ -1,0 +1,90 @@
+"""A plan of HAP as a file: which rule every operator of a traced model follows, in which ratios, and what that costs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hethub.spec.accelerator import Precision
+from hethub.spec.base import Spec, load
+from hethub.spec.cluster import NonNegative
+from hethub.spec.documents import dump_yaml, read_yaml, write_whole
+from hethub.spec.errors import BadInput
+from hethub.spec.model import Count
+
+Atoms = Annotated[int, Field(ge=0)]
+
+
+class AxisSpec(Spec):
+    """Dimensions that are cut alike, and how many of its atoms (samples, heads, …) each rank gets."""
+
+    name: str
+    shares: tuple[Atoms, ...]
+
+
+class OperatorSpec(Spec):
+    """One operator: its rule by number and in words, and what its outputs are moved by."""
+
+    operator: str
+    module: str
+    direction: Literal["forward", "backward"] = Field(alias="pass")
+    number: Annotated[int, Field(ge=0)]  # of its rule
+    rule: str
+    axis: str | None = None  # None: computed whole on every rank
+    seconds: NonNegative
+    collectives: tuple[str, ...] = ()
+    collective_seconds: NonNegative = 0.0
+    bytes: Annotated[int, Field(ge=0)] = 0
+
+
+class ProgramSpec(Spec):
+    """A program as `Program.to_yaml()` writes it."""
+
+    ranks: Count
+    predicted_seconds: NonNegative
+    optimizer_seconds: NonNegative = 0.0  # contained in them
+    memory_bytes: tuple[int, ...]
+    proved_optimal: bool
+    rounds: int
+    fingerprint: str  # of the traced model: a program fits no other
+    ratios: dict[str, tuple[float, ...]]  # of the axes that it cuts
+    axes: tuple[AxisSpec, ...]
+    parameters: dict[str, str]  # the state in which each is kept
+    moves: tuple[tuple[int, str, str, str | None], ...]  # tensor, from, to, collective
+    computed_whole_without_a_rule: dict[str, str] = {}  # noqa: RUF012
+    operators: tuple[OperatorSpec, ...]
+
+
+class ProgramPlanSpec(Spec):
+    """A plan file of strategy `hap`: a program and what it was made for."""
+
+    strategy: Literal["hap"]
+    model: str
+    cluster: str
+    global_batch: Count
+    seq_len: Count
+    precision: Precision
+    program: ProgramSpec
+
+
+def is_program_plan(path: Path) -> bool:
+    """Whether the file at `path` is a plan of HAP's; False where there is none that can be read."""
+    try:
+        data, _ = read_yaml(path, "plan file")
+    except BadInput:
+        return False
+    return isinstance(data, dict) and data.get("strategy") == "hap"
+
+
+def load_program_plan(path: Path) -> ProgramPlanSpec:
+    """The plan in a YAML file. Raises BadInput."""
+    return load(ProgramPlanSpec, path, "plan file of strategy hap")
+
+
+def program_plan_text(plan: ProgramPlanSpec) -> str:
+    """The plan as `load_program_plan` reads it."""
+    return dump_yaml(plan.model_dump(mode="json", by_alias=True))
+
+
+def save_program_plan(plan: ProgramPlanSpec, path: Path) -> None:
+    write_whole(path, program_plan_text(plan))
