@@ -26,7 +26,8 @@ PROOFS = {
     "faults": ["benchmarks/faults.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
-    "links": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
+    "links": ["benchmarks/links.py"],
+    "laws": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
     "programs": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "-m", "slow", RANDOM_CLUSTERS],
 }

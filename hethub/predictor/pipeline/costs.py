@@ -52,8 +52,8 @@ class PlanCosts:
         self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
         self._replica_keys: dict[tuple[int, int], tuple[object, ...]] = {}
-        self._leaders: dict[int, Counter[tuple[str, object]]] = {}
-        self._sharing: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
+        self._counts: dict[int, Counter[tuple[str, object]]] = {}
+        self._sharing: dict[tuple[int, int, int], tuple[tuple[str, int], ...]] = {}
         self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
 
@@ -141,7 +141,13 @@ class PlanCosts:
         places = self.layout.cluster.places
         a, b = (places[self.layout.replica(*at).ranks[0]] for at in ((stage, source), (below, target)))
         on_one_machine = a.machine == b.machine
-        return (on_one_machine, a.node.name, b.node.name, self._at_once(stage, a), self._at_once(below, b))
+        return (
+            on_one_machine,
+            a.node.name,
+            b.node.name,
+            self._at_once(stage, below, a),
+            self._at_once(below, stage, b),
+        )
 
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
@@ -278,20 +284,32 @@ class PlanCosts:
         alone, resources = self.network.path(ranks[0], ranks[1])
         for resource in resources:
             end = resource.way == IN
-            sharing = dict(self._at_once(stages[end], places[ranks[end]])).get(resource.kind, 1)
+            sharing = dict(self._at_once(stages[end], stages[1 - end], places[ranks[end]])).get(resource.kind, 1)
             at_once.append(spread * sharing / self.network.rate(resource))
         return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
 
-    def _at_once(self, stage: int, place: Place) -> tuple[tuple[str, int], ...]:
-        """By kind of resource, how many replicas of the stage share what `place` has of it."""
-        found = self._sharing.get((stage, place.machine))
+    def _at_once(self, stage: int, other: int, place: Place) -> tuple[tuple[str, int], ...]:
+        """By kind of resource, how many replicas of the stage share what `place` has of it on their way from or to the
+        `other` stage: all there, but where the stages have equally many no more than can have their partner
+        elsewhere."""
+        found = self._sharing.get((stage, other, place.machine))
         if found is None:
-            counts = self._leaders.setdefault(stage, Counter())
-            if not counts:
-                for replica in self.layout.stages[stage].replicas:
-                    counts.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
-            found = tuple((kind, counts[kind, owner]) for kind, owner in self._shared_at(place))
-            self._sharing[stage, place.machine] = found
+            own, partners = self._leaders(stage), self._leaders(other)
+            replicas = [len(self.layout.stages[at].replicas) for at in (stage, other)]
+            found = tuple(
+                (key[0], min(own[key], replicas[1] - partners[key]) if replicas[0] == replicas[1] else own[key])
+                for key in self._shared_at(place)
+            )
+            self._sharing[stage, other, place.machine] = found
+        return found
+
+    def _leaders(self, stage: int) -> Counter[tuple[str, object]]:
+        """How many replicas of the stage have their leaders on a machine, in a rack, in a region."""
+        found = self._counts.get(stage)
+        if found is None:
+            found = self._counts[stage] = Counter()
+            for replica in self.layout.stages[stage].replicas:
+                found.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
         return found
 
     def _shared_at(self, place: Place) -> list[tuple[str, object]]:

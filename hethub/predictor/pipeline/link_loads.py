@@ -109,10 +109,12 @@ class LinkLoads:
         return (flow.way, flow.boundary) if plan.goes_chunk_by_chunk else flow.way
 
     def seconds_per_sample(self, flow: Flow) -> float:
-        """What a flow takes at least from one sample to the next. The flow is one of those that stand for others."""
-        phase = self._phase(flow)
-        most = max([self.messages[phase, resource] for resource in self.path(flow).resources])
-        return most / (self.samples[flow.boundary, flow.above, flow.below] * self.repeats)
+        """What a flow takes at least from one sample to the next, alone (one message has one interface) or with others.
+        The flow is one of those that stand for others."""
+        (alone, resources), phase = self.path(flow), self._phase(flow)
+        most = max([self.messages[phase, resource] for resource in resources])
+        shared = most / (self.samples[flow.boundary, flow.above, flow.below] * self.repeats)
+        return max(shared, alone.seconds_per_byte * self.sample_bytes)
 
     @cached_property
     def longest(self) -> tuple[float, float]:

@@ -288,8 +288,8 @@ class StateCosts:
                 (alone,) = rank_widths(self.model, 1)
                 num_bytes = self._count(alone, self.whole(stage)).own / cuts * self._bytes_a_step(stage)
                 for position in range(cuts):
-                    ranks = [replica.ranks[position * replica.tp // cuts] for replica in spec.replicas]
-                    for resource, carried in self.network.ring_bytes(self.network.group(ranks), num_bytes).items():
+                    group = self.replica_group(stage, position)
+                    for resource, carried in self.network.ring_bytes(group, num_bytes).items():
                         found[resource] += carried
         return found
 

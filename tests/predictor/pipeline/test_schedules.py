@@ -13,6 +13,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.memory.parameters import rank_widths
 from hethub.predictor.memory.shards import Shard
+from hethub.predictor.pipeline.closed_form import Chain, interleaved, pipeline
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.errors import BadInput
@@ -136,3 +137,18 @@ def test_offloaded_activations_take_the_scores_of_unfused_attention_along() -> N
     kept = Shard(layout, 0, rank_widths(LLAMA_8B, 1)[0], unfused, 2).kept.layer
     copied = 32 * kept * costs.state.host_seconds_per_byte(on.places[0])
     assert costs.microbatch(0, 0, 1).forward.dp > 0.5 * copied
+
+
+@pytest.mark.parametrize(("stages", "num_microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 32, 4), (8, 64, 2)])
+def test_bubbles_of_equal_stages_are_those_of_the_closed_forms(stages: int, num_microbatches: int, chunks: int) -> None:
+    """Of 1F1B and GPipe (p - 1) forwards and backwards, interleaved a chunk's (arXiv 2104.04473, §2.2)."""
+    forward, backward = 1.0, 2.0
+    held = [min(stages - s, num_microbatches) for s in range(stages)]
+    between = (0.0,) * (stages - 1)
+    for limits in (held, [num_microbatches] * stages):
+        chain = Chain((forward,) * stages, (backward,) * stages, between, between, tuple(limits))
+        step = max(own.last_backward_end for own in pipeline(chain, num_microbatches))
+        assert step == pytest.approx((num_microbatches + stages - 1) * (forward + backward))
+    chain = Chain((forward,) * stages, (backward,) * stages, between, between, tuple(held))
+    step = max(own.last_backward_end for own in interleaved(chain, num_microbatches, chunks))
+    assert step == pytest.approx((num_microbatches + (stages - 1) / chunks) * (forward + backward))
