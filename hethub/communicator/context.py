@@ -56,6 +56,7 @@ class Context:
     """What makes the groups of an emulation, None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
+    _nccl_groups: list[Any] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
     aborted: bool = False
@@ -109,7 +110,9 @@ class Context:
         store = dist.PrefixStore(name, self.rendezvous.store)
         place = island.index(rank)
         if self.device.is_gpu:
-            return torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
+            nccl = torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
+            self.watch_nccl(nccl)
+            return nccl
         native = torch_private.create_gloo_group(store, place, len(island), timeout_seconds, self.rendezvous.address)
         self.watch_gloo(native, place, len(island))
         return native
@@ -118,6 +121,18 @@ class Context:
         """`abort` will reach this group too."""
         with self._lock:
             self._gloo_groups.append((gloo, rank, size))
+
+    def watch_nccl(self, nccl: Any) -> None:
+        """`abort` will reach this group too, until `shut_down_nccl`."""
+        with self._lock:
+            self._nccl_groups.append(nccl)
+
+    def shut_down_nccl(self, nccl: Any) -> None:
+        """Frees the group; where the world was given up, `abort` has."""
+        with self._lock:
+            self._nccl_groups.remove(nccl)
+        if not self.aborted:
+            nccl.shutdown()
 
     def bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
         """The bridged collectives of the group `name`; made at its first call, which all members make."""
@@ -158,8 +173,14 @@ class Context:
             relay.abort()
         with self._lock:
             groups = [(self.gloo, self.rank, self.size), *self._gloo_groups]
+            nccl_groups = list(self._nccl_groups)
         for gloo, rank, size in groups:
             torch_private.break_gloo_group(gloo, rank, size)
+        for nccl in nccl_groups:  # last: it may wait for the device
+            try:
+                nccl.abort()
+            except RuntimeError as error:
+                _log.warning("a native group could not be aborted on rank %d: %s", self.rank, error)
 
     def close(self) -> None:
         """Frees connections and threads; a second call does nothing.

@@ -18,6 +18,7 @@ from hethub.communicator.bridge.collectives import Bridge
 from hethub.communicator.bridge.exchange import Exchange, Start, at
 from hethub.communicator.bridge.launch_order import Dispatcher, Turn
 from hethub.communicator.bridge.links import Links, Stage
+from hethub.communicator.bridge.staging import is_plain
 from hethub.communicator.bridge.wire import Wire
 from hethub.communicator.counters import Leg, LegClock
 from hethub.communicator.relays.relay import Transfer
@@ -42,26 +43,30 @@ class NativeLegs:
 
     def __init__(self, bridge: Bridge, native: Any, device: Device, dispatcher: Dispatcher) -> None:
         self._bridge = bridge
-        self._native = native
+        self.native = native
         self._device = device
         self._dispatcher = dispatcher
 
     def can_reduce(self, reduction: Reduction) -> bool:
         """Whether the native library knows the operation and the type."""
-        return self._native is None or (reduction.is_native and reduction.dtype in _NATIVE_TYPES)
+        return self.native is None or (reduction.is_native and reduction.dtype in _NATIVE_TYPES)
 
     def take_turn(self) -> Turn:
         """This operation's place among all that launch legs in this process; taken when it is submitted."""
         return self._dispatcher.take_turn()
 
-    def all_reduce(self, flat: torch.Tensor, ready: Event, reduction: Reduction, turn: Turn) -> None:
-        """`flat` (on the device, contiguous) becomes the reduction over all islands; done when this returns."""
+    def all_reduce(self, tensor: torch.Tensor, ready: Event, reduction: Reduction, turn: Turn) -> None:
+        """`tensor` (on the device, of any layout) becomes the reduction over all islands; done when this returns."""
         self._device.activate()
         stream = self._dispatcher.stream
         with turn, stream.active():
             stream.wait(ready)
+            plain = is_plain(tensor)
+            flat = reduction.prepared((tensor if plain else tensor.resolve_conj().resolve_neg().contiguous()).view(-1))
             chunks = (self._stages(flat, piece, reduction) for piece in self._bridge.chunks_of(flat))
             run_pipelined(chunks, self._bridge.lag)
+            if not plain or reduction.is_scaled:
+                tensor.copy_(flat.view(tensor.shape))
             done = stream.record()
         with self._bridge.clock(Leg.ISLAND_GATHER):
             done.synchronize()
@@ -80,19 +85,19 @@ class NativeLegs:
     def _scatter(self, flat: torch.Tensor, whole: Range, reduction: Reduction) -> torch.Tensor:
         """The island's sum of this rank's part, on the device, padded to the size all parts have."""
         data = flat[whole.start : whole.stop]
-        if self._native is None:
+        if self.native is None:
             return data
-        part_size = -(-whole.size // self._native.size())
+        part_size = -(-whole.size // self.native.size())
         part = torch.empty(part_size, dtype=flat.dtype, device=flat.device)
-        padded = torch.nn.functional.pad(data, (0, part_size * self._native.size() - whole.size))
-        torch_private.native_reduce_scatter(self._native, part, padded, reduction.native_op)
+        padded = torch.nn.functional.pad(data, (0, part_size * self.native.size() - whole.size))
+        torch_private.native_reduce_scatter(self.native, part, padded, reduction.native_op)
         return part
 
     def _gather(self, flat: torch.Tensor, whole: Range, part: torch.Tensor) -> None:
-        if self._native is None:
+        if self.native is None:
             return
-        padded = torch.empty(part.numel() * self._native.size(), dtype=flat.dtype, device=flat.device)
-        torch_private.native_all_gather(self._native, padded, part)
+        padded = torch.empty(part.numel() * self.native.size(), dtype=flat.dtype, device=flat.device)
+        torch_private.native_all_gather(self.native, padded, part)
         flat[whole.start : whole.stop].copy_(padded[: whole.size], non_blocking=True)
 
 

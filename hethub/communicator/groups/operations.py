@@ -85,6 +85,9 @@ class GroupCore(torch_private.GroupBase):
         """Ends this group's threads; with the default group, the world is left, as `destroy_process_group` asks."""
         self._worker.stop()
         self.point_to_point.close()
+        legs, self._legs = self._legs, None
+        if legs is not None and legs.native is not None and self.context.device.is_gpu:
+            self.context.shut_down_nccl(legs.native)
         if self._is_default:
             self.context.close()
 

@@ -3,7 +3,6 @@
 Whatever moves data without arithmetic among host tensors of unequal shapes goes over the group's own Gloo group.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,9 +59,12 @@ class HethubGroup(GroupCore):
         """As `_all_reduce`, the island's library doing the legs, in the turn taken here."""
         legs = self._legs
         assert legs is not None
+
+        def job() -> None:
+            legs.all_reduce(tensor, staged.ready, reduction, turn)
+
         with self._submitting:
             turn = legs.take_turn()
-            job = functools.partial(legs.all_reduce, tensor.view(-1), staged.ready, reduction, turn)
             return self._queue(name, job, [tensor], opts, turn)
 
     def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
@@ -77,11 +79,10 @@ class HethubGroup(GroupCore):
         return self._submit("all_reduce_with_feedback", job, [tensor], chosen=lambda: [reduction_word(op)])
 
     def _reduces_natively(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        """Whether the island's library does its leg: large contiguous tensors; all ranks of the island agree."""
+        """Whether the island's library does its leg: for large tensors, whatever their strides, in which ranks may differ."""
         assert self._legs is not None
         large = not self._bridge.is_small(tensor, reduction) and tensor.numel() > 0
-        here = self._stager.on_device(tensor) and tensor.is_contiguous()
-        return large and here and self._legs.can_reduce(reduction)
+        return large and self._stager.on_device(tensor) and self._legs.can_reduce(reduction)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
         ranges = self._all_at(opts.rootRank, tensors[0].numel())

@@ -94,6 +94,29 @@ def test_coalesced_operations_on_staged_tensors():
     assert all(run_ranks(3, premul_and_coalesced, islands=[[0, 2], [1]], staged_ranks=[0, 1, 2]))
 
 
+def reduce_scaled_and_strided(world):
+    """Large tensors, so that the island's library does the legs: also for a rank that is alone in its island."""
+    legs = world.default_group._legs
+    assert legs is not None
+    assert (legs.native is None) == (world.rank == 2)
+    factor = torch.distributed._make_nccl_premul_sum(0.5)
+    tensor = torch.arange(200_000.0) + world.rank
+    dist.all_reduce(tensor, op=factor)
+    assert torch.equal(tensor, 0.5 * (3 * torch.arange(200_000.0) + 3))
+    # The layout is each rank's own; the way must be the same for all.
+    values = torch.arange(200_000.0).view(400, 500) + world.rank
+    strided = torch.empty(500, 400).t().copy_(values) if world.rank else values.clone()
+    dist.all_reduce(strided)
+    assert torch.equal(strided, 3 * torch.arange(200_000.0).view(400, 500) + 3)
+    return True
+
+
+def test_scaled_sums_and_strides_on_native_legs():
+    assert all(
+        run_ranks(3, reduce_scaled_and_strided, islands=[[0, 1], [2]], staged_ranks=[0, 1, 2], timeout_seconds=30)
+    )
+
+
 class Recorded:
     """A native group that notes what is launched on it."""
 
@@ -118,8 +141,8 @@ def reduce_on_three_groups(world):
     groups = [world.group(ranks) for ranks in members]
     launched = []
     for name, group in enumerate(groups):
-        if group is not None and group._legs._native is not None:
-            group._legs._native = Recorded(group._legs._native, name, launched)
+        if group is not None and group._legs.native is not None:
+            group._legs.native = Recorded(group._legs.native, name, launched)
     dawdle = random.Random(world.rank)
     under_way = []
     for step in range(12):
