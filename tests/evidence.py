@@ -18,15 +18,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "evidence"
+LATE_DEVICE = "tests/communicator/bridge/test_late_device.py"
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 
 PROOFS = {
     "reference": ["benchmarks/reference.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
+    "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
+    "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
 }
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1"}
+ENVIRONMENT = {"LATE_SEEDS": "1000", "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1"}
 
 
 def main() -> int:

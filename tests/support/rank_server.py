@@ -34,6 +34,7 @@ IMPORTS = (
 
 
 def main() -> None:
+    end_with_parent()
     channel = socket.socket(fileno=int(sys.argv[1]))
     load_package("tests", Path(__file__).resolve().parents[1])
     for name in IMPORTS:
@@ -47,6 +48,11 @@ def main() -> None:
             return
         pickle.dump(run(request), stream)
         stream.flush()
+
+
+def end_with_parent() -> None:
+    """A killed parent takes this process with it, whatever it is in: the imports take seconds."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def warm_up() -> None:
@@ -131,7 +137,7 @@ def stderr_paths(request: dict[str, Any]) -> list[Path]:
 
 
 def rank_main(rank: int, request: dict[str, Any], listener: socket.socket, write_end: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     stderr = os.open(stderr_paths(request)[rank], os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
     os.environ.update(request["environment"])

@@ -1,0 +1,65 @@
+"""Every path of device tensors over late devices: 20 seeds here, 1,000 by `make evidence` (LATE_SEEDS).
+
+That they would show a missing wait is shown by taking every one away, one at a time.
+"""
+
+import os
+
+import pytest
+
+from tests.communicator.bridge.late_paths import SIZE, run_paths
+from tests.support.late_mutants import Mutant, mutants_of
+from tests.support.ranks import start_ranks, values
+
+SEEDS = int(os.environ.get("LATE_SEEDS", "20"))
+
+
+@pytest.mark.parametrize(
+    ("late_ranks", "relay"),
+    [
+        pytest.param([0, 1], "auto", id="two devices and a CPU"),
+        pytest.param([0, 1, 2], "gloo", id="all on devices", marks=pytest.mark.slow),
+        pytest.param([2], "auto", id="two CPUs and a device", marks=pytest.mark.slow),
+    ],
+)
+def test_no_order_of_the_devices_work_is_wrong(late_ranks: list[int], relay: str) -> None:
+    outcomes = start_ranks(SIZE, run_paths, late_ranks, range(SEEDS), relay, timeout_seconds=60 + 5 * SEEDS)
+    assert values(outcomes) == [SEEDS] * SIZE
+
+
+MODULES = (
+    "hethub.communicator.bridge.staging",
+    "hethub.communicator.bridge.device_side",
+    "hethub.communicator.bridge.launch_order",
+    "hethub.communicator.bridge.messages",
+    "hethub.runtime.memory.host_arena",
+)
+SURVIVORS: dict[str, str] = {}
+"""What may be taken away unnoticed, and why it is not needed here."""
+
+MUTANTS = [mutant for module in MODULES for mutant in mutants_of(module)]
+
+
+def name_of(mutant: Mutant) -> str:
+    return f"{mutant.module.rpartition('.')[2]}:{mutant.line} {mutant.text}"
+
+
+def is_noticed(mutant: Mutant) -> bool:
+    """Whether a rank fails, or never ends, without it."""
+    outcomes = start_ranks(SIZE, run_paths, [0, 1, 2], range(40), "auto", mutant, timeout_seconds=40)
+    return any(outcome.failed for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(
+            mutant, id=name_of(mutant), marks=[] if mutant.text == "copied.synchronize()" else pytest.mark.slow
+        )
+        for mutant in MUTANTS
+    ],
+)
+def test_what_is_taken_away_is_noticed(mutant: Mutant) -> None:
+    if not is_noticed(mutant):
+        assert mutant.text in SURVIVORS, "nothing shows that this is needed"
+        print(f"not noticed: {SURVIVORS[mutant.text]}")
