@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed
 MPIRUN := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	$(BIN)/mpirun --oversubscribe --bind-to none --continuous
 
-# Tests wait as much as they compute, for processes and for faults to show, so three run at a time on two cores.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+# Tests wait as much as they compute, for processes and for faults to show, so four run at a time on two cores.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25
 
 .PHONY: demo test test-slow check evidence clean
 

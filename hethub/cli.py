@@ -1,6 +1,7 @@
 """The program `hethub`: parses the command line, runs a command, and ends with its exit code."""
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -13,6 +14,15 @@ from hethub.spec.errors import BadInput, RunFailed
 
 # By exit code. After a failure a rank whose main thread is stuck speaks within five seconds (World.watch).
 _LINGER_SECONDS = {1: 6.0, 2: 2.0}
+
+_FULL = "Make room there, or name another folder; what was whole before is untouched."
+_CLOSED = "Allow this user to use it, or name another."
+_REMEDIES = {
+    errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: _FULL, errno.EROFS: _CLOSED, errno.EACCES: _CLOSED,
+    errno.EPERM: _CLOSED, errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the system's limit of open files (fs.file-max).",
+    errno.ENOMEM: "Raise the limit of memory (ulimit -v), or plan for less.",
+}  # fmt: skip
 
 
 def main() -> int:
@@ -59,20 +69,32 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _ended(error, 2, quiet=error.quiet, debug=options.debug)
     except RunFailed as error:
         return _ended(error, 1, quiet=error.quiet, debug=options.debug)
+    except BrokenPipeError:
+        raise
+    except (OSError, MemoryError) as error:
+        return _ended(error, 1, quiet=False, debug=options.debug, text=_refused(error))
     except KeyboardInterrupt:
         print("hethub: interrupted", file=sys.stderr)
         return 1
     return 0
 
 
-def _ended(error: Exception, code: int, *, quiet: bool, debug: bool) -> int:
+def _refused(error: OSError | MemoryError) -> str:
+    """What the system has refused, and what to change."""
+    if isinstance(error, MemoryError):
+        return "the system gives this process no more memory. Raise its limit (ulimit -v), or plan for less."
+    what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    return f"{what}. {_REMEDIES.get(error.errno or 0, 'Nothing that was whole before is changed.')}"
+
+
+def _ended(error: Exception, code: int, *, quiet: bool, debug: bool, text: str | None = None) -> int:
     """One paragraph on stderr; the traceback only with --debug."""
     if debug and not quiet:
         import traceback
 
         traceback.print_exception(error)
     elif not quiet:
-        print(f"hethub: {error}", file=sys.stderr)
+        print(f"hethub: {text or error}", file=sys.stderr)
     return code
 
 

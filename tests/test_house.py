@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -74,18 +75,22 @@ def inner_room(path: Path) -> str:
     return ".".join(filter(None, [own, path.stem])) if holds_rooms else own
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
     """Every import of a file, inside functions too, as (line, dotted name)."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parts = list(path.relative_to(ROOT).parent.parts)
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, [base, node.module]))
             for alias in node.names:
                 whole = f"{source}.{alias.name}"
-                yield node.lineno, whole if whole.removeprefix("hethub.") in MODULES or source == "hethub" else source
+                ours = whole.removeprefix("hethub.") in MODULES or source == "hethub"
+                found.append((node.lineno, whole if ours else source))
+    return found
 
 
 def own_imports(path: Path) -> Iterator[tuple[int, Path]]:
@@ -123,12 +128,8 @@ class Doorway:
         if len(self.lines) < 5:
             return False
         what, blank, start, may, end = self.lines
-        opens = what.startswith('"""') and what.endswith(".") and not blank
-        return (
-            opens
-            and bool(re.fullmatch(r"Start reading: .+\.", start) and re.fullmatch(r"May import: .+\.", may))
-            and end == '"""'
-        )
+        framed = what.startswith('"""') and what.endswith(".") and not blank and end == '"""'
+        return framed and bool(re.fullmatch(r"Start reading: .+\.", start) and re.fullmatch(r"May import: .+\.", may))
 
     def start(self) -> list[str]:
         """The files and folders named as the place to begin."""
@@ -199,8 +200,8 @@ def test_no_folder_is_too_full() -> None:
 
 
 def test_tests_mirror_the_rooms() -> None:
-    """Each folder of tests has the name of a room, but for whole commands, slow truths and what tests share."""
-    apart = {"cli", "oracle", "reference", "support"}
+    """Each folder of tests has the name of a room, but for whole commands, faults, slow truths and what tests share."""
+    apart = {"cli", "faults", "oracle", "reference", "support"}
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     assert not [
         str(folder)
@@ -307,7 +308,6 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]
 
 
 def test_planning_starts_without_torch_installed() -> None:
-
     done = subprocess.run(
         [sys.executable, "-P", "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=120, check=False
     )
@@ -390,11 +390,11 @@ def test_devices_are_named_in_the_device_layer_only() -> None:
 
 
 def test_private_torch_is_touched_in_one_file() -> None:
-    wrong = []
-    for path in SOURCES:
-        if path == PACKAGE / "communicator" / "torch_private.py":
-            continue
-        for line, name in imported(path):
-            if name.partition(".")[0] == "torch" and any(part.startswith("_") for part in name.split(".")):
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path != PACKAGE / "communicator" / "torch_private.py"
+        for line, name in imported(path)
+        if name.partition(".")[0] == "torch" and any(part.startswith("_") for part in name.split("."))
+    ]
     assert not wrong

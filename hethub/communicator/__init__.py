@@ -15,7 +15,7 @@ from hethub.communicator.groups.uneven import (
     prepare_by_ranges,
     reduce_scatter_by_ranges,
 )
-from hethub.communicator.joining.liveness import Failure
+from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.world import World, connect
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from hethub.communicator.bridge.launch_order import Dispatcher
 from hethub.communicator.bridge.links import Links
 from hethub.communicator.bridge.staging import Stager
 from hethub.communicator.counters import Counters
+from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, island_index, restrict
-from hethub.communicator.joining.liveness import Failure, Hub, Liveness
 from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.watch import Watch
 from hethub.communicator.relays.choice import Carriers, RelayChoice
 from hethub.communicator.relays.relay import Relay
 from hethub.communicator.work import CallbackThreads
@@ -41,8 +43,7 @@ class Context:
     relay_choice: RelayChoice
     hosts: Sequence[str]
     """What tells each rank's host from the others."""
-    liveness: Liveness
-    hub: Hub | None
+    watch: Watch
     timeout_seconds: float
     wire: str = "exact"
     debug: bool = False
@@ -55,8 +56,8 @@ class Context:
     emulation: Any = None
     """What makes the groups of an emulation, None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
-    _gloo_groups: list[tuple[torch_private.GlooGroup, int, int]] = field(default_factory=list)
-    _nccl_groups: list[Any] = field(default_factory=list)
+    _gloo_groups: list[tuple[torch_private.GlooGroup, int, int, str]] = field(default_factory=list)
+    _nccl_groups: list[tuple[Any, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
     aborted: bool = False
@@ -90,7 +91,7 @@ class Context:
 
     def explain(self, peer: int | None) -> str | None:
         """The world's failure, given a moment to arrive: a closed connection is often felt before its cause is told."""
-        failure = self.liveness.wait_for_failure(_NEWS_SECONDS)
+        failure = self.watch.liveness.wait_for_failure(_NEWS_SECONDS)
         return str(failure) if failure is not None else None
 
     def gloo_group(
@@ -102,37 +103,44 @@ class Context:
         gloo = torch_private.create_gloo_group(
             store, rank, len(members), timeout_seconds or self.timeout_seconds, self.rendezvous.address
         )
-        self.watch_gloo(gloo, rank, len(members))
+        self.watch_gloo(gloo, rank, len(members), name)
         return gloo
 
     def native_group(self, name: str, island: Sequence[int], rank: int, timeout_seconds: float) -> Any:
-        """The island's own library for its legs: NCCL or RCCL on devices, Gloo where host tensors are staged."""
-        store = dist.PrefixStore(name, self.rendezvous.store)
+        """The island's own library for the legs of a group: NCCL or RCCL on devices, Gloo where host tensors are staged."""
+        store = dist.PrefixStore(f"native/{name}/{island[0]}", self.rendezvous.store)
         place = island.index(rank)
         if self.device.is_gpu:
             nccl = torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
-            self.watch_nccl(nccl)
+            self.watch_nccl(nccl, name)
             return nccl
         native = torch_private.create_gloo_group(store, place, len(island), timeout_seconds, self.rendezvous.address)
-        self.watch_gloo(native, place, len(island))
+        self.watch_gloo(native, place, len(island), name)
         return native
 
-    def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int) -> None:
-        """`abort` will reach this group too."""
+    def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int, name: str) -> None:
+        """`abort` will reach this part of the group `name` too, until that is released."""
         with self._lock:
-            self._gloo_groups.append((gloo, rank, size))
+            self._gloo_groups.append((gloo, rank, size, name))
 
-    def watch_nccl(self, nccl: Any) -> None:
-        """`abort` will reach this group too, until `shut_down_nccl`."""
+    def release(self, name: str) -> None:
+        """Lets go of what was made for a group that has been destroyed: connections, threads, buffers."""
         with self._lock:
-            self._nccl_groups.append(nccl)
+            self._gloo_groups = [row for row in self._gloo_groups if row[3] != name]
+            self._nccl_groups = [row for row in self._nccl_groups if row[1] != name]
+        self._bridges.pop(name, None)
+        spanning = self.spanning.pop(spanning_name(name), None)
+        if spanning is not None:
+            spanning.shutdown()
 
-    def shut_down_nccl(self, nccl: Any) -> None:
-        """Frees the group; where the world was given up, `abort` has."""
+    def release_with(self, group: dist.ProcessGroup, name: str) -> None:
+        """Releases what was made for a native group when that is no more: it has no shutdown of ours."""
+        weakref.finalize(group, self.release, name).atexit = False
+
+    def watch_nccl(self, nccl: Any, name: str) -> None:
+        """As `watch_gloo`, for NCCL and RCCL."""
         with self._lock:
-            self._nccl_groups.remove(nccl)
-        if not self.aborted:
-            nccl.shutdown()
+            self._nccl_groups.append((nccl, name))
 
     def bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
         """The bridged collectives of the group `name`; made at its first call, which all members make."""
@@ -172,29 +180,34 @@ class Context:
         for relay in self._distinct_relays():
             relay.abort()
         with self._lock:
-            groups = [(self.gloo, self.rank, self.size), *self._gloo_groups]
+            groups = [(self.gloo, self.rank, self.size, ""), *self._gloo_groups]
             nccl_groups = list(self._nccl_groups)
-        for gloo, rank, size in groups:
+        for gloo, rank, size, _ in groups:
             torch_private.break_gloo_group(gloo, rank, size)
-        for nccl in nccl_groups:  # last: it may wait for the device
+        if failure is not None and failure.rank == 0:
+            torch_private.break_store(self.rendezvous.store)
+        for nccl, name in nccl_groups:  # last: it may wait for the device
             try:
                 nccl.abort()
             except RuntimeError as error:
-                _log.warning("a native group could not be aborted on rank %d: %s", self.rank, error)
+                _log.warning("the native part of group %r could not be aborted on rank %d: %s", name, self.rank, error)
 
     def close(self) -> None:
         """Frees connections and threads; a second call does nothing.
 
-        The other ranks may go on among themselves: this one has said goodbye. When rank 0 goes, nobody watches any
-        more.
+        The other ranks may go on among themselves: this one says goodbye. When rank 0 goes, nobody watches any more.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self.liveness.goodbye()
         for relay in self._distinct_relays():
             relay.close()
-        self.liveness.close()
-        if self.hub is not None:
-            self.hub.close()
+        if self.rendezvous.finalize is not None and self.watch.liveness.failure is None:
+            self.rendezvous.finalize()  # waits for the other ranks, which are watched until then
+        self.watch.close()
+
+
+def spanning_name(name: str) -> str:
+    """The name of our operations over the native group `name`."""
+    return f"over/{name}"

@@ -12,9 +12,9 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge.wire import check_wire
 from hethub.communicator.context import Context
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
-from hethub.communicator.joining.liveness import Hub, Liveness
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.joining.versions import Software, check_same
+from hethub.communicator.joining.watch import watch_over
 from hethub.communicator.relays.choice import RelayChoice
 from hethub.communicator.relays.connection import Connector
 from hethub.communicator.relays.shm_connection import host_identity
@@ -67,8 +67,14 @@ def make_context(
     known = given or islands_by_label([fact.vendor for fact in facts])
     check_staged(known, staged_ranks)
     _use_interface(rendezvous)
-    silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
-    hub, liveness = _watch_over(rendezvous, silence_seconds)
+    watch = rendezvous.watch or watch_over(
+        rendezvous.store,
+        rank=rendezvous.rank,
+        size=rendezvous.size,
+        address=rendezvous.address,
+        token=rendezvous.token,
+        timeout_seconds=timeout_seconds,
+    )
     store = dist.PrefixStore("gloo/world", rendezvous.store)
     gloo = torch_private.create_gloo_group(store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address)
     hosts = [fact.host_identity for fact in facts]
@@ -84,13 +90,12 @@ def make_context(
         relays=connector.carriers(choice),
         relay_choice=choice,
         hosts=hosts,
-        liveness=liveness,
-        hub=hub,
+        watch=watch,
         timeout_seconds=timeout_seconds,
         debug=debug,
         wire=wire,
     )
-    liveness.when_failed(context.abort)
+    watch.liveness.when_failed(context.abort)
     return context
 
 
@@ -135,21 +140,3 @@ def _use_interface(rendezvous: Rendezvous) -> None:
     if rendezvous.interface is not None:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, rendezvous.interface)
-
-
-def _watch_over(rendezvous: Rendezvous, silence_seconds: float) -> tuple[Hub | None, Liveness]:
-    hub = None
-    store = rendezvous.store
-    if rendezvous.rank == 0:
-        hub = Hub(
-            address=rendezvous.address,
-            size=rendezvous.size,
-            token=rendezvous.token,
-            silence_seconds=silence_seconds,
-        )
-        store.set("liveness", json.dumps([rendezvous.address, hub.port]))
-    host, port = json.loads(store.get("liveness"))
-    liveness = Liveness(
-        hub_address=(host, port), rank=rendezvous.rank, token=rendezvous.token, silence_seconds=silence_seconds
-    )
-    return hub, liveness

@@ -1,5 +1,8 @@
 """Every use of torch's unpublished interfaces, in one place; tests/communicator/test_torch_private.py guards them."""
 
+import contextlib
+import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -48,6 +51,26 @@ def break_gloo_group(group: GlooGroup, rank: int, size: int) -> None:
         group.recv([torch.empty(1)], (rank + 1) % size, _UNUSED_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError:
         return
+
+
+def break_store(store: dist.Store) -> None:
+    """Ends this process's connections to the store's server: who waits for it raises.
+
+    TCPStore waits without end, whatever its timeout, for a server that is stopped: its kernel still takes requests.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return
+    servers = {found[4][:2] for found in socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)}
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # no socket, or none that is connected
+            connection = socket.socket(fileno=descriptor)
+            try:
+                if connection.getpeername()[:2] in servers:
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
 
 
 def register_backend(name: str, creator: Callable[..., Any]) -> None:

@@ -1,12 +1,8 @@
 """One world over all ranks of a job: groups, messages, barriers, and the certainty that every process ends."""
 
 import contextlib
-import faulthandler
 import json
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +14,8 @@ from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
 from hethub.communicator.groups.process_group import HethubGroup
+from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, island_index
-from hethub.communicator.joining.liveness import Failure
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.choice import RelayChoice
 from hethub.communicator.setup import make_context
@@ -27,7 +23,7 @@ from hethub.communicator.work import Operation
 from hethub.kernels.device import Device, choose_device
 from hethub.spec.errors import RunFailed
 
-_GRACE_SECONDS = 5.0
+_NEWS_SECONDS = 2.0  # a lost connection is often felt before its cause is told
 
 
 def connect(
@@ -65,7 +61,9 @@ def connect(
             staged_ranks=staged_ranks,
             stored_relays=None if stored_relays is None else RelayChoice.from_dict(stored_relays),
         )
-        return World(context, backend.init_default_group(context))
+        world = World(context, backend.init_default_group(context))
+    world.barrier()  # all have read what they need of the store: from here on rank 0 may stop without holding them up
+    return world
 
 
 @contextlib.contextmanager
@@ -74,8 +72,9 @@ def connecting(rendezvous: Rendezvous) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, OSError) as error:
+        failure = rendezvous.watch.liveness.wait_for_failure(_NEWS_SECONDS) if rendezvous.watch is not None else None
         raise RunFailed(
-            f"rank {rendezvous.rank} could not connect to the other {rendezvous.size - 1} ranks: {error}"
+            f"rank {rendezvous.rank} could not connect to the other {rendezvous.size - 1} ranks: {failure or error}"
         ) from error
 
 
@@ -87,8 +86,7 @@ class World:
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
         self._messages = PointToPoint(context.gloo, context, range(context.size), f"the world of {context.size} ranks")
-        self._closed = threading.Event()
-        self._told = False
+        self._closed = False
 
     @property
     def rank(self) -> int:
@@ -128,7 +126,8 @@ class World:
     def gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
         """A new Gloo group of all ranks for a thread of its own; it fails with the world."""
         group = dist.new_group(list(range(self.size)), backend="gloo", timeout=timeout)
-        self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size)
+        self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size, group.group_name)
+        self._context.release_with(group, group.group_name)
         return group
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
@@ -183,44 +182,28 @@ class World:
     @property
     def failure(self) -> Failure | None:
         """What has failed first in the world, None while all is well."""
-        return self._context.liveness.failure
+        return self._context.watch.liveness.failure
 
-    def watch(self, on_failure: Callable[[Failure], None] | None = None, grace_seconds: float = _GRACE_SECONDS) -> None:
+    def watch(self, grace_seconds: float | None = None) -> None:
         """From here on this process ends when any rank fails, even if its main thread is stuck in a native call.
 
-        All pending work fails at once, `on_failure` is called in a thread of its own, and after `grace_seconds` a
-        process that neither has ended by itself nor is about to (`abort`) prints the reason and exits with 1.
+        All pending work fails at once, and after `grace_seconds` a process that neither has ended by itself nor is
+        about to (`abort`) prints the reason and exits with 1.
         """
-
-        def end(failure: Failure) -> None:
-            # The C-level timer needs no interpreter lock: it ends the process even if this thread cannot run.
-            faulthandler.dump_traceback_later(grace_seconds + 10, exit=True)
-            if on_failure is not None:
-                on_failure(failure)
-            is_closed = self._closed.wait(grace_seconds)
-            if not is_closed and not self._told:
-                print(f"hethub: rank {self.rank} ends because {failure}.", file=sys.stderr, flush=True)
-                os._exit(1)
-            if is_closed:
-                faulthandler.cancel_dump_traceback_later()
-
-        self._context.liveness.when_failed(end)
+        self._context.watch.end_with_the_job(grace_seconds)
 
     def abort(self, reason: str) -> None:
         """Tells every rank that this one has failed and why, and makes all its pending work fail."""
-        self._context.liveness.report(f"failed: {reason}")
-        self._context.liveness.wait_for_failure(_GRACE_SECONDS)  # told to all: this process may end
+        self._context.watch.tell(reason)
         self._context.abort()
-        self._told = True
 
     def close(self) -> None:
         """Leaves the world: with all other ranks when all is well, at once when one has failed."""
-        if self._closed.is_set():
+        if self._closed:
             return
-        clean = self.failure is None
-        if clean:
+        if self.failure is None:
             self.barrier()
-        self._closed.set()
+        self._closed = True
         self._messages.close()
         for group in self._groups.values():
             if isinstance(group, HethubGroup):
@@ -228,8 +211,6 @@ class World:
         self._groups.clear()
         self._context.close()
         dist.destroy_process_group()
-        if clean and self._context.rendezvous.finalize is not None:
-            self._context.rendezvous.finalize()
 
     def _operation(self, name: str) -> Operation:
         return Operation(name=name, group=f"the world of {self.size} ranks", rank=self.rank, explainer=self._context)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hethub.report.explanation import shape
-from hethub.spec.base import write_yaml
+from hethub.spec.documents import write_yaml
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import save_plan
 

@@ -1,6 +1,5 @@
 """A plan, or a run with its plan, as one self-contained HTML page."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +15,9 @@ from hethub.report.drawing import curve, legend, stacked, timeline
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
 from hethub.report.trace import times_are
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import load_cluster
+from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.lookup import load_model
@@ -25,6 +26,7 @@ from hethub.spec.schedule.actions import COMPUTE, UPDATE
 
 MOST_ROWS = 64  # ranks drawn one by one; beyond, ranks that do the same are one row
 MOST_MACHINES = 256
+_MOST_TRACE_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +50,22 @@ def report_run(folder: Path, out: Path) -> None:
     layout = bind(
         load_plan(folder / "plan.yaml"), load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml")
     )
-    lines = (
-        (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        if (folder / "metrics.jsonl").exists()
-        else []
-    )
-    trace = json.loads((folder / "trace.json").read_text()) if (folder / "trace.json").exists() else {"traceEvents": []}
-    measured = Measured(steps=[json.loads(line) for line in lines], spans=last_step(spans_of(trace)))
+    run = RunFolder(folder)
+    measured = Measured(steps=run.rows(), spans=last_step(_read_spans(run.trace)))
     measurements = folder / "profile.json"
     profile = load_profile(measurements) if measurements.exists() else None
     write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", profile)
+
+
+def _read_spans(path: Path) -> list[Span]:
+    if not path.exists():
+        return []
+    try:
+        return spans_of(read_json(path, "trace", _MOST_TRACE_BYTES))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"{path}: this is no trace that hethub wrote ({error!r}); delete it.") from None
 
 
 def spans_of(trace: Mapping[str, Any]) -> list[Span]:

@@ -1,16 +1,31 @@
 """The run folder: every file of a run lies in it, written by rank 0."""
 
 import json
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from hethub.spec.base import write_yaml
-from hethub.spec.errors import BadInput
+from pydantic import AfterValidator, Field
+
+from hethub.spec.base import Spec, build, describe
+from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, write_whole
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import save_plan
+from hethub.spec.plan import plan_text
+
+# Everything in the folder but owner.json and checkpoints/.
+FILES = (
+    "job.yaml", "model.yaml", "cluster.yaml", "plan.yaml", "prediction.json", "communicator.json", "profile.json",
+    "metrics.jsonl", "drift.jsonl", "log.txt", "rehearsal.json", "communicator_counters.json", "trace.json",
+    "report.html",
+)  # fmt: skip
+_MOST_METRICS_BYTES = 2**33
+_DAMAGED = "metrics.damaged.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +46,30 @@ class StepMetrics:
     time_scale: float | None = None  # of an emulation: `step_seconds` are emulated, real seconds divided by this
 
 
+def _ascending(rows: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
+    if not rows or rows[0][0] != 0 or list(rows) != sorted(rows):
+        raise ValueError("sizes ascend from 0 on.")
+    return rows
+
+
+Thresholds = Annotated[
+    tuple[tuple[Annotated[int, Field(ge=0)], Literal["gloo", "shm", "mpi"]], ...], AfterValidator(_ascending)
+]
+
+
+class RelaysTaken(Spec, extra="ignore"):
+    """The relays inside a host and between hosts, by size."""
+
+    near: Thresholds
+    far: Thresholds
+
+
+class CommunicatorFile(Spec, extra="ignore"):
+    """The part of communicator.json that a resumed run uses again."""
+
+    relays: RelaysTaken | None = None
+
+
 class RunFolder:
     """Paths of a run and the writing of its small files. Only rank 0 makes one that writes."""
 
@@ -46,10 +85,6 @@ class RunFolder:
         return self.path / "plan.yaml"
 
     @property
-    def profile(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -57,50 +92,95 @@ class RunFolder:
     def trace(self) -> Path:
         return self.path / "trace.json"
 
-    def check_new(self) -> None:
-        """Raises BadInput if a run lies here already: nothing is overwritten."""
-        if self.metrics.exists():
+    def check_new(self, *, was_cut_off: bool = False) -> None:
+        """Raises BadInput if a run lies here already: nothing is overwritten but one that `was_cut_off` before its
+        first checkpoint."""
+        if self.metrics.exists() and not was_cut_off:
             raise BadInput(
                 f"{self.path}: this folder holds a run already; give another --run-dir, or continue it with --resume {self.path}."
             )
+        self._check_files()
 
-    def check_resumable(self) -> None:
-        """Raises BadInput if there is no run to continue here."""
-        if not self.plan.exists() or not self.checkpoints.is_dir():
+    def check_resumable(self, *, was_cut_off: bool = False) -> None:
+        """Raises BadInput if there is no run to continue here, nor one that `was_cut_off` before it wrote anything."""
+        if not was_cut_off and not any(path.exists() for path in (self.plan, self.checkpoints)):
             raise BadInput(
                 f"{self.path}: there is no run to resume here (plan.yaml and checkpoints/ are missing); check --resume."
             )
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Raises BadInput where what a run writes is something else than a file: a link would lead out of the folder."""
+        for path in (self.path / name for name in FILES):
+            if path.is_symlink():
+                raise BadInput(
+                    f"{path}: is a link, and a run writes its own files only; replace it by what it leads to."
+                )
+            if path.exists() and not path.is_file():
+                raise BadInput(f"{path}: is no file, but a run writes a file of that name; move it away.")
+            if path.exists() and not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+                raise BadInput(f"{path}: this user may not read and write it, but the run goes on in it; allow it.")
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise BadInput(f"{self.checkpoints}: is no folder, but a run's checkpoints lie in it; move it away.")
 
     def start(self, job: Job, layout: Layout, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
-        """Writes what the run was given and what was predicted and chosen for it, whole without other files."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_yaml(_with_whole_paths(job), self.path / "job.yaml")
-        write_yaml(layout.model.to_dict(), self.path / "model.yaml")
-        write_yaml(layout.cluster.to_dict(), self.path / "cluster.yaml")
-        save_plan(layout.plan, self.plan)
+        """Writes what the run was given and what was predicted and chosen for it, each whole without other files."""
+        with self._writing("job.yaml"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._write("job.yaml", dump_yaml(_with_whole_paths(job)))
+        self._write("model.yaml", dump_yaml(layout.model.to_dict()))
+        self._write("cluster.yaml", dump_yaml(layout.cluster.to_dict()))
+        self._write("plan.yaml", plan_text(layout.plan))
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 
     def relays(self) -> dict[str, Any] | None:
-        """What the run in this folder communicated over (`World.relays`); None where it has not got that far."""
+        """What the run in this folder communicated over (`World.relays`); None where it has not got that far. Raises
+        BadInput."""
         path = self.path / "communicator.json"
         if not path.exists():
             return None
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("relays")
-        return found
+        try:
+            source = Source(str(path))
+            found = build(CommunicatorFile, read_json(path, "record of the relays"), source, "record of the relays")
+        except BadInput as error:
+            raise BadInput(f"{error} Restore the file, or delete it: relays are then chosen anew.") from None
+        return None if found.relays is None else found.relays.model_dump(mode="json")
 
     def _write_json(self, name: str, data: Any) -> None:
-        (self.path / name).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        self._write(name, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with self._writing(name):
+            write_whole(self.path / name, text)
+
+    def _append(self, name: str, line: str) -> None:
+        with self._writing(name), (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Raises RunFailed for what the system refuses."""
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(
+                f"{self.path / name}: cannot be written ({error.strerror}). Make room or allow it, then go on with --resume "
+                f"{self.path}; checkpoints that were whole are untouched."
+            ) from None
 
     def append_straggler(self, row: dict[str, Any]) -> None:
         """Adds a line about a straggler, a rank slower than planned, or a plan that was changed for it."""
-        with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._append("drift.jsonl", json.dumps(row, allow_nan=False))
 
     def write_plan(self, layout: Layout, prediction: dict[str, Any]) -> None:
         """Replaces the plan that runs, and its prediction."""
-        save_plan(layout.plan, self.plan)
+        self._write("plan.yaml", plan_text(layout.plan))
         self._write_json("prediction.json", prediction)
+
+    def write_profile(self, profile: dict[str, Any]) -> None:
+        """What counted instead of estimates, as a profile file has it."""
+        self._write_json("profile.json", profile)
 
     def write_emulation(self, report: dict[str, Any]) -> None:
         """How an emulation kept its pace."""
@@ -110,21 +190,70 @@ class RunFolder:
         """What every rank's communicator counted, by rank."""
         self._write_json("communicator_counters.json", rows)
 
-    def cut_metrics(self, last_step: int) -> None:
-        """Drops the lines behind `last_step`, which a resumed run trains again, and one that was never finished."""
-        if self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
-            self.metrics.write_text("".join(whole), encoding="utf-8")
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without one that was never finished. Raises BadInput naming a damaged one."""
+        if not self.metrics.exists():
+            return []
+        found = []
+        for number, line in enumerate(_lines(read_bytes(self.metrics, "metrics", _MOST_METRICS_BYTES)), 1):
+            row = _row(line)
+            if row is None:
+                raise BadInput(f"{self.metrics}, line {number}: is no line of metrics: {describe(line)}. Take it out.")
+            found.append(row)
+        return found
+
+    def cut_metrics(self, last_step: int) -> list[str]:
+        """Drops the lines behind `last_step`, which a resumed run trains again, and one that was never finished.
+
+        What to say of lines that were lost: damaged ones are dropped too, and the file as it was is kept.
+        """
+        lines = _lines(read_bytes(self.metrics, "metrics", _MOST_METRICS_BYTES)) if self.metrics.exists() else []
+        rows = [_row(line) for line in lines]
+        kept = {
+            row["step"]: line
+            for row, line in zip(rows, lines, strict=True)
+            if row is not None and row["step"] <= last_step
+        }
+        said = []
+        if damaged := rows.count(None):
+            with self._writing(self.metrics.name):
+                self.metrics.rename(self.path / _DAMAGED)
+            said.append(f"{damaged} lines of metrics.jsonl were damaged; as it was, it is {_DAMAGED}")
+        if missing := [step for step in range(1, last_step + 1) if step not in kept]:
+            said.append(
+                f"metrics.jsonl lacks {len(missing)} of the {last_step} steps before this one, {missing[0]} to {missing[-1]}"
+            )
+        if lines:
+            self._write(self.metrics.name, "".join(f"{kept[step].decode()}\n" for step in sorted(kept)))
+        return said
 
     def append(self, metrics: StepMetrics) -> None:
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(metrics), allow_nan=False) + "\n")
+        self._append(self.metrics.name, json.dumps(asdict(metrics), allow_nan=False))
 
     def log(self, text: str) -> None:
         """Adds a line with the time to log.txt."""
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def _lines(content: bytes) -> list[bytes]:
+    """Finished lines: what stands behind the last end of line was cut off."""
+    return content.split(b"\n")[:-1]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics, None where it is none."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    is_row = (
+        isinstance(row, dict)
+        and isinstance(row.get("step"), int)
+        and row["step"] >= 1
+        and isinstance(row.get("step_seconds"), int | float)
+        and isinstance(row.get("loss", ""), int | float | None)
+    )
+    return row if is_row else None
 
 
 def _with_whole_paths(job: Job) -> dict[str, Any]:

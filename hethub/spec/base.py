@@ -1,17 +1,13 @@
-"""Frozen specs that map YAML one to one, and the loader that turns every mistake into one clear paragraph."""
+"""Frozen specs that map YAML one to one; every broken rule becomes part of one clear paragraph."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hethub.spec.documents import KeyPath, Source, read_yaml
 from hethub.spec.errors import BadInput, suggest
-
-KeyPath = tuple[str | int, ...]
-
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML was built with libyaml
 
 
 class Spec(BaseModel):
@@ -29,75 +25,6 @@ class Spec(BaseModel):
 
 
 SpecT = TypeVar("SpecT", bound=Spec)
-
-
-class Source:
-    """Where a document came from: names file and line of any key in error messages."""
-
-    def __init__(self, name: str, lines: Mapping[KeyPath, int] | None = None) -> None:
-        self.name = name
-        self._lines = dict(lines or {})
-
-    def at(self, path: KeyPath) -> str:
-        """`file, line N: key.path` with the line of the innermost part of `path` that is written there."""
-        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), None)
-        place = self.name if line is None else f"{self.name}, line {line}"
-        return f"{place}: {dotted(path)}" if path else place
-
-
-def dotted(path: KeyPath) -> str:
-    """('stages', 0, 'zero') as `stages[0].zero`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else str(part))
-    return text
-
-
-def read_yaml(path: Path, what: str) -> tuple[Any, Source]:
-    """The data of a YAML file and its source.
-
-    Raises BadInput if it is missing, unreadable or no YAML; `what` names its role ("job file").
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise BadInput(
-            f"{path}: there is no such {what}. Check the path (it is relative to the file that names it)."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
-    return parse_yaml(text, str(path), what)
-
-
-def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
-    """As `read_yaml`, from text. Duplicate keys are refused: YAML would silently keep the last."""
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-        data = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{name}, line {mark.line + 1}" if mark else name
-        raise BadInput(f"{place}: the {what} is not valid YAML: {getattr(error, 'problem', None) or error}.") from None
-    except ValueError as error:  # of Python's datetime, for 2024-13-01
-        raise BadInput(f"{name}: the {what} has a value that is no date: {error}. Quote it, or correct it.") from None
-    lines: dict[KeyPath, int] = {}
-    if root is not None:
-        _note_lines(root, (), lines, name)
-    return data, Source(name, lines)
-
-
-def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _note_lines(item, (*path, index), lines, name)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*path, key.value)
-            if here in lines:
-                raise BadInput(f"{name}, line {key.start_mark.line + 1}: {dotted(here)} is given twice; keep one.")
-            lines[here] = key.start_mark.line + 1
-            _note_lines(value, here, lines, name)
 
 
 def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPath = ()) -> SpecT:
@@ -192,19 +119,3 @@ def _spec_in(annotation: Any) -> type[Spec] | None:
     if isinstance(annotation, type) and issubclass(annotation, Spec):
         return annotation
     return next((found for arg in getattr(annotation, "__args__", ()) if (found := _spec_in(arg))), None)
-
-
-def write_yaml(data: Any, path: Path) -> None:
-    """Writes plain data as YAML in the order given; lists of scalars stay on one line."""
-    path.write_text(dump_yaml(data), encoding="utf-8")
-
-
-def dump_yaml(data: Any) -> str:
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper without anchors: a person edits these files."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

@@ -1,10 +1,10 @@
 """A Hugging Face Llama's config.json and our model's shape, each from the other by one table of keys."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from hethub.spec.base import Source, build
+from hethub.spec.base import build, describe
+from hethub.spec.documents import Source, read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 
@@ -36,18 +36,13 @@ def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises BadInput where the folder is none, or the model uses what hethub does not implement.
     """
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(
-            f"{path}: cannot be read ({error.strerror}). `hf:` wants a folder as `save_pretrained` writes it."
-        ) from None
-    except ValueError as error:
-        raise BadInput(f"{path}: is not valid JSON: {error}.") from None
+    if not path.is_file():
+        raise BadInput(f"{path}: there is no such file. `hf:` wants a folder as `save_pretrained` writes it.")
+    config = read_json(path, "Hugging Face config")
     if not isinstance(config, dict):
         raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")
     _refuse_unimplemented(config, path)
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {**_mapping(config, "rope_scaling", path), **_mapping(config, "rope_parameters", path)}
     theta = rope.get("rope_theta", config.get("rope_theta"))
     return path, {
         "name": folder.resolve().name,
@@ -56,6 +51,13 @@ def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
         **({"rope_theta": theta} if theta is not None else {}),
         "rope_scaling": _read_rope_scaling(rope, path),
     }
+
+
+def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: {key} is {describe(found)}, but it is a mapping or null.")
+    return found
 
 
 def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from hethub.spec.accelerator import Positive, Precision
-from hethub.spec.base import Source, Spec, build, read_yaml
+from hethub.spec.base import Spec, build
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
+from hethub.spec.documents import Source, parse_yaml, read_yaml
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
@@ -99,7 +99,8 @@ class CommunicatorSpec(Spec):
 
     relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
     wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"
-    timeout_seconds: Positive = 120.0
+    # Below a second a heartbeat is late by chance; above a million the clocks of the libraries end.
+    timeout_seconds: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 120.0
 
 
 class CheckpointSpec(Spec):
@@ -220,10 +221,7 @@ def _apply(override: str, data: Any, source: Source) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise BadInput(f"--set {override}: the value is not valid YAML: {getattr(error, 'problem', error)}.") from None
+    value, _ = parse_yaml(text, f"--set {override}", "value")
     *parents, last = key.split(".")
     here = data
     for parent in parents:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from hethub.spec.base import SpecT, build, load, read_yaml
+from hethub.spec.base import SpecT, build, load
+from hethub.spec.documents import read_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.hugging_face import from_hugging_face
 from hethub.spec.model import ModelSpec

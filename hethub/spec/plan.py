@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
-from hethub.spec.base import Spec, SpecT, load, write_yaml
+from hethub.spec.base import Spec, SpecT, load
 from hethub.spec.cluster import NonNegative
+from hethub.spec.documents import dump_yaml
 from hethub.spec.model import Count
 from hethub.spec.ranges import Range
 
@@ -213,4 +214,9 @@ def load_plan(path: str | Path) -> PlanSpec:
 
 def save_plan(plan: PlanSpec, path: Path) -> None:
     """Writes the plan so that `load_plan` gives it back and a person can edit it."""
-    write_yaml({"version": plan.version, **plan.model_dump(exclude_defaults=True)}, path)
+    path.write_text(plan_text(plan), encoding="utf-8")
+
+
+def plan_text(plan: PlanSpec) -> str:
+    """The plan as a plan file has it."""
+    return dump_yaml({"version": plan.version, **plan.model_dump(exclude_defaults=True)})

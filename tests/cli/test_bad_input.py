@@ -309,6 +309,7 @@ def test_under_mpirun_it_is_said_once_and_that_other_data_are_other_data(tmp_pat
     assert set(files_below(tmp_path)) == before
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_mpirun_without_mpi4py_is_said_once_per_node(tmp_path):
     """A finder in front of all others that knows no mpi4py, as where it is not installed."""

@@ -152,6 +152,7 @@ def stop_and_go_on(running, job, run, send):
     assert len(losses(run)) == last + 2
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_sigusr1_to_mpirun_saves_and_exits(tmp_path):
     job, run = write_pair_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"

@@ -94,9 +94,10 @@ def compare(seed: int, size: int, global_batch: int = 6, model: ModelSpec = MODE
 
 compared = cache(compare)
 FEW = range(20)  # clusters of three accelerators; benchmarks/planner.py compares 200
+LARGER = [pytest.param(seed, 4, marks=pytest.mark.slow) for seed in range(4)]
 
 
-@pytest.mark.parametrize(("seed", "size"), [(seed, 3) for seed in FEW] + [(seed, 4) for seed in range(4)])
+@pytest.mark.parametrize(("seed", "size"), [*((seed, 3) for seed in FEW), *LARGER])
 def test_auto_is_within_a_hundredth_of_the_grids_optimum(seed: int, size: int) -> None:
     found = compared(seed, size)
     assert found.slower <= 1.01

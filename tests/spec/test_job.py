@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hethub.spec.base import dump_yaml
 from hethub.spec.cluster import ClusterSpec, load_cluster
+from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import JobSpec, load_job
 from hethub.spec.lookup import load_model

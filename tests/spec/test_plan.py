@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from hethub.spec.base import dump_yaml
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec, load_plan, save_plan

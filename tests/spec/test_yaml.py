@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from hethub.spec.base import Spec, build, dump_yaml, load, parse_yaml, read_yaml
+from hethub.spec.base import Spec, build, load
+from hethub.spec.documents import dump_yaml, parse_yaml, read_yaml
 from hethub.spec.errors import BadInput
 
 

@@ -421,6 +421,7 @@ class LateNative:
         self._size = size
         self._stream = LateStream(_engine())
         self.ended = ""
+        natives.append(self)
 
     def size(self) -> int:
         return self._size
@@ -442,6 +443,10 @@ class LateNative:
         self._stream.wait(_engine().current().record())
         self._stream.submit(Item(lambda: getattr(self._gloo, name)(*near).wait(), is_collective=True))
         return LateWork(self._stream.record(), args)
+
+
+natives: list[LateNative] = []
+"""All that were made in this process."""
 
 
 class LateWork:

@@ -57,15 +57,16 @@ def end_with_parent() -> None:
 
 def warm_up() -> None:
     """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s),
-    and reading the catalogue. What is there by now is no garbage: a rank that collects need not look at it, and copy
-    its pages.
+    and a layout, which reads the catalogue and has pydantic build its validators. What is there by now is no garbage:
+    a rank that collects need not look at it, and copy its pages.
     """
     import torch
 
-    from hethub.spec.accelerator import catalogue
+    from tests.support.layouts import Case
 
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
-    catalogue()
+    replica = {"ranks": [0], "micro_batch": 8, "samples": 8}
+    Case(name="alone", stages=[{"layers": [[0, 4]], "replicas": [replica]}]).layout()
     gc.collect()
     gc.freeze()
 
@@ -101,7 +102,7 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
         os.close(write_end)
         read_ends.append(read_end)
     listener.close()
-    outputs = collect(read_ends, time.monotonic() + request["timeout_seconds"])
+    outputs = collect(dict(zip(read_ends, processes, strict=True)), time.monotonic() + request["timeout_seconds"])
     outcomes = []
     for process, output in zip(processes, outputs, strict=True):
         process.join(0 if output is None else 10)
@@ -116,20 +117,30 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
     return outcomes
 
 
-def collect(read_ends: list[int], deadline: float) -> list[bytes | None]:
-    """What each rank wrote until it closed its end; None for those that had not by the deadline."""
-    written = {end: io.BytesIO() for end in read_ends}
-    pending = set(read_ends)
+def collect(ranks: dict[int, Any], deadline: float) -> list[bytes | None]:
+    """What each rank wrote until it closed its end (by read end); None for those that had not by the deadline.
+
+    Ranks that are stopped (SIGSTOP) are killed when all others have ended: nobody may wait for them.
+    """
+    written = {end: io.BytesIO() for end in ranks}
+    pending = set(ranks)
     while pending and (left := deadline - time.monotonic()) > 0:
-        for end in select.select(list(pending), [], [], left)[0]:
+        for end in select.select(list(pending), [], [], min(left, 0.2))[0]:
             block = os.read(end, 1 << 20)
             if block:
                 written[end].write(block)
             else:
                 pending.remove(end)
-    for end in read_ends:
+        if all(is_stopped(ranks[end].pid) for end in pending):
+            for end in pending:
+                os.kill(ranks[end].pid, signal.SIGKILL)
+    for end in ranks:
         os.close(end)
-    return [None if end in pending else written[end].getvalue() for end in read_ends]
+    return [None if end in pending else written[end].getvalue() for end in ranks]
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def stderr_paths(request: dict[str, Any]) -> list[Path]:

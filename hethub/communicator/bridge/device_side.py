@@ -69,6 +69,11 @@ class NativeLegs:
         """Whether the native library knows the type."""
         return self.native is None or dtype in _NATIVE_TYPES
 
+    def shutdown(self) -> None:
+        """Frees the library's group."""
+        if self.native is not None:
+            self.native.shutdown()
+
     def take_turn(self) -> Turn:
         """This operation's place among all that launch legs in this process; taken when it is submitted."""
         return self._dispatcher.take_turn()

@@ -71,11 +71,12 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
         options.timeout.total_seconds(),
         context.rendezvous.address,
     )
-    context.watch_gloo(gloo, options.group_rank, options.group_size)
+    context.watch_gloo(gloo, options.group_rank, options.group_size, options.group_id)
     nccl = torch_private.attach_native(group, gloo, context.device, options)
     if nccl is not None:
-        context.watch_nccl(nccl)
+        context.watch_nccl(nccl, options.group_id)
     watch_strides(group)
+    context.release_with(group, options.group_id)
     return group
 
 

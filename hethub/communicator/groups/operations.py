@@ -52,6 +52,7 @@ class GroupCore(torch_private.GroupBase):
         self.context = context
         self.members = list(members)
         self._rank, self._size = rank, len(members)
+        self._name = name
         self._label = f"group {name!r} (ranks {_brief(members)})"
         self._gloo = gloo
         self._is_default = gloo is context.gloo
@@ -83,14 +84,17 @@ class GroupCore(torch_private.GroupBase):
         torch_private.break_gloo_group(self._gloo, self._rank, self._size)
 
     def shutdown(self) -> None:
-        """Ends this group's threads; with the default group, the world is left, as `destroy_process_group` asks."""
+        """Frees this group's threads and connections; with the default group, the world is left, as
+        `destroy_process_group` asks."""
         self._worker.stop()
         self.point_to_point.close()
         legs, self._legs = self._legs, None
-        if legs is not None and legs.native is not None and self.context.device.is_gpu:
-            self.context.shut_down_nccl(legs.native)
+        if legs is not None and self.context.device.is_gpu and not self.context.aborted:
+            legs.shutdown()
         if self._is_default:
             self.context.close()
+        else:
+            self.context.release(self._name)
 
     def _compared(self, name: str, job: Run, tensors: Tensors, chosen: Sequence[str]) -> Run:
         """The job, run once all members have said that they are about to do the same."""
@@ -131,7 +135,7 @@ class GroupCore(torch_private.GroupBase):
         island = self._bridge.home
         native = None
         if len(island) > 1:
-            native = self.context.native_group(f"native/{name}/{island[0]}", island, self._rank, timeout_seconds)
+            native = self.context.native_group(name, island, self._rank, timeout_seconds)
         return NativeLegs(self._bridge, native, self.context.device, self.context.dispatcher)
 
     def _operation(self, name: str, tensors: Tensors) -> Operation:

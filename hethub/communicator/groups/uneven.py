@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
+from hethub.communicator.context import spanning_name
 from hethub.communicator.groups.backend import context_of
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.work import AllOf, HethubWork
@@ -144,7 +145,7 @@ def _spanning(group: dist.ProcessGroup) -> HethubGroup:
     default = torch_private.default_group()
     assert default is not None, "there is no default process group: call connect() first"
     context = context_of(default)
-    name = f"over/{group.group_name}"
+    name = spanning_name(group.group_name)
     if name not in context.spanning:
         members = dist.get_process_group_ranks(group)
         context.spanning[name] = HethubGroup(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hethub.communicator.joining.liveness import proof
+from hethub.communicator.joining.connection import proof
+from hethub.communicator.joining.watch import Watch
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
 
@@ -32,6 +33,16 @@ class Rendezvous:
     launcher: str = "alone"
     finalize: Callable[[], None] | None = None
     """Ends the launcher's own library, when the world has closed cleanly."""
+    watch: Watch | None = None
+    """Who is alive, where it is known before the ranks connect; else `connect` sees to it."""
+
+    def close(self) -> None:
+        """Leaves, where no world has done so."""
+        if self.watch is None or self.watch.is_closed:
+            return
+        if self.finalize is not None and self.watch.liveness.failure is None:
+            self.finalize()
+        self.watch.close()
 
     @classmethod
     def on_one_host(cls, store: dist.Store, rank: int, size: int, token: str | None = None) -> "Rendezvous":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hethub.communicator.joining.mpi_library import import_mpi, start_mpi
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 from hethub.kernels.device import Vendor
@@ -69,15 +70,15 @@ class MpiRelay(Relay):
                 f"communicator.relay is mpi, but this job was started by {rendezvous.launcher}: MPI connects only the"
                 " ranks that mpirun started. Start it with mpirun, or choose relay gloo."
             )
-        from mpi4py import MPI
-
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        mpi = import_mpi()
+        start_mpi(mpi, rank=rendezvous.rank, size=rendezvous.size, launcher=rendezvous.launcher)
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise BadInput(
                 "communicator.relay is mpi, but this MPI library does not allow calls from several threads"
                 " (MPI_THREAD_MULTIPLE). Use one that does, or choose relay gloo."
             )
-        aware = is_gpu_aware(vendor, os.environ, ask_open_mpi(MPI.__file__))
-        return cls(MPI, MPI.COMM_WORLD.Dup(), timeout_seconds, takes_device_memory=aware)
+        aware = is_gpu_aware(vendor, os.environ, ask_open_mpi(mpi.__file__))
+        return cls(mpi, mpi.COMM_WORLD.Dup(), timeout_seconds, takes_device_memory=aware)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return self._start(self._comm.Isend, tensor, peer, tag)

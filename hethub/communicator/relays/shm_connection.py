@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hethub.communicator.joining.liveness import proof
+from hethub.communicator.joining.connection import proof
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
 

@@ -17,8 +17,9 @@ from pydantic import Field
 
 import hethub
 from hethub.spec.accelerator import Positive, Precision
-from hethub.spec.base import Source, Spec, build
+from hethub.spec.base import Spec, build
 from hethub.spec.cluster import ClusterSpec, NonNegative
+from hethub.spec.documents import Source, read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.model import Count, ModelSpec
 
@@ -126,11 +127,7 @@ class ProfileSpec(Spec):
 
 def load_profile(path: str | Path) -> ProfileSpec:
     """The profile in a JSON file. Raises BadInput."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise BadInput(f"{path}: the profile cannot be read as JSON: {error}.") from None
-    return build(ProfileSpec, data, Source(str(path)), "profile")
+    return build(ProfileSpec, read_json(Path(path), "profile"), Source(str(path)), "profile")
 
 
 def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:

@@ -1,14 +1,22 @@
 """Checkpoints that any plan on any number of ranks can read, written while training goes on.
 
-Start reading: manager.py, then elements.py and dcp.py.
+Start reading: manager.py, then elements.py, dcp.py and index.py.
 May import: spec, kernels, communicator, runtime.model, runtime.run_folder, runtime.state.
 """
 
 from hethub.runtime.checkpoint.export import iterate_weights
-from hethub.runtime.checkpoint.integrity import newest_intact
+from hethub.runtime.checkpoint.integrity import has_checkpoints, newest_intact
 from hethub.runtime.checkpoint.manager import CheckpointManager
-from hethub.runtime.checkpoint.record import CheckpointRecord, read_record
+from hethub.runtime.checkpoint.record import CheckpointRecord, LoopState, read_record
 
 # CheckpointManager saves and restores a run's state on all ranks; the functions read a checkpoint in one process,
 # without process groups.
-__all__ = ["CheckpointManager", "CheckpointRecord", "iterate_weights", "newest_intact", "read_record"]
+__all__ = [
+    "CheckpointManager",
+    "CheckpointRecord",
+    "LoopState",
+    "has_checkpoints",
+    "iterate_weights",
+    "newest_intact",
+    "read_record",
+]

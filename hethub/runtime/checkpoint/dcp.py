@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint with planners that speak of ranges of flat tensors; the published interfaces only."""
+"""Ranges of flat tensors, written by torch.distributed.checkpoint (its published interfaces only), read by our index."""
 
 import io
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from hethub.runtime.checkpoint.elements import Chunk
+from hethub.runtime.checkpoint.index import (
+    INDEX,
+    METADATA,
+    IndexedWriter,
+    IndexEntry,
+    SavedChunk,
+    elements,
+    read_index,
+)
 from hethub.spec.errors import BadInput
 
 
@@ -36,13 +33,13 @@ def write(folder: Path, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> No
     hold every element of every entry exactly once.
     """
     # Nothing is copied ahead: the chunks are in host memory, and the loader for that would open a device context.
-    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer = IndexedWriter(folder, per_thread_copy_ahead=0)
     dcp.save({}, storage_writer=writer, planner=_SavePlanner(chunks), process_group=group)
 
 
 def own_files(folder: Path, rank: int) -> list[str]:
-    """The names of what `write` wrote on this rank; the coordinator, rank 0, writes the metadata too."""
-    return [path.name for path in folder.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+    """The names of what `write` wrote on this rank; the coordinator, rank 0, writes metadata and index too."""
+    return [path.name for path in folder.glob(f"__{rank}_*")] + ([METADATA, INDEX] if rank == 0 else [])
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -82,54 +79,48 @@ class Reader:
     """Reads any ranges of a checkpoint's entries, on its own: ranks need not read together."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._reader = dcp.FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.folder, self._entries = folder, read_index(folder).entries
 
-    def dtype(self, key: str) -> torch.dtype:
-        """The type of an entry's elements."""
-        return self._entry(key).properties.dtype
+    def whole(self, key: str, numel: int) -> Tensor:
+        """All elements of an entry, (numel,), in the type they were saved in. Raises BadInput as `read` does."""
+        entry = self._sized_entry(key, numel)
+        values = torch.empty(numel, dtype=entry.torch_dtype)
+        self.read([Chunk(key, numel, 0, values)])
+        return values
 
     def read(self, chunks: Iterable[Chunk]) -> None:
         """Fills the chunks' values in place, rounded where their type is narrower.
 
-        Raises BadInput where the checkpoint lacks an entry or some of its elements, or has it in another size.
+        Raises BadInput where the checkpoint lacks an entry, or has it in another size, or cannot be read.
         """
-        by_key: dict[str, list[Chunk]] = {}
+        wanted: dict[tuple[SavedChunk, torch.dtype], list[Chunk]] = {}
         for chunk in chunks:
-            by_key.setdefault(chunk.key, []).append(chunk)
-        items = [item for key, wanted in by_key.items() for item in self._read_items(key, wanted)]
-        self._reader.read_data(LoadPlan(items), _LoadPlanner(by_key)).wait()
+            entry = self._sized_entry(chunk.key, chunk.numel)
+            for saved in entry.touching(chunk.offset, chunk.offset + chunk.values.numel()):
+                wanted.setdefault((saved, entry.torch_dtype), []).append(chunk)
+        by_file = groupby(sorted(wanted, key=lambda key: (key[0].file, key[0].start)), key=lambda key: key[0].file)
+        for name, places in by_file:
+            try:
+                with (self.folder / name).open("rb") as file:
+                    for place in places:
+                        _fill(wanted[place], place[0].offset, elements(file, *place))
+            except (OSError, BadInput) as error:
+                raise BadInput(f"{self.folder}: the checkpoint cannot be read: {error}; use another one.") from None
 
-    def _read_items(self, key: str, wanted: list[Chunk]) -> list[ReadItem]:
-        saved = self._entry(key)
-        if any(chunk.numel != saved.size.numel() for chunk in wanted):
+    def _sized_entry(self, key: str, numel: int) -> IndexEntry:
+        if key not in self._entries:
+            raise BadInput(f"{self.folder} holds no {key}; resume with the model that was saved.")
+        entry = self._entries[key]
+        if entry.numel != numel:
             raise BadInput(
-                f"{self.folder}: {key} has {saved.size.numel()} elements, but the model here has {wanted[0].numel}; "
+                f"{self.folder}: {key} has {entry.numel} elements, but the model here has {numel}; "
                 "resume with the model that was saved."
             )
-        items = create_read_items_for_chunk_list(key, saved, [_place(chunk) for chunk in wanted])
-        if sum(item.lengths.numel() for item in items) != sum(chunk.values.numel() for chunk in wanted):
-            raise BadInput(f"{self.folder}: elements of {key} are missing; use another checkpoint.")
-        return items
-
-    def _entry(self, key: str) -> TensorStorageMetadata:
-        found = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(found, TensorStorageMetadata):
-            raise BadInput(f"{self.folder} holds no {key}; resume with the model that was saved.")
-        return found
+        return entry
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Hands the storage reader the part of a chunk that a read fills; `dest_index.index` is the chunk's number."""
-
-    def __init__(self, chunks: dict[str, list[Chunk]]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = chunks
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        number = read_item.dest_index.index
-        assert number is not None
-        values = self._chunks[read_item.dest_index.fqn][number].values
-        return values[read_item.dest_offsets[0] :][: read_item.lengths[0]]
+def _fill(chunks: Iterable[Chunk], offset: int, saved: Tensor) -> None:
+    """Copies to every chunk the part that it shares with the saved elements, which begin at `offset`."""
+    for chunk in chunks:
+        first, last = max(offset, chunk.offset), min(offset + saved.numel(), chunk.offset + chunk.values.numel())
+        chunk.values[first - chunk.offset : last - chunk.offset].copy_(saved[first - offset : last - offset])

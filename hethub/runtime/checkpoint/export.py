@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from hethub.runtime.checkpoint.dcp import Reader
-from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, entry
+from hethub.runtime.checkpoint.elements import WEIGHTS, entry
 from hethub.runtime.checkpoint.integrity import newest_intact
 from hethub.runtime.checkpoint.record import read_record
 from hethub.runtime.model.huggingface import write_folder
@@ -49,7 +48,4 @@ def iterate_weights(path: Path, model: ModelSpec) -> Iterator[tuple[TensorInfo, 
     """
     reader = Reader(path)
     for info in model_tensors(model):
-        key = entry(WEIGHTS, info.name)
-        values = torch.empty(info.numel, dtype=reader.dtype(key))
-        reader.read([Chunk(key, info.numel, 0, values)])
-        yield info, values
+        yield info, reader.whole(entry(WEIGHTS, info.name), info.numel)

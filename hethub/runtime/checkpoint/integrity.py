@@ -1,6 +1,8 @@
 """Whether a checkpoint is whole: its marker, the checksums in it, and the search for the newest one that is.
 
-A checkpoint is written as `step-N.partial`, renamed to `step-N`, and complete once it holds the marker.
+A checkpoint is written as `step-N.partial`, the marker last, and then renamed to `step-N`: a folder of that name is
+whole. Checksums find damage, not malice, for whoever can write a file can write its checksum; so the files are read as
+data, and what they say is checked like any input.
 """
 
 import hashlib
@@ -9,17 +11,34 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from hethub.runtime.checkpoint.index import INDEX, METADATA, check_elements, read_index
+from hethub.runtime.checkpoint.record import RECORD, read_record
+from hethub.spec.base import Spec, build
+from hethub.spec.documents import Source, read_json, write_whole
 from hethub.spec.errors import BadInput
 
 _log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
-_NAME = re.compile(r"step-(\d+)(\.partial)?")
+_NAME = re.compile(r"step-([0-9]+)(\.partial)?")
+
+FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
+FileMark = tuple[Annotated[int, Field(ge=0)], Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
 
 Faults = Callable[[Path], list[str]]
+
+
+class Marker(Spec):
+    """The file COMPLETE, one to one: bytes and blake2b digest of every other file."""
+
+    files: dict[FileName, FileMark] = Field(min_length=1)
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -38,6 +57,11 @@ def candidates(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def has_checkpoints(root: Path) -> bool:
+    """Whether a checkpoint was ever complete under `root`, whole or not by now."""
+    return any(not path.name.endswith(".partial") for path in candidates(root))
+
+
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
     """Size in bytes and blake2b digest of each file."""
     return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
@@ -49,19 +73,16 @@ def _digest(path: Path) -> str:
 
 
 def complete(partial: Path, files: dict[str, tuple[int, str]]) -> Path:
-    """Turns a partial folder, its files synced, into a complete checkpoint and returns it; one of that name goes."""
+    """Turns a partial folder, its files synced, into a complete checkpoint and returns it; one of that name goes.
+
+    The marker comes first and the name last: whatever has the name is whole, or was damaged since.
+    """
     folder = partial.with_name(partial.name.removesuffix(".partial"))
+    write_whole(partial / MARKER, json.dumps({"files": files}, indent=1))
     _sync(partial)
     remove(folder)
     partial.rename(folder)
     _sync(folder.parent)
-    unfinished = folder / f"{MARKER}.draft"
-    with unfinished.open("w", encoding="utf-8") as stream:
-        json.dump({"files": files}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.rename(folder / MARKER)
-    _sync(folder)
     return folder
 
 
@@ -75,9 +96,12 @@ def _sync(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, its marker first: half removed, it is not complete."""
-    (folder / MARKER).unlink(missing_ok=True)
-    if folder.exists():
+    """Removes a checkpoint, its marker first: half removed, it is not complete. What a link leads to stays."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        with suppress(FileNotFoundError):
+            (folder / MARKER).rename(folder / f"{MARKER}.removed")
         shutil.rmtree(folder)
 
 
@@ -87,23 +111,42 @@ def faults(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     if folder.name.endswith(".partial"):
         return ["its writing was cut off before it was renamed"]
     try:
-        marked = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        return [f"it has no {MARKER} marker, so its writing was cut off"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not (folder / MARKER).exists():
+            return [f"it has no {MARKER} marker"]
+        data = read_json(folder / MARKER, "marker")
+        files = build(Marker, data, Source(str(folder / MARKER)), "marker").files
+    except (OSError, BadInput) as error:
         return [f"its {MARKER} marker cannot be read ({error})"]
-    mine = sorted(marked)[part::parts]
-    return [fault for name in mine if (fault := _file_fault(folder / name, *marked[name]))]
+    found = [fault for name in sorted(files)[part::parts] if (fault := _file_fault(folder / name, *files[name]))]
+    try:
+        return found or list(_content_faults(folder, files, sorted(files)[part::parts]))
+    except (OSError, BadInput) as error:
+        return [str(error)]
+
+
+def _content_faults(folder: Path, files: Container[str], mine: Iterable[str]) -> Iterator[str]:
+    """What is wrong with a checkpoint whose files are as they were written: they may be a stranger's."""
+    index, record = read_index(folder), read_record(folder)
+    for name in sorted({INDEX, METADATA, RECORD} | index.files):
+        if name not in files:
+            yield f"file {name} is not listed in its {MARKER} marker"
+    if folder_of(folder.parent, record.step) != folder or record.extra.step != record.step:
+        yield f"its record is of step {record.step}"
+    for name in index.files.intersection(mine):
+        with (folder / name).open("rb") as file:
+            for chunk, dtype in index.in_file(name):
+                check_elements(file, chunk, dtype)
 
 
 def _file_fault(path: Path, num_bytes: int, digest: str) -> str | None:
     try:
-        size = path.stat().st_size
-        if size != num_bytes:
-            return f"file {path.name} has {size} bytes, {num_bytes} were written"
+        if not path.exists():
+            return f"file {path.name} is missing"
+        if not path.is_file():
+            return f"file {path.name} is no file"
+        if path.stat().st_size != num_bytes:
+            return f"file {path.name} has {path.stat().st_size} bytes, {num_bytes} were written"
         return None if _digest(path) == digest else f"file {path.name} has another checksum than was written"
-    except FileNotFoundError:
-        return f"file {path.name} is missing"
     except OSError as error:
         return f"file {path.name} cannot be read ({error})"
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException
 from hethub.communicator import World
 from hethub.runtime.checkpoint import dcp, integrity
 from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, Snapshot, held_chunks, owned_chunks, state_of
-from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
+from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, LoopState, read_record, write_record
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.runtime.state.optimizer import Optimizer
 from hethub.spec.errors import RunFailed
@@ -45,10 +45,10 @@ class CheckpointManager:
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, optimizer: Optimizer, extra: dict[str, Any], *, blocking: bool = False) -> None:
+    def save(self, step: int, optimizer: Optimizer, extra: LoopState, *, blocking: bool = False) -> None:
         """Saves the state as it is now; training may go on as soon as this returns.
 
-        `extra` is JSON-able and comes back from `load` as rank 0 gave it. A save still under way is waited for first,
+        `extra` comes back from `load` as rank 0 gave it. A save still under way is waited for first,
         and its failure raised (RunFailed). A step that is already saved is not saved again. With `blocking`, the
         checkpoint is complete on return.
         """
@@ -81,7 +81,7 @@ class CheckpointManager:
         self._snapshot = None
 
     def _write(self, record: CheckpointRecord, snapshot: Snapshot) -> None:
-        """Runs in the writing thread on all ranks. Files first, then the name, then the marker."""
+        """Runs in the writing thread on all ranks. Files first, then the marker, then the name."""
         partial = integrity.partial_of(integrity.folder_of(self.folder, record.step))
         what = f"checkpoint of step {record.step}"
         with self._world.guard(what):
@@ -157,7 +157,7 @@ class CheckpointManager:
             self._damaged.add(path.name)
         return all_found
 
-    def load(self, path: Path, optimizer: Optimizer) -> dict[str, Any]:
+    def load(self, path: Path, optimizer: Optimizer) -> LoopState:
         """Restores masters, moments, update count and every weight this rank holds; returns what `save` got as `extra`.
 
         The restored numbers are the saved ones, bit by bit, under any plan. Raises BadInput where the checkpoint is

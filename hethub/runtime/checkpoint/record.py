@@ -1,30 +1,44 @@
 """What a checkpoint says of itself: step, updates, model, precision, and what the trainer wants back."""
 
 import json
-import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from hethub.spec.accelerator import Precision
-from hethub.spec.base import Source, Spec, build
+from pydantic import Field
+
+from hethub.spec.accelerator import Positive, Precision
+from hethub.spec.base import Spec, build
+from hethub.spec.documents import Source, read_json, write_whole
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 
 RECORD = "record.json"
 
+WholeNumber = Annotated[int, Field(ge=0)]
+
 # Neither says how weights are laid out or what they compute.
 _FREE = {"name", "max_seq_len", "init_std"}
+
+
+class LoopState(Spec):
+    """What the trainer wants back: where it was in which data, and the scale of its loss."""
+
+    step: WholeNumber
+    seed: int
+    tokens: str  # the data's fingerprint
+    loss_scale: Positive
+    good_steps: WholeNumber
 
 
 class CheckpointRecord(Spec):
     """The file record.json, one to one. `updates` is below `step` where fp16 skipped some."""
 
     version: Literal[1] = 1
-    step: int
-    updates: int
+    step: WholeNumber
+    updates: WholeNumber
     precision: Precision
     model: ModelSpec
-    extra: dict[str, Any]
+    extra: LoopState
 
     def check(self, model: ModelSpec, precision: Precision, path: Path) -> None:
         """Raises BadInput, naming both sides, unless a run of this model in this precision can go on from here."""
@@ -53,17 +67,10 @@ def _facts(model: ModelSpec) -> dict[str, Any]:
 
 def write_record(record: CheckpointRecord, folder: Path) -> None:
     """Writes record.json, synced to disk; `extra` keeps its numbers bit by bit."""
-    with (folder / RECORD).open("w", encoding="utf-8") as stream:
-        json.dump(record.to_dict() | {"extra": record.extra}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_whole(folder / RECORD, json.dumps(record.to_dict(), indent=1))
 
 
 def read_record(path: Path) -> CheckpointRecord:
     """The record of the checkpoint in `path`. Raises BadInput."""
     file = path / RECORD
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file}: the record of the checkpoint cannot be read: {error}.") from None
-    return build(CheckpointRecord, data, Source(str(file)), "checkpoint record")
+    return build(CheckpointRecord, read_json(file, "checkpoint's record"), Source(str(file)), "checkpoint's record")

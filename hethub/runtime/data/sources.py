@@ -1,6 +1,5 @@
 """Text from files, piece by piece, so that no file has to fit in memory."""
 
-import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hethub.spec.base import describe
+from hethub.spec.documents import parse_json
 from hethub.spec.errors import BadInput
 
 PIECE_BYTES = 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
@@ -119,9 +119,9 @@ def _jsonl_pieces(path: Path) -> Iterator[Piece]:
 def _text_of(line: bytes, place: str) -> str:
     """The value of `text` in a line of JSON Lines; `place` names it in errors."""
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise BadInput(f"{place}: not valid JSON: {error}. {_LINE_RULE}") from None
+        record = parse_json(line, place, "line")
+    except BadInput as error:
+        raise BadInput(f"{error} {_LINE_RULE}") from None
     if not isinstance(record, dict):
         raise BadInput(f"{place}: got {describe(record)}. {_LINE_RULE}")
     if "text" not in record:

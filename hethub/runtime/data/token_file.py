@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hethub.runtime.data.tokenizer import TokenBatch, Tokenizer
-from hethub.spec.base import Source, Spec, build
+from hethub.spec.base import Spec, build
+from hethub.spec.documents import Source, parse_json
 from hethub.spec.errors import BadInput, RunFailed
 
 MAGIC = b"hethub tokens 1\n"
@@ -62,10 +63,7 @@ def _parse(start: bytes, path: Path) -> TokenHeader:
     if len(start) < HEADER_BYTES or not start.startswith(MAGIC):
         raise BadInput(f"{path}: this is no token file of hethub (it does not start with its header). {_REMEDY}")
     try:
-        data = json.loads(start[len(MAGIC) :])
-    except ValueError:
-        raise BadInput(f"{path}: the header of the token file is damaged (not valid JSON). {_REMEDY}") from None
-    try:
+        data = parse_json(start[len(MAGIC) :], str(path), "header of the token file")
         return build(TokenHeader, data, Source(f"{path}, header"), "token file header")
     except BadInput as error:
         raise BadInput(f"{error} {_REMEDY}") from None

@@ -15,6 +15,7 @@ from hethub.spec.errors import BadInput
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _BATCH_BYTES = 8 * 2**20  # a tokenizer needs some thirty times as much memory while it works
 _BATCH_PIECES = 4096
+_MOST_FILE_BYTES = 2**28  # a vocabulary of 256,000 takes some 35 MB
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,15 @@ def _encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:
 
 def _from_file(path: Path) -> Tokenizer:
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MOST_FILE_BYTES + 1)
     except OSError as error:
         raise BadInput(
             f"{path}: the tokenizer cannot be read ({error.strerror}). Give `bytes` or the path of a tokenizer.json "
             "(in a job, relative to the job file)."
         ) from None
+    if len(content) > _MOST_FILE_BYTES:
+        raise BadInput(f"{path}: is longer than {_MOST_FILE_BYTES:,} bytes; that is no tokenizer.json. Check the path.")
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -122,7 +126,10 @@ def _from_file(path: Path) -> Tokenizer:
     loaded.no_truncation()
 
     def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
-        encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+        try:
+            encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # noqa: BLE001  of the Rust binding; a vocabulary without its own unknown token, say
+            raise BadInput(f"{path}: this tokenizer cannot encode the text: {error}. Choose another.") from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     ends = (loaded.token_to_id(token) for token in END_OF_DOCUMENT_TOKENS)

@@ -12,6 +12,7 @@ from hethub.runtime.launch.consensus import leave
 from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, exchange_facts, own_facts
 from hethub.runtime.launch.rendezvous import meet
+from hethub.runtime.launch.session import watched_meeting
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 
@@ -83,24 +84,22 @@ class RanksExamined:
 
 def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined | None:
     """What the started ranks have, on rank 0; None on the others. Raises BadInput where they cannot even meet."""
-    meeting = meet(info, cluster)
-    findings = examine()
-    try:
-        device = choose_device(info.local_rank, info.local_size)
-    except BadInput as error:
-        device = Device(vendor="cpu")
-        findings.append(Finding(what="device", state="missing", found=str(error)))
-    own = RankReport(
-        **asdict(own_facts(info, device)),
-        host_identity=host_identity(),
-        identity=device.identity,
-        address=f"{meeting.interface or ''} {meeting.address}".strip(),
-        findings=[finding.to_dict() for finding in findings],
-    )
-    ranks = exchange_facts(meeting, "doctor", own)
-    leave(meeting)
-    if meeting.finalize is not None:
-        meeting.finalize()
+    with watched_meeting(meet(info, cluster)) as meeting:
+        findings = examine()
+        try:
+            device = choose_device(info.local_rank, info.local_size)
+        except BadInput as error:
+            device = Device(vendor="cpu")
+            findings.append(Finding(what="device", state="missing", found=str(error)))
+        own = RankReport(
+            **asdict(own_facts(info, device)),
+            host_identity=host_identity(),
+            identity=device.identity,
+            address=f"{meeting.interface or ''} {meeting.address}".strip(),
+            findings=[finding.to_dict() for finding in findings],
+        )
+        ranks = exchange_facts(meeting, "doctor", own)
+        leave(meeting)
     return evaluate(ranks, cluster, relay) if info.rank == 0 else None
 
 

@@ -71,7 +71,9 @@ def connect_emulated(
         )
         fabric = Fabric(rendezvous, network.num_interfaces)
         context.emulation = Emulation(clock=EmulatedClock(), network=network, fabric=fabric)
-        return EmulatedWorld(context, backend.init_default_group(context))
+        world = EmulatedWorld(context, backend.init_default_group(context))
+    world.barrier()
+    return world
 
 
 class EmulatedWorld(World):

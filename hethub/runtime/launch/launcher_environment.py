@@ -6,8 +6,10 @@ by mpirun leaves both. The innermost launcher counts.
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hethub.spec.errors import BadInput
@@ -129,3 +131,32 @@ def first_host(node_list: str) -> str:
     match = re.match(r"([^,\[]*)(?:\[(\w+))?", node_list)
     assert match is not None
     return match[1] + (match[2] or "")
+
+
+def place_of(info: LaunchInfo, rank: int, *, host: str | None = None) -> str:
+    """What this rank knows of where and as what the launcher has started another: ` (on nv1, as "-n 1 /bin/false")`.
+
+    `host` is what the launcher itself says; without it, ranks of one node share this one's. mpirun shows its command
+    to the ranks of its own node, which matters where its contexts start unlike commands.
+    """
+    where = host if host is not None or info.is_multi_node else socket.gethostname()
+    words = _context_of(rank) if info.launcher == "openmpi" else None
+    known = [*([f"on {where}"] if where else []), *([f'as "{words}"'] if words else [])]
+    return f" ({', '.join(known)})" if known else ""
+
+
+def _context_of(rank: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The part of mpirun's command that starts a rank, where it has several parts and this node can see it."""
+    counts = [int(word) for word in environment.get("OMPI_APP_CTX_NUM_PROCS", "").split()]
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
+    except OSError:
+        return None
+    contexts = [" ".join(part.strip("\0").split("\0")) for part in command.split("\0:\0")]
+    if len(counts) < 2 or len(contexts) != len(counts):
+        return None
+    for count, context in zip(counts, contexts, strict=True):
+        if rank < count:
+            return context
+        rank -= count
+    return None

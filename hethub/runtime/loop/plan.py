@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, profile_for
+from hethub.runtime.checkpoint import has_checkpoints
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
+from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder, default_run_folder
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, load_plan_of
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import check_executable
@@ -30,7 +33,8 @@ class Planned:
     prediction: dict[str, Any]
     folder: RunFolder
     profile: ProfileSpec | None  # what counted instead of estimates
-    measured: list[str]  # what ranks found of themselves, a line each
+    notes: list[str]  # what ranks found of themselves and in the run folder, a line each
+    resumes: bool  # whether a checkpoint is to be restored
     relays: dict[str, Any] | None  # what the run communicated over before, where it is resumed
 
 
@@ -45,30 +49,31 @@ def choose_plan(
     profile_path: Path | None,
     run_dir: Path | None,
     resume: Path | None,
+    claim: RunClaim,
 ) -> Planned:
     """The plan named or found, its prediction and its run folder, the same on every rank, or BadInput on every rank.
 
-    Where the job wishes it, the ranks measure themselves first, and `cluster` tells unlike ones apart.
+    Where the job wishes it, the ranks measure themselves first, and `cluster` tells unlike ones apart. Rank 0 claims the
+    folder for this job before it plans.
     """
     profile, lines = consensus(meeting, "profile", lambda: profile_for(job, profile_path)), list[str]()
     makes_plan = not (plan_path or job.plan_path or resume)
     if profile is None and makes_plan and _ranks_measure(job, cluster, facts):
         measured = measure_ranks(job, device, meeting, cluster)
         cluster, profile, lines = measured.cluster, measured.profile, measured.lines
-    folder = RunFolder(resume or run_dir or default_run_folder(job.path))
-    resumes = resume is not None
-    found = broadcast(
-        meeting,
-        "plan",
-        lambda: _decide(job, cluster, profile, plan_path, folder, resumes=resumes),
-        patience_seconds=_PLANNING_SECONDS,
-    )
+
+    def decide() -> dict[str, Any]:
+        opened = _open_folder(job, run_dir, resume, claim)
+        return _decide(job, cluster, profile, plan_path, opened)
+
+    found = broadcast(meeting, "plan", decide, patience_seconds=_PLANNING_SECONDS)
     return Planned(
         layout=bind(PlanSpec.model_validate(found["plan"]), job.model, cluster),
         prediction=found["prediction"],
         folder=RunFolder(Path(found["folder"])),
         profile=profile,
-        measured=lines,
+        notes=[*lines, *found["notes"]],
+        resumes=found["resumes"],
         relays=found["relays"],
     )
 
@@ -86,21 +91,43 @@ def _ranks_measure(job: Job, cluster: ClusterSpec, facts: Sequence[Facts]) -> bo
     return wished == "always" or (on_devices and job.spec.constraints.micro_batch is None)
 
 
+class OpenedFolder(NamedTuple):
+    """The run folder on rank 0, claimed and looked through; nothing is written to it yet."""
+
+    folder: RunFolder
+    goes_on: bool  # a run began here before
+    resumes: bool  # and has a checkpoint
+    notes: list[str]
+
+
+def _open_folder(job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim) -> OpenedFolder:
+    """The folder named, or a new one. What a run left that was cut off before its first checkpoint is begun again."""
+    named, note = resume or run_dir, None
+    if resume is not None and not resume.is_dir():
+        RunFolder(resume).check_resumable()
+    if named is None:
+        folder = RunFolder(claim.take_new(default_run_folder(job.path)))
+    else:
+        folder, note = RunFolder(named), claim.take(named)
+    was_cut_off = claim.took_over and not has_checkpoints(folder.checkpoints)
+    if resume is None:
+        folder.check_new(was_cut_off=was_cut_off)
+    else:
+        folder.check_resumable(was_cut_off=was_cut_off)
+    notes = [] if note is None else [note]
+    if was_cut_off:
+        notes.append(f"{folder.path}: the run here was cut off before its first checkpoint; it begins again at step 1")
+    return OpenedFolder(folder, resume is not None, resume is not None and not was_cut_off, notes)
+
+
 def _decide(
-    job: Job,
-    cluster: ClusterSpec,
-    profile: ProfileSpec | None,
-    plan_path: Path | None,
-    folder: RunFolder,
-    *,
-    resumes: bool,
+    job: Job, cluster: ClusterSpec, profile: ProfileSpec | None, plan_path: Path | None, opened: OpenedFolder
 ) -> dict[str, Any]:
     """Plan, prediction and run folder, on rank 0. Nothing is written yet."""
-    if resumes:
-        folder.check_resumable()
-    else:
-        folder.check_new()
-    plan_file, constraints = _plan_file(job, plan_path, folder, cluster, resumes=resumes), job.spec.constraints
+    folder, goes_on, resumes, notes = opened
+    plan_file, constraints = _plan_file(job, plan_path, folder, cluster, resumes=goes_on), job.spec.constraints
+    if goes_on and not folder.plan.exists():
+        notes.append(f"{folder.plan} is missing: the plan is the job's")
     if plan_file is not None:
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
         check_executable(layout)
@@ -118,7 +145,9 @@ def _decide(
         "plan": layout.plan.model_dump(mode="json"),
         "prediction": {"strategy": strategy, **prediction.to_dict()},
         "folder": str(folder.path.resolve()),
-        "relays": folder.relays() if resumes else None,
+        "relays": folder.relays() if goes_on else None,
+        "resumes": resumes,
+        "notes": notes,
     }
 
 
@@ -130,7 +159,12 @@ def _plan_file(
     A resumed run keeps its plan, unless the job has moved to another cluster since.
     """
     named = plan_path or job.plan_path
-    if named is not None or not resumes:
+    if named is not None or not resumes or not folder.plan.exists():
         return named
-    saved = load_plan(folder.plan)
+    try:
+        saved = load_plan(folder.plan)
+    except BadInput as error:
+        raise BadInput(
+            f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
+        ) from None
     return folder.plan if (saved.cluster, len(saved.ranks)) == (cluster.name, cluster.size) else None

@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Any
 
 from hethub.communicator import World
-from hethub.predictor.cost.profile import save_profile
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.data import Dataset
@@ -77,11 +76,10 @@ class TrainingLoop:
         """Trains up to the job's last step, or until a signal asks to save and exit."""
         first, stopped, step = self.done + 1, False, self.done
         display = TrainingDisplay(first, self.last, shows=self._speaks)
-        if self._speaks:
-            self._open()
+        notes = self._open() if self._speaks else []
         before = clock_offset(self.world)
         with StopSignal() as signals, display:
-            for line in self._opening(warnings):
+            for line in self._opening([*warnings, *notes]):
                 self._say(line, display)
             with self._saving():
                 for step in range(first, self.last + 1):
@@ -102,13 +100,14 @@ class TrainingLoop:
             raise
         self.store.wait()
 
-    def _open(self) -> None:
+    def _open(self) -> list[str]:
+        """Begins the run folder, or goes on in it; what is to be said of losses there."""
         folder = self.planned.folder
         chosen = {"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()}
         folder.start(self.job, self.planned.layout, self.planned.prediction, chosen)
         if self.planned.profile is not None:
-            save_profile(self.planned.profile, folder.profile)
-        folder.cut_metrics(self.done)
+            folder.write_profile(self.planned.profile.to_dict())
+        return folder.cut_metrics(self.done)
 
     def _opening(self, warnings: Sequence[str]) -> list[str]:
         plan, prediction, folder = self.planned.layout.plan, self.planned.prediction, self.planned.folder
@@ -117,7 +116,7 @@ class TrainingLoop:
             for stage in plan.stages
         )
         lines = [f"warning: {warning}" for warning in warnings]
-        lines += self.planned.measured
+        lines += self.planned.notes
         lines.append(f"run folder {folder.path}")
         lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
         lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")

@@ -7,12 +7,13 @@ from hethub.runtime.launch.consensus import consensus, one_voice_per_node
 from hethub.runtime.launch.launcher_environment import launch_info
 from hethub.runtime.launch.preflight import agree
 from hethub.runtime.launch.rendezvous import meet
-from hethub.runtime.launch.session import watched
+from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import build, connect_ranks
 from hethub.runtime.loop.plan import choose_plan
 from hethub.runtime.loop.read import open_inputs, read_job
 from hethub.runtime.loop.restore import restore
 from hethub.runtime.loop.steps import RunSummary, TrainingLoop
+from hethub.runtime.run_claim import RunClaim
 
 
 def train(
@@ -32,18 +33,19 @@ def train(
     with one_voice_per_node(info):
         read = read_job(job_path, overrides, info)
         meeting = meet(info, read.cluster, read.timeout_seconds)
-    job, device, dataset, own = consensus(meeting, "job", lambda: open_inputs(read.job, info))
-    agreed = agree(meeting, own, job.cluster)
-    planned = choose_plan(
-        meeting, job, device, agreed.cluster, agreed.facts,
-        plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume,
-    )  # fmt: skip
-    layout, profile, resumes = planned.layout, planned.profile, resume is not None
-    world = connect_ranks(meeting, job.spec.communicator, device, layout.cluster, profile, planned.relays)
-    with watched(world, "train"):
-        seconds = planned.prediction["step_seconds"]
-        trainer = build(meeting, world, job, dataset, layout, profile, seconds, fills=not resumes)
-        store, done = restore(meeting, world, trainer, job.spec.checkpoint, planned.folder, resumes=resumes)
-        loop = TrainingLoop(world, job, dataset, planned, trainer, store, done)
-        del trainer  # the loop alone keeps it: it may build another, and two need not fit on a device
-        return loop.run(agreed.warnings)
+    with watched_meeting(meeting), RunClaim() as claim:
+        job, device, dataset, own = consensus(meeting, "job", lambda: open_inputs(read.job, info))
+        agreed = agree(meeting, own, job.cluster)
+        planned = choose_plan(
+            meeting, job, device, agreed.cluster, agreed.facts,
+            plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume, claim=claim,
+        )  # fmt: skip
+        layout, profile, resumes = planned.layout, planned.profile, planned.resumes
+        world = connect_ranks(meeting, job.spec.communicator, device, layout.cluster, profile, planned.relays)
+        with watched(world, "train"):
+            seconds = planned.prediction["step_seconds"]
+            trainer = build(meeting, world, job, dataset, layout, profile, seconds, fills=not resumes)
+            store, done = restore(meeting, world, trainer, job.spec.checkpoint, planned.folder, resumes=resumes)
+            loop = TrainingLoop(world, job, dataset, planned, trainer, store, done)
+            del trainer  # the loop alone keeps it: it may build another, and two need not fit on a device
+            return loop.run(agreed.warnings)

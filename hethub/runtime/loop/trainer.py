@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hethub.communicator import World
 from hethub.predictor.pipeline.timeline import Span
-from hethub.runtime.checkpoint import CheckpointManager
+from hethub.runtime.checkpoint import CheckpointManager, LoopState
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.batch_loader import BatchLoader
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
@@ -159,13 +159,13 @@ class Trainer:
     def save(self, checkpoints: CheckpointManager, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""
         self.stepping.flush()
-        extra = {
-            "step": step,
-            "seed": self.train.seed,
-            "tokens": self.dataset.fingerprint(),
-            "loss_scale": self.loss_scale.value,
-            "good_steps": self.loss_scale.good_steps,
-        }
+        extra = LoopState(
+            step=step,
+            seed=self.train.seed,
+            tokens=self.dataset.fingerprint(),
+            loss_scale=self.loss_scale.value,
+            good_steps=self.loss_scale.good_steps,
+        )
         checkpoints.save(step, self.optimizer, extra, blocking=blocking)
 
     def restore(self, checkpoints: CheckpointManager, path: Path) -> int:
@@ -175,10 +175,10 @@ class Trainer:
         """
         extra = checkpoints.load(path, self.optimizer)
         for key, own in (("tokens", self.dataset.fingerprint()), ("seed", self.train.seed)):
-            if extra[key] != own:
+            if getattr(extra, key) != own:
                 raise BadInput(
-                    f"{path}: the checkpoint was trained with {key} {extra[key]}, the job has {own}; the batches would not go on "
+                    f"{path}: the checkpoint was trained with {key} {getattr(extra, key)}, the job has {own}; the batches would not go on "
                     "where they stopped. Give the same data, train.seq_len and train.seed, or start a new run from exported weights."
                 )
-        self.loss_scale.value, self.loss_scale.good_steps = extra["loss_scale"], extra["good_steps"]
-        return int(extra["step"])
+        self.loss_scale.value, self.loss_scale.good_steps = extra.loss_scale, extra.good_steps
+        return extra.step

@@ -12,6 +12,7 @@ import torch
 import hethub
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import DeviceProfile
+from hethub.spec.documents import parse_json
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.model import ModelSpec
@@ -32,17 +33,18 @@ class MeasurementCache:
         """What was measured; None where nothing was, by other versions, or where it cannot be reached. Raises BadInput
         for another device's."""
         try:
-            text = self.path.read_text(encoding="utf-8")
+            content = self.path.read_bytes()
         except OSError:  # measured anew; whether that can be kept, `save` says
             return None
         try:
-            data = json.loads(text)
+            data = parse_json(content, str(self.path), "cache")
             facts, profile = data["facts"], DeviceProfile.model_validate(data["profile"])
-        except (ValueError, KeyError, TypeError) as error:
+            device = facts.get("device")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{self.path}: this cache of measurements cannot be read ({error}); delete it.") from None
-        if facts.get("device") != self._facts["device"]:
+        if device != self._facts["device"]:
             raise BadInput(
-                f"{self.path}: these measurements are of another device, {facts.get('device')}; this rank has {self._facts['device']}. "
+                f"{self.path}: these measurements are of another device, {device}; this rank has {self._facts['device']}. "
                 "Delete the file, name another folder in HETHUB_CACHE, or set measure: never."
             )
         return profile if facts == self._facts else None

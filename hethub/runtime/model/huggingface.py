@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.hugging_face import config_of
 from hethub.spec.layout.tensors import HEAD, TensorInfo, model_tensors
@@ -98,11 +99,13 @@ def _weight_files(folder: Path) -> tuple[Path, list[Path]]:
             f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}. hethub reads safetensors as `save_pretrained` writes "
             "them; load an older pytorch_model.bin in transformers once and save it again."
         )
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return index, [folder / name for name in sorted(set(names))]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"{index}: is no index of safetensors shards (JSON with a weight_map). Copy it again.") from None
+    data = read_json(index, "index of safetensors shards")
+    names = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise BadInput(f"{index}: is no index of safetensors shards (JSON with a weight_map). Copy it again.")
+    if strange := [name for name in names.values() if Path(name).name != name or Path(name).suffix != ".safetensors"]:
+        raise BadInput(f"{index}: the shard {strange[0]!r} is no name of a safetensors file beside it. Copy it again.")
+    return index, [folder / name for name in sorted(set(names.values()))]
 
 
 def _open(path: Path) -> Any:
@@ -173,7 +176,7 @@ def _token_ids(source: Path | None, end_of_document: int | None) -> dict[str, An
     """bos, eos and pad; named even where there are none, since transformers would take 1 and 2."""
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
     if source is not None and (source / "config.json").is_file():
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = read_json(source / "config.json", "Hugging Face config")
         ids = {key: config.get(key) for key in ids}
     return ids
 

@@ -5,6 +5,7 @@ operation, and what was only handed over is let go at once, so that an event, a 
 shows as poison.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from hethub.communicator import Rendezvous, all_gather_by_ranges, connect, reduce_scatter_by_ranges
 from hethub.communicator.bridge.chunks import Tuning
 from hethub.runtime.memory.host_arena import HostArena
+from hethub.spec.errors import RunFailed
 from hethub.spec.ranges import from_sizes
 from tests.support import late
 from tests.support.late_mutants import Mutant, apply
@@ -183,4 +185,20 @@ def run_paths(
     if device is not None:
         device.synchronize()
     world.close()
+    assert all(native.ended == "shut down" for native in late.natives)
+    assert len(late.natives) == (2 if rank in late_ranks and rank < 2 else 0)
     return len(seeds)
+
+
+def give_up(rank: int, store: Any) -> list[str]:
+    """How the island's libraries end when a rank gives the world up."""
+    rendezvous = Rendezvous.on_one_host(store, rank, SIZE)
+    world = connect(rendezvous, device=late.install(), islands=ISLANDS, timeout_seconds=30)
+    dist.all_reduce(torch.ones(40).to("late:0"))
+    world.barrier()
+    if rank == 2:
+        world.abort("on purpose")
+    with contextlib.suppress(RunFailed):
+        world.receive(torch.empty(1), (rank + 1) % SIZE, tag=99).wait()
+    world.close()
+    return [native.ended for native in late.natives]

@@ -112,7 +112,8 @@ def available_gib():
     return int(found[1]) / 2**20
 
 
-@pytest.mark.parametrize("relay", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("relay", ["gloo", "shm"])
 def test_more_than_2_gib(relay):
     """2 ranks, uint8, 2^31 + 1 bytes: beyond what a signed 32-bit count holds."""
     if available_gib() < 10:

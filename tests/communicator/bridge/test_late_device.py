@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.communicator.bridge.late_paths import SIZE, run_paths
+from tests.communicator.bridge.late_paths import SIZE, give_up, run_paths
 from tests.support.late_mutants import Mutant, mutants_of
 from tests.support.ranks import start_ranks, values
 
@@ -25,6 +25,10 @@ SEEDS = int(os.environ.get("LATE_SEEDS", "20"))
 def test_no_order_of_the_devices_work_is_wrong(late_ranks: list[int], relay: str) -> None:
     outcomes = start_ranks(SIZE, run_paths, late_ranks, range(SEEDS), relay, timeout_seconds=60 + 5 * SEEDS)
     assert values(outcomes) == [SEEDS] * SIZE
+
+
+def test_a_world_given_up_aborts_the_islands_libraries() -> None:
+    assert values(start_ranks(SIZE, give_up, timeout_seconds=60)) == [["aborted"], ["aborted"], []]
 
 
 MODULES = (

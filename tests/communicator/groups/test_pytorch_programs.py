@@ -204,6 +204,7 @@ def run_compiled(rank, store, backend):
     return losses
 
 
+@pytest.mark.slow
 def test_a_compiled_program_equals_one_process():
     for losses in values(start_ranks(2, run_compiled, "aot_eager", environment=TWO_ISLANDS, timeout_seconds=120)):
         torch.testing.assert_close(losses, reference_losses(), rtol=1e-9, atol=1e-12)

@@ -13,35 +13,6 @@ DRIVER = Path(__file__).with_name("torch_suite_driver.py")
 # They compare the name that the group says of itself with the name asked for: run under our own name.
 BY_OWN_NAME = ["test_ddp_logging_data_cpu"]
 
-# One of each kind, for `make test`: 25 of the 93 that native Gloo passes.
-SAMPLE = [
-    "test_DistributedDataParallelCPU",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_all_gather_coalesced_with_empty",
-    "test_all_gather_complex",
-    "test_all_gather_object_subgroup",
-    "test_all_reduce_coalesced_max_complex_unsupported",
-    "test_all_reduce_full_group_product",
-    "test_all_reduce_sum_async",
-    "test_all_reduce_sum_complex",
-    "test_barrier_full_group",
-    "test_barrier_timeout_full_group",
-    "test_batch_isend_irecv_gloo_tags",
-    "test_broadcast_full_group",
-    "test_ddp_create_graph",
-    "test_destroy_group",
-    "test_gather_object_subgroup",
-    "test_get_future",
-    "test_monitored_barrier_gloo_subgroup",
-    "test_new_subgroups_with_group_param",
-    "test_reduce_full_group_max",
-    "test_scatter_object_list",
-    "test_send_recv_any_source_torch_profiler",
-    "test_send_recv_with_tag",
-    "test_sparse_all_reduce_sum",
-    "test_static_graph_api_cpu",
-]
-
 
 def outcomes(layout, *tests, backend="gloo"):
     """{test: "passed" | "failed" | "skipped"} and the reasons of failures."""
@@ -58,18 +29,6 @@ def outcomes(layout, *tests, backend="gloo"):
     found = json.loads(ended.stdout.strip().splitlines()[-1])
     why = {test: row["why"] for test, row in found.items() if row["outcome"] == "failed"}
     return {test: row["outcome"] for test, row in found.items()}, why
-
-
-def test_sample_passes_over_interleaved_islands():
-    ours, why = outcomes("0,2|1,3", *SAMPLE)
-    assert why == {}
-    assert set(ours.values()) == {"passed"}, ours
-
-
-def test_what_compares_the_name_passes_under_our_own():
-    ours, why = outcomes("0,2|1,3", *BY_OWN_NAME, "test_all_reduce_sum", backend="hethub")
-    assert why == {}
-    assert set(ours.values()) == {"passed"}, ours
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from hethub.communicator import Rendezvous, connect
 from hethub.communicator.joining.liveness import Liveness
 from hethub.spec.errors import RunFailed
-from tests.support.faults import end_when_told, tell
 from tests.support.ranks import start_ranks, values
 
 TWO_ISLANDS = {"islands": [[0, 2], [1, 3]], "timeout_seconds": 60}
@@ -55,12 +54,8 @@ def test_a_killed_rank_is_named_on_all_others(function, victim):
 
 def stop_yourself(world, victim):
     if world.rank == victim:
-        end_when_told(signal.SIGCONT, world.size - 1)
         os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        dist.all_reduce(torch.ones(200_000))
-    finally:
-        tell(world.rank)
+    dist.all_reduce(torch.ones(200_000))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -165,15 +160,11 @@ def rebuild_after_a_fault(rank, store, how, message):
     meeting = Rendezvous.on_one_host(dist.PrefixStore("first", store), rank, 4)
     first = connect(meeting, islands=[[0, 1], [2, 3]], timeout_seconds=120 if how == signal.SIGKILL else 5)
     if rank == 3:
-        if how == signal.SIGSTOP:
-            end_when_told(signal.SIGKILL, 3)
         os.kill(os.getpid(), how)
     with pytest.raises(RunFailed, match=message):
         dist.all_reduce(torch.ones(200_000))
     first.close()
-    total = sum_in_a_second_world(rank, store, [[0, 1], [2]])
-    tell(rank)
-    return total
+    return sum_in_a_second_world(rank, store, [[0, 1], [2]])
 
 
 @pytest.mark.parametrize(
@@ -267,7 +258,7 @@ def knock_without_the_token(rank, store):
     world.barrier()
     if rank == 1:
         world.abort("on purpose")
-    learned = world._context.liveness.wait_for_failure(10)
+    learned = world._context.watch.liveness.wait_for_failure(10)
     world.close()
     return failure, learned.reason
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous, connect
-from hethub.communicator.joining.liveness import proof
+from hethub.communicator.joining.connection import proof
 from hethub.communicator.joining.rendezvous import agree_on_token
 from hethub.communicator.relays import shm_connection
 from hethub.spec.errors import BadInput
@@ -55,6 +55,7 @@ def addresses(command, **environment):
     return [set(row) for row in json.loads(ended.stdout.strip().splitlines()[-1])]
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_on_one_host_listen_on_loopback_only(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", str(tmp_path / "program.py"), "gloo"]

@@ -62,13 +62,16 @@ def reduced(relay):
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("relay", ["gloo", "mpi"])
+RELAYS = [pytest.param("gloo", marks=pytest.mark.slow), "mpi"]
+
+
+@pytest.mark.parametrize("relay", RELAYS)
 def test_bridged_all_reduce_under_mpirun(relay):
     relays, _ = reduced(relay)
     assert relays == [relay]
 
 
-@pytest.mark.parametrize("relay", ["gloo", "mpi"])
+@pytest.mark.parametrize("relay", RELAYS)
 def test_ranks_of_mpirun_on_one_host_listen_on_loopback_only(relay):
     _, listening = reduced(relay)
     assert listening == [["127.0.0.1"]] * 3

@@ -164,9 +164,11 @@ def replicas_of(plan: PlanSpec) -> list[ReplicaSpec]:
 
 
 # What is asked for, what every plan found must then keep to, and whether it costs something.
-ASKED: list[tuple[dict[str, Any], Callable[[PlanSpec], bool], bool]] = [
-    ({"tp": 1}, lambda plan: all(replica.tp == 1 for replica in replicas_of(plan)), False),
-    ({"pp": 2}, lambda plan: len(plan.stages) == 2, True),
+ASKED: list[Any] = [
+    pytest.param(
+        {"tp": 1}, lambda plan: all(replica.tp == 1 for replica in replicas_of(plan)), False, marks=pytest.mark.slow
+    ),
+    pytest.param({"pp": 2}, lambda plan: len(plan.stages) == 2, True, marks=pytest.mark.slow),
     ({"dp": 1}, lambda plan: all(len(stage.replicas) == 1 for stage in plan.stages), False),
     ({"dp": 2}, lambda plan: all(len(stage.replicas) == 2 for stage in plan.stages), True),
     ({"recompute": "full"}, lambda plan: all(stage.recompute == "full" for stage in plan.stages), True),

@@ -20,8 +20,9 @@ SMALL = [(seed, 2, 6, {}) for seed in range(6)] + [
     (0, 3, 6, {}),
     (1, 3, 8, {"pp": 2}),
     (2, 3, 6, {"micro_batch": 2}),
-    (5, 4, 6, {}),  # the best has more microbatches in flight than by default, and does not lead by default
-    (4, 4, 6, {"schedule": "1f1b"}),
+    # The best has more microbatches in flight than by default, and does not lead by default.
+    pytest.param(5, 4, 6, {}, marks=pytest.mark.slow),
+    pytest.param(4, 4, 6, {"schedule": "1f1b"}, marks=pytest.mark.slow),
 ]
 
 

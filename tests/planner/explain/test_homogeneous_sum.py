@@ -34,7 +34,7 @@ ALONE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [pytest.param("small memory", marks=pytest.mark.slow), *list(ALONE)[1:]])
 def test_no_system_is_faster_on_a_homogeneous_part_than_the_bound_counts(name: str) -> None:
     model, on, (batch, seq_len, precision) = ALONE[name]
     alone = homogeneous_parts(model, on, (batch, seq_len, precision))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hethub.predictor.calibration.validation.validate import validate
-from hethub.spec.base import write_yaml
+from hethub.spec.documents import write_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.plan import save_plan
 from tests.predictor.plans import TINY, cluster, uniform

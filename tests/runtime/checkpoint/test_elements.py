@@ -58,7 +58,12 @@ def plans(precision: str, model: Any) -> list[Case]:
 # fp32 keeps its state as fp64 does; bf16 and fp16 have masters.
 @pytest.mark.parametrize(
     ("precision", "model"),
-    [("fp64", TIED), pytest.param("fp32", MODEL, marks=pytest.mark.slow), ("bf16", TIED), ("fp16", MODEL)],
+    [
+        pytest.param("fp64", TIED, marks=pytest.mark.slow),
+        pytest.param("fp32", MODEL, marks=pytest.mark.slow),
+        ("bf16", TIED),
+        pytest.param("fp16", MODEL, marks=pytest.mark.slow),
+    ],
 )
 def test_state_goes_through_every_plan_unchanged(precision: str, model: Any, tmp_path: Path) -> None:
     first, *others = plans(precision, model)

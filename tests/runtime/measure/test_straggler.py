@@ -227,6 +227,7 @@ def test_a_trainer_is_gone_before_the_next_is_built(replanned):
     assert "built beside 0 of 6" in ended.stdout  # after the emulation's trial and the plan at the start
 
 
+@pytest.mark.slow
 def test_the_loss_goes_on_exactly(replanned, tmp_path):
     path = job(tmp_path / "job", {}, replan="auto")
     ended = ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path)
@@ -235,6 +236,7 @@ def test_the_loss_goes_on_exactly(replanned, tmp_path):
     assert losses(replanned[1]) == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_nobody_watches_where_the_job_says_never(tmp_path):
     path = job(tmp_path / "job", {1: 2.0}, steps=5, replan="never")  # others are told after the fourth
     ended = ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path)

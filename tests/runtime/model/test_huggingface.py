@@ -261,7 +261,7 @@ def test_damaged_shards_are_refused_by_name(tmp_path: Path) -> None:
     first.write_bytes(content)
     for broken in ("{", "{}", "[]", '{"weight_map": {"a": 3}}'):
         (tmp_path / INDEX_FILE).write_text(broken)
-        with pytest.raises(BadInput, match=rf"{INDEX_FILE}: is no index"):
+        with pytest.raises(BadInput, match=rf"{INDEX_FILE}: (is no|the) index"):
             open_weights(tmp_path, model)
     (tmp_path / INDEX_FILE).unlink()
     with pytest.raises(BadInput, match="holds neither"):

@@ -86,7 +86,10 @@ def mean_difference(ours: list[float], theirs: list[float], last: int) -> float:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("training", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("index", [0, 1], ids=["tp2 to tp1", "dp2 over two islands, zero 1, samples 3:1"])
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(0, marks=pytest.mark.slow, id="tp2 to tp1"), pytest.param(1, id="dp2 over two islands, samples 3:1")],
+)
 def test_half_precision_trains_like_one_process(training: Training, precision: str, index: int) -> None:
     assert LONG.model.parameters >= 10_000_000
     case = layouts(training, precision)[index]

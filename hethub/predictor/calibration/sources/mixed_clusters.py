@@ -1,6 +1,5 @@
 """Published plans on clusters of unlike accelerators, measured by AMP and Sailor, as cases."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hethub.predictor.cost.links import through_host
 from hethub.predictor.cost.software import Software
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
@@ -29,10 +29,7 @@ def read_mixed(path: Path) -> tuple[list[Case], list[dict[str, str]]]:
 
     Returned as `read_table` does. Raises BadInput where the file is no list.
     """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read as JSON: {error}.") from None
+    rows = read_json(path, "list of measured plans")
     if not isinstance(rows, list):
         raise BadInput(f"{path}: measured plans on mixed clusters are a list; this holds {type(rows).__name__}.")
     return collect([(_name(row, index), row) for index, row in enumerate(rows)], _mixed_row)

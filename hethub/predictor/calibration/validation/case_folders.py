@@ -1,13 +1,13 @@
 """Measured runs of one's own as cases: a folder with cluster.yaml, plan.yaml, measured.json and, unless configs/models
 has the model that the plan names, model.yaml."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hethub.predictor.calibration.validation.errors import summary
 from hethub.predictor.predict import predict
 from hethub.spec.cluster import load_cluster
+from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import bind
 from hethub.spec.lookup import find_named, load_model
@@ -87,10 +87,7 @@ def _model(case: Path, plan: PlanSpec) -> ModelSpec:
 
 
 def _measured(path: Path) -> dict[str, float]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read as JSON: {error}.") from None
+    data = read_json(path, "measurement")
     if (
         not isinstance(data, dict)
         or not isinstance(data.get("step_seconds"), (int, float))

@@ -1,0 +1,133 @@
+"""The certainty that a rank's process ends when its job cannot go on: another rank has failed, or its launcher."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from hethub.communicator.joining.connection import Failure
+from hethub.communicator.joining.hub import Hub
+from hethub.communicator.joining.liveness import Liveness
+
+_GRACE_SECONDS = 5.0
+_LINGER_SECONDS = 2.0  # mpirun kills who is left when half of the ranks have gone: all speak at about the same time
+_LAUNCHER_SECONDS = 1.0  # how often a rank looks after its launcher
+
+
+class Watch:
+    """One rank's part in knowing who lives, and what ends its process."""
+
+    def __init__(self, rank: int, hub: Hub | None, liveness: Liveness, timeout_seconds: float) -> None:
+        self.liveness = liveness
+        self._rank = rank
+        self._hub = hub
+        # A fault is to be named within the timeout, of which half may pass before it is known.
+        self._grace_seconds = min(_GRACE_SECONDS, timeout_seconds / 4)
+        self._speaking = threading.Lock()
+        self._closed = threading.Event()
+        self._told = False
+
+    def end_with_the_job(self, grace_seconds: float | None = None) -> None:
+        """From here on this process ends when any rank fails, even if its main thread is stuck in a native call.
+
+        A process that has neither ended by itself after `grace_seconds` nor is about to (`tell`) prints the reason and
+        exits with 1.
+        """
+        grace = self._grace_seconds if grace_seconds is None else grace_seconds
+
+        def end(failure: Failure) -> None:
+            # The C-level timer needs no interpreter lock: it ends the process even if this thread cannot run.
+            faulthandler.dump_traceback_later(grace + 10, exit=True)
+            if self._closed.wait(grace):
+                faulthandler.cancel_dump_traceback_later()
+            elif not self._told:
+                self.end_process(str(failure))
+
+        self.liveness.when_failed(end)
+
+    def end_with_the_launcher(self) -> None:
+        """From here on this process ends when the one that started it has: nobody else would end it."""
+        launcher = os.getppid()
+
+        def look() -> None:
+            while not self._closed.wait(_LAUNCHER_SECONDS):
+                if os.getppid() != launcher:
+                    self.end_process(f"its launcher (process {launcher}) is gone")
+
+        threading.Thread(target=look, name="hethub-launcher", daemon=True).start()
+
+    def end_process(self, reason: str) -> None:
+        """Says why this rank ends and ends it with 1, whatever its other threads do."""
+        with self._speaking:  # once
+            _end_process(self._rank, reason)
+
+    def tell(self, reason: str) -> None:
+        """Tells every rank that this one has failed and why; its own process is about to end by itself."""
+        self.liveness.report(f"failed: {reason}")
+        self.liveness.wait_for_failure(self._grace_seconds)  # told to all: this process may end
+        self._told = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Leaves: the others may go on among themselves. When rank 0 goes, nobody watches any more."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self.liveness.goodbye()
+        self.liveness.close()
+        if self._hub is not None:
+            self._hub.close()
+
+
+def watch_over(
+    store: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    address: str,
+    token: str,
+    timeout_seconds: float,
+    place: Callable[[int], str] = lambda _: "",
+) -> Watch:
+    """This rank's watch; rank 0's hub waits for the others for `timeout_seconds`, and `place` says where they belong."""
+    silence_seconds = max(2.0, min(60.0, timeout_seconds / 2))
+    hub = None
+    if rank == 0:
+        hub = Hub(
+            address=address, size=size, token=token, silence_seconds=silence_seconds,
+            meeting_seconds=timeout_seconds, place=place,
+        )  # fmt: skip
+        store.set("liveness", json.dumps([address, hub.port]))
+    host, port = json.loads(store.get("liveness"))
+    liveness = Liveness(hub_address=(host, port), rank=rank, token=token, silence_seconds=silence_seconds)
+    return Watch(rank, hub, liveness, timeout_seconds)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
+    """The block, which may stand in native calls that nothing interrupts: the process ends if it takes longer."""
+
+    timer = threading.Timer(seconds, _end_process, (rank, reason))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_process(rank: int, reason: str) -> None:
+    with contextlib.suppress(OSError):  # who read stderr may be gone too
+        print(f"hethub: rank {rank} ends because {reason}.", file=sys.stderr, flush=True)
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        time.sleep(_LINGER_SECONDS)
+    os._exit(1)

@@ -1,0 +1,222 @@
+"""Files as data: YAML and JSON read within bounds, every mistake one clear paragraph that names file and line.
+
+What a file holds is never run, and what it costs to read is bounded: its bytes, how deep it nests, and what aliases
+make of it (a few lines of YAML can stand for more nodes than a machine has memory).
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hethub.spec.errors import BadInput
+
+KeyPath = tuple[str | int, ...]
+
+MOST_YAML_BYTES = 2**24  # a plan for 100,000 ranks has about half of that
+MOST_JSON_BYTES = 2**26
+MOST_DEPTH = 64  # the deepest of our files has twelve levels
+MOST_ALIASED_NODES = 100_000
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML was built with libyaml
+
+
+class Source:
+    """Where a document came from: names file and line of any key in error messages."""
+
+    def __init__(self, name: str, lines: Mapping[KeyPath, int] | None = None) -> None:
+        self.name = name
+        self._lines = dict(lines or {})
+
+    def at(self, path: KeyPath) -> str:
+        """`file, line N: key.path` with the line of the innermost part of `path` that is written there."""
+        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), None)
+        place = self.name if line is None else f"{self.name}, line {line}"
+        return f"{place}: {dotted(path)}" if path else place
+
+
+def dotted(path: KeyPath) -> str:
+    """('stages', 0, 'zero') as `stages[0].zero`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else str(part))
+    return text
+
+
+def read_text(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> str:
+    """The text of a UTF-8 file of at most `most_bytes`.
+
+    Raises BadInput if it is missing, unreadable or longer; `what` names its role ("job file").
+    """
+    try:
+        return read_bytes(path, what, most_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+
+
+def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """The content of a file of at most `most_bytes`. Raises BadInput as `read_text` does."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise BadInput(
+            f"{path}: there is no such {what}. Check the path (it is relative to the file that names it)."
+        ) from None
+    except OSError as error:
+        raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
+    if len(content) > most_bytes:
+        raise BadInput(f"{path}: the {what} is longer than {most_bytes:,} bytes, so it is none. Check the path.")
+    return content
+
+
+def read_json(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The data of a JSON file. Raises BadInput as `read_text` does, and where it is no JSON."""
+    return parse_json(read_text(path, what, most_bytes), str(path), what)
+
+
+def parse_json(text: str | bytes, name: str, what: str) -> Any:
+    """As `read_json`, from text."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise BadInput(f"{name}: the {what} nests too deeply to be read.") from None
+    except ValueError as error:
+        raise BadInput(f"{name}: the {what} is not valid JSON: {error}.") from None
+
+
+def read_yaml(path: Path, what: str) -> tuple[Any, Source]:
+    """The data of a YAML file and its source. Raises BadInput as `read_text` does, and where it is no YAML."""
+    return parse_yaml(read_text(path, what, MOST_YAML_BYTES), str(path), what)
+
+
+def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
+    """As `read_yaml`, from text. Duplicate keys are refused: YAML would silently keep the last."""
+    try:
+        _check_depth(text, name, what)
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, Source(name)
+        _Expansion(name, what).measure(root)
+        lines: dict[KeyPath, int] = {}
+        _note_lines(root, (), lines, name)
+        return loader.construct_document(root), Source(name, lines)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}, line {mark.line + 1}" if mark else name
+        raise BadInput(f"{place}: the {what} is not valid YAML: {getattr(error, 'problem', None) or error}.") from None
+    except BadInput:
+        raise
+    except ValueError as error:  # of Python's datetime, for 2024-13-01
+        raise BadInput(f"{name}: the {what} has a value that is no date: {error}. Quote it, or correct it.") from None
+
+
+def _check_depth(text: str, name: str, what: str) -> None:
+    """Before the nodes are composed, which recurses in C without a limit."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MOST_DEPTH:
+                assert event.start_mark is not None
+                raise BadInput(
+                    f"{name}, line {event.start_mark.line + 1}: the {what} nests more than {MOST_DEPTH} levels deep; "
+                    "no file of ours does. Check the brackets and the indentation."
+                )
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+class _Expansion:
+    """How many nodes a document stands for where every alias is written out, and how deep they nest."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name, self._what = name, what
+        self._known: dict[int, tuple[int, int] | None] = {}  # by node: nodes and levels; None while it is open
+        self._aliased = 0
+
+    def measure(self, node: yaml.Node) -> tuple[int, int]:
+        """Nodes and levels. Raises BadInput where an alias stands inside what it stands for, or beyond the limits.
+
+        An alias follows what it stands for, so it is known by then: the recursion is as deep as the text is.
+        """
+        if id(node) in self._known:
+            found = self._known[id(node)]
+            if found is None:
+                raise BadInput(
+                    f"{self._place(node)}: an alias stands for something that holds the alias; write it out."
+                )
+            self._aliased += found[0]
+            if self._aliased > MOST_ALIASED_NODES or found[1] > MOST_DEPTH:
+                raise BadInput(
+                    f"{self._place(node)}: aliases make the {self._what} larger than {MOST_ALIASED_NODES:,} entries or "
+                    f"deeper than {MOST_DEPTH} levels; write out what is meant."
+                )
+            return found
+        self._known[id(node)] = None
+        inner = [self.measure(child) for child in _children(node)]
+        size, depth = 1 + sum(size for size, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+        self._known[id(node)] = size, depth
+        return size, depth
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._name}, line {node.start_mark.line + 1}"
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _note_lines(item, (*path, index), lines, name)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            place = f"{name}, line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise BadInput(f"{place}: a key is a word; got a list or a mapping.")
+            here = (*path, key.value)
+            if here in lines:
+                raise BadInput(f"{place}: {dotted(here)} is given twice; keep one.")
+            lines[here] = key.start_mark.line + 1
+            _note_lines(value, here, lines, name)
+
+
+def write_yaml(data: Any, path: Path) -> None:
+    """Writes plain data as YAML in the order given; lists of scalars stay on one line."""
+    path.write_text(dump_yaml(data), encoding="utf-8")
+
+
+def dump_yaml(data: Any) -> str:
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper without anchors: a person edits these files."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the file so that it is there as before or whole, whenever this process ends.
+
+    A link of that name is replaced, not followed. Raises OSError.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

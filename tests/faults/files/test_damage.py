@@ -1,0 +1,205 @@
+"""Every file of a run folder, damaged in every way: a paragraph, or going on from what is whole, with the loss said."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from hethub.report.html import report_run
+from hethub.runtime.checkpoint import newest_intact
+from hethub.runtime.run_folder import FILES, RunFolder
+from hethub.spec.errors import BadInput
+from hethub.spec.plan import load_plan
+from tests.support.command import Ended, one, ranks
+from tests.support.job_files import write_job
+
+STEPS, NEWEST = 6, 4
+NOBODY = 65534
+CHECKPOINT = ("COMPLETE", "record.json", "index.json", ".metadata", "__0_0.distcp")
+OPTIONAL = ("profile.json", "drift.jsonl", "rehearsal.json")  # this run has had none of these
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def no_utf8(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe" + path.read_bytes())
+
+
+def wrong_type(path: Path) -> None:
+    path.write_text("5\n")
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("")
+
+
+def link_instead(path: Path) -> None:
+    elsewhere = Path(tempfile.mkdtemp()) / path.name
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def forbidden(path: Path) -> None:
+    path.chmod(0)
+
+
+DAMAGE = (truncated, flipped, emptied, no_utf8, wrong_type, deleted, folder_instead, link_instead, forbidden)
+PLACES = [name for name in FILES if name not in OPTIONAL] + [f"checkpoints/step-4/{name}" for name in CHECKPOINT]
+REPORTED = ("plan.yaml", "model.yaml", "cluster.yaml", "metrics.jsonl", "trace.json")
+# No file of these is read again: what they held is written anew, or goes on behind the damage.
+UNREAD = ("job.yaml", "prediction.json", "log.txt", "communicator_counters.json", "report.html")
+HARMLESS = {(flipped, "metrics.jsonl"), (flipped, "plan.yaml"), (flipped, "communicator.json")}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Path]:
+    """A job and its run of six steps in float64, whose newest checkpoint is of step 4, where everyone may read it
+    (pytest keeps its own folders to one user)."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield trained(Path(name))
+
+
+def trained(folder: Path) -> Path:
+    job = write_job(
+        folder / "job", cluster_name="detect", plan="auto", train={"steps": STEPS, "precision": "fp64"},
+        checkpoint={"every_steps": 2, "keep": 3},
+    )  # fmt: skip
+    ended = one(ranks(1, "train", job, "--run-dir", folder / "run", cwd=folder))
+    assert ended.exit_code == 0, ended.stderr
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-6")
+    return folder
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to read everything."""
+    user = os.geteuid()
+    if user != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def damaged_copy(whole: Path, place: str, damage: Callable[[Path], None]) -> Path:
+    run = whole / f"{damage.__name__}-{place.replace('/', '-')}"
+    shutil.copytree(whole / "run", run)
+    damage(run / place)
+    if damage is forbidden and os.geteuid() == 0:
+        for path in (run, *run.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows]
+
+
+def look(run: Path) -> tuple[int, list[str]]:
+    """What a resumed run and a report read of the folder: the step gone on from, and what is said."""
+    folder = RunFolder(run)
+    folder.check_resumable()
+    if folder.plan.exists():
+        load_plan(folder.plan)
+    folder.relays()
+    path = newest_intact(folder.checkpoints)
+    assert path is not None
+    step = int(path.name.removeprefix("step-"))
+    said = folder.cut_metrics(step)
+    if run.name.rpartition("-")[2] in REPORTED:
+        report_run(run, run / "page.html")
+    return step, said
+
+
+def outcome(run: Path, damage: Callable[[Path], None]) -> tuple[int, list[str]] | str:
+    """As `look`, or why it refused."""
+    try:
+        with as_nobody() if damage is forbidden else nullcontext():
+            return look(run)
+    except BadInput as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_damaged_is_named_or_passed_over(
+    place: str, damage: Callable[[Path], None], whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = damaged_copy(whole, place, damage)
+    name, seen = Path(place).name, outcome(run, damage)
+    if isinstance(seen, str):
+        assert "\n" not in seen
+        assert name in seen
+        assert not place.startswith("checkpoints/")
+        return
+    step, said = seen
+    said += [record.getMessage() for record in caplog.records]
+    if place.startswith("checkpoints/") and damage is not link_instead:
+        assert step == 2
+        assert any("step-4" in text and name in text for text in said)
+        return
+    assert step == NEWEST
+    known = name in UNREAD or name == "trace.json" or damage in (deleted, link_instead) or (damage, name) in HARMLESS
+    assert known or any(name in text for text in said)
+
+
+def become_nobody(rank: int) -> None:
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+
+
+def resume(whole: Path, run: Path, damage: Callable[[Path], None]) -> Ended:
+    hook = become_nobody if damage is forbidden else None
+    return one(ranks(1, "train", whole / "job" / "job.yaml", "--resume", run, cwd=run, hook=hook))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_exactly_or_says_why_not(place: str, damage: Callable[[Path], None], whole: Path) -> None:
+    run = damaged_copy(whole, place, damage)
+    ended = resume(whole, run, damage)
+    if ended.exit_code == 2:
+        (paragraph,) = ended.paragraphs
+        assert Path(place).name in paragraph
+        assert "Traceback" not in ended.stderr
+        return
+    assert ended.exit_code == 0, ended.stderr
+    wanted = losses(whole / "run")
+    found = losses(run)
+    assert found[-2:] == pytest.approx(wanted[-2:], rel=1e-9)
+    if place == "plan.yaml":
+        assert damage is not deleted or "plan.yaml is missing" in ended.stdout
+    if place == "metrics.jsonl" and damage is not flipped:
+        assert "metrics.jsonl" in ended.stdout
+    if place.startswith("checkpoints/") and damage is not link_instead:
+        assert "resumed behind step 2" in ended.stdout
+        assert "step-4" in ended.stderr

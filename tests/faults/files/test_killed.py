@@ -1,0 +1,121 @@
+"""A run killed between any two of its writes is started again, or resumed, by the same command, and loses nothing."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import Ended, one, ranks
+from tests.support.job_files import write_job
+
+KILLED = 9
+CALLS = ("replace", "rename", "unlink", "mkdir", "fsync")
+
+
+def kill_at(number: int, rank: int) -> None:
+    """Ends this process, as SIGKILL would, before the `number`-th change of the file system by Python."""
+    count = 0
+
+    def watched(name: str) -> Any:
+        original = getattr(os, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os._exit(KILLED)
+            return original(*arguments, **named)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, watched(name))
+
+
+def kill_before(call: str, name: str, rank: int) -> None:
+    """Ends this process before it renames something to `name`."""
+    original = getattr(os, call)
+
+    def watched(source: Any, target: Any, **named: Any) -> Any:
+        if os.path.basename(os.fspath(target)) == name:
+            os._exit(KILLED)
+        return original(source, target, **named)
+
+    setattr(os, call, watched)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    train = {"steps": 4, "precision": "fp64"}
+    return write_job(tmp_path_factory.mktemp("job"), cluster_name="detect", plan="auto", train=train)
+
+
+@pytest.fixture(scope="module")
+def wanted(job: Path) -> list[float]:
+    ended, run = start(job, job.parent / "whole")
+    assert ended.exit_code == 0, ended.stderr
+    return losses(run)
+
+
+def start(job: Path, run: Path, *arguments: Any, hook: Any = None) -> tuple[Ended, Path]:
+    return one(ranks(1, "train", job, *(arguments or ("--run-dir", run)), cwd=job.parent, hook=hook)), run
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    return [row["loss"] for row in rows]
+
+
+def go_on(job: Path, run: Path) -> Ended:
+    """The same command again; where it says that there is something to resume, that."""
+    ended, _ = start(job, run)
+    if ended.exit_code == 2:
+        assert f"continue it with --resume {run}" in ended.stderr
+        ended, _ = start(job, run, "--resume", run)
+    assert ended.exit_code == 0, ended.stderr
+    assert not (run / "owner.json").exists()
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "said"),
+    [
+        ("rename", "step-2", "begins again at step 1"),
+        pytest.param("replace", "plan.yaml", "begins again at step 1", marks=pytest.mark.slow),
+        pytest.param("replace", "COMPLETE", "begins again at step 1", marks=pytest.mark.slow),
+        pytest.param("replace", "job.yaml", "begins again at step 1", marks=pytest.mark.slow),
+        pytest.param("rename", "step-4", "resumed behind step 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_killed_while_it_writes_goes_on(
+    call: str, name: str, said: str, job: Path, wanted: list[float], tmp_path: Path
+) -> None:
+    ended, run = start(job, tmp_path / "run", hook=functools.partial(kill_before, call, name))
+    assert ended.exit_code == KILLED
+    assert said in go_on(job, run).stdout
+    assert losses(run) == wanted
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_write_goes_on(job: Path, wanted: list[float], tmp_path: Path) -> None:
+    number, ended = 0, Ended(exit_code=KILLED, stdout="", stderr="")
+    while ended.exit_code == KILLED:
+        number += 1
+        ended, run = start(job, tmp_path / str(number), hook=functools.partial(kill_at, number))
+        if ended.exit_code == KILLED:
+            go_on(job, run)
+            assert losses(run) == wanted
+    assert ended.exit_code == 0, ended.stderr
+    assert number > 20
+
+
+@pytest.mark.slow
+def test_a_resumed_start_that_was_cut_off_goes_on_too(job: Path, wanted: list[float], tmp_path: Path) -> None:
+    _, run = start(job, tmp_path / "run", hook=functools.partial(kill_before, "replace", "index.json"))
+    ended, _ = start(job, run, "--resume", run)
+    assert ended.exit_code == 0, ended.stderr
+    assert losses(run) == wanted

@@ -1,0 +1,167 @@
+"""Full disks, short limits, closed folders: a paragraph, the exit code of the interface, the last checkpoint whole."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hethub.runtime.checkpoint import newest_intact
+from tests.support.command import HETHUB, MPIRUN, Ended, Running, needs_mpirun, one, ranks
+from tests.support.job_files import write_job, write_pair_job
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    train = {"steps": 6, "precision": "fp64"}
+    return write_job(tmp_path / "job", cluster_name="detect", plan="auto", train=train)
+
+
+def train(job: Path, *arguments: object, size: int = 1, hook: object = None) -> list[Ended]:
+    return ranks(size, "train", job, *arguments, cwd=job.parent, hook=hook)  # type: ignore[arg-type]
+
+
+def paragraph(ended: Ended, *codes: int) -> str:
+    """The only thing said, where the command ended with one of the codes."""
+    assert ended.exit_code in codes, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (said,) = [line for line in ended.paragraphs if "warning" not in line]
+    return said
+
+
+def losses(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    return [row["loss"] for row in rows]
+
+
+def mount(folder: Path, size: str) -> bool:
+    options = f"size={size}" + (",remount" if os.path.ismount(folder) else "")
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return (
+        shutil.which("mount") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few blocks."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if not mount(folder, "8k"):
+        pytest.skip("runs where this user may mount a tmpfs: the disk has to be really full")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_at_every_write_and_the_run_goes_on(job: Path, small_disk: Path) -> None:
+    (whole,) = train(job, "--run-dir", job.parent / "whole")
+    assert whole.exit_code == 0, whole.stderr
+    needed = sum(path.stat().st_size for path in (job.parent / "whole").rglob("*") if path.is_file())
+    run, arguments, said = small_disk / "run", ("--run-dir", small_disk / "run"), set()
+    for part in (0.005, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9):  # the disk grows, and is full at a later write each time
+        assert mount(small_disk, str(int(needed * part)))
+        text = paragraph(one(train(job, *arguments)), 1, 2)
+        said.add(text)
+        assert "No space left" in text or "no longer" in text
+        if (run / "checkpoints").is_dir() and list((run / "checkpoints").glob("step-?")):
+            assert newest_intact(run / "checkpoints") is not None
+            arguments = ("--resume", run)
+    assert mount(small_disk, "256m")
+    last = one(train(job, *arguments))
+    assert last.exit_code == 0, last.stderr
+    assert losses(run) == losses(job.parent / "whole")
+    assert len(said) >= 3
+
+
+def short_files(rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+
+
+def few_files(rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def little_memory(rank: int) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), resource.RLIM_INFINITY))
+
+
+def nobody(rank: int) -> None:
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+
+
+def test_a_write_that_is_refused_is_named(job: Path) -> None:
+    run = job.parent / "run"
+    text = paragraph(one(train(job, "--run-dir", run, hook=short_files)), 1)
+    assert "File too large" in text
+    again = one(train(job, "--run-dir", run))
+    assert again.exit_code == 0, again.stderr
+    assert losses(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_few_open_files_are_enough_or_named(size: int, job: Path) -> None:
+    for ended in train(job, "--run-dir", job.parent / "run", size=size, hook=few_files):
+        assert "Traceback" not in ended.stderr
+        assert ended.exit_code in (0, 1, 2)
+        assert ended.exit_code == 0 or ended.paragraphs
+
+
+@pytest.mark.slow
+def test_little_memory_is_named(job: Path) -> None:
+    large = write_job(
+        job.parent, cluster_name="detect", plan="auto", model={"hidden": 512, "ffn": 2048, "heads": 8, "kv_heads": 8}
+    )
+    text = paragraph(one(train(large, "--run-dir", job.parent / "run", hook=little_memory)), 1, 2)
+    assert "memory" in text
+
+
+def test_a_closed_folder_is_named() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest keeps its own folders to one user
+        Path(name).chmod(0o755)
+        job = write_job(Path(name) / "job", cluster_name="detect", plan="auto")
+        closed = Path(name) / "closed"
+        closed.mkdir(mode=0o555)
+        text = paragraph(one(train(job, "--run-dir", closed / "run", hook=nobody)), 2)
+    assert "cannot write there (Permission denied)" in text
+
+
+SMALL = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="runs as root, which may mount a /dev/shm of its own"
+)
+def test_a_small_shared_memory_is_gone_around_in_one_line(tmp_path: Path) -> None:
+    job = write_pair_job(tmp_path / "job")
+    launch = [
+        MPIRUN,
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        "2",
+        HETHUB,
+        "train",
+        job,
+        "--run-dir",
+        tmp_path / "run",
+    ]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ended = Running(["unshare", "-m", "sh", "-c", SMALL, "sh", *map(str, launch)], tmp_path, as_root).end()
+    assert ended.exit_code == 0, ended.stderr
+    (line,) = ended.paragraphs
+    assert "/dev/shm has less than the 32 MiB that Open MPI shares" in line

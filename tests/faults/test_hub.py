@@ -1,0 +1,212 @@
+"""What a stranger can send to the hub's port: nothing of it ends the hub, holds it up, or fails the job."""
+
+import contextlib
+import json
+import random
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from hethub.communicator.joining import hub as hub_module
+from hethub.communicator.joining.connection import proof
+from hethub.communicator.joining.hub import Hub
+from hethub.communicator.joining.liveness import Liveness
+from tests.support.command import ranks
+from tests.support.job_files import write_job
+
+NUM_LINES = 10_000
+TOKEN = "the job's secret"
+
+
+class Job:
+    """Two ranks of one process and their hub."""
+
+    def __init__(self, **options):
+        self.hub = Hub(address="127.0.0.1", size=2, token=TOKEN, silence_seconds=20, meeting_seconds=60, **options)
+        self.ranks = [self.join(rank) for rank in range(2)]
+        for rank in self.ranks:
+            rank.wait_for_all(20)
+
+    def join(self, rank, token=TOKEN):
+        return Liveness(hub_address=("127.0.0.1", self.hub.port), rank=rank, token=token, silence_seconds=20)
+
+    def knock(self):
+        """A stranger's connection, and the nonce it was greeted with."""
+        stranger = socket.create_connection(("127.0.0.1", self.hub.port), timeout=20)
+        return stranger, json.loads(stranger.makefile("rb").readline())["nonce"]
+
+    def close(self):
+        for rank in self.ranks:
+            rank.close()
+        self.hub.close()
+
+
+@pytest.fixture
+def job():
+    made = Job()
+    yield made
+    made.close()
+
+
+def check_alive(job):
+    """No failure so far, and one that a rank reports reaches the other: the hub hears and speaks."""
+    assert [rank.failure for rank in job.ranks] == [None, None]
+    job.ranks[1].report("failed: on purpose")
+    assert [str(rank.wait_for_failure(20)) for rank in job.ranks] == ["rank 1 failed: on purpose"] * 2
+
+
+def crafted():
+    """Lines that broke the hub, or could: what is compared, what is parsed, what is looked up."""
+    yield '{"rank": 1, "proof": "é"}'.encode()  # compare_digest takes no such text
+    yield b"[" * 60_000
+    yield b'{"a":' * 20_000
+    yield b'{"rank": 1, "proof": "\\ud800"}'
+    yield b'{"rank": 1, "proof": null}'
+    yield b'{"rank": 1, "proof": ["' + b"0" * 64 + b'"]}'
+    yield b'{"rank": true, "proof": "x"}'
+    yield b'{"rank": 1e400, "proof": "x"}'
+    yield b'{"rank": ' + b"9" * 5_000 + b', "proof": "x"}'
+    yield b'{"rank": -1, "proof": "x"}'
+    yield b'{"rank": 2, "proof": "x"}'
+    yield b'{"type": "failed", "rank": 0, "reason": "of a stranger"}'
+    yield b'{"type": "ending"}'
+    yield b'{"type": "goodbye"}'
+    yield b"{}"
+    yield b"null"
+    yield b'"text"'
+    yield b"NaN"
+    yield b"\xff\xfe\x00"
+    yield b"GET / HTTP/1.1\r\nHost: hub\r\n\r"
+    yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    yield b""
+
+
+def lines(seed=1):
+    """10,000 of them: crafted ones, mutations of those and of an honest hello, and noise."""
+    draw = random.Random(seed)
+    known = [*crafted(), json.dumps({"rank": 1, "proof": "0" * 64, "host": "stranger"}).encode()]
+    yield from known
+    for _ in range(NUM_LINES - len(known)):
+        line = bytearray(draw.choice(known)[:600])
+        for _ in range(draw.randrange(1, 6)):
+            at = draw.randrange(len(line) + 1)
+            line[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(4))
+        yield bytes(line) if draw.random() < 0.8 else draw.randbytes(draw.randrange(1, 300))
+
+
+def send_all(port, several):
+    """One connection after another, each with a few lines, some cut off, some reset."""
+    draw, batch = random.Random(2), []
+    for number, line in enumerate(several):
+        batch.append(line)
+        if draw.random() < 0.7 and number < NUM_LINES - 1:
+            continue
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+            if draw.random() < 0.2:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            with contextlib.suppress(OSError):  # the hub has hung up on it
+                stranger.sendall(b"\n".join(batch) + (b"\n" if draw.random() < 0.9 else b""))
+        batch = []
+
+
+def test_ten_thousand_lines_of_strangers_change_nothing(job):
+    send_all(job.hub.port, lines())
+    check_alive(job)
+
+
+@pytest.mark.parametrize("line", [*crafted()], ids=lambda line: repr(line[:24]))
+def test_a_crafted_line_changes_nothing(job, line):
+    stranger, _ = job.knock()
+    with stranger, contextlib.suppress(OSError):  # the hub hangs up as soon as it has read enough
+        stranger.sendall(line + b"\n")
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.makefile("rb").read()
+    check_alive(job)
+
+
+def test_a_rank_that_is_here_cannot_come_again(job):
+    stranger, nonce = job.knock()
+    with stranger:
+        stranger.sendall(json.dumps({"rank": 1, "proof": proof(TOKEN, nonce, 1)}).encode() + b"\n")
+        assert b"welcome" not in stranger.makefile("rb").read()
+    check_alive(job)
+
+
+def test_strangers_are_few_and_do_not_stay(job, monkeypatch):
+    monkeypatch.setattr(hub_module, "HELLO_SECONDS", 0.5)
+    strangers = [job.knock()[0] for _ in range(100)]
+    assert len(job.hub._nonces) <= 66
+    deadline = time.monotonic() + 20
+    while job.hub._nonces and time.monotonic() < deadline:
+        for stranger in strangers:  # a slow sender is none the better for its bytes
+            with contextlib.suppress(OSError):
+                stranger.send(b"{")
+        time.sleep(0.1)
+    assert not job.hub._nonces
+    for stranger in strangers:
+        stranger.close()
+    check_alive(job)
+
+
+def test_no_descriptor_left_is_no_end_of_the_hub(job):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = [socket.socket() for _ in range(3)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(each.fileno() for each in waiting) + 1, hard))
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(socket.socket())
+    try:
+        for each in waiting:
+            each.connect(("127.0.0.1", job.hub.port))
+        time.sleep(0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in (*waiting, *held):
+            each.close()
+    check_alive(job)
+
+
+def test_a_hub_that_breaks_is_a_failure_of_rank_0(job, monkeypatch, capsys):
+    def broken(*_):
+        raise ZeroDivisionError("of the hub")
+
+    monkeypatch.setattr(job.hub, "_hear", broken)
+    job.ranks[1].goodbye()
+    assert "its liveness hub ended: ZeroDivisionError: of the hub" in str(job.ranks[0].wait_for_failure(20))
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_rank_that_never_comes_is_named_with_its_place():
+    hub = Hub(
+        address="127.0.0.1", size=3, token=TOKEN, silence_seconds=20, meeting_seconds=0.2,
+        place=lambda rank: f" (on host-{rank})",
+    )  # fmt: skip
+    only = Liveness(hub_address=("127.0.0.1", hub.port), rank=0, token=TOKEN, silence_seconds=20)
+    said = str(only.wait_for_failure(20))
+    assert said == "rank 1 (on host-1) has not come: it did not join within 0.2 s of rank 0; nor did rank 2"
+    only.close()
+    hub.close()
+
+
+def send_all_during_the_run(rank):
+    """Rank 1 finds out where the hub is and lets a thread send strangers' lines to it."""
+    if rank == 1:
+        joins = Liveness.__init__
+
+        def joins_and_knocks(self, *, hub_address, **more):
+            joins(self, hub_address=hub_address, **more)
+            threading.Thread(target=send_all, args=(hub_address[1], lines()), daemon=True).start()
+
+        Liveness.__init__ = joins_and_knocks
+
+
+@pytest.mark.slow
+def test_a_run_trains_while_strangers_knock(tmp_path):
+    job = write_job(tmp_path / "job", train={"steps": 100})
+    results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=send_all_during_the_run)
+    assert [ended.exit_code for ended in results] == [0] * 4, results[0].stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 100

@@ -1,0 +1,128 @@
+"""A rank that never comes, dies or stops while the job starts: every other one says which, within the timeout."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from tests.support.command import check_refused, needs_mpirun, ranks, start_mpirun, start_torchrun
+from tests.support.job_files import write_job
+
+TIMEOUT_SECONDS = 6
+SAID = {signal.SIGKILL: "is gone", signal.SIGSTOP: "has stopped"}
+
+
+def fail_at(moment, victim, how, rank):
+    """The victim sends itself a signal as soon as it gets there."""
+    if rank != victim:
+        return
+    from hethub.communicator import setup, torch_private
+    from hethub.runtime.launch import rendezvous
+    from hethub.runtime.loop import build, plan, read, train
+
+    def end(*_, **__):
+        os.kill(os.getpid(), how)
+
+    places = {
+        "knowing the store": (rendezvous, "watch_over"),
+        "reading the data": (read, "open_dataset"),
+        "agreeing": (train, "agree"),
+        "planning": (plan, "profile_for"),
+        "having planned": (train, "connect_ranks"),
+        "telling its facts": (setup, "exchange_facts"),
+        "connecting": (torch_private, "create_gloo_group"),
+        "building": (build, "make_trainer"),
+        "restoring": (train, "restore"),
+    }
+    module, name = places[moment]
+    setattr(module, name, end)
+
+
+def check_named(results, victim, *words):
+    for rank, ended in enumerate(results):
+        if rank != victim:
+            assert ended.exit_code == 1
+            assert "Traceback" not in ended.stderr
+            (paragraph,) = ended.paragraphs
+            assert f"rank {victim}" in paragraph
+            assert any(word in paragraph for word in words), paragraph
+
+
+def start_and_fail(tmp_path, moment, victim, how):
+    job = write_job(tmp_path / "job", communicator={"timeout_seconds": TIMEOUT_SECONDS})
+    hook = partial(fail_at, moment, victim, how)
+    results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=hook, timeout_seconds=60)
+    # A rank that never joined is missing, whatever has become of it.
+    check_named(results, victim, SAID[how], "has not come", "has not answered")
+
+
+@pytest.mark.parametrize(("moment", "victim", "how"), [
+    ("planning", 2, signal.SIGKILL), ("having planned", 0, signal.SIGSTOP),
+])  # fmt: skip
+def test_a_rank_lost_at_the_start_is_named(tmp_path, moment, victim, how):
+    start_and_fail(tmp_path, moment, victim, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("moment", [
+    "knowing the store", "reading the data", "agreeing", "planning", "having planned", "telling its facts",
+    "connecting", "building", "restoring",
+])  # fmt: skip
+def test_a_rank_lost_at_any_moment_of_the_start_is_named(tmp_path, moment, victim, how):
+    start_and_fail(tmp_path, moment, victim, how)
+
+
+@pytest.mark.parametrize("absurd", ["1e30", "0", "-1", ".nan", ".inf", "0.01", "[]"])
+def test_absurd_timeouts_are_refused(tmp_path, absurd):
+    job = write_job(tmp_path / "job")
+    timeout = f"communicator.timeout_seconds={absurd}"
+    (ended,) = ranks(1, "train", job, "--set", timeout, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    check_refused([ended], "communicator.timeout_seconds")
+    assert not (tmp_path / "run").exists()
+
+
+@needs_mpirun
+def test_a_rank_that_is_another_program_is_named_with_its_command(tmp_path):
+    job = write_job(tmp_path / "job", communicator={"timeout_seconds": 3})
+    more = ["--run-dir", tmp_path / "run", ":", "-n", "1", "/bin/false"]
+    ended = start_mpirun(3, "train", job, *more, cwd=tmp_path).end()
+    assert ended.exit_code == 1
+    assert len(ended.paragraphs) == 3
+    for paragraph in ended.paragraphs:
+        assert f'rank 3 (on {os.uname().nodename}, as "-n 1 /bin/false") has not come' in paragraph
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5, 3.5, 5.0])
+def test_under_mpirun_at_any_time(tmp_path, seconds, how, victim):
+    job = write_job(tmp_path / "job", train={"steps": 5000}, communicator={"timeout_seconds": 8})
+    running = start_mpirun(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    time.sleep(seconds)
+    os.kill(running.rank_pid(victim), how)
+    ended = running.end()
+    assert ended.exit_code != 0
+    assert len(ended.paragraphs) == 3, ended.stderr
+    assert all(f"rank {victim}" in paragraph for paragraph in ended.paragraphs), ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("seconds", [6.0, 9.0, 12.0])
+def test_under_torchrun_at_any_time(tmp_path, seconds, how):
+    """torchrun ends the others itself, with SIGTERM; those that have imported what they need say what they know."""
+    job = write_job(tmp_path / "job", train={"steps": 5000}, communicator={"timeout_seconds": 8})
+    running = start_torchrun(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    time.sleep(seconds)
+    os.kill(running.rank_pid(2), how)
+    ended = running.end()
+    assert ended.exit_code != 0
+    assert "Traceback" not in "".join(ended.paragraphs)
+    assert len(ended.paragraphs) == 3, ended.stderr
+    assert all("rank 2" in paragraph for paragraph in ended.paragraphs), ended.stderr
