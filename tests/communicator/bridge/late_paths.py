@@ -6,6 +6,7 @@ shows as poison.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from hethub.communicator.bridge.chunks import Tuning
 from hethub.runtime.memory.host_arena import HostArena
 from hethub.spec.errors import RunFailed
 from hethub.spec.ranges import from_sizes
-from tests.support import late
-from tests.support.late_mutants import Mutant, apply
+from tests.support.late import device as late
+from tests.support.late.mutants import Mutant, apply
 
 SIZE = 3
 ISLANDS = [[0, 1], [2]]
@@ -35,7 +36,8 @@ class Paths:
         self.place = world.device.torch_device
 
     def values(self, rank: int, size: int) -> Tensor:
-        return torch.arange(float(size)).remainder_(97) + 10 * rank + self.seed
+        """Small enough for their sums to be exact in bf16."""
+        return torch.arange(float(size)).remainder_(13) + 3 * rank + self.seed % 8
 
     def made(self, size: int) -> Tensor:
         """This rank's values, as a result the device has still to compute."""
@@ -128,7 +130,7 @@ class Paths:
             columns = torch.full((size, 2), -1.0, device=self.place)[:, 1]
             arrival = self.world.receive(columns, before, tag=size)
             other = self.world.send(torch.stack([self.made(size)] * 2).t()[:, 0], following, tag=size)
-            arrival.wait()
+            arrival.synchronize() if size == LARGE else arrival.block_current_stream()
             self.check("strided message", columns, self.values(before, size))
             sending.wait()
             other.wait()
@@ -166,12 +168,18 @@ PATHS: tuple[Callable[[Paths], None], ...] = (
 
 
 def run_paths(
-    rank: int, store: Any, late_ranks: Sequence[int], seeds: Sequence[int], relay: str, mutant: Mutant | None = None
+    rank: int,
+    store: Any,
+    late_ranks: Sequence[int],
+    seeds: Sequence[int],
+    relay: str = "auto",
+    wire: str = "exact",
+    mutant: Mutant | None = None,
 ) -> int:
     """How many seeds went right: all, or it raises. A mutant lacks one event, wait or record."""
     device = late.install() if rank in late_ranks else None
     rendezvous = Rendezvous.on_one_host(store, rank, SIZE)
-    world = connect(rendezvous, device=device, islands=ISLANDS, relay=relay, timeout_seconds=30)
+    world = connect(rendezvous, device=device, islands=ISLANDS, relay=relay, wire=wire, timeout_seconds=30)
     other = dist.new_group([0, 1, 2], backend="hethub")
     for bridge in world._context._bridges.values():
         bridge._tuning = MANY_CHUNKS
@@ -201,4 +209,7 @@ def give_up(rank: int, store: Any) -> list[str]:
     with contextlib.suppress(RunFailed):
         world.receive(torch.empty(1), (rank + 1) % SIZE, tag=99).wait()
     world.close()
+    deadline = time.monotonic() + 20
+    while not all(native.ended for native in late.natives) and time.monotonic() < deadline:
+        time.sleep(0.01)  # another thread gives up what this one has left
     return [native.ended for native in late.natives]

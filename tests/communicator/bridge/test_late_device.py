@@ -8,22 +8,22 @@ import os
 import pytest
 
 from tests.communicator.bridge.late_paths import SIZE, give_up, run_paths
-from tests.support.late_mutants import Mutant, mutants_of
+from tests.support.late.mutants import Mutant, mutants_of
 from tests.support.ranks import start_ranks, values
 
 SEEDS = int(os.environ.get("LATE_SEEDS", "20"))
 
 
 @pytest.mark.parametrize(
-    ("late_ranks", "relay"),
+    ("late_ranks", "relay", "wire"),
     [
-        pytest.param([0, 1], "auto", id="two devices and a CPU"),
-        pytest.param([0, 1, 2], "gloo", id="all on devices", marks=pytest.mark.slow),
-        pytest.param([2], "auto", id="two CPUs and a device", marks=pytest.mark.slow),
+        pytest.param([0, 1], "auto", "exact", id="two devices and a CPU"),
+        pytest.param([0, 1, 2], "gloo", "bf16", id="all on devices", marks=pytest.mark.slow),
+        pytest.param([2], "auto", "exact", id="two CPUs and a device", marks=pytest.mark.slow),
     ],
 )
-def test_no_order_of_the_devices_work_is_wrong(late_ranks: list[int], relay: str) -> None:
-    outcomes = start_ranks(SIZE, run_paths, late_ranks, range(SEEDS), relay, timeout_seconds=60 + 5 * SEEDS)
+def test_no_order_of_the_devices_work_is_wrong(late_ranks: list[int], relay: str, wire: str) -> None:
+    outcomes = start_ranks(SIZE, run_paths, late_ranks, range(SEEDS), relay, wire, timeout_seconds=60 + 5 * SEEDS)
     assert values(outcomes) == [SEEDS] * SIZE
 
 
@@ -50,8 +50,11 @@ def name_of(mutant: Mutant) -> str:
 
 def is_noticed(mutant: Mutant) -> bool:
     """Whether a rank fails, or never ends, without it."""
-    outcomes = start_ranks(SIZE, run_paths, [0, 1, 2], range(40), "auto", mutant, timeout_seconds=40)
-    return any(outcome.failed for outcome in outcomes)
+    runs = (
+        start_ranks(SIZE, run_paths, [0, 1, 2], range(20), "auto", wire, mutant, timeout_seconds=60)
+        for wire in ("exact", "bf16")
+    )
+    return any(outcome.failed for outcomes in runs for outcome in outcomes)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.kernels.device import Device
-from tests.support import late
+from tests.support.late import device as late
+from tests.support.late import engine
+from tests.support.late.tensor import HostRead
 from tests.support.ranks import start_ranks, values
 
 SEEDS = 40
@@ -61,7 +63,7 @@ def host_reads(rank: int, store: Any) -> list[str]:
     }.items():
         try:
             read()
-        except late.HostRead:
+        except HostRead:
             refused.append(name)
     return refused
 
@@ -69,7 +71,7 @@ def host_reads(rank: int, store: Any) -> list[str]:
 def launch_on_two_streams(rank: int, store: Any, alike: bool) -> bool:
     """Whether two collectives end that the ranks launch in one order, or in unlike ones."""
     device = late.install()
-    late._STUCK_SECONDS = 2.0
+    engine.STUCK_SECONDS = 2.0
     groups = [torch_private.create_nccl_group(dist.PrefixStore(str(n), store), rank, 2, 30.0) for n in range(2)]
     stream = device.new_stream()
     with torch.no_grad(), stream.active():
