@@ -32,7 +32,7 @@ from benchmarks.planner import CASES  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import plan  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
-from hethub.spec.base import dump_yaml  # noqa: E402
+from hethub.spec.documents import dump_yaml  # noqa: E402
 
 FOLDER = ROOT / "tests" / "reference"
 STEPS = 5  # of every layout

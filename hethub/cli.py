@@ -21,7 +21,12 @@ _REMEDIES = {
     errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: _FULL, errno.EROFS: _CLOSED, errno.EACCES: _CLOSED,
     errno.EPERM: _CLOSED, errno.EMFILE: "Raise the limit of open files (ulimit -n).",
     errno.ENFILE: "Raise the system's limit of open files (fs.file-max).",
-    errno.ENOMEM: "Raise the limit of memory (ulimit -v), or plan for less.",
+    errno.ENOMEM: "Raise the limits of memory (ulimit -v) and of processes and threads (ulimit -u), or plan for less.",
+}  # fmt: skip
+# torch and Python's threads raise RuntimeError for these too, with the words alone.
+_SAID_BY_TORCH = {
+    "an't allocate memory": errno.ENOMEM, "annot allocate memory": errno.ENOMEM, "an't start new thread": errno.ENOMEM,
+    "Resource temporarily unavailable": errno.ENOMEM, "Too many open files": errno.EMFILE,
 }  # fmt: skip
 
 
@@ -71,18 +76,24 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _ended(error, 1, quiet=error.quiet, debug=options.debug)
     except BrokenPipeError:
         raise
-    except (OSError, MemoryError) as error:
-        return _ended(error, 1, quiet=False, debug=options.debug, text=_refused(error))
+    except (OSError, MemoryError, RuntimeError) as error:
+        text = _refused(error)
+        if text is None:
+            raise
+        return _ended(error, 1, quiet=False, debug=options.debug, text=text)
     except KeyboardInterrupt:
         print("hethub: interrupted", file=sys.stderr)
         return 1
     return 0
 
 
-def _refused(error: OSError | MemoryError) -> str:
-    """What the system has refused, and what to change."""
+def _refused(error: OSError | MemoryError | RuntimeError) -> str | None:
+    """What the system has refused, and what to change; None where it is something else that failed."""
+    if isinstance(error, RuntimeError):
+        number = next((number for words, number in _SAID_BY_TORCH.items() if words in str(error)), None)
+        return None if number is None else f"{str(error).splitlines()[0]}. {_REMEDIES[number]}"
     if isinstance(error, MemoryError):
-        return "the system gives this process no more memory. Raise its limit (ulimit -v), or plan for less."
+        return f"the system gives this process no more memory. {_REMEDIES[errno.ENOMEM]}"
     what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     return f"{what}. {_REMEDIES.get(error.errno or 0, 'Nothing that was whole before is changed.')}"
 

@@ -27,9 +27,13 @@ PROOFS = {
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
     "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
     "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
+    "links": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
 }
-ENVIRONMENT = {"LATE_SEEDS": "1000", "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_SEED": "1", "LAWS": "10000", "LAWS_SEED": "1",
+    "LATE_SEEDS": "1000",
+}  # fmt: skip
 
 
 def main() -> int:

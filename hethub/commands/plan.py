@@ -1,6 +1,7 @@
 """hethub plan, predict and diff: what can be known without running anything."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +50,11 @@ def _add_plan(commands: Any) -> None:
     add_profile(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
     parser.add_argument("--explain", action="store_true", help="what every system would have chosen, and what binds")
-    parser.add_argument("--robust", action="store_true", help="best worst case over links -20 %% and compute -10 %%")
+    parser.add_argument(
+        "--robust",
+        action="store_true",
+        help="loses least where links are 20 %% slower or compute 10 %% off",
+    )
     _add_alone(parser, " (default: beside --out)")
     add_json(parser)
 
@@ -62,9 +67,11 @@ def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
     from hethub.predictor.cost.profile import profile_for
+    from hethub.predictor.predict import with_staging
     from hethub.report.alone import save_alone
     from hethub.report.tables import print_plan
     from hethub.spec.job import load_job
+    from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
 
     check_writable(options.out, options.alone)
@@ -78,6 +85,8 @@ def plan(options: argparse.Namespace) -> None:
         top=options.top, explain=options.explain, robust=options.robust, profile=profile_for(job, options.profile),
         processes=processors(),
     )  # fmt: skip
+    layout = bind(result.plan, job.model, cluster)
+    result = replace(result, prediction=with_staging(result.prediction, layout, profile_for(job, options.profile)))
     written = []
     if options.out is not None:
         save_plan(result.plan, options.out)
@@ -111,6 +120,7 @@ def _add_predict(commands: Any) -> None:
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
     from hethub.predictor.cost.profile import profile_for
+    from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
 
@@ -118,13 +128,15 @@ def predict(options: argparse.Namespace) -> None:
     job = load_job(options.job, options.set)
     cluster, profile = known_cluster(job), profile_for(job, options.profile)
     chosen = _chosen(options, job, cluster, profile)
+    layout = bind(chosen.plan, job.model, cluster)
     prediction = make_prediction(
-        bind(chosen.plan, job.model, cluster),
+        layout,
         reserve=job.spec.constraints.reserve,
         upper_bound_tokens_per_second=chosen.upper_bound_tokens_per_second,
         with_timeline=options.trace is not None,
         profile=profile,
     )
+    prediction = with_staging(prediction, layout, profile)
     written = []
     if options.trace is not None:
         from hethub.report.trace import chrome_trace, write_trace

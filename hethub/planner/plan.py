@@ -56,11 +56,11 @@ def plan(
     """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed.
 
     `with_bounds` also plans every kind alone, for the upper bound. `explain` adds every family's own best plan and what
-    binds. `robust` answers with the plan whose worst case over links -20 % and compute -10 % is best. What `profile`
-    measured counts instead of estimates. Raises BadInput
-    where the question contradicts itself or no plan fits; the message says by how many bytes on which accelerators, and
-    what would help. With several `processes` the kinds are planned beside the whole, and what binds is found for all
-    constraints at once; the plans are the same.
+    binds. `robust` answers with the plan that loses least against the best where links are 20 % slower or compute 10 %
+    off. What `profile` measured counts instead of estimates. Raises BadInput where the question contradicts itself or no
+    plan fits; the message says by how many bytes on which accelerators, and what would help. With several
+    `processes` the kinds are planned beside the whole, and what binds is found for all constraints at once; the plans
+    are the same.
     """
     started = time.perf_counter()
     problem = pose(model, cluster, Batch(*train), constraints, profile=profile)

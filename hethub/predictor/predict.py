@@ -1,14 +1,15 @@
 """The predictor's answer: how long a step takes, where the time goes, what it needs, and how sure that is."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hethub.predictor.cost.constants import Constants, packaged, precision_class
+from hethub.predictor.cost.constants import ASSUMED, Constants, packaged, precision_class
 from hethub.predictor.cost.intervals import interval
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.cost.staging import Staging
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
@@ -35,6 +36,7 @@ class Prediction:
     extrapolated: bool  # a profile was asked beyond what it measured
     percent_of_upper_bound: float | None
     timeline: tuple[Span, ...] | None = None
+    staging: Staging | None = None  # where bytes cross between islands, and it was asked for
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the timeline."""
@@ -42,6 +44,7 @@ class Prediction:
         data = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("memory", "timeline")}
         data["step_seconds_interval"] = list(self.step_seconds_interval)
         data["memory"] = [entry._asdict() for entry in self.memory]
+        data["staging"] = self.staging and self.staging._asdict()
         return data
 
 
@@ -145,3 +148,29 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
         f"Stage {stage} on {who} ({accelerator}) sets the pace: {share[largest]:.0f} % of the step is {_WORDS[largest]}, "
         f"{share[second]:.0f} % {_WORDS[second]}."
     )
+
+
+LIMITS = 1.01  # times as long as without staging
+
+
+def with_staging(prediction: Prediction, layout: Layout, profile: ProfileSpec | None) -> Prediction:
+    """The prediction of a layout, with what staging means for it where bytes cross between islands."""
+    cluster = layout.cluster
+    if len({cluster.places[rank].island for rank in layout.plan.ranks}) == 1:
+        return prediction
+    given, source = cluster.links.staging.gbytes_per_second, "the cluster's links.staging"
+    measured = profile and (profile.link("between_islands", "send") or profile.link("between_islands", "all_reduce"))
+    if measured:
+        given, source = measured.gbytes_per_second, "measured, with the wire"
+    elif given is None:
+        given = packaged().links["host_staged_gbytes_per_second"]
+        source = (
+            f"{ASSUMED['host_staged_gbytes_per_second']}; links.staging.gbytes_per_second of the cluster file says it"
+        )
+    direct = cluster.links.staging.replace(gbytes_per_second=1e6, per_host_gbytes_per_second=None)
+    other = Layout(layout.plan, layout.model, cluster.replace(links=cluster.links.replace(staging=direct)))
+    without = prediction.step_seconds
+    if not measured:
+        without = min(without, step_times(other, PlanCosts(other, HETHUB, packaged(), profile)).seconds)
+    limits = prediction.step_seconds > LIMITS * without
+    return replace(prediction, staging=Staging(given, source, limits, without))

@@ -30,9 +30,7 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
     for reason in result.reasons:
         console.print(reason.sentence())
     if result.worst_step_seconds is not None:
-        console.print(
-            f"at worst {result.worst_step_seconds:.4g} s a step over links 20 % slower and compute 10 % slower"
-        )
+        console.print(f"at worst {result.worst_step_seconds:.4g} s a step over links 20 % slower and compute 10 % off")
     if result.families:
         console.print(f"not searched: {'; '.join(entry.text for entry in result.not_searched)}")
 

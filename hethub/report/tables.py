@@ -118,6 +118,8 @@ def print_prediction(strategy: str, plan: PlanSpec, prediction: Prediction, cons
     console.print(", ".join(bounds))
     console.print(f"of which {_parts(prediction)}")
     console.print(prediction.bottleneck)
+    if prediction.staging is not None:
+        console.print(prediction.staging.sentence())
     if prediction.extrapolated:
         console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))

@@ -94,10 +94,11 @@ class RunClaim:
         return note
 
     def release(self, *, ended_well: bool = True) -> None:
-        """Gives the folder back; one that this claim made and nothing was written to goes."""
+        """Gives the folder back; one that this claim made and nothing was written to goes, however the job ended."""
         if self._path is None:
             return
-        if ended_well:
+        nothing_written = bool(self._made) and os.listdir(self._path.parent) == [OWNER]
+        if ended_well or nothing_written:
             with suppress(OSError):
                 self._path.unlink()
         os.close(self._descriptor)

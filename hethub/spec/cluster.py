@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import AcceleratorSpec, Figure, Vendor, find_accelerator
 from hethub.spec.base import Spec, load
+from hethub.spec.errors import suggest
 
 NonNegative = Annotated[float, Field(ge=0)]
 Latency = Annotated[float, Field(ge=0, le=3600)]
@@ -102,12 +103,33 @@ class RegionsSpec(Spec):
         return self
 
 
+class RackSpec(Spec):
+    """Nodes behind one uplink, which all that leaves or enters the rack shares: `gbps` (Gbit/s) each direction."""
+
+    name: str
+    nodes: tuple[str, ...] = Field(min_length=1)
+    gbps: Figure
+    latency_seconds: Latency = 0.0
+
+
+class StagingSpec(Spec):
+    """Between an accelerator and the relay in host memory, each direction: of one accelerator, and of a host in all.
+
+    Where the first is missing the predictor takes a guess; where the second is missing hosts do not limit.
+    """
+
+    gbytes_per_second: Figure | None = None
+    per_host_gbytes_per_second: Figure | None = None
+
+
 class LinksSpec(Spec):
     """The levels of the network, innermost first."""
 
     in_node: InNodeLink = Field(default_factory=InNodeLink)
     between_nodes: BetweenNodesLink = Field(default_factory=BetweenNodesLink)
     between_islands: BetweenIslandsLink = Field(default_factory=BetweenIslandsLink)
+    staging: StagingSpec = Field(default_factory=StagingSpec)
+    racks: tuple[RackSpec, ...] = ()
     regions: RegionsSpec | None = None
 
 
@@ -144,6 +166,15 @@ class ClusterSpec(Spec):
             raise ValueError(
                 f"two nodes are named '{twice[0]}'; equal machines are one entry with a count, others need their own name."
             )
+        known: dict[str, NodeSpec] = {}
+        for node in self.nodes:
+            first = known.setdefault(node.unnamed_device.name, node)
+            if unlike := _unlike_figures(first.unnamed_device, node.unnamed_device):
+                raise ValueError(
+                    f"nodes '{first.name}' and '{node.name}' both have an accelerator named '{node.unnamed_device.name}', but of unlike "
+                    f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own."
+                )
+        self._check_racks(names)
         if self.links.regions and (missing := [n for n in names if n not in self.links.regions.of_node]):
             raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node.")
         if self.size > MOST_ACCELERATORS:
@@ -151,6 +182,22 @@ class ClusterSpec(Spec):
                 f"count x accelerators of the nodes is {self.size:,} accelerators; hethub plans {MOST_ACCELERATORS:,} at most."
             )
         return self
+
+    def _check_racks(self, names: list[str]) -> None:
+        rack_of: dict[str, str] = {}
+        if twice := [rack.name for rack in self.links.racks if [r.name for r in self.links.racks].count(rack.name) > 1]:
+            raise ValueError(f"two racks are named '{twice[0]}' in links.racks; give each a name of its own.")
+        for rack in self.links.racks:
+            for name in rack.nodes:
+                if name not in names:
+                    raise ValueError(
+                        f"rack '{rack.name}' holds node '{name}', which is not among nodes: {suggest(name, names)}"
+                    )
+                if name in rack_of:
+                    raise ValueError(
+                        f"node '{name}' is in rack '{rack_of[name]}' and in rack '{rack.name}'; a node has one uplink: name it in one rack."
+                    )
+                rack_of[name] = rack.name
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -176,6 +223,14 @@ class ClusterSpec(Spec):
         for place in self.places:
             islands.setdefault(place.island, []).append(place.rank)
         return {vendor: tuple(ranks) for vendor, ranks in islands.items()}
+
+
+def _unlike_figures(one: AcceleratorSpec, other: AcceleratorSpec) -> list[str]:
+    """The keys in which two accelerators differ, beside their vendor, which a node may give anew."""
+    if one is other:
+        return []
+    a, b = one.to_dict(), other.to_dict()
+    return [key for key in {**a, **b} if key not in ("vendor", "source") and a.get(key) != b.get(key)]
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:

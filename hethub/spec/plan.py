@@ -85,6 +85,12 @@ class StageSpec(Spec):
     def chunks(self) -> tuple[Range, ...]:
         return tuple(Range(*chunk) for chunk in self.layers)
 
+    @cached_property
+    def cut_alike(self) -> bool:
+        """Whether all replicas cut the layers alike: of one tensor-parallel degree and with the same shares."""
+        first = (self.replicas[0].tp, self.replicas[0].tensor_shares)
+        return all((replica.tp, replica.tensor_shares) == first for replica in self.replicas)
+
     @property
     def num_layers(self) -> int:
         return sum([stop - start for start, stop in self.layers])

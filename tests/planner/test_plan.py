@@ -5,7 +5,8 @@ import pytest
 from hethub.planner import plan
 from hethub.planner.explain.infeasible import fewer_samples
 from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import Batch
+from hethub.planner.problem.problem import Batch, collapse
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
@@ -152,3 +153,13 @@ def test_the_same_question_has_the_same_answer():
     one, two = (plan(TINY, MIXED, (16, 64, "fp32")) for _ in range(2))
     assert one.plan == two.plan
     assert one.candidates == two.candidates
+
+
+def test_nodes_with_other_interfaces_are_of_another_kind() -> None:
+    """Equal in all, also in Gbit/s of a node: one card of 400 carries one message faster than four of 100 do."""
+    node = {"accelerator": "A100-SXM4-80GB", "accelerators": 4}
+    nodes = [
+        {**node, "name": "a", "nics": 4, "gbps_per_nic": 100},
+        {**node, "name": "b", "nics": 1, "gbps_per_nic": 400},
+    ]
+    assert len(collapse(ClusterSpec.model_validate({"name": "two", "nodes": nodes}))) == 2

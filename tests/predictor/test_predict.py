@@ -18,6 +18,7 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.step import step_times
 from hethub.predictor.pipeline.symmetry import copies
+from hethub.predictor.predict import with_staging
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import schedule
@@ -233,3 +234,24 @@ def test_no_random_plan_beats_the_ceiling_and_parts_sum(data: st.DataObject) -> 
     assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds, rel=1e-9)
     low, high = prediction.step_seconds_interval
     assert low < prediction.step_seconds < high
+
+
+@pytest.mark.parametrize(("rate", "limits"), [(None, True), (0.1, True), (1000.0, False)])
+def test_an_answer_says_what_staging_costs(rate: float | None, limits: bool) -> None:
+    """Whose figure it is, whether it limits, and the step of a relay that does not exist."""
+    on = cluster(("A100-SXM4-80GB", 1, 1), ("MI250X-GCD", 1, 1), gbps=400)
+    on = on.replace(links=on.links.replace(staging=on.links.staging.replace(gbytes_per_second=rate)))
+    layout = uniform(LLAMA_8B.replace(layers=4), on, tp=1, pp=1, micro_batch=1, batch=2, seq=1024, zero=1)
+    found = with_staging(predict(layout), layout, None)
+    assert found.staging is not None
+    assert found.staging.limits == limits
+    assert ("a guess" in found.staging.source) == (rate is None)
+    assert (found.staging.step_seconds_device_direct < 0.9 * found.step_seconds) == limits
+    sentence = found.staging.sentence()
+    assert ("which limits this plan" in sentence and "no such relay" in sentence) == limits
+    assert found.to_dict()["staging"]["gbytes_per_second"] == (rate or 1.2)
+
+
+def test_one_makers_answer_has_no_staging() -> None:
+    layout = uniform(TINY, cluster(("A100-SXM4-80GB", 1, 2)), tp=1, pp=1, micro_batch=1, batch=2, seq=64)
+    assert with_staging(predict(layout), layout, None).staging is None

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
@@ -170,6 +171,7 @@ def test_a_node_may_name_its_own_vendor_and_describe_its_accelerator() -> None:
     assert ClusterSpec.model_validate(cluster.to_dict()) == cluster
 
 
+DEVICE = find_accelerator("A100-SXM4-80GB").to_dict()
 REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
 
 
@@ -177,6 +179,10 @@ REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
     ("changes", "expected"),
     [
         ({"nodes": [NODE, NODE]}, "two nodes are named 'nv'; equal machines are one entry with a count"),
+        (
+            {"nodes": [NODE, {**NODE, "name": "old", "accelerator": {**DEVICE, "memory_gb": 16}}]},
+            "nodes 'nv' and 'old' both have an accelerator named 'A100-SXM4-80GB', but of unlike memory_gb",
+        ),
         ({"nodes": []}, "nodes is .*at least 1 item"),
         (
             {"nodes": [{**NODE, "accelerator": "A100-SXM4-80G"}]},
@@ -193,6 +199,27 @@ REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
         ({"links": {"in_node": {"gbps": 1}}}, "links.in_node.gbps is not a known key"),
         ({"links": {"regions": {**REGIONS, "gbps": [[10, 1]]}}}, "a matrix between 1 regions has 1 rows of 1 figures"),
         ({"links": {"regions": {**REGIONS, "of_node": {"nv": "west"}}}}, "region 'west' is not among the names"),
+        (
+            {"links": {"racks": [{"name": "r", "nodes": ["nw"], "gbps": 1}]}},
+            "rack 'r' holds node 'nw', which is not among nodes: known: nv",
+        ),
+        (
+            {
+                "links": {
+                    "racks": [{"name": "r", "nodes": ["nv"], "gbps": 1}, {"name": "s", "nodes": ["nv"], "gbps": 1}]
+                }
+            },
+            "node 'nv' is in rack 'r' and in rack 's'; a node has one uplink",
+        ),
+        (
+            {
+                "links": {
+                    "racks": [{"name": "r", "nodes": ["nv"], "gbps": 1}, {"name": "r", "nodes": ["nv"], "gbps": 1}]
+                }
+            },
+            "two racks are named 'r'",
+        ),
+        ({"links": {"staging": {"gbytes_per_second": -1}}}, "links.staging.gbytes_per_second is -1"),
         ({"links": {"regions": {**REGIONS, "of_node": {}}}}, "node 'nv' has no region in links.regions.of_node"),
     ],
 )

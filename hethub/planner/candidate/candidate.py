@@ -47,6 +47,10 @@ class CandidateStage:
     def replicas(self) -> int:
         return sum([own.number for own in self.groups])
 
+    @cached_property
+    def ranks(self) -> int:
+        return sum([own.tp * own.number for own in self.groups])
+
     def with_groups(self, groups: Sequence[ReplicaGroup]) -> "CandidateStage":
         """The stage with other replicas, and so without shares and nudges."""
         return CandidateStage(self.layers, merged(groups), self.recompute, self.zero)

@@ -12,12 +12,13 @@ from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
 from hethub.planner.problem.problem import Kind, Problem
-from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.constants import is_cpu, packaged
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
 from hethub.predictor.cost.links import Group, Network
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
+from hethub.predictor.memory.ranks import framework_bytes
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 
@@ -93,8 +94,12 @@ class UnitCosts:
         self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
     ) -> Coefficients:
         """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
-        mode = mode or Mode(self.problem.usual_zero)
-        return self.memory.coefficients(self.problem.kinds[kind].accelerator, tp, micro_batch, recompute, mode)
+        mode, accelerator = mode or Mode(self.problem.usual_zero), self.problem.kinds[kind].accelerator
+        found = self.memory.coefficients(accelerator, tp, micro_batch, recompute, mode)
+        if self.problem.size > 1:
+            return found
+        few, alone = (framework_bytes(ranks, is_cpu(accelerator)) for ranks in (2, 1))  # probes have several ranks
+        return found._replace(once=found.once - (few - alone))
 
     def deferred_wgrad(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""

@@ -94,21 +94,18 @@ class _Sort(NamedTuple):
 
 class _Side(NamedTuple):
     """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] how many replicas are of
-    a sort, how large their microbatches are, and seconds of these each way."""
+    a sort, over how many ranks of its degree training state is cut, how large their microbatches are, and seconds of
+    these each way."""
 
     stages: Sequence[Placed]
     layers: np.ndarray
     replicas: np.ndarray
     zero: np.ndarray
     numbers: np.ndarray
+    shards: np.ndarray
     micro_batches: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
-
-    @property
-    def shards(self) -> np.ndarray:
-        """[stage]: over how many replicas training state is cut."""
-        return np.where(self.zero > 0, self.replicas, 1)
 
 
 class _Sums(NamedTuple):
@@ -162,7 +159,7 @@ class StageTimes:
             busy=division.least, least=division.least, forward=forward, backward=backward, microbatches=microbatches,
             wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
-            finish=gather + self._optimizer(own, sums.parameters / own.shards),
+            finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)),
             most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
             sure=np.where(named, _UNLIMITED, np.minimum(sure, _UNLIMITED)),
         )  # fmt: skip
@@ -176,7 +173,7 @@ class StageTimes:
         self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName, slack: float = 1.0
     ) -> Room:
         """What one of the group's ranks has for microbatches, by the closed form."""
-        shards = stage.replicas if stage.zero else 1
+        shards = stage.ranks / own.tp if stage.zero else 1
         at = self._coefficients(stage, own, place, schedule)
         return _room(at, stage.layers, shards, slack * self._capacity[own.kind])
 
@@ -211,6 +208,7 @@ class StageTimes:
         width = max([len(placed.stage.groups) for placed in stages])
         sorts = [[self._sort(own, placed) for own in placed.stage.groups] for placed in stages]
         numbers = [[own.number for own in placed.stage.groups] for placed in stages]
+        shards = [[p.stage.ranks / own.tp if p.stage.zero else 1.0 for own in p.stage.groups] for p in stages]
         each = _Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
         layers = np.array([float(placed.stage.layers) for placed in stages])
         x = layers[:, None]
@@ -220,6 +218,7 @@ class StageTimes:
             replicas=np.array([placed.stage.replicas for placed in stages]),
             zero=np.array([placed.stage.zero for placed in stages]),
             numbers=np.array(_padded(numbers, width, 0)),
+            shards=np.array(_padded(shards, width, 1.0)),
             micro_batches=each.micro_batch,
             forward=x * each.forward + each.embedding_forward + each.head_forward,
             backward=x * each.backward + each.embedding_backward + each.head_backward,
@@ -291,7 +290,7 @@ class StageTimes:
             [self._coefficients(p.stage, group, p.place, p.schedule) for group in p.stage.groups] for p in own.stages
         ]
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
-        return _room(at, own.layers[:, None], own.shards[:, None], NEARLY * self._capacities(own))
+        return _room(at, own.layers[:, None], own.shards, NEARLY * self._capacities(own))
 
     def _capacities(self, own: _Side) -> np.ndarray:
         """[stage, sort]: bytes of a rank."""

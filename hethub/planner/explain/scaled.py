@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hethub.predictor.cost.constants import packaged
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Factors on a cluster's figures; `compute` is by accelerator name."""
+    """Factors on a cluster's figures; `compute` is by accelerator name, `network` of all between nodes, `bridge` of
+    staging and of what is given for the bridge alone: where nothing is, its bytes take the nodes' interfaces."""
 
     compute: Mapping[str, float] = field(default_factory=dict)
     memory: float = 1.0
@@ -26,9 +28,17 @@ def scaled(cluster: ClusterSpec, scale: Scale) -> ClusterSpec:
     links = cluster.links
     inside = links.in_node.gbytes_per_second
     bridge = links.between_islands.gbps_per_node
+    staged, hosts = links.staging.gbytes_per_second, links.staging.per_host_gbytes_per_second
+    regions = links.regions
     changed = links.replace(
         in_node=links.in_node.replace(gbytes_per_second=inside and inside * scale.in_node),
         between_islands=links.between_islands.replace(gbps_per_node=bridge and bridge * scale.bridge),
+        staging=links.staging.replace(
+            gbytes_per_second=(staged or packaged().links["host_staged_gbytes_per_second"]) * scale.bridge,
+            per_host_gbytes_per_second=hosts and hosts * scale.bridge,
+        ),
+        racks=tuple(rack.replace(gbps=rack.gbps * scale.network) for rack in links.racks),
+        regions=regions and regions.replace(gbps=[[gbps * scale.network for gbps in row] for row in regions.gbps]),
     )
     return cluster.replace(nodes=tuple(_node(node, scale) for node in cluster.nodes), links=changed)
 

@@ -212,7 +212,9 @@ def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
     for place in cluster.places:
         node = place.node
         region = regions.of_node[node.name] if regions else None
-        key = (node.device.name, place.island, node.accelerators, node.gbps, node.reserved_memory_gb, region)
+        rack = next((rack.name for rack in cluster.links.racks if node.name in rack.nodes), None)
+        interfaces = (node.nics, node.gbps_per_nic)
+        key = (node.device.name, place.island, node.accelerators, interfaces, node.reserved_memory_gb, region, rack)
         found.setdefault(key, {}).setdefault(place.machine, []).append(place)
     return tuple(_kind(machines) for machines in found.values())
 
@@ -231,4 +233,12 @@ def _only(cluster: ClusterSpec, kind: Kind) -> ClusterSpec:
     """The nodes of one kind as a cluster of their own."""
     wanted = {cluster.places[rank].node.name for rank in kind.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
-    return cluster.replace(name=f"{cluster.name}, {kind.accelerator.name} ({kind.island}) alone", nodes=nodes)
+    racks = (
+        rack.replace(nodes=tuple(name for name in rack.nodes if name in wanted))
+        for rack in cluster.links.racks
+        if wanted & {*rack.nodes}
+    )
+    links = cluster.links.replace(racks=tuple(racks))
+    return cluster.replace(
+        name=f"{cluster.name}, {kind.accelerator.name} ({kind.island}) alone", nodes=nodes, links=links
+    )

@@ -1,19 +1,35 @@
-"""Seconds of messages and collectives by level of the network: in a node, between nodes, between islands."""
+"""Seconds of messages and collectives, and the links that they occupy: one table of resources and their rates.
+
+A message takes a path of resources: the staging of an accelerator, its host's, a node's cards or its part of the bridge,
+a rack's uplink, what lies between two regions. Each carries so many bytes a second in one direction, whoever sends them.
+What is at work at a time shares a resource equally.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
+from functools import cached_property
+from math import ceil, log2
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec
-from hethub.spec.cluster import ClusterSpec, NodeSpec, Place
+from hethub.spec.cluster import ClusterSpec, NodeSpec, Place, RackSpec
 from hethub.spec.errors import BadInput
 
 PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
 UNKNOWN_GENERATION = 5
+OUT, IN = "out", "in"
+OF_RANKS = ("port", "staging")  # resources that the ranks of a machine do not share
+
+
+class Resource(NamedTuple):
+    """What bytes occupy, in one direction: kind, and which of them."""
+
+    kind: str  # port, staging (of a rank); host, cards, bridge (of a machine); rack (by name); regions (from, to)
+    owner: object
+    way: str = OUT
 
 
 class Link(NamedTuple):
@@ -24,6 +40,13 @@ class Link(NamedTuple):
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_seconds + num_bytes * self.seconds_per_byte if num_bytes else 0.0
+
+
+class Path(NamedTuple):
+    """A way between two ranks that nobody else uses, and the resources on it."""
+
+    alone: Link
+    resources: tuple[Resource, ...]
 
 
 @dataclass(frozen=True)
@@ -46,10 +69,13 @@ def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool
 
 
 def host_gbytes_per_second(accelerator: AcceleratorSpec, fit: Mapping[str, float]) -> float:
-    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower."""
+    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower.
+
+    Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
+    """
     generation = accelerator.pcie_generation or UNKNOWN_GENERATION
     wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
-    return wire * fit["pcie_fraction"]
+    return wire * fit["host_copy_fraction"]
 
 
 class Network:
@@ -62,6 +88,8 @@ class Network:
         self.cluster, self.fit = cluster, (constants or packaged()).links
         self.places = cluster.places
         self.machines = [node for node in cluster.nodes for _ in range(node.count)]
+        self._rates: dict[Resource, float] = {}
+        self._paths: dict[tuple[int, int], Path] = {}
 
     def group(self, ranks: Sequence[int]) -> Group:
         """Where `ranks` are."""
@@ -69,36 +97,114 @@ class Network:
         islands = Counter(self.places[rank].island for rank in ranks)
         return Group(len(ranks), tuple(machines.items()), tuple(islands.items()))
 
+    # -- messages
+
     def link(self, source: int, target: int, sharing: float = 1.0) -> Link:
-        """The way from rank to rank, its node's interfaces shared by `sharing` messages at a time."""
+        """The way from rank to rank, all that is not theirs alone shared by `sharing` messages at a time."""
+        alone, resources = self.path(source, target)
+        shared = [sharing / self.rate(resource) for resource in resources if resource.kind not in OF_RANKS]
+        return Link(alone.latency_seconds, max([alone.seconds_per_byte, *shared]))
+
+    def path(self, source: int, target: int) -> Path:
+        """The way from rank to rank. One message has one interface at most; host memory is passed at both ends of a
+        bridge."""
         a, b = self.places[source], self.places[target]
+        found = self._paths.get((a.machine, b.machine))
+        if found is None:
+            found = self._paths[a.machine, b.machine] = self._path(a, b)
+        if a.island != b.island:
+            return Path(found.alone, (*_ends("staging", source, target), *found.resources))
+        return found if a.machine != b.machine else Path(found.alone, _ends("port", source, target))
+
+    def _path(self, a: Place, b: Place) -> Path:
+        """Between two machines, or inside one, without what is the ranks' own."""
+        apart = a.machine != b.machine
+        resources: list[Resource] = []
+        if a.island != b.island:
+            alone, resources = self._bridge(a, b)
+        elif apart:
+            latency = self.fit["in_node_latency_seconds"] + self.cluster.links.between_nodes.latency_seconds
+            alone = Link(latency, 1.0 / min(self._interface(node) for node in (a.node, b.node)))
+            resources = [*_ends("cards", a.machine, b.machine)]
+        else:
+            alone = Link(self._in_node_latency(a.node), 1.0 / self._in_node(a.node))
+        latency, per_byte = alone
+        racks = [self.racks.get(place.node.name) for place in (a, b)]
+        if apart and racks[0] is not racks[1]:
+            resources += [Resource("rack", rack.name, way) for rack, way in zip(racks, (OUT, IN), strict=True) if rack]
+            latency += sum(rack.latency_seconds for rack in racks if rack)
+        far, between = self._between_regions(a.node, b.node)
+        resources += between
         measured = self._measured(self._level(a, b), "send")
         if measured is not None:
-            return Link(measured.latency_seconds, sharing / (measured.gbytes_per_second * 1e9))
-        near, far = self._near(a, b, sharing), self._between_regions([a.node, b.node], sharing)
-        return Link(max(near.latency_seconds, far.latency_seconds), max(near.seconds_per_byte, far.seconds_per_byte))
+            return Path(Link(measured.latency_seconds, 1e-9 / measured.gbytes_per_second), tuple(resources))
+        slowest = max([per_byte, *(1.0 / self.rate(resource) for resource in resources)])
+        return Path(Link(max(latency, far), slowest), tuple(resources))
 
-    def _near(self, a: Place, b: Place, sharing: float) -> Link:
-        """The way as it is inside one region."""
-        if a.island != b.island:
-            return self._bridge(a.node, b.node, a.machine == b.machine, sharing)
-        if a.machine == b.machine:
-            return Link(self._in_node_latency(a.node), 1.0 / self._in_node(a.node))
-        rate = min(self._node_rate(node, sharing) for node in (a.node, b.node))
-        return Link(self.fit["in_node_latency_seconds"] + self.cluster.links.between_nodes.latency_seconds, 1.0 / rate)
+    def _bridge(self, a: Place, b: Place) -> tuple[Link, list[Resource]]:
+        """Between islands: staged through host memory at both ends, then the wire; the slowest counts, for they
+        overlap."""
+        given, resources = self.cluster.links.between_islands, list[Resource]()
+        if self.cluster.links.staging.per_host_gbytes_per_second is not None:
+            resources += _ends("host", a.machine, b.machine)
+        rates = [self.staging_rate]
+        if given.gbps_per_node is not None:
+            resources += _ends("bridge", a.machine, b.machine)
+        elif a.machine != b.machine and not (self.cluster.emulated and (a.node.gbps is None or b.node.gbps is None)):
+            resources += _ends("cards", a.machine, b.machine)
+            rates += [self._interface(node) for node in (a.node, b.node)]
+        return Link(given.latency_seconds, 1.0 / min(rates)), resources
 
-    def _between_regions(self, nodes: Sequence[NodeSpec], sharing: float) -> Link:
-        """The slowest way between the regions of `nodes`, shared by `sharing` flows; no limit inside one region."""
+    def rate(self, resource: Resource) -> float:
+        """Bytes a second that a resource carries in its direction; no less than one message was measured to get."""
+        found = self._rates.get(resource)
+        if found is None:
+            found = self._rates[resource] = self._rate(resource)
+        return found
+
+    def _rate(self, resource: Resource) -> float:
+        links, (kind, owner, _) = self.cluster.links, resource
+        if kind == "regions":
+            assert links.regions is not None
+            assert isinstance(owner, tuple)
+            return links.regions.gbps[owner[0]][owner[1]] / 8 * 1e9
+        if kind == "rack":
+            (rack,) = (rack for rack in links.racks if rack.name == owner)
+            return rack.gbps / 8 * 1e9 * self.fit["between_nodes_fraction"]
+        assert isinstance(owner, int)
+        if kind == "port":
+            return self._in_node(self.places[owner].node)
+        if kind == "cards":
+            return self._cards(self.machines[owner])
+        bridged = self._measured("between_islands", "send")
+        least = 0.0 if bridged is None else bridged.gbytes_per_second * 1e9
+        if kind == "staging":
+            return max(least, self.staging_rate)
+        if kind == "host":
+            assert links.staging.per_host_gbytes_per_second is not None
+            return max(least, links.staging.per_host_gbytes_per_second * 1e9)
+        assert links.between_islands.gbps_per_node is not None
+        return max(least, links.between_islands.gbps_per_node / 8 * 1e9 * self.fit["between_nodes_fraction"])
+
+    @property
+    def staging_rate(self) -> float:
+        """Bytes a second between an accelerator and its relay: the cluster's, else a guess."""
+        given = self.cluster.links.staging.gbytes_per_second
+        return (self.fit["host_staged_gbytes_per_second"] if given is None else given) * 1e9
+
+    @cached_property
+    def racks(self) -> dict[str, RackSpec]:
+        """By node name, its rack."""
+        return {name: rack for rack in self.cluster.links.racks for name in rack.nodes}
+
+    def _between_regions(self, a: NodeSpec, b: NodeSpec) -> tuple[float, list[Resource]]:
+        """Latency and resource between the regions of two nodes; none inside one region."""
         regions = self.cluster.links.regions
-        if regions is None:
-            return Link(0.0, 0.0)
-        here = sorted({regions.names.index(regions.of_node[node.name]) for node in nodes})
-        pairs = [(a, b) for a in here for b in here if a != b]
-        rate = min((regions.gbps[a][b] / 8 * 1e9 for a, b in pairs), default=None)
-        latency = (
-            max((regions.latency_seconds[a][b] for a, b in pairs), default=0.0) if regions.latency_seconds else 0.0
-        )
-        return Link(latency, 0.0 if rate is None else sharing / rate)
+        if regions is None or regions.of_node[a.name] == regions.of_node[b.name]:
+            return 0.0, []
+        here, there = (regions.names.index(regions.of_node[node.name]) for node in (a, b))
+        latency = regions.latency_seconds[here][there] if regions.latency_seconds else 0.0
+        return latency, [Resource("regions", (here, there))]
 
     @staticmethod
     def _level(a: Place, b: Place) -> str:
@@ -121,6 +227,119 @@ class Network:
         sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
         return through_host(node.device, sheet)
 
+    def _in_node_latency(self, node: NodeSpec) -> float:
+        given = self.cluster.links.in_node.latency_seconds
+        return self.fit["in_node_latency_seconds"] if given is None else given
+
+    def _cards(self, node: NodeSpec) -> float:
+        """Bytes per second of all interfaces of a node, each direction."""
+        measured = self._measured("between_nodes", "send")
+        if measured is not None:
+            return measured.gbytes_per_second * 1e9 * node.nics
+        if node.gbps is None:
+            if self.cluster.emulated:
+                return self._in_node(node)
+            raise BadInput(
+                f"cluster '{self.cluster.name}': node '{node.name}' gives no gbps_per_nic, and the plan sends between machines; "
+                "add `nics` and `gbps_per_nic` (Gbit/s each) to it."
+            )
+        rate = node.gbps / 8 * 1e9 / self.cluster.links.between_nodes.oversubscription
+        return rate * self.fit["between_nodes_fraction"]
+
+    def _interface(self, node: NodeSpec) -> float:
+        """Bytes per second of one interface."""
+        return self._cards(node) / (1 if node.gbps is None and self.cluster.emulated else node.nics)
+
+    # -- collectives
+
+    def reduce_scatter(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
+        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long.
+
+        A ring: every link carries (n-1)/n of the bytes in n-1 steps. `sharing` groups like it are at work on each of
+        their machines, and so on all others of their racks and regions.
+        """
+        return self._collective(group, num_bytes, sharing, self._ring_seconds(group))
+
+    all_gather = reduce_scatter
+
+    def all_reduce(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
+        """Seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather, or over many
+        machines a tree of them, which moves as much in fewer steps."""
+        steps = min(self._ring_seconds(group), self._tree_seconds(group))
+        return 2.0 * self._collective(group, num_bytes, sharing, steps)
+
+    def _ring_seconds(self, group: Group) -> float:
+        """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
+        step = self.fit["collective_step_seconds"]
+        if len(group.machines) > 1:
+            step = max(step, self.cluster.links.between_nodes.latency_seconds)
+        return (group.size - 1) * step
+
+    def _tree_seconds(self, group: Group) -> float:
+        """The steps of a chain inside each machine, and of a tree over these (NCCL's)."""
+        between = max(self.fit["collective_step_seconds"], self.cluster.links.between_nodes.latency_seconds)
+        inside = (group.most_per_machine - 1) * self.fit["collective_step_seconds"]
+        return inside + ceil(log2(len(group.machines))) * between
+
+    def _collective(self, group: Group, num_bytes: float, sharing: int, steps: float) -> float:
+        if group.size == 1 or not num_bytes:
+            return 0.0
+        level = (
+            "between_islands" if len(group.islands) > 1 else "between_nodes" if len(group.machines) > 1 else "in_node"
+        )
+        measured = self._measured(level, "all_reduce")
+        nodes = [self.machines[machine] for machine, _ in group.machines]
+        part = (group.size - 1) / group.size
+        ring = num_bytes * part / self._ring_rate(group, sharing, measured)
+        if len(group.islands) > 1:
+            ring = max(ring / part, self._exchange_seconds(group, num_bytes, sharing, measured))
+        if measured is not None:
+            return measured.latency_seconds / 2 + max(ring, num_bytes * part / (measured.gbytes_per_second * 1e9))
+        latency = self.fit["collective_latency_seconds"] + steps
+        if group.most_per_machine > 1 and any(map(self._hosted, nodes)):
+            latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + steps
+        if len(nodes) > 1:
+            latency += max(self._between_regions(a, b)[0] for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+        if len(group.islands) > 1:
+            latency += self.cluster.links.between_islands.latency_seconds
+        return latency + ring
+
+    def _ring_rate(self, group: Group, sharing: int, measured: LinkTiming | None) -> float:
+        """Bytes a second that a ring gets of its slowest link."""
+        least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
+        nodes = [self.machines[machine] for machine, _ in group.machines]
+        rates = []
+        if group.most_per_machine > 1:
+            rates = [max(least, self._in_node(n)) / self._sharing_inside(n, len(nodes), sharing) for n in nodes]
+        if len(nodes) > 1:
+            rates += [max(least, self._cards(node)) / min(sharing, node.accelerators) for node in nodes]
+            rates += [self.rate(resource) / (sharing * like) for resource, like in self._passed_between(group)]
+        return min(rates) if rates else max(least, 1e30)
+
+    def ring_bytes(self, group: Group, num_bytes: float) -> dict[Resource, float]:
+        """What a reduce-scatter or an all-gather of `num_bytes` sends over what machines share on its way."""
+        found: dict[Resource, float] = {}
+        of_island, links = dict(group.islands), self.cluster.links
+        exchanged = num_bytes * (len(of_island) - 1) / 2
+        if exchanged:
+            for machine, count in group.machines:
+                node = self.machines[machine]
+                wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
+                here = exchanged * count / of_island[node.device.vendor]
+                if wire == "bridge" or self._has_cards(node, group):
+                    found[Resource(wire, machine)] = here
+                if links.staging.per_host_gbytes_per_second is not None:
+                    found[Resource("host", machine)] = here
+        elif len(group.machines) > 1:
+            ring = num_bytes * (group.size - 1) / group.size
+            found = {Resource("cards", machine): ring for machine, _ in group.machines}
+            found |= {resource: ring for resource, _ in self._passed_between(group)}
+        return found
+
+    def _has_cards(self, node: NodeSpec, group: Group) -> bool:
+        """Whether what islands exchange takes the interfaces of their nodes."""
+        return len(group.machines) > 1 and not (self.cluster.emulated and node.gbps is None)
+
     def _sharing_inside(self, node: NodeSpec, num_nodes: int, sharing: int) -> int:
         """How many like groups share the way between a node's accelerators.
 
@@ -129,87 +348,45 @@ class Network:
         """
         return min(sharing, node.accelerators) if num_nodes > 1 and self._hosted(node) else 1
 
-    def _in_node_latency(self, node: NodeSpec) -> float:
-        given = self.cluster.links.in_node.latency_seconds
-        return self.fit["in_node_latency_seconds"] if given is None else given
+    def _passed_between(self, group: Group) -> list[tuple[Resource, float]]:
+        """Racks and regions that a ring leaves, and for each group on one of their machines how many there are in all."""
+        nodes = [self.machines[machine] for machine, _ in group.machines]
+        found: list[tuple[Resource, float]] = []
+        racks = [self.racks.get(node.name) for node in nodes]
+        if len({rack and rack.name for rack in racks}) > 1:
+            for rack in {rack.name: rack for rack in racks if rack}.values():
+                machines = sum(node.count for node in self.cluster.nodes if node.name in rack.nodes)
+                here = sum(other is rack for other in racks)
+                found.append((Resource("rack", rack.name), machines / here))
+        regions = self.cluster.links.regions
+        if regions is not None:
+            own = [regions.names.index(regions.of_node[node.name]) for node in nodes]
+            for a, b in {(a, b) for a, b in zip(own, [*own[1:], own[0]], strict=True) if a != b}:
+                machines = sum(n.count for n in self.cluster.nodes if regions.of_node[n.name] == regions.names[a])
+                found.append((Resource("regions", (a, b)), machines / own.count(a)))
+        return found
 
-    def _node_rate(self, node: NodeSpec, sharing: float) -> float:
-        """Bytes per second of one of `sharing` flows out of a node; one flow has one interface at most."""
-        if node.gbps is None:
-            if self.cluster.emulated:
-                return self._in_node(node) / sharing
-            raise BadInput(
-                f"cluster '{self.cluster.name}': node '{node.name}' gives no gbps_per_nic, and the plan sends between machines; "
-                "add `nics` and `gbps_per_nic` (Gbit/s each) to it."
-            )
-        flows = max(sharing, node.nics)
-        rate = node.gbps / 8 * 1e9 / self.cluster.links.between_nodes.oversubscription
-        return rate * self.fit["between_nodes_fraction"] / flows
-
-    def _bridge(self, a: NodeSpec, b: NodeSpec, one_machine: bool, sharing: float) -> Link:
-        """Between islands: staged through host memory, then the wire; the slower of both counts, for they overlap."""
-        given = self.cluster.links.between_islands
-        staged = self.fit["host_staged_gbytes_per_second"] * 1e9
-        wire = staged
-        if given.gbps_per_node is not None:
-            wire = given.gbps_per_node / 8 * 1e9 * self.fit["between_nodes_fraction"] / sharing
-        elif not one_machine and not (self.cluster.emulated and (a.gbps is None or b.gbps is None)):
-            wire = min(self._node_rate(a, sharing), self._node_rate(b, sharing))
-        return Link(given.latency_seconds, 1.0 / min(staged, wire))
-
-    def reduce_scatter(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
-        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long.
-
-        A ring: every link carries (n-1)/n of the bytes; between nodes `sharing` like groups use the same interfaces.
-        """
-        if group.size == 1 or not num_bytes:
-            return 0.0
-        level = (
-            "between_islands" if len(group.islands) > 1 else "between_nodes" if len(group.machines) > 1 else "in_node"
-        )
-        measured = self._measured(level, "all_reduce")
-        if measured is not None:
-            return measured.latency_seconds / 2 + num_bytes * (group.size - 1) / group.size / (
-                measured.gbytes_per_second * 1e9
-            )
-        nodes = {machine: self.machines[machine] for machine, _ in group.machines}
-        inside = [self._sharing_inside(node, len(nodes), sharing) / self._in_node(node) for node in nodes.values()]
-        slowest = max(inside) if group.most_per_machine > 1 else 0.0
-        steps = (group.size - 1) * self.fit["collective_step_seconds"]
-        hosted = group.most_per_machine > 1 and any(self._hosted(node) for node in nodes.values())
-        latency = self.fit["collective_latency_seconds"] + min(steps, 2e-4)
-        if hosted:
-            latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + min(steps, 2e-4)
-        if len(nodes) > 1:
-            rates = [self._collective_node_rate(node, min(sharing, node.accelerators)) for node in nodes.values()]
-            slowest = max(slowest, 1.0 / min(rates))
-            latency += self.cluster.links.between_nodes.latency_seconds * len(nodes).bit_length()
-            far = self._between_regions(list(nodes.values()), sharing)
-            slowest, latency = max(slowest, far.seconds_per_byte), latency + far.latency_seconds
-        if len(group.islands) > 1:
-            return latency + self._bridged(group, num_bytes, slowest)
-        return latency + num_bytes * slowest * (group.size - 1) / group.size
-
-    all_gather = reduce_scatter
-
-    def all_reduce(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
-        """Seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather."""
-        return 2.0 * self.reduce_scatter(group, num_bytes, sharing)
-
-    def _bridged(self, group: Group, num_bytes: float, inner: float) -> float:
-        """Island legs and the exchange overlap in chunks: the slowest leg counts. Every island sends its partial
-        sum."""
-        given = self.cluster.links.between_islands
+    def _exchange_seconds(self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None) -> float:
+        """What islands send each other, every one its partial sum, each rank a part; it overlaps with the rings inside
+        them in chunks."""
+        links = self.cluster.links
+        least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
         exchanged = num_bytes * (len(group.islands) - 1) / 2
         flows = min(count for _, count in group.islands)
-        rate = self.fit["host_staged_gbytes_per_second"] * 1e9 * flows
-        if given.gbps_per_node is not None:
-            rate = min(rate, given.gbps_per_node / 8 * 1e9 * self.fit["between_nodes_fraction"])
-        return given.latency_seconds + max(exchanged / rate, num_bytes * inner)
+        seconds = [exchanged / flows / max(least, self.staging_rate)]
+        of_island = dict(group.islands)
+        for machine, count in group.machines:
+            node = self.machines[machine]
+            here = exchanged * count / of_island[node.device.vendor] * min(sharing, node.accelerators)
+            if links.staging.per_host_gbytes_per_second is not None:
+                seconds.append(here / max(least, self.rate(Resource("host", machine))))
+            if links.between_islands.gbps_per_node is not None:
+                seconds.append(here / max(least, self.rate(Resource("bridge", machine))))
+            elif self._has_cards(node, group):
+                seconds.append(here / max(least, self._cards(node)))
+        return max(seconds)
 
-    def _collective_node_rate(self, node: NodeSpec, sharing: int) -> float:
-        """Bytes per second that one of `sharing` collectives gets of a node's interfaces; a ring uses all of them."""
-        if node.gbps is None:
-            return self._node_rate(node, sharing)
-        rate = node.gbps / 8 * 1e9 / self.cluster.links.between_nodes.oversubscription
-        return rate * self.fit["between_nodes_fraction"] / sharing
+
+def _ends(kind: str, source: int, target: int) -> tuple[Resource, Resource]:
+    """What a message leaves and what it enters."""
+    return Resource(kind, source, OUT), Resource(kind, target, IN)

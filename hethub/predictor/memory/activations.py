@@ -136,12 +136,17 @@ def kept_of_layer(kept: KeptPerSample, recompute: Recompute, software: Software)
     return fraction * kept.layer
 
 
-def kept_per_sample(layout: Layout, widths: RankWidths, software: Software, width: int) -> KeptPerSample:
-    """What a sample keeps on a rank, where an activation takes `width` bytes."""
+def kept_per_sample(
+    layout: Layout, widths: RankWidths, software: Software, width: int, recompute: Recompute
+) -> KeptPerSample:
+    """What a sample keeps on a rank, where an activation takes `width` bytes; the scores of unfused attention included,
+    unless they are run again."""
     model = layout.model
     tokens = layout.plan.seq_len / software.context_parallel
     hidden = model.hidden * (widths.query / model.heads if software.sequence_parallel else 1.0)
     layer = tokens * _layer_bytes_per_token(model, widths, hidden, software, width)
+    if not software.fused_attention and recompute == "none":
+        layer += _score_bytes(layout, widths, software, width)
     query, kv = widths.query * model.head_size, widths.kv * model.head_size
     deferred_wgrad = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * widths.ffn)
     return KeptPerSample(
@@ -153,7 +158,7 @@ def kept_per_sample(layout: Layout, widths: RankWidths, software: Software, widt
     )
 
 
-def score_bytes(layout: Layout, widths: RankWidths, software: Software, width: int) -> float:
+def _score_bytes(layout: Layout, widths: RankWidths, software: Software, width: int) -> float:
     """What unfused attention keeps of a sample's scores in a layer: softmax's result, dropout's mask and result."""
     kept = 2 * width + 1 if software.attention_dropout else width
     return kept * widths.query * layout.plan.seq_len**2 / software.context_parallel

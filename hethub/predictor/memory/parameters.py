@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hethub.predictor.cost.software import Software
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.state import both_ends_step
+from hethub.spec.layout.state import StateMap, both_ends_step
 from hethub.spec.layout.tensors import tensor_parallel_shares
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import ReplicaSpec
@@ -111,16 +111,26 @@ class Held(NamedTuple):
 def stepped(layout: Layout, software: Software, stage: int, rank: int, held: Held, whole: Held) -> float:
     """Parameters that a rank steps of those it holds: all, an equal part of them, or its share of the stage's.
 
-    `whole` is what the ranks of a replica hold together.
+    `whole` is what the ranks of a replica hold together. Replicas of unlike degrees share the stage's state, not each
+    cut of it: all ranks step as much, for any of them hold at least their part of it together. Where uneven cuts stand
+    beside others, the state map knows.
     """
     spec = layout.stages[stage]
-    shards = len(spec.replicas) * software.context_parallel if spec.zero else 1
-    if not spec.zero or not spec.state_shares:
-        return held.own / shards + _stepped_apart(layout, software, stage, held.apart)
+    apart = _stepped_apart(layout, software, stage, held.apart)
+    if not spec.zero:
+        return held.own + apart
+    if not spec.state_shares and spec.cut_alike:
+        return held.own / (len(spec.replicas) * software.context_parallel) + apart
+    if not spec.state_shares and any(replica.tensor_shares for replica in spec.replicas):
+        (alone,) = rank_widths(layout.model, 1)
+        return StateMap(layout).owned_elements[rank] * sum(whole) / StageParameters.of(layout, stage, alone).total
+    shared, apart = (whole.own, apart) if both_ends_step(layout) else (whole.own + (stage == 0) * whole.apart, 0.0)
+    if not spec.state_shares:
+        return shared / len(spec.ranks) + apart
     named = spec.state_shares.get(rank)
     if named is None:
         named = (1.0 - sum(spec.state_shares.values())) / (len(spec.ranks) - len(spec.state_shares))
-    return named * (whole.own + (whole.apart if stage == 0 else 0))
+    return named * shared + apart
 
 
 def _stepped_apart(layout: Layout, software: Software, stage: int, apart: float) -> float:

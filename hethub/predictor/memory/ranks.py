@@ -163,9 +163,14 @@ def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str
         "activations": int(peak.activations),
         "buffers": int(tables + counted * (4 if layout.num_stages > 1 else 1) * hidden),
         "logits": int(counted * last * logits * LOSS_BYTES_PER_LOGIT),
-        "framework": counted * (CONTEXT_BYTES + (COMMUNICATOR_BYTES if layout.cluster.size > 1 else 0)),
+        "framework": framework_bytes(layout.cluster.size, on_cpu),
     }
     return parts, int(state.host_bytes + activations_host)
+
+
+def framework_bytes(num_ranks: int, on_cpu: bool) -> int:
+    """What context and communicators take of an accelerator in a job of so many ranks; one alone has no communicator."""
+    return 0 if on_cpu else CONTEXT_BYTES + (COMMUNICATOR_BYTES if num_ranks > 1 else 0)
 
 
 def _peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, state: Resident) -> Moment:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software
-from hethub.predictor.memory.activations import KeptPerSample, kept_per_sample, score_bytes
+from hethub.predictor.memory.activations import KeptPerSample, kept_per_sample
 from hethub.predictor.memory.parameters import Held, RankWidths, StageParameters, rank_widths
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import BUCKET_ELEMENTS
@@ -49,11 +49,8 @@ class Shard:
 
     @cached_property
     def kept(self) -> KeptPerSample:
-        """What one sample keeps, the scores of unfused attention included."""
-        found = kept_per_sample(self.layout, self.widths, self.software, self.width)
-        if self.software.fused_attention or self.spec.recompute != "none":
-            return found
-        return found._replace(layer=found.layer + score_bytes(self.layout, self.widths, self.software, self.width))
+        """What one sample keeps."""
+        return kept_per_sample(self.layout, self.widths, self.software, self.width, self.spec.recompute)
 
     @cached_property
     def chunks(self) -> list[Range]:

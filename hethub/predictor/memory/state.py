@@ -7,7 +7,7 @@ first layer and the head in the last (hethub.spec.layout.state). Norms always st
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software, gradient_bytes
-from hethub.predictor.memory.parameters import stepped
+from hethub.predictor.memory.parameters import Held, stepped
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment, Layout
 
@@ -30,11 +30,11 @@ class Resident(NamedTuple):
 def resident(shard: Shard, assignment: Assignment) -> Resident:
     """What stays on the accelerator, and all state that is offloaded to the host."""
     stage, software, width, held = shard.spec, shard.software, shard.width, shard.parameters
-    shards = len(stage.replicas) * software.context_parallel
     level = zero_level(shard.layout, assignment.stage, software)
     owned = stepped(shard.layout, software, assignment.stage, assignment.rank, held.held, shard.whole)
     stay = held.norms + held.apart
-    kept = max(0.0, owned - stay / shards)  # of the units, where only owners keep them
+    units = Held(held.held.own - held.norms, 0.0), Held(shard.whole.own - held.norms, 0.0)
+    kept = stepped(shard.layout, software, assignment.stage, assignment.rank, *units)  # where only owners keep them
     offloaded, host = "parameters" in stage.offload, 0.0
     weights, gradients = float(held.total), kept + stay if level >= 2 else held.total
     if offloaded:

@@ -7,16 +7,18 @@ from typing import NamedTuple
 from hethub.predictor.cost.cache import shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.links import IN, Link, Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
 from hethub.predictor.memory.state import optimizer_bytes
+from hethub.predictor.pipeline.link_loads import Flow, LinkLoads
 from hethub.predictor.pipeline.overlap import exposed
 from hethub.predictor.pipeline.state_costs import Portion, StateCosts
 from hethub.spec.accelerator import AcceleratorSpec
+from hethub.spec.cluster import Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
 
@@ -50,7 +52,8 @@ class PlanCosts:
         self.layout, self.software, self.profile = layout, software, profile
         self.plan, self.model = layout.plan, layout.model
         self._replica_keys: dict[tuple[int, int], tuple[object, ...]] = {}
-        self._shared_exits: dict[int, Counter[int]] = {}
+        self._leaders: dict[int, Counter[tuple[str, object]]] = {}
+        self._sharing: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
         self.set_constants(constants)
         self.width = element_bytes(software.math_precision(self.plan.precision))
 
@@ -62,6 +65,10 @@ class PlanCosts:
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
+        self._ways: dict[tuple[object, ...], Link] = {}
+        self._paces: dict[Flow, float] = {}
+        self.__dict__.pop("loads", None)
+        self.__dict__.pop("is_paced", None)
 
     def layer_cost(self, rank: int) -> LayerCost:
         """The layer costs of a rank's accelerator."""
@@ -123,12 +130,18 @@ class PlanCosts:
 
     def boundary_key(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
+        paces: list[float] = []
+        if self.is_paced:
+            own = [boundary for boundary in self.loads.boundaries if self.loads.stages(boundary)[0] == stage]
+            paces = [self.pace(Flow(boundary, way, source, target)) for boundary in own for way in (0, 1)]
+        return (*self._between(stage, source, stage + 1, target), *paces)
+
+    def _between(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
+        """Where two replicas' leaders are, and how many of their stages leave and enter there at a time."""
         places = self.layout.cluster.places
-        a, b = (
-            places[self.layout.replica(stage, source).ranks[0]],
-            places[self.layout.replica(stage + 1, target).ranks[0]],
-        )
-        return (a.machine == b.machine, a.node.name, b.node.name, self._exits(stage)[a.machine])
+        a, b = (places[self.layout.replica(*at).ranks[0]] for at in ((stage, source), (below, target)))
+        on_one_machine = a.machine == b.machine
+        return (on_one_machine, a.node.name, b.node.name, self._at_once(stage, a), self._at_once(below, b))
 
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
@@ -183,7 +196,9 @@ class PlanCosts:
         """Seconds that copies of what layers keep, one way beside the next layer's compute, add to a pass."""
         recompute = self.layout.stages[stage].recompute
         each = samples * max(
-            kept_of_layer(kept_per_sample(self.layout, widths, self.software, self.width), recompute, self.software)
+            kept_of_layer(
+                kept_per_sample(self.layout, widths, self.software, self.width, recompute), recompute, self.software
+            )
             for widths in dict.fromkeys(replica_widths(self.model, spec, self.software))
         )
         places = self.layout.cluster.places
@@ -230,32 +245,94 @@ class PlanCosts:
         return found
 
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
-        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' link,
-        then inside the target."""
-        sender = self.layout.replica(stage, source)
-        receiver = self.layout.replica(stage + 1 if below is None else below, target)
+        """Seconds for `samples` from a replica of `stage` to one of `below`, by default the next: the leaders' way,
+        shared by all replicas that send or receive there, then inside the target."""
+        below = stage + 1 if below is None else below
+        receiver = self.layout.replica(below, target)
         num_bytes = self._activation_bytes(samples)
-        sharing: float = self._exits(stage)[self.layout.cluster.places[sender.ranks[0]].machine]
-        if self.software.spread_boundaries and sender.tp == receiver.tp > 1:
-            return self._spread_boundary(sender, receiver, num_bytes, sharing)
-        seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing).seconds(num_bytes)
+        if self.software.spread_boundaries and self.layout.replica(stage, source).tp == receiver.tp > 1:
+            # Every rank sends its part to its peer and the receivers gather (Megatron's scatter and gather).
+            seconds = self._way(stage, source, below, target, receiver.tp).seconds(num_bytes / receiver.tp)
+            return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
+        seconds = self._way(stage, source, below, target).seconds(num_bytes)
         if receiver.tp > 1:
             seconds += self.network.link(receiver.ranks[0], receiver.ranks[1]).seconds(num_bytes)
         return seconds
 
-    def _spread_boundary(self, sender: ReplicaSpec, receiver: ReplicaSpec, num_bytes: float, sharing: float) -> float:
-        """Seconds where every rank sends its part to its peer and the receivers gather (Megatron's scatter and
-        gather)."""
-        part = num_bytes / sender.tp
-        seconds = self.network.link(sender.ranks[0], receiver.ranks[0], sharing * sender.tp).seconds(part)
-        return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
-
-    def _exits(self, stage: int) -> Counter[int]:
-        """Per machine, how many replicas of the stage send from it."""
-        found = self._shared_exits.get(stage)
+    def _way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:
+        """From leader to leader and back, the slower of both: what others use too is shared with all leaders of the
+        two stages that are there, and where messages are `spread` with their peers."""
+        key = (self._between(stage, source, below, target), spread)
+        found = self._ways.get(key)
         if found is None:
-            places = self.layout.cluster.places
-            found = self._shared_exits[stage] = Counter(
-                places[replica.ranks[0]].machine for replica in self.layout.stages[stage].replicas
-            )
+            leaders = self.layout.replica(stage, source).ranks[0], self.layout.replica(below, target).ranks[0]
+            ways = [
+                self._shared_way(leaders, (stage, below), spread),
+                self._shared_way(leaders[::-1], (below, stage), spread),
+            ]
+            found = self._ways[key] = Link(*map(max, zip(*ways, strict=True)))
         return found
+
+    def _shared_way(self, ranks: tuple[int, ...], stages: tuple[int, ...], spread: int) -> Link:
+        places, at_once = self.layout.cluster.places, []
+        alone, resources = self.network.path(ranks[0], ranks[1])
+        for resource in resources:
+            end = resource.way == IN
+            sharing = dict(self._at_once(stages[end], places[ranks[end]])).get(resource.kind, 1)
+            at_once.append(spread * sharing / self.network.rate(resource))
+        return Link(alone.latency_seconds, max([alone.seconds_per_byte, *at_once]))
+
+    def _at_once(self, stage: int, place: Place) -> tuple[tuple[str, int], ...]:
+        """By kind of resource, how many replicas of the stage share what `place` has of it."""
+        found = self._sharing.get((stage, place.machine))
+        if found is None:
+            counts = self._leaders.setdefault(stage, Counter())
+            if not counts:
+                for replica in self.layout.stages[stage].replicas:
+                    counts.update(self._shared_at(self.layout.cluster.places[replica.ranks[0]]))
+            found = tuple((kind, counts[kind, owner]) for kind, owner in self._shared_at(place))
+            self._sharing[stage, place.machine] = found
+        return found
+
+    def _shared_at(self, place: Place) -> list[tuple[str, object]]:
+        """What the messages of a machine share, by kind and owner."""
+        rack, regions = self.network.racks.get(place.node.name), self.layout.cluster.links.regions
+        found: list[tuple[str, object]] = [("cards", place.machine), ("bridge", place.machine), ("host", place.machine)]
+        if rack is not None:
+            found.append(("rack", rack.name))
+        if regions is not None:
+            found.append(("regions", regions.of_node[place.node.name]))
+        return found
+
+    # -- pace
+
+    @cached_property
+    def loads(self) -> LinkLoads:
+        """What the plan sends over every link."""
+        repeats = self.software.interleave
+        return LinkLoads(self.layout, self.network, self.state, self._activation_bytes(1), repeats)
+
+    def pace(self, flow: Flow) -> float:
+        """Seconds per sample below which a flow's messages do not follow each other; 0.0 where they come no faster, one
+        pass of their sender after the other."""
+        flow = flow._replace(
+            **dict(zip(("above", "below"), self.loads.alike[flow.boundary, flow.above, flow.below][1:], strict=True))
+        )
+        found = self._paces.get(flow)
+        if found is None:
+            found, giving = self.loads.seconds_per_sample(flow), self.layout.model_chunks[flow.boundary + flow.way]
+            spec = self.layout.replica(giving.stage, replica := flow[2 + flow.way])
+            portions = self.state.portions[giving.stage]
+            portion = portions[giving.chunk] if len(portions) > 1 else None
+            sizes = {spec.micro_batch, spec.samples % spec.micro_batch or spec.micro_batch}
+            apart = min(self.microbatch(giving.stage, replica, size, portion)[flow.way].total for size in sizes)
+            if found * spec.micro_batch * self.software.interleave <= apart:
+                found = 0.0
+            self._paces[flow] = found
+        return found
+
+    @cached_property
+    def is_paced(self) -> bool:
+        """Whether messages come faster than some link takes them."""
+        flows = (Flow(key[0], way, *key[1:]) for key in set(self.loads.alike.values()) for way in (0, 1))
+        return any(self.pace(flow) for flow in flows)

@@ -1,11 +1,12 @@
 """What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.links import Group, Network, host_gbytes_per_second
+from hethub.predictor.cost.links import Group, Network, Resource, host_gbytes_per_second
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import (
     Held,
@@ -277,6 +278,26 @@ class StateCosts:
             for replica in stage_spec.replicas
             for rank in replica.ranks
         )
+
+    def traffic(self) -> dict[Resource, float]:
+        """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
+        found = defaultdict[Resource, float](float)
+        for stage, spec in enumerate(self.layout.stages):
+            if len(spec.replicas) > 1:
+                cuts = max(replica.tp for replica in spec.replicas)
+                (alone,) = rank_widths(self.model, 1)
+                num_bytes = self._count(alone, self.whole(stage)).own / cuts * self._bytes_a_step(stage)
+                for position in range(cuts):
+                    ranks = [replica.ranks[position * replica.tp // cuts] for replica in spec.replicas]
+                    for resource, carried in self.network.ring_bytes(self.network.group(ranks), num_bytes).items():
+                        found[resource] += carried
+        return found
+
+    def _bytes_a_step(self, stage: int) -> int:
+        """Bytes that collectives over replicas move of every parameter in a step."""
+        level, wire = self.level(stage), self.gradient_wire_bytes
+        rounds = self.layout.loads[stage][0].num_microbatches if self.in_rounds(stage) else 1
+        return (2 * wire, wire + self.width, rounds * wire + self.width, rounds * (wire + 2 * self.width))[level]
 
     def host_seconds_per_byte(self, place: Place) -> float:
         """Of one byte between an accelerator and its host, either way."""

@@ -41,7 +41,18 @@ class StepTimes:
 
 
 def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
-    """The step from its first forward to the next one's. `full` replays every action, as a timeline needs."""
+    """The step from its first forward to the next one's, no shorter than any link needs for all its bytes. `full`
+    replays every action, as a timeline needs."""
+    found = _step_times(layout, costs, full)
+    longest, messages = costs.loads.longest
+    if not longest > found.seconds:
+        return found
+    parts = {**found.breakdown, "bubble": 0.0}
+    parts["pp" if 2 * messages > longest else "dp"] += longest - sum(parts.values())
+    return StepTimes(seconds=longest, breakdown=parts, bottleneck=found.bottleneck, timed=found.timed)
+
+
+def _step_times(layout: Layout, costs: PlanCosts, full: bool) -> StepTimes:
     if full:
         return _replayed_times(layout, costs, full)
     if not costs.microbatches_alike:
@@ -50,7 +61,11 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
         # The last microbatch is short, which no extrapolation knows.
         return _folded_replay(layout, costs, _of_chains(layout, costs), None)
-    if layout.plan.schedule in ("1f1b", "gpipe") and costs.chains_apart:
+    if (
+        layout.plan.schedule in ("1f1b", "gpipe")
+        and costs.chains_apart
+        and not (costs.is_paced and costs.software.interleave == 1)
+    ):
         return _chain_times(layout, costs)
     return _folded_times(layout, costs)
 
@@ -111,7 +126,8 @@ def _replayed_times(layout: Layout, costs: PlanCosts | FoldedCosts, full: bool) 
         if source in collectives.shown:
             parts["dp"] += min(idle, collectives.shown[source])
         else:
-            parts["pp"] += min(idle, max(0.0, under_way))
+            sent = ends[compute.senders.get(source, source)]  # what waited for its flow was under way all the while
+            parts["pp"] += min(idle, max(0.0, ends[source] + under_way - sent))
     timed = _timed(compute, ends) if full else None
     return StepTimes(seconds=seconds, breakdown=_breakdown(seconds, parts), bottleneck=bottleneck, timed=timed)
 

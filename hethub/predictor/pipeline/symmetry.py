@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import MicrobatchCost, PlanCosts
+from hethub.predictor.pipeline.link_loads import Flow
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.spec.layout.bind import Layout
 from hethub.spec.schedule.microbatches import stage_overlap
@@ -63,6 +64,10 @@ class FoldedCosts(NamedTuple):
     def boundary(self, stage: int, source: int, target: int, samples: int, below: int | None = None) -> float:
         target_stage = stage + 1 if below is None else below
         return self.costs.boundary(stage, self.group[stage][source], self.group[target_stage][target], samples, below)
+
+    def pace(self, flow: Flow) -> float:
+        above, below = self.costs.loads.stages(flow.boundary)
+        return self.costs.pace(flow._replace(above=self.group[above][flow.above], below=self.group[below][flow.below]))
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
         return self.costs.optimizer(stage, self.group[stage][replica], portion)

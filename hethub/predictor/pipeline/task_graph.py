@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.pipeline.costs import Parts, PlanCosts
+from hethub.predictor.pipeline.link_loads import Flow
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.spec.layout.bind import Layout
@@ -57,6 +58,7 @@ class Compute:
         self.graph = TaskGraph()
         self.runs: dict[Place, Run] = {}
         self.spent: dict[Place, Parts] = {}  # by each replica on all its microbatches
+        self.senders: dict[int, int] = {}  # by node of a flow, the node that gives it its messages
         self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
         for stage, spec in enumerate(layout.stages):
             if layout.plan.runs_in_rounds(stage):
@@ -137,31 +139,70 @@ class Compute:
     def _wire(self) -> None:
         """A microbatch waits for those of the chunk before (backward: behind) that overlap it, where another stage ran
         them."""
-        for above, below in pairwise((chunk.stage, chunk.chunk) for chunk in self.layout.model_chunks):
+        chunks = [(chunk.stage, chunk.chunk) for chunk in self.layout.model_chunks]
+        for boundary, (above, below) in enumerate(pairwise(chunks)):
             if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
                 own = stage_overlap(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
                 costs = [self.costs.boundary(above[0], *pair, below[0]) for pair in own.pairs]
-                seconds = [costs[pair] for pair in own.pair_of]
-                rows = [Rows(*columns) for columns in zip((own.above, own.below), own.firsts, own.others, strict=True)]
-                self._link(Kind.FORWARD, above, rows[0], below, rows[1], seconds)
-                self._link(Kind.BACKWARD, below, rows[1], above, rows[0], seconds)
+                seconds, ends = [costs[pair] for pair in own.pair_of], (own.above, own.below)
+                between = [own.pairs[pair] for pair in own.pair_of]
+                rows = [Rows(*columns) for columns in zip(ends, own.firsts, own.others, strict=True)]
+                for way, kind in enumerate((Kind.FORWARD, Kind.BACKWARD)):
+                    (giving, givers), (taking, takers) = list(zip((above, below), rows, strict=True))[:: 1 - 2 * way]
+                    sources, under_way = self._sent(kind, giving, givers, seconds)
+                    paces = {pair: self.costs.pace(Flow(boundary, way, *pair[:2])) for pair in own.pairs}
+                    if any(paces.values()):
+                        sources, under_way = self._queued(paces, between, sources, under_way)
+                    self._link(kind, sources, under_way, taking, takers)
 
-    def _link(
-        self, kind: Kind, giving: ChunkPlace, givers: Rows, taking: ChunkPlace, takers: Rows, seconds: list[float]
-    ) -> None:
-        """Lets a chunk's microbatches wait for those of another that share samples with them."""
-        nodes, waiting, graph = self._nodes(kind, *giving), self._nodes(kind, *taking), self.graph
+    def _sent(
+        self, kind: Kind, giving: ChunkPlace, givers: Rows, seconds: list[float]
+    ) -> tuple[list[int], list[float]]:
+        """By row, the node that a message comes from, and how long after its end it is there."""
+        nodes = self._nodes(kind, *giving)
         if (early := self._earlies(kind, *giving)) is not None:
             seconds = [under_way - early[giver] for giver, under_way in zip(givers.places, seconds, strict=True)]
+        return [nodes[place] for place in givers.places], seconds
+
+    def _queued(
+        self,
+        paces: dict[tuple[int, int, int], float],
+        between: list[tuple[int, int, int]],
+        sources: list[int],
+        under_way: list[float],
+    ) -> tuple[list[int], list[float]]:
+        """The same where messages wait for those before them on their flow: a node of the flow for what each node of
+        its sender gives it."""
+        flows: dict[tuple[int, int], list[int]] = {}
+        for row, pair in enumerate(between):
+            if paces[pair]:
+                flows.setdefault(pair[:2], []).append(row)
+        sources, under_way = list(sources), list(under_way)
+        for rows in flows.values():
+            actor, sent = self.graph.add_actor(), dict[int, list[int]]()
+            for row in sorted(rows, key=lambda row: (sources[row], row)):
+                sent.setdefault(sources[row], []).append(row)
+            for source, own in sent.items():
+                spent = sum(paces[between[row]] * between[row][2] for row in own)
+                ready = min(under_way[row] for row in own)
+                node = self.graph.add(actor, spent, [(source, min(ready, 0.0))])
+                self.senders[node] = source
+                for row in own:
+                    sources[row], under_way[row] = node, under_way[row] - min(ready, 0.0) - spent
+        return sources, under_way
+
+    def _link(self, kind: Kind, giving: list[int], seconds: list[float], taking: ChunkPlace, takers: Rows) -> None:
+        """Lets a chunk's microbatches wait for messages, given by row, with samples of theirs."""
+        waiting, graph = self._nodes(kind, *taking), self.graph
         others: Iterable[int] = takers.others
         if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
             others = range(len(seconds))
         else:
             sources, under_way = graph.sources, graph.under_way
             for node, row in zip(waiting, takers.firsts, strict=True):
-                sources[node], under_way[node] = nodes[givers.places[row]], seconds[row]
+                sources[node], under_way[node] = giving[row], seconds[row]
         for row in others:
-            graph.needs[waiting[takers.places[row]]].append((nodes[givers.places[row]], seconds[row]))
+            graph.needs[waiting[takers.places[row]]].append((giving[row], seconds[row]))
 
     def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
         """The node of each of a stage's microbatches, in order of the sample axis."""

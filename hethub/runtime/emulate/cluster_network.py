@@ -48,11 +48,11 @@ class ClusterNetwork:
         if name == "broadcast":
             return self.message(ranks[0], ranks[1], num_bytes)
         group = self._network.group(ranks)
-        rounds = 2 if name.startswith("all_reduce") else 1
-        whole = self._network.reduce_scatter(group, num_bytes)
-        latency = min(whole, self._network.reduce_scatter(group, 1e-6))
+        seconds = self._network.all_reduce if name.startswith("all_reduce") else self._network.reduce_scatter
+        whole = seconds(group, num_bytes)
+        latency = min(whole, seconds(group, 1e-6))
         machines = [machine for machine, _ in group.machines]
         kinds = {"bridge", "nic"} if len(group.islands) > 1 else {"nic"} if len(machines) > 1 else {"rank"}
         owners = ranks if kinds == {"rank"} else machines
         slots = [self._slots[kind, owner, way] for kind in kinds for owner in owners for way in ("out", "in")]
-        return Transfer(rounds * (whole - latency), rounds * latency, tuple((slot,) for own in slots for slot in own))
+        return Transfer(whole - latency, latency, tuple((slot,) for own in slots for slot in own))

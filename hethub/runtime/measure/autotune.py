@@ -13,7 +13,8 @@ import torch
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import DeviceProfile
-from hethub.predictor.cost.software import element_bytes
+from hethub.predictor.cost.software import element_bytes, gradient_bytes
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.runtime.launch.consensus import all_gather, consensus
 from hethub.runtime.measure.measurement_cache import MeasurementCache
 from hethub.runtime.measure.profiler import build_bench_stage, measure_device
@@ -89,9 +90,7 @@ def measure_rank(
 def resident_bytes(model: ModelSpec, train: TrainSpec, num_ranks: int) -> int:
     """Weights, gradients and this rank's share of the optimizer state, were the whole model on every rank (ZeRO-1)."""
     width = element_bytes(train.precision)
-    wide = max(4, width)
-    master = wide if width < 4 else 0
-    return model.parameters * (width + wide) + model.parameters * (master + 2 * wide) // num_ranks
+    return model.parameters * (width + gradient_bytes(width)) + model.parameters * optimizer_bytes(width) // num_ranks
 
 
 def kept_bytes(

@@ -97,11 +97,15 @@ def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = "~") ->
             )
         )  # fmt: skip
     links = cluster.links
+    split = ClusterSpec(name="split", nodes=tuple(nodes))
+    parts: dict[str, dict[str, None]] = {}  # of each node as it was named, in order
+    for place, part in zip(cluster.places, split.places, strict=True):
+        parts.setdefault(place.node.name, {})[part.node.name] = None
     if links.regions is not None:
-        origin = {place.rank: links.regions.of_node[place.node.name] for place in cluster.places}
-        split = ClusterSpec(name="split", nodes=tuple(nodes))
-        regions = links.regions.replace(of_node={place.node.name: origin[place.rank] for place in split.places})
-        links = links.replace(regions=regions)
+        of_node = {part: region for name, region in links.regions.of_node.items() for part in parts.get(name, {})}
+        links = links.replace(regions=links.regions.replace(of_node=of_node))
+    racks = (rack.replace(nodes=tuple(part for name in rack.nodes for part in parts[name])) for rack in links.racks)
+    links = links.replace(racks=tuple(racks))
     return cluster.replace(nodes=tuple(nodes), links=links)
 
 

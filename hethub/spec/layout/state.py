@@ -4,6 +4,7 @@ All parameters lie on one flat axis: stage after stage, each stage's matrices in
 tensor with its cut dimension first. Shards, reductions, owners and checkpoints are ranges of this axis.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,6 +186,15 @@ class StateMap:
         grouped = [(tensors, self._collect(runs[id(t)] for t in tensors)) for tensors in self._bucketed()]
         cuts = self._cuts(grouped)
         return tuple(self._bucket(tensors, by_group, cuts) for tensors, by_group in grouped)
+
+    @cached_property
+    def owned_elements(self) -> Counter[int]:
+        """By rank, how many elements it steps."""
+        found: Counter[int] = Counter()
+        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
+            for rank, cut in zip(piece.group.contributors, piece.cuts, strict=True):
+                found[rank] += cut.size
+        return found
 
     def _bucketed(self) -> list[list[PlacedTensor]]:
         """The tensors cut into buckets of about BUCKET_ELEMENTS, never across a stage or chunk, or from matrices into

@@ -67,21 +67,24 @@ def test_jobs_of_one_second_have_folders_of_their_own(holder: "subprocess.Popen[
     assert not (tmp_path / "run-2").exists()
 
 
-def end(run: Path, ending: Exception | None, *, follows: bool) -> None:
+def end(run: Path, ending: Exception | None, *, follows: bool, writes: bool = False) -> None:
     with RunClaim() as claim:
         claim.take(run)
         assert claim.took_over == follows
+        if writes:
+            (run / "log.txt").touch()
         if ending is not None:
             raise ending
 
 
-@pytest.mark.parametrize(("ending", "stays"), [(None, False), (BadInput("key"), False), (RunFailed("rank 1"), True)])
-def test_the_record_stays_where_the_owner_ended_badly(ending: Exception | None, stays: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [None, BadInput("key"), RunFailed("rank 1")])
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_record_stays_where_the_owner_ended_badly(ending: Exception | None, writes: bool, tmp_path: Path) -> None:
     run = tmp_path / "far" / "run"
     with pytest.raises(type(ending)) if ending is not None else nullcontext():
-        end(run, ending, follows=False)
-    assert (run / OWNER).exists() == stays
-    assert (tmp_path / "far").exists() == stays  # what the claim made goes with it
+        end(run, ending, follows=False, writes=writes)
+    assert (run / OWNER).exists() == (writes and isinstance(ending, RunFailed))
+    assert (tmp_path / "far").exists() == writes  # what the claim made goes with it, where nothing was written
 
 
 def test_bad_input_leaves_a_dead_owners_record(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 import pytest
 
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import PROBE, MemoryModel, Mode, _Probe
+from hethub.planner.estimate.memory_model import ONLY, PROBE, MemoryModel, Mode, _Probe
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor import rank_memory
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
+from hethub.spec.plan import ReplicaSpec, StageSpec
 from tests.planner.problems import TINY, cluster, every_plan, kind_of
 
 
@@ -36,7 +38,7 @@ def test_the_memory_model_is_the_predictors_memory(tied, depth):
             place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
             kind = kind_of(problem, replica)
             coefficients = costs.coefficients(kind, replica.tp, replica.micro_batch, stage.recompute)
-            shards = len(stage.replicas) if stage.zero else 1
+            shards = len(stage.ranks) / replica.tp if stage.zero else 1
             mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
             mine += coefficients.state(stage.num_layers, place) / shards
             assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
@@ -54,3 +56,18 @@ def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
     assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
     assert one.layer_deferred_wgrad.min() > 0
     assert (four.once == memory_model.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()
+
+
+def test_one_accelerator_alone_has_no_communicator():
+    """Probes have several ranks; what their communicators take was once counted for a job of one."""
+    alone = ClusterSpec.model_validate(
+        {"name": "one", "nodes": [{"name": "n", "accelerator": "T4", "accelerators": 1}]}
+    )
+    problem = pose(TINY, alone, Batch(4, 64, "fp16"))
+    plan = problem.plan(
+        "1f1b", [StageSpec(layers=((0, 6),), replicas=(ReplicaSpec(ranks=(0,), micro_batch=1, samples=4),), zero=1)]
+    )
+    (found,) = rank_memory(bind(plan, TINY, alone))
+    coefficients = UnitCosts(problem).coefficients(0, 1, 1, "none")
+    mine = coefficients.fixed(6, 1, ONLY) + coefficients.state(6, ONLY)
+    assert mine == pytest.approx(found.bytes, rel=0.01)

@@ -1,12 +1,13 @@
 """How an accelerator finds its constants."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from hethub.predictor.cost.constants import family, packaged
+from hethub.predictor.cost.constants import ASSUMED, family, packaged
 from hethub.predictor.cost.layer import Device
-from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.links import Network, host_gbytes_per_second
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.spec.accelerator import catalogue, find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -64,3 +65,18 @@ def test_a_small_collective_through_the_host_takes_longer_the_more_ranks_meet(ra
     network = Network(ClusterSpec.model_validate({"name": "one", "nodes": [node]}), packaged())
     seconds = network.reduce_scatter(network.group(range(ranks)), 1)
     assert seconds == pytest.approx(packaged().links["hosted_latency_seconds"] * math.log2(ranks), rel=0.1)
+
+
+def test_what_was_never_fitted_is_named_and_not_counted() -> None:
+    constants = packaged()
+    assert ASSUMED.keys() <= {*constants.common, *constants.links}
+    more = replace(constants, links={**constants.links, "another": 1.0})
+    assert more.count == constants.count + 1
+    without = {key: value for key, value in constants.links.items() if key not in ASSUMED}
+    assert replace(constants, links=without).count == constants.count
+
+
+@pytest.mark.parametrize(("name", "measured"), [("H100-SXM5-80GB", 51.0), ("MI300X", 55.0), ("A100-SXM4-80GB", 26.3)])
+def test_host_copies_reach_what_was_measured(name: str, measured: float) -> None:
+    """GB/s from host to device (Azure AI benchmarking guide), not what collectives over PCIe reach."""
+    assert host_gbytes_per_second(find_accelerator(name), packaged().links) == pytest.approx(measured, rel=0.06)

@@ -3,11 +3,13 @@
 import pytest
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import through_host
+from hethub.predictor.cost.links import Network, through_host
+from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.predict import predict
 from hethub.spec.accelerator import find_accelerator
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import bind
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
@@ -83,3 +85,117 @@ def test_absurd_rates_are_bad_input_not_infinite_seconds() -> None:
     layout = type(layout)(layout.plan, layout.model, layout.cluster.replace(nodes=(node,)))
     with pytest.raises(BadInput, match="absurdly small"):
         predict(layout)
+
+
+TWO_MAKERS = [
+    {"name": "nv", "accelerator": "A100-SXM4-80GB", "accelerators": 8, "nics": 8, "gbps_per_nic": 200},
+    {"name": "amd", "accelerator": "MI250X-GCD", "accelerators": 8, "nics": 4, "gbps_per_nic": 200},
+]
+
+
+def network(*nodes: dict[str, object], profile: ProfileSpec | None = None, **links: object) -> Network:
+    return Network(ClusterSpec.model_validate({"name": "test", "nodes": nodes, "links": links}), profile=profile)
+
+
+def test_bridged_sums_share_the_bridge_as_messages_do() -> None:
+    """Eight groups over a bridge of 10 Gbit/s a node; they were priced as if each had it for itself."""
+    found = network(*TWO_MAKERS, between_islands={"gbps_per_node": 10}, staging={"gbytes_per_second": 50})
+    one, eight = (found.reduce_scatter(found.group([0, 8]), 1e9, sharing) for sharing in (1, 8))
+    assert eight == pytest.approx(8 * one, rel=0.01)
+    wire = 0.5e9 / (10e9 / 8 * packaged().links["between_nodes_fraction"])
+    assert one == pytest.approx(wire, rel=0.01)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_who_shares_does_not_depend_on_a_profile(measured: bool) -> None:
+    """Cards are shared, what two accelerators have between them is not."""
+    nodes = [{**TWO_MAKERS[0], "count": 2}]
+    alone = network(*nodes)
+    per_byte = {
+        level: alone.path(0, end).alone.seconds_per_byte for level, end in (("in_node", 1), ("between_nodes", 8))
+    }
+    links = [
+        LinkTiming(level=level, operation=operation, latency_seconds=1e-5, gbytes_per_second=1e-9 / own)  # type: ignore[arg-type]
+        for level, own in per_byte.items()
+        for operation in ("send", "all_reduce")
+    ]
+    found = network(*nodes, profile=profile(links)) if measured else alone
+    inside, between = ([found.link(0, end, sharing).seconds_per_byte for sharing in (1, 16)] for end in (1, 8))
+    assert inside[0] == inside[1]
+    assert between[1] == pytest.approx(2 * between[0])  # 16 messages on 8 cards
+    groups = [found.reduce_scatter(found.group([0, 8]), 1e10, sharing) for sharing in (8, 16)]
+    assert groups[0] == pytest.approx(groups[1], rel=0.01)  # no more groups than accelerators
+
+
+def profile(links: list[LinkTiming]) -> ProfileSpec:
+    layer = {"micro_batch": 1, "seq_len": 16, "forward_seconds": 1.0, "backward_seconds": 2.0}
+    devices = [{"accelerator": "A100-SXM4-80GB", "precision": "bf16", "layers": [layer]}]
+    about = {"date": "2026-01-01", "hethub": "0", "software": "none", "model": TINY, "devices": devices}
+    return ProfileSpec.model_validate({**about, "links": links})
+
+
+@pytest.mark.parametrize(("ranks", "measured"), [(16, 338.8), (64, 319.7), (128, 285.8), (512, 225.3)])
+def test_a_ring_of_many_ranks_is_as_slow_as_it_was_measured(ranks: int, measured: float) -> None:
+    """All-gathers of 2 GB on B200s with eight cards of 400 Gbit/s a node: GB/s of bus bandwidth (Together AI,
+    dgxc-benchmarking). With steps counted up to 134 ranks only, 512 ranks kept what 64 had."""
+    found = network(
+        {"name": "b", "count": 64, "accelerator": "B200-SXM", "accelerators": 8, "nics": 8, "gbps_per_nic": 400}
+    )
+    seconds = found.all_gather(found.group(range(ranks)), 2e9)
+    assert 2 * (ranks - 1) / ranks / seconds == pytest.approx(measured, rel=0.2)
+
+
+def test_a_racks_uplink_is_shared_by_all_that_leaves_it() -> None:
+    nodes = [
+        {"name": name, "count": 4, "accelerator": "A100-SXM4-80GB", "accelerators": 8, "nics": 8, "gbps_per_nic": 200}
+        for name in "ab"
+    ]
+    racks = [{"name": name, "nodes": [name], "gbps": 400, "latency_seconds": 1e-5} for name in "ab"]
+    free, uplinks = network(*nodes), network(*nodes, racks=racks)
+    across = [0, 32]
+    assert uplinks.path(*across).alone.latency_seconds == pytest.approx(free.path(*across).alone.latency_seconds + 2e-5)
+    assert uplinks.path(0, 8) == free.path(0, 8)
+    rate = 400e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert uplinks.link(*across, sharing=32).seconds(1e9) == pytest.approx(32e9 / rate, rel=0.01)
+    # A group of one accelerator of every node, eight of them on each: all eight pass the uplink.
+    group = uplinks.group(range(0, 64, 8))
+    assert uplinks.reduce_scatter(group, 1e9, sharing=8) == pytest.approx(8e9 * 7 / 8 / rate, rel=0.01)
+    assert free.reduce_scatter(group, 1e9, sharing=8) < uplinks.reduce_scatter(group, 1e9, sharing=8) / 3
+
+
+def test_staging_is_the_clusters_to_say() -> None:
+    guessed = network(*TWO_MAKERS)
+    given = network(*TWO_MAKERS, staging={"gbytes_per_second": 12, "per_host_gbytes_per_second": 24})
+    assert guessed.path(0, 8).alone.seconds_per_byte == pytest.approx(
+        1e-9 / packaged().links["host_staged_gbytes_per_second"]
+    )
+    assert given.link(0, 8).seconds_per_byte == pytest.approx(1e-9 / 12)
+    assert given.link(0, 8, sharing=8).seconds_per_byte == pytest.approx(8e-9 / 24)
+
+
+def test_receivers_share_their_cards_too() -> None:
+    """Eight machines send to eight replicas on one: its cards carry all of it."""
+    spread = {"accelerator": "A100-SXM4-80GB", "count": 8, "accelerators": 1, "nics": 1, "gbps_per_nic": 200}
+    dense = {"accelerator": "A100-SXM4-80GB", "accelerators": 8, "nics": 1, "gbps_per_nic": 200}
+    on = ClusterSpec.model_validate({"name": "test", "nodes": [{"name": "s", **spread}, {"name": "d", **dense}]})
+    costs = PlanCosts(uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=8, seq=4096), HETHUB, packaged())
+    num_bytes = 4096 * LLAMA_8B.hidden * 2
+    rate = 200e9 / 8 * packaged().links["between_nodes_fraction"]
+    assert costs.boundary(0, 0, 0, 1) == pytest.approx(8 * num_bytes / rate, rel=0.01)
+
+
+@pytest.mark.parametrize("gbps", [0.1, 1.0])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_messages_queue_on_the_wire(schedule: str, gbps: float) -> None:
+    """64 microbatches over a slow bridge: forwards and backwards one way after the other under GPipe, both at once under
+    1F1B. Once each message was priced as if it were alone: 3.8 s, where the wire needs 46."""
+    on = cluster(("H100-SXM5-80GB", 1, 1), ("MI300X", 1, 1), gbps=gbps)
+    layout = uniform(LLAMA_8B.replace(layers=4), on, tp=1, pp=2, micro_batch=1, batch=64, seq=2048)
+    layout = bind(layout.plan.replace(schedule=schedule), layout.model, on)
+    wire = 64 * 2048 * LLAMA_8B.hidden * 2 / (gbps / 8 * 1e9 * packaged().links["between_nodes_fraction"])
+    found = predict(layout)
+    times = 2 if schedule == "gpipe" else 1
+    assert times * wire <= found.step_seconds < 1.1 * times * wire + 2.0 * found.breakdown["compute"]
+    assert found.breakdown["pp"] > 0.4 * found.step_seconds
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert predict(layout, with_timeline=True).step_seconds == pytest.approx(found.step_seconds, rel=1e-3)

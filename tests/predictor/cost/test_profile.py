@@ -85,7 +85,7 @@ def test_round_trip_and_faults(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="devices"):
         load_profile(tmp_path / "bad.json")
     (tmp_path / "worse.json").write_text("{")
-    with pytest.raises(BadInput, match="cannot be read as JSON"):
+    with pytest.raises(BadInput, match="is not valid JSON"):
         load_profile(tmp_path / "worse.json")
 
 

@@ -8,13 +8,14 @@ from hethub.planner.estimate.costs import rank_parameters
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.memory.parameters import StageParameters, rank_widths
+from hethub.predictor.memory.parameters import StageParameters, rank_widths, stepped
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.state import StateMap
 from hethub.spec.layout.tensors import EMBEDDING
 from tests.spec.random_plans import any_cases
-from tests.support.layouts import MODEL, Case
+from tests.support.layouts import MODEL, Case, replica, stage
 
 
 def held_by_rank(layout: Layout) -> dict[Assignment, tuple[int, int, int]]:
@@ -43,6 +44,36 @@ def test_every_rank_holds_what_the_state_map_says(case: Case) -> None:
         assert sum(costs.held(replica, costs.whole(assignment.stage))) == fullest
 
 
+@settings(max_examples=60, deadline=None)
+@given(case=any_cases())
+def test_every_rank_steps_what_the_state_map_says(case: Case) -> None:
+    """But for what ranks of a replica hold alike (norms, shared KV heads): the map gives each of it to one owner."""
+    layout = case.layout()
+    (alone,) = rank_widths(layout.model, 1)
+    for index, spec in enumerate(layout.stages):
+        whole, own = StageParameters.of(layout, index, alone).held, {}
+        repeated = 0.0
+        for own_replica in spec.replicas:
+            held = [
+                StageParameters.of(layout, index, widths).held
+                for widths in rank_widths(layout.model, own_replica.tp, own_replica.tensor_shares)
+            ]
+            own |= dict(zip(own_replica.ranks, held, strict=True))
+            repeated = max(repeated, sum(map(sum, held)) - sum(whole))
+        for rank, held_by in own.items():
+            counted = stepped(layout, HETHUB, index, rank, held_by, whole)
+            assert counted == pytest.approx(StateMap(layout).owned_elements[rank], abs=repeated + 8)
+
+
+def test_ranks_of_unlike_degrees_share_the_state_alike() -> None:
+    """TP 4 beside TP 1: a fifth each, where a half of what each holds was counted."""
+    layout = Case(name="unlike", stages=[stage((0, 4), replica([0, 1, 2, 3], 4), replica([4], 4), zero=1)]).layout()
+    optimizer = [entry.parts["optimizer"] for entry in rank_memory(layout)]
+    owned = StateMap(layout).owned_elements
+    assert optimizer == pytest.approx([16 * owned[rank] for rank in range(5)], rel=0.02)
+    assert max(optimizer) < 1.1 * min(optimizer)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_planner_counts_what_the_state_map_says(tied: bool) -> None:
     """Two stages of unlike degrees; six ranks of a vocabulary that they do not divide."""
@@ -53,6 +84,6 @@ def test_the_planner_counts_what_the_state_map_says(tied: bool) -> None:
     ]
     layout = Case(name="planned", stages=stages, vendors="a" * 9, global_batch=2, model=model).layout()
     found = rank_parameters(model, np.array([3, 6]), np.array([1, 2]), np.array([True, False]), np.array([False, True]))
-    for stage, count in enumerate(found):
-        held = {a: own for a, own in held_by_rank(layout).items() if a.stage == stage}
+    for index, count in enumerate(found):
+        held = {a: own for a, own in held_by_rank(layout).items() if a.stage == index}
         assert count == max(total - apart for total, _, apart in held.values())

@@ -10,14 +10,16 @@ pytest.importorskip("torch", reason="needs torch, which the random layouts' modu
 
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.memory.parameters import rank_widths
+from hethub.predictor.memory.shards import Shard
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind, dependencies, schedule
 from hethub.spec.plan import PlanSpec
-from tests.predictor.plans import TINY, cluster, last_stops
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, last_stops, uniform
 from tests.spec.random_plans import any_cases
 
 
@@ -123,3 +125,14 @@ def test_equal_replicas_are_replayed_once_and_their_steady_state_extrapolated(
     short, full = (step_times(layout, PlanCosts(layout, HETHUB, packaged()), full=full) for full in (False, True))
     assert short.seconds == pytest.approx(full.seconds, rel=1e-6)
     assert short.breakdown == pytest.approx(full.breakdown, rel=1e-6, abs=1e-6 * full.seconds)
+
+
+def test_offloaded_activations_take_the_scores_of_unfused_attention_along() -> None:
+    """What memory counts as kept is what is copied: at 8,192 tokens the scores are most of it."""
+    on = cluster(("A100-SXM4-80GB", 1, 1))
+    layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=2, seq=8192, offload=["activations"])
+    unfused = Software(fused_attention=False)
+    costs = PlanCosts(layout, unfused, packaged())
+    kept = Shard(layout, 0, rank_widths(LLAMA_8B, 1)[0], unfused, 2).kept.layer
+    copied = 32 * kept * costs.state.host_seconds_per_byte(on.places[0])
+    assert costs.microbatch(0, 0, 1).forward.dp > 0.5 * copied

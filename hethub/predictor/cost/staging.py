@@ -1,0 +1,22 @@
+"""What it means for a plan that bytes between makers pass through host memory."""
+
+from typing import NamedTuple
+
+
+class Staging(NamedTuple):
+    """The rate of staging between an accelerator and its relay, whose figure that is, and the step of the same plan if
+    bytes went straight between devices, over the same wires."""
+
+    gbytes_per_second: float
+    source: str
+    limits: bool
+    step_seconds_device_direct: float
+
+    def sentence(self) -> str:
+        said = f"Between makers bytes pass through host memory at {self.gbytes_per_second:g} GB/s per accelerator ({self.source})"
+        if not self.limits:
+            return f"{said}, which does not limit this plan."
+        return (
+            f"{said}, which limits this plan: straight between devices the step would be "
+            f"{self.step_seconds_device_direct:.4g} s, but hethub has no such relay."
+        )

@@ -1,0 +1,130 @@
+"""What a plan sends over every link in a step, and the pace at which messages share it.
+
+Messages between two replicas are a flow. A flow keeps its own order and waits for no other one. Where a link has more to
+carry than time for it, its flows get parts of its rate by their bytes, so that all would be through at the same moment:
+message after message, a flow goes no faster than (seconds the link needs for all its messages) x (message) / (the flow's
+bytes). Shares that the plan fixes have none of the anomalies of first come, first served (Graham, 1969), where a faster
+link can slow a plan. Beside that no step is shorter than any link needs for all its bytes, messages and collectives.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from hethub.predictor.cost.links import OF_RANKS, Network, Path, Resource
+from hethub.predictor.pipeline.state_costs import StateCosts
+from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import ReplicaSpec
+from hethub.spec.schedule.microbatches import stage_overlap
+
+# Under these all microbatches go forward before any goes backward, so that the two ways never meet.
+FORWARD_FIRST = ("gpipe", "layered", "ministages")
+
+
+class Flow(NamedTuple):
+    """The messages of one way over one boundary between model chunks, from a replica to another."""
+
+    boundary: int  # the model chunk above it
+    way: int  # 0 with the activations, 1 with their gradients
+    above: int  # replica
+    below: int
+
+
+class LinkLoads:
+    """The bytes of a layout's step by flow and by resource."""
+
+    def __init__(self, layout: Layout, network: Network, state: StateCosts, sample_bytes: float, repeats: int) -> None:
+        """`sample_bytes` are those of one sample's hidden states, `repeats` how often a chunk's boundary is crossed by
+        software that interleaves."""
+        self.layout, self.network, self.state = layout, network, state
+        self.sample_bytes, self.repeats = sample_bytes, repeats
+
+    def stages(self, boundary: int) -> tuple[int, int]:
+        """The stages above and below a boundary between model chunks."""
+        above, below = self.layout.model_chunks[boundary : boundary + 2]
+        return above.stage, below.stage
+
+    @cached_property
+    def boundaries(self) -> list[int]:
+        """Those between model chunks of two stages."""
+        return [b for b in range(len(self.layout.model_chunks) - 1) if len(set(self.stages(b))) > 1]
+
+    @cached_property
+    def samples(self) -> Counter[tuple[int, int, int]]:
+        """By boundary and replicas, the samples that cross it from one to the other."""
+        found: Counter[tuple[int, int, int]] = Counter()
+        for boundary in self.boundaries:
+            above, below = (self.layout.stages[stage].replicas for stage in self.stages(boundary))
+            if _sizes(above) == _sizes(below):
+                found.update({(boundary, r, r): replica.samples for r, replica in enumerate(above)})
+                continue
+            overlap = stage_overlap(above, below)
+            for pair, count in Counter(overlap.pair_of).items():
+                one, other, samples = overlap.pairs[pair]
+                found[boundary, one, other] += count * samples
+        return found
+
+    @cached_property
+    def alike(self) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+        """By boundary and replicas, the first of those between the same machines that are as busy: where stages cut the
+        samples alike, one stands for all."""
+        places, first = self.layout.cluster.places, dict[object, tuple[int, int, int]]()
+        found = {}
+        for key in self.samples:
+            boundary, *replicas = key
+            ends = zip(self.stages(boundary), replicas, strict=True)
+            specs = [self.layout.replica(*end) for end in ends]
+            sort: object = key
+            if replicas[0] == replicas[1]:
+                machines = [places[spec.ranks[0]].machine for spec in specs]
+                sort = (boundary, *machines, self.samples[key], specs[0].micro_batch, specs[0].tp, specs[1].tp)
+            found[key] = first.setdefault(sort, key)
+        return found
+
+    def path(self, flow: Flow) -> Path:
+        """From leader to leader."""
+        stages = self.stages(flow.boundary)
+        above, below = (self.layout.replica(*place).ranks[0] for place in zip(stages, flow[2:], strict=True))
+        return self.network.path(below, above) if flow.way else self.network.path(above, below)
+
+    @cached_property
+    def messages(self) -> dict[tuple[object, Resource], float]:
+        """Seconds that a resource needs for the messages of a phase: all, or of one way where the two never meet, and
+        of one boundary where chunks go one after the other."""
+        found = defaultdict[tuple[object, Resource], float](float)
+        for key, count in Counter(self.alike.values()).items():
+            num_bytes = self.samples[key] * self.repeats * self.sample_bytes
+            for way in (0, 1):
+                flow = Flow(key[0], way, *key[1:])
+                for resource in self.path(flow).resources:
+                    times = 1 if resource.kind in OF_RANKS else count
+                    found[self._phase(flow), resource] += times * num_bytes / self.network.rate(resource)
+        return found
+
+    def _phase(self, flow: Flow) -> object:
+        plan = self.layout.plan
+        if plan.schedule not in FORWARD_FIRST:
+            return None
+        return (flow.way, flow.boundary) if plan.goes_chunk_by_chunk else flow.way
+
+    def seconds_per_sample(self, flow: Flow) -> float:
+        """What a flow takes at least from one sample to the next. The flow is one of those that stand for others."""
+        phase = self._phase(flow)
+        most = max([self.messages[phase, resource] for resource in self.path(flow).resources])
+        return most / (self.samples[flow.boundary, flow.above, flow.below] * self.repeats)
+
+    @cached_property
+    def longest(self) -> tuple[float, float]:
+        """Seconds that the fullest resource needs for all its bytes, and for those of messages among them."""
+        messages, both = defaultdict[Resource, float](float), defaultdict[Resource, float](float)
+        for (_, resource), seconds in self.messages.items():
+            messages[resource] += seconds
+            both[resource] += seconds
+        for resource, num_bytes in self.state.traffic().items():
+            both[resource] += num_bytes / self.network.rate(resource)
+        return max(((seconds, messages[resource]) for resource, seconds in both.items()), default=(0.0, 0.0))
+
+
+def _sizes(replicas: Sequence[ReplicaSpec]) -> list[tuple[int, int]]:
+    return [(replica.micro_batch, replica.samples) for replica in replicas]
