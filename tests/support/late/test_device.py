@@ -14,7 +14,7 @@ from tests.support.late import engine
 from tests.support.late.tensor import HostRead
 from tests.support.ranks import start_ranks, values
 
-SEEDS = 40
+SEEDS = 16
 SIZE = 1000
 
 
