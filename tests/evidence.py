@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "evidence"
+LATE_DEVICE = "tests/communicator/bridge/test_late_device.py"
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 RANDOM_CLUSTERS = "tests/synthesis/test_random_clusters.py"
 
@@ -28,17 +29,15 @@ PROOFS = {
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
     "links": ["benchmarks/links.py"],
     "laws": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
+    "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
+    "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
     "programs": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "-m", "slow", RANDOM_CLUSTERS],
 }
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "RANDOM_LAYOUTS": "1000",
-    "RANDOM_CLUSTERS": "50",
-    "RANDOM_SEED": "1",
-    "LAWS": "10000",
-    "LAWS_SEED": "1",
-}
+    "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_CLUSTERS": "50", "RANDOM_SEED": "1", "LAWS": "10000",
+    "LAWS_SEED": "1", "LATE_SEEDS": "1000",
+}  # fmt: skip
 
 
 def main() -> int:

@@ -57,6 +57,7 @@ class Context:
     """What makes the groups of an emulation, None elsewhere."""
     _bridges: dict[str, Bridge] = field(default_factory=dict)
     _gloo_groups: list[tuple[torch_private.GlooGroup, int, int, str]] = field(default_factory=list)
+    _nccl_groups: list[tuple[Any, str]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
     aborted: bool = False
@@ -110,7 +111,9 @@ class Context:
         store = dist.PrefixStore(f"native/{name}/{island[0]}", self.rendezvous.store)
         place = island.index(rank)
         if self.device.is_gpu:
-            return torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
+            nccl = torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
+            self.watch_nccl(nccl, name)
+            return nccl
         native = torch_private.create_gloo_group(store, place, len(island), timeout_seconds, self.rendezvous.address)
         self.watch_gloo(native, place, len(island), name)
         return native
@@ -124,6 +127,7 @@ class Context:
         """Lets go of what was made for a group that has been destroyed: connections, threads, buffers."""
         with self._lock:
             self._gloo_groups = [row for row in self._gloo_groups if row[3] != name]
+            self._nccl_groups = [row for row in self._nccl_groups if row[1] != name]
         self._bridges.pop(name, None)
         spanning = self.spanning.pop(spanning_name(name), None)
         if spanning is not None:
@@ -132,6 +136,11 @@ class Context:
     def release_with(self, group: dist.ProcessGroup, name: str) -> None:
         """Releases what was made for a native group when that is no more: it has no shutdown of ours."""
         weakref.finalize(group, self.release, name).atexit = False
+
+    def watch_nccl(self, nccl: Any, name: str) -> None:
+        """As `watch_gloo`, for NCCL and RCCL."""
+        with self._lock:
+            self._nccl_groups.append((nccl, name))
 
     def bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
         """The bridged collectives of the group `name`; made at its first call, which all members make."""
@@ -172,10 +181,16 @@ class Context:
             relay.abort()
         with self._lock:
             groups = [(self.gloo, self.rank, self.size, ""), *self._gloo_groups]
+            nccl_groups = list(self._nccl_groups)
         for gloo, rank, size, _ in groups:
             torch_private.break_gloo_group(gloo, rank, size)
         if failure is not None and failure.rank == 0:
             torch_private.break_store(self.rendezvous.store)
+        for nccl, name in nccl_groups:  # last: it may wait for the device
+            try:
+                nccl.abort()
+            except RuntimeError as error:
+                _log.warning("the native part of group %r could not be aborted on rank %d: %s", name, self.rank, error)
 
     def close(self) -> None:
         """Frees connections and threads; a second call does nothing.

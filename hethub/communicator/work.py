@@ -190,6 +190,28 @@ class NativeWork(torch_private.WorkBase):
     _source_rank = source_rank
 
 
+class AllOf(torch_private.WorkBase):
+    """Several operations of one call."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 _STOP_SECONDS = 1.0
 
 

@@ -1,6 +1,7 @@
 """The staging kernels on a GPU through CuPy, the same for CUDA and ROCm; results equal `TorchKernels` bit for bit."""
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
 from hethub.kernels.sources import COMPILE_OPTIONS, NAMES, THREADS_PER_BLOCK, num_blocks, source
 
+_log = logging.getLogger(__name__)
+
 _MAX_BLOCKS, _MAX_ROWS = 8192, 65_535
 _BYTES_PER_THREAD = 16
 _SUFFIX = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -18,9 +21,12 @@ _QUANTISED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
 def kernels_for(device: Device) -> TorchKernels:
-    """The fastest kernels this rank can run: compiled where it has a GPU and CuPy, torch's own otherwise."""
+    """The fastest kernels this rank can run: compiled where it has a GPU and a CuPy that works, torch's own otherwise."""
     if device.is_gpu and importlib.util.find_spec("cupy") is not None:
-        return CompiledKernels(device)
+        try:
+            return CompiledKernels(device)
+        except Exception as error:  # noqa: BLE001  whatever is wrong with it: a build for another CUDA, no compiler
+            _log.warning("CuPy does not work here, so torch's own kernels stage tensors: %s", error)
     return TorchKernels()
 
 

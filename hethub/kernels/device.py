@@ -125,7 +125,7 @@ class Stream:
     def record(self) -> Event:
         if self._stream is None:
             return Event(None)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # else a thread that waits for it spins on a core
         event.record(self._stream)
         return Event(event)
 

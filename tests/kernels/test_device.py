@@ -1,10 +1,16 @@
 """The device layer on a machine without a GPU, and its rules for visible devices."""
 
+import importlib.machinery
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
 from hethub.kernels import device as device_layer
+from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device, choose_device, visible_devices
+from hethub.kernels.reference import TorchKernels
 from hethub.spec.errors import BadInput
 
 
@@ -53,3 +59,18 @@ def pretend_gpus(monkeypatch, count, visible):
 def test_the_first_visible_devices_variable_counts():
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": "0,2"}) == ["0", "2"]
     assert visible_devices({}) is None
+
+
+class Broken(ModuleType):
+    """A CuPy that is there and does not work, as one built for another CUDA."""
+
+    def __getattr__(self, name):
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+
+def test_a_cupy_that_does_not_work_leaves_torchs_own_kernels_and_a_warning(monkeypatch, caplog):
+    broken = Broken("cupy")
+    broken.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy", broken)
+    assert type(kernels_for(Device(vendor="nvidia"))) is TorchKernels
+    assert "libcudart.so.12" in caplog.text

@@ -51,17 +51,23 @@ class Reduction:
 
     def prepared(self, flat: torch.Tensor) -> torch.Tensor:
         """What this rank contributes: `flat` itself, or a scaled copy for PREMUL_SUM."""
-        return (flat * self.factor).to(flat.dtype) if self.kind == _KIND.PREMUL_SUM else flat
+        return (flat * self.factor).to(flat.dtype) if self.is_scaled else flat
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether what is contributed is a scaled copy."""
+        return self.kind == _KIND.PREMUL_SUM
 
     @property
     def is_native(self) -> bool:
-        """Whether NCCL, RCCL and Gloo all know the operation (none of the first two knows the bitwise ones)."""
-        return self.kind not in _BITWISE and self.kind != _KIND.PREMUL_SUM
+        """Whether NCCL, RCCL and Gloo all know the operation on what is `prepared` (the first two have none by bits)."""
+        return self.kind not in _BITWISE
 
     @property
     def native_op(self) -> Any:
-        """What the native library computes inside an island: the division of AVG comes last, over all ranks."""
-        return torch_private.ReduceKind.SUM if self.kind == _KIND.AVG else self.kind
+        """What the native library computes inside an island on what is `prepared`: the division of AVG comes last, over
+        all ranks."""
+        return _KIND.SUM if self.kind in _SUMS else self.kind
 
     @property
     def num_contributions(self) -> int:

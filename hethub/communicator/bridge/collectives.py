@@ -14,10 +14,10 @@ from hethub.communicator.bridge.exchange import Exchange
 from hethub.communicator.bridge.host_side import HostSide
 from hethub.communicator.bridge.links import Links, Stage, wait_for
 from hethub.communicator.bridge.routes import (
+    GatherRoute,
     Route,
     all_reduce_route,
-    carried_pieces,
-    intersect,
+    gather_route,
     island_parts,
     reduce_scatter_route,
 )
@@ -32,13 +32,12 @@ class Bridge:
     def __init__(self, *, links: Links, islands: Islands, rank: int, size: int, tuning: Tuning) -> None:
         self.links = links
         self._islands = islands
-        self._rank = rank
+        self.rank = rank
         self._size = size
         self._tuning = tuning
         self.home = islands[island_index(islands, rank)]
         """The ranks of this rank's island, in the group's numbers."""
         self._neighbours = [other for other in self.home if other != rank]
-        self._others = [island for island in islands if rank not in island]
         self.clock = LegClock()
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction, residual: torch.Tensor | None = None) -> None:
@@ -58,34 +57,33 @@ class Bridge:
         self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
     ) -> None:
         """`out` becomes the reduction over all members of `flat[ranges[rank]]`; it may be that very memory."""
-        first = ranges[self._rank].start
-        num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
+        first = ranges[self.rank].start
         chunks = (
-            self._scatter_stages(flat, part, _sub(out, part[self._rank].shift(-first)), reduction)
-            for part in chunked(ranges, num_chunks)
+            self._scatter_stages(flat, part, _sub(out, part[self.rank].shift(-first)), reduction)
+            for part in self.chunks_by_ranges(ranges, flat.itemsize)
         )
         run_pipelined(chunks, self._tuning.lag)
 
     def all_gather(self, flat: torch.Tensor, ranges: Sequence[Range]) -> None:
         """Every member's `flat[ranges[member]]` is written to the same place of all members' `flat`."""
-        num_chunks = self._tuning.num_chunks(sum(r.size for r in ranges) * flat.itemsize)
-        run_pipelined((self._gather_stages(flat, part) for part in chunked(ranges, num_chunks)), self._tuning.lag)
+        parts = self.chunks_by_ranges(ranges, flat.itemsize)
+        run_pipelined((self._gather_stages(flat, part) for part in parts), self._tuning.lag)
 
     def all_to_all(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
         """Sends `sent[rank]` to each rank in it and fills `received[rank]` from each; a rank's own is copied."""
-        if self._rank in received:
-            received[self._rank].copy_(sent[self._rank])
+        if self.rank in received:
+            received[self.rank].copy_(sent[self.rank])
         arrivals = [
             self.links.receive(tensor, peer, Stage.DIRECT)
             for peer, tensor in received.items()
-            if peer != self._rank and tensor.numel()
+            if peer != self.rank and tensor.numel()
         ]
         # Each rank begins with its successor, so that not all send to the same rank at once.
-        order = sorted(sent, key=lambda peer: (peer - self._rank) % self._size)
+        order = sorted(sent, key=lambda peer: (peer - self.rank) % self._size)
         sends = [
             self.links.send(sent[peer], peer, Stage.DIRECT)
             for peer in order
-            if peer != self._rank and sent[peer].numel()
+            if peer != self.rank and sent[peer].numel()
         ]
         with self.clock(Leg.WIRE):
             wait_for(arrivals)
@@ -93,11 +91,11 @@ class Bridge:
 
     def _all_reduce_small(self, flat: torch.Tensor, reduction: Reduction) -> None:
         """One hop instead of three: everybody's input to everybody, added in the same order as large messages."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        others = [rank for rank in range(self._size) if rank != self.rank]
         incoming = {r: self.links.expect(flat.numel(), flat.dtype, r, Stage.SMALL) for r in others}
         sends = [self.links.send(flat, rank, Stage.SMALL) for rank in others]
         with self.clock(Leg.WIRE):
-            inputs = {rank: message.wait() for rank, message in incoming.items()} | {self._rank: flat}
+            inputs = {rank: message.wait() for rank, message in incoming.items()} | {self.rank: flat}
             wait_for(sends)
         with self.clock(Leg.ADD):
             partials = []
@@ -122,9 +120,21 @@ class Bridge:
     def chunks_of(self, flat: torch.Tensor) -> list[Range]:
         return split(flat.numel(), self._tuning.num_chunks(flat.nbytes))
 
+    def chunks_by_ranges(self, ranges: Sequence[Range], itemsize: int) -> list[list[Range]]:
+        """The ranges of each chunk."""
+        return chunked(ranges, self._tuning.num_chunks(sum(r.size for r in ranges) * itemsize))
+
+    def reduce_scatter_route(self, ranges: Sequence[Range]) -> Route:
+        """This rank's part in the exchange of one chunk."""
+        return reduce_scatter_route(self._islands, ranges, self.rank)
+
+    def gather_route(self, ranges: Sequence[Range]) -> GatherRoute:
+        """This rank's part in the all-gather of one chunk."""
+        return gather_route(self._islands, ranges, self.rank)
+
     def all_reduce_route(self, whole: Range) -> Route:
         """This rank's part in the exchange of one chunk."""
-        return all_reduce_route(self._islands, island_parts(self._islands, whole), self._rank)
+        return all_reduce_route(self._islands, island_parts(self._islands, whole), self.rank)
 
     def is_small(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
         """Whether an all-reduce of `tensor` goes to everybody in one hop."""
@@ -150,7 +160,7 @@ class Bridge:
         self, flat: torch.Tensor, ranges: Sequence[Range], out: torch.Tensor, reduction: Reduction
     ) -> Iterator[None]:
         """One chunk of a reduce-scatter."""
-        route = reduce_scatter_route(self._islands, ranges, self._rank)
+        route = self.reduce_scatter_route(ranges)
         side = HostSide(self.links, self.clock, self.home, route, reduction, flat, out)
         yield from Exchange(route=route, side=side, reduction=reduction).stages()
         yield
@@ -159,25 +169,22 @@ class Bridge:
 
     def _gather_stages(self, flat: torch.Tensor, ranges: Sequence[Range]) -> Iterator[None]:
         """All-gather: every range crosses to each other island once, in parts, and is spread there."""
-        carried = carried_pieces(self._islands, ranges)
-        mine = ranges[self._rank]
+        route, mine = self.gather_route(ranges), ranges[self.rank]
         sends = [self.links.send(_sub(flat, mine), p, Stage.GATHER) for p in self._neighbours if mine]
-        arrivals, spread = [], []
-        for island in self._others:
-            for peer in island:
-                for piece in intersect(carried[peer], mine):
-                    sends.append(self.links.send(_sub(flat, piece), peer, Stage.EXCHANGE))
-                for piece in intersect(carried[self._rank], ranges[peer]):
-                    arrivals.append(self.links.receive(_sub(flat, piece), peer, Stage.EXCHANGE))
+        sends += [self.links.send(_sub(flat, piece), peer, Stage.EXCHANGE) for peer, piece in route.sent]
+        arrivals = [self.links.receive(_sub(flat, piece), peer, Stage.EXCHANGE) for peer, piece in route.expected]
+        spread = []
         for peer in self._neighbours:
-            if ranges[peer]:
-                spread.append(self.links.receive(_sub(flat, ranges[peer]), peer, Stage.GATHER))
-            spread += [self.links.receive(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried[peer]]
+            own, *carried = route.held[peer]
+            if own:
+                spread.append(self.links.receive(_sub(flat, own), peer, Stage.GATHER))
+            spread += [self.links.receive(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried]
         yield
         with self.clock(Leg.WIRE):
             wait_for(arrivals)
+        _, *carried = route.held[self.rank]
         for peer in self._neighbours:
-            sends += [self.links.send(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried[self._rank]]
+            sends += [self.links.send(_sub(flat, piece), peer, Stage.SPREAD) for piece in carried]
         yield
         with self.clock(Leg.ISLAND_GATHER):
             wait_for(spread)

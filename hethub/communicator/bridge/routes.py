@@ -109,6 +109,28 @@ def reduce_scatter_route(islands: Islands, ranges: Sequence[Range], rank: int) -
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatherRoute:
+    """What one rank does of an all-gather: every range crosses to each other island once, in parts, and is spread
+    there."""
+
+    held: Sequence[Sequence[Range]]
+    """Per rank its own range, empty or not, then what it carries for its island."""
+    sent: list[Message]
+    expected: list[Message]
+
+
+def gather_route(islands: Islands, ranges: Sequence[Range], rank: int) -> GatherRoute:
+    """Every rank's range reaches all ranks; what ranks of other islands own is carried in equal parts."""
+    carried = carried_pieces(islands, ranges)
+    others = [r for island in islands if rank not in island for r in island]
+    return GatherRoute(
+        held=[[own, *pieces] for own, pieces in zip(ranges, carried, strict=True)],
+        sent=[(r, piece) for r in others for piece in intersect(carried[r], ranges[rank])],
+        expected=[(r, piece) for r in others for piece in intersect(carried[rank], ranges[r])],
+    )
+
+
 def island_parts(islands: Islands, whole: Range) -> list[Range]:
     """Per rank, its equal part of `whole` inside its island: every island covers all of it."""
     parts = [whole] * sum(map(len, islands))

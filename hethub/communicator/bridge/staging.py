@@ -21,7 +21,7 @@ class Stager:
     """Host tensors take the way of a device's, so that this way can be tested where there is none."""
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda or self.stages_host_tensors
+        return tensor.device.type != "cpu" or self.stages_host_tensors
 
     def blocks_streams(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a stream can wait for an operation on these tensors by itself; on ROCm torch does not test that."""
@@ -44,7 +44,7 @@ class Staged:
         self._stager = stager
         self.is_on_device = any(stager.on_device(tensor) for tensor in tensors)
         self.ready = stager.device.current_stream().record() if self.is_on_device else Event(None)
-        self._is_own_memory = not self.is_on_device and all(_is_plain(tensor) for tensor in tensors)
+        self._is_own_memory = not self.is_on_device and all(is_plain(tensor) for tensor in tensors)
         self._whole: torch.Tensor | None = None
 
     def load(self) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ class Staged:
         self._stager.kernels.pack(sources, _bytes(whole))
 
     def _unpack(self, whole: torch.Tensor) -> None:
-        if len(self._tensors) == 1 or not all(_is_plain(tensor) for tensor in self._tensors):
+        if len(self._tensors) == 1 or not all(is_plain(tensor) for tensor in self._tensors):
             for tensor, place in zip(self._tensors, self._places(), strict=True):
                 tensor.copy_(whole[place.start : place.stop].view(tensor.shape), non_blocking=True)
             return
@@ -121,7 +121,7 @@ class Staged:
         self._stager.kernels.unpack(_bytes(near), [_bytes(tensor) for tensor in self._tensors])
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory holds its elements in order, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.groups.process_group import HethubGroup
+from hethub.communicator.groups.strides import watch_strides
 from hethub.communicator.joining.islands import parse_islands, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token
 from hethub.communicator.setup import make_context
@@ -71,8 +72,11 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
         context.rendezvous.address,
     )
     context.watch_gloo(gloo, options.group_rank, options.group_size, options.group_id)
+    nccl = torch_private.attach_native(group, gloo, context.device, options)
+    if nccl is not None:
+        context.watch_nccl(nccl, options.group_id)
+    watch_strides(group)
     context.release_with(group, options.group_id)
-    torch_private.attach_native(group, gloo, context.device, options)
     return group
 
 

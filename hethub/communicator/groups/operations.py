@@ -3,6 +3,7 @@
 Operations of one group run in submission order in a thread of their own, so a caller is never blocked before `wait`.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,6 +88,9 @@ class GroupCore(torch_private.GroupBase):
         `destroy_process_group` asks."""
         self._worker.stop()
         self.point_to_point.close()
+        legs, self._legs = self._legs, None
+        if legs is not None and self.context.device.is_gpu and not self.context.aborted:
+            legs.shutdown()
         if self._is_default:
             self.context.close()
         else:
@@ -143,6 +147,15 @@ class GroupCore(torch_private.GroupBase):
         """Queues the job, behind those submitted before. `chosen` says what debug mode compares, by default the
         options."""
         return self._queue(name, job, tensors, opts, chosen=chosen)
+
+    def _submit_natively(
+        self, name: str, launch: Callable[[Turn], None], tensors: Tensors, opts: Any = None, chosen: Words | None = None
+    ) -> HethubWork:
+        """As `_submit`, for what launches legs on the island's library: in the turn taken here."""
+        assert self._legs is not None
+        with self._submitting:
+            turn = self._legs.take_turn()
+            return self._queue(name, functools.partial(launch, turn), tensors, opts, turn, chosen)
 
     def _queue(
         self,

@@ -3,7 +3,6 @@
 Whatever moves data without arithmetic among host tensors of unequal shapes goes over the group's own Gloo group.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction
+from hethub.communicator.bridge.launch_order import Turn
 from hethub.communicator.bridge.staging import Staged
 from hethub.communicator.groups.debug import option_words, range_words, reduction_word
 from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
@@ -60,10 +60,11 @@ class HethubGroup(GroupCore):
         """As `_all_reduce`, the island's library doing the legs, in the turn taken here."""
         legs = self._legs
         assert legs is not None
-        with self._submitting:
-            turn = legs.take_turn()
-            job = functools.partial(legs.all_reduce, tensor.view(-1), staged.ready, reduction, turn)
-            return self._queue(name, job, [tensor], opts, turn)
+
+        def job(turn: Turn) -> None:
+            legs.all_reduce(tensor, staged.ready, reduction, turn)
+
+        return self._submit_natively(name, job, [tensor], opts)
 
     def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
         """As all-reduce; what a narrow wire rounds away on this rank is kept in `residual` and added next time."""
@@ -77,11 +78,10 @@ class HethubGroup(GroupCore):
         return self._submit("all_reduce_with_feedback", job, [tensor], chosen=lambda: [reduction_word(op)])
 
     def _reduces_natively(self, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        """Whether the island's library does its leg: large contiguous tensors; all ranks of the island agree."""
+        """Whether the island's library does its leg: for large tensors, whatever their strides, in which ranks may differ."""
         assert self._legs is not None
         large = not self._bridge.is_small(tensor, reduction) and tensor.numel() > 0
-        here = self._stager.on_device(tensor) and tensor.is_contiguous()
-        return large and here and self._legs.can_reduce(reduction)
+        return large and self._stager.on_device(tensor) and self._legs.can_reduce(reduction)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
         ranges = self._all_at(opts.rootRank, tensors[0].numel())
@@ -113,6 +113,9 @@ class HethubGroup(GroupCore):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _scatter_equally(self, outputs: Tensors, inputs: Tensors, opts: Any, name: str) -> HethubWork:
+        if len(outputs) == 1:
+            ranges = from_sizes([outputs[0].numel()] * self._size)
+            return self._scatter(outputs[0], inputs, ranges, _op(opts), name, lambda: option_words(opts), opts)
         jobs = [
             self._scatter_job(out, [source], from_sizes([out.numel()] * self._size), _op(opts))
             for out, source in zip(outputs, inputs, strict=True)
@@ -123,8 +126,30 @@ class HethubGroup(GroupCore):
         self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any, name: str
     ) -> HethubWork:
         """`output` becomes this rank's range of the reduction over the joined, flat `sources`."""
-        job = self._scatter_job(output, sources, ranges, op)
-        return self._submit(name, job, [output], chosen=lambda: [reduction_word(op), *range_words(ranges)])
+        return self._scatter(output, sources, ranges, op, name, lambda: [reduction_word(op), *range_words(ranges)])
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        sources: Tensors,
+        ranges: Sequence[Range],
+        op: Any,
+        name: str,
+        chosen: Words,
+        opts: Any = None,
+    ) -> HethubWork:
+        """One tensor of a device is reduced by the island's library, in the turn taken here."""
+        legs, reduction = self._legs, self._reduction(op, output.dtype)
+        here = len(sources) == 1 and self._stager.on_device(sources[0])
+        if legs is None or not here or not legs.can_reduce(reduction):
+            job = self._scatter_job(output, sources, ranges, op)
+            return self._submit(name, job, [output], opts, chosen=chosen)
+        ready = self._stager.device.current_stream().record()
+
+        def launch(turn: Turn) -> None:
+            legs.reduce_scatter(sources[0], ranges, output, ready, reduction, turn)
+
+        return self._submit_natively(name, launch, [output], opts, chosen)
 
     def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Run:
         staged, out = self._stager.stage(*sources), self._stager.stage(output)
@@ -159,7 +184,10 @@ class HethubGroup(GroupCore):
         return self._submit("all_gather_coalesced", _in_turn(jobs), [tensor for row in outputs for tensor in row])
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> HethubWork:
-        return self._submit("all_gather_into_tensor", self._gather_job([output], source), [output], opts)
+        name, ranges = "all_gather_into_tensor", from_sizes([source.numel()] * self._size)
+        if self._gathers_natively(output):
+            return self._gather_natively(name, output, ranges, source, opts)
+        return self._submit(name, self._gather_job([output], source), [output], opts)
 
     all_gather_single = _allgather_base
 
@@ -186,6 +214,8 @@ class HethubGroup(GroupCore):
 
     def all_gather_ranges(self, flat_output: torch.Tensor, ranges: Sequence[Range], name: str) -> HethubWork:
         """Every rank's range of the flat tensor is written to all ranks' tensors in place."""
+        if self._gathers_natively(flat_output):
+            return self._gather_natively(name, flat_output, ranges, chosen=lambda: range_words(ranges))
         staged = self._stager.stage(flat_output)
 
         def job() -> None:
@@ -193,6 +223,27 @@ class HethubGroup(GroupCore):
             self._store([staged])
 
         return self._submit(name, job, [flat_output], chosen=lambda: range_words(ranges))
+
+    def _gathers_natively(self, tensor: torch.Tensor) -> bool:
+        """Whether the island's library does its leg; all ranks of the island agree."""
+        return self._legs is not None and self._stager.on_device(tensor) and self._legs.can_gather(tensor.dtype)
+
+    def _gather_natively(
+        self,
+        name: str,
+        output: torch.Tensor,
+        ranges: Sequence[Range],
+        own: torch.Tensor | None = None,
+        opts: Any = None,
+        chosen: Words | None = None,
+    ) -> HethubWork:
+        legs, ready = self._legs, self._stager.device.current_stream().record()
+        assert legs is not None
+
+        def launch(turn: Turn) -> None:
+            legs.all_gather(output, ranges, own, ready, turn)
+
+        return self._submit_natively(name, launch, [output], opts, chosen)
 
     # ---- data that only changes place
 

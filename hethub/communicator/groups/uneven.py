@@ -14,8 +14,8 @@ from hethub.communicator import torch_private
 from hethub.communicator.context import spanning_name
 from hethub.communicator.groups.backend import context_of
 from hethub.communicator.groups.process_group import HethubGroup
-from hethub.communicator.work import HethubWork
-from hethub.spec.ranges import Range, covers_exactly
+from hethub.communicator.work import AllOf, HethubWork
+from hethub.spec.ranges import Range, covers_exactly, from_sizes
 
 
 def reduce_scatter_by_ranges(
@@ -56,26 +56,57 @@ def all_gather_by_ranges(
 
 
 def _stays_on_device(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequence[Range], op: Any) -> bool:
-    """Whether the vendor's library does it: ranks of one island, on devices, each with a range of its own.
-
-    NCCL and RCCL take lists of unlike sizes, but no empty ones.
-    """
-    native = not isinstance(group, HethubGroup) and flat.is_cuda and op == dist.ReduceOp.SUM
-    return native and all(ranges) and covers_exactly(ranges, Range(0, flat.numel()))
+    """Whether the vendor's library does it: ranks of one island, on devices."""
+    native = not isinstance(group, HethubGroup) and flat.device.type != "cpu" and op == dist.ReduceOp.SUM
+    return native and covers_exactly(ranges, Range(0, flat.numel()))
 
 
 def native_reduce_scatter(
     group: dist.ProcessGroup, output: torch.Tensor, flat: torch.Tensor, ranges: Sequence[Range], *, async_op: bool
 ) -> Any:
     """`output` becomes this member's range of the sum, by the group's own library."""
-    parts = [flat[r.start : r.stop] for r in ranges]
-    return dist.reduce_scatter(output, parts, group=group, async_op=async_op)
+    if _are_equal_in_order(ranges):
+        return dist.reduce_scatter_tensor(output, flat, group=group, async_op=async_op)
+    mine = ranges[group.rank()]
+    if output.data_ptr() != flat[mine.start : mine.stop].data_ptr():
+        output.copy_(flat[mine.start : mine.stop])
+    works = [
+        dist.reduce(
+            output if owner == group.rank() else flat[own.start : own.stop],
+            group=group,
+            group_dst=owner,
+            async_op=True,
+        )
+        for owner, own in enumerate(ranges)
+        if own
+    ]
+    return _all_of(works, async_op=async_op)
 
 
 def native_all_gather(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequence[Range], *, async_op: bool) -> Any:
     """Every member's range of `flat` reaches all members, by the group's own library."""
-    parts = [flat[r.start : r.stop] for r in ranges]
-    return dist.all_gather(parts, parts[group.rank()], group=group, async_op=async_op)
+    mine = ranges[group.rank()]
+    if _are_equal_in_order(ranges):
+        part = flat[mine.start : mine.stop]
+        return dist.all_gather_into_tensor(flat, part, group=group, async_op=async_op)
+    works = [
+        dist.broadcast(flat[own.start : own.stop], group=group, group_src=owner, async_op=True)
+        for owner, own in enumerate(ranges)
+        if own
+    ]
+    return _all_of(works, async_op=async_op)
+
+
+def _are_equal_in_order(ranges: Sequence[Range]) -> bool:
+    """Whether the library's own tensor operations have these ranges, which spares a copy and a launch per member."""
+    return list(ranges) == from_sizes([ranges[0].size] * len(ranges))
+
+
+def _all_of(works: list[Any], *, async_op: bool) -> AllOf:
+    work = AllOf(works)
+    if not async_op:
+        work.wait()
+    return work
 
 
 def prepare_by_ranges(group: dist.ProcessGroup) -> None:

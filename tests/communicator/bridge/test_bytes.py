@@ -13,6 +13,7 @@ from hethub.communicator.bridge.chunks import chunked
 from hethub.communicator.bridge.routes import (
     all_reduce_route,
     carried_pieces,
+    gather_route,
     island_parts,
     reduce_scatter_route,
     split_pieces,
@@ -27,7 +28,7 @@ from hethub.communicator.joining.islands import (
 from hethub.communicator.measuring import bench
 from hethub.communicator.measuring.bound import least_messages
 from hethub.spec.errors import BadInput
-from hethub.spec.ranges import Range, covers_exactly, from_sizes
+from hethub.spec.ranges import Range, covers_exactly, from_sizes, merge
 from tests.support.ranks import run_ranks
 
 LAYOUTS = [
@@ -186,6 +187,21 @@ def test_routes_of_a_reduce_scatter_fit_together(problem):
     check_routes(islands, routes)
     for route in routes:
         assert covers_exactly([total.piece for total in route.totals], ranges[route.rank])
+
+
+@given(problems())
+def test_routes_of_an_all_gather_fit_together(problem):
+    islands, ranges = problem
+    routes = [gather_route(islands, ranges, rank) for rank in range(len(ranges))]
+    for rank, route in enumerate(routes):
+        assert route.held == routes[0].held
+        for peer, other in enumerate(routes):
+            sent = [piece for reader, piece in route.sent if reader == peer]
+            assert sent == [piece for source, piece in other.expected if source == rank]
+        assert merge(piece for _, piece in route.expected) == merge(route.held[rank][1:])
+    for island in islands:
+        held = [piece for rank in island for piece in routes[0].held[rank]]
+        assert covers_exactly(held, Range(0, ranges[-1].stop))
 
 
 @given(problems(), st.integers(1, 5))

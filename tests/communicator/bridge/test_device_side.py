@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from hethub.communicator import torch_private
+from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges, torch_private
 from hethub.communicator.bridge.launch_order import Dispatcher
+from hethub.communicator.counters import since
 from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation, Worker
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.ranges import from_sizes
 from tests.communicator.groups.test_operations import LAYOUTS, move_all_types, premul_and_coalesced, reduce_all_cases
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -93,6 +95,52 @@ def test_coalesced_operations_on_staged_tensors():
     assert all(run_ranks(3, premul_and_coalesced, islands=[[0, 2], [1]], staged_ranks=[0, 1, 2]))
 
 
+def reduce_scaled_and_strided(world):
+    """Large tensors, so that the island's library does the legs: also for a rank that is alone in its island."""
+    legs = world.default_group._legs
+    assert legs is not None
+    assert (legs.native is None) == (world.rank == 2)
+    factor = torch.distributed._make_nccl_premul_sum(0.5)
+    tensor = torch.arange(200_000.0) + world.rank
+    dist.all_reduce(tensor, op=factor)
+    assert torch.equal(tensor, 0.5 * (3 * torch.arange(200_000.0) + 3))
+    # The layout is each rank's own; the way must be the same for all.
+    values = torch.arange(200_000.0).view(400, 500) + world.rank
+    strided = torch.empty(500, 400).t().copy_(values) if world.rank else values.clone()
+    dist.all_reduce(strided)
+    assert torch.equal(strided, 3 * torch.arange(200_000.0).view(400, 500) + 3)
+    return True
+
+
+def test_scaled_sums_and_strides_on_native_legs():
+    assert all(
+        run_ranks(3, reduce_scaled_and_strided, islands=[[0, 1], [2]], staged_ranks=[0, 1, 2], timeout_seconds=30)
+    )
+
+
+def shares_by_native_legs(world, sizes):
+    """Bytes that this rank's relays carried inside its island and over the bridge, of a sum and a gather by ranges."""
+    ranges = from_sizes(sizes)
+    mine = ranges[world.rank]
+    flat = contribution(world.rank, ranges[-1].stop)
+    total = sum(contribution(rank, ranges[-1].stop).double() for rank in range(world.size))
+    before = world.counters()
+    reduce_scatter_by_ranges(world.default_group, flat, ranges).wait()
+    assert (flat[mine.start : mine.stop] - total[mine.start : mine.stop]).abs().sum() < 1e-3 * len(total)
+    all_gather_by_ranges(world.default_group, flat, ranges).wait()
+    assert (flat - total).abs().max() < 1e-5
+    news = since(before, world.counters())["links"]
+    return {level: sum(row["bytes"] for row in news if row["level"] == level) for level in ("island", "bridge")}
+
+
+@pytest.mark.parametrize("sizes", [[50_000] * 4, [100_003, 0, 7, 30_000]], ids=["even", "uneven"])
+def test_shares_cross_once_and_nothing_of_an_island_leaves_its_library(sizes):
+    sent = run_ranks(4, shares_by_native_legs, sizes, islands=[[0, 2], [1, 3]], staged_ranks=[0, 1, 2, 3])
+    assert sum(of_rank["island"] for of_rank in sent) == 0
+    # What each island owns comes to it once and leaves it once, for the other.
+    assert sum(of_rank["bridge"] for of_rank in sent) == 2 * 4 * sum(sizes)
+
+
 class Recorded:
     """A native group that notes what is launched on it."""
 
@@ -117,8 +165,8 @@ def reduce_on_three_groups(world):
     groups = [world.group(ranks) for ranks in members]
     launched = []
     for name, group in enumerate(groups):
-        if group is not None and group._legs._native is not None:
-            group._legs._native = Recorded(group._legs._native, name, launched)
+        if group is not None and group._legs.native is not None:
+            group._legs.native = Recorded(group._legs.native, name, launched)
     dawdle = random.Random(world.rank)
     under_way = []
     for step in range(12):

@@ -1,11 +1,14 @@
-"""The by-ranges operations through a group's own library: on devices NCCL and RCCL, here Gloo with equal ranges."""
+"""The by-ranges operations through a group's own library: on devices NCCL and RCCL, here Gloo."""
 
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from hethub.communicator.groups.uneven import native_all_gather, native_reduce_scatter
-from hethub.spec.ranges import split
+from hethub.communicator.groups.uneven import _stays_on_device, native_all_gather, native_reduce_scatter
+from hethub.spec.ranges import from_sizes, split
 from tests.support.ranks import run_ranks
 
 
@@ -26,3 +29,32 @@ def test_sums_land_in_place_and_reach_all() -> None:
     assert first[:3] == total[:3]
     assert second[3:] == total[3:]
     assert whole == also_whole == total
+
+
+def unequal(world: Any, sizes: list[int]) -> tuple[list[float], list[float], list[float]]:
+    """This rank's share of the sum, the input after it, and the whole put together again."""
+    group, ranges = world.default_group, from_sizes(sizes)
+    mine = ranges[world.rank]
+    flat = torch.arange(6.0) + 10 * world.rank
+    own = torch.empty(mine.size)
+    native_reduce_scatter(group, own, flat, ranges, async_op=False)
+    gathered = torch.zeros(6)
+    gathered[mine.start : mine.stop] = own
+    native_all_gather(group, gathered, ranges, async_op=False)
+    return own.tolist(), flat[mine.start : mine.stop].tolist(), gathered.tolist()
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [1, 0, 5], [0, 6, 0], [3, 1, 2]])
+def test_unequal_and_empty_shares_stay_with_the_library(sizes: list[int]) -> None:
+    total = [30 + 3.0 * i for i in range(6)]
+    for rank, (own, untouched, whole) in enumerate(run_ranks(3, unequal, sizes)):
+        mine = from_sizes(sizes)[rank]
+        assert own == total[mine.start : mine.stop]
+        assert untouched == [i + 10.0 * rank for i in range(mine.start, mine.stop)]
+        assert whole == total
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 5], [0, 0, 0]])
+def test_an_empty_share_leaves_nobody_out_of_the_librarys_path(sizes: list[int]) -> None:
+    group, flat = MagicMock(spec=dist.ProcessGroup), torch.empty(sum(sizes), device="meta")
+    assert _stays_on_device(group, flat, from_sizes(sizes), dist.ReduceOp.SUM)

@@ -216,10 +216,10 @@ def _reference(case: Case) -> tuple[list[float], list[float], Shards]:
     return _REFERENCES[key]
 
 
-def check_against_one_process(case: Case) -> list[dict[str, Any]]:
+def check_against_one_process(case: Case, **connect: Any) -> list[dict[str, Any]]:
     """Trains the case as one process does, the ranks together keeping all of it; returns what each counted."""
     losses, norms, weights = _reference(case)
-    results = run_ranks(case.size, train_counting, case, islands=case.islands, timeout_seconds=120)
+    results = run_ranks(case.size, train_counting, case, islands=case.islands, timeout_seconds=120, **connect)
     for rank_losses, rank_norms, _, _ in results:
         assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
         assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
@@ -235,6 +235,21 @@ def check_against_one_process(case: Case) -> list[dict[str, Any]]:
 def test_layout_equals_one_process(case: Case) -> None:
     """Three steps: the third begins with weights, moments and norms of a step that itself began with another's."""
     check_against_one_process(replace(case, steps=3))
+
+
+OVER_ISLANDS = [case for case in CASES if case.vendors]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if index > 1 else [])
+        for index, case in enumerate(OVER_ISLANDS)
+    ],
+)
+def test_the_way_of_devices_equals_one_process(case: Case) -> None:
+    """Host tensors staged as a device's: shares are reduced and gathered by the islands' native legs."""
+    check_against_one_process(replace(case, steps=2), staged_ranks=range(case.size))
 
 
 NORMS = MODEL.hidden * (2 * MODEL.layers + 1)

@@ -1,0 +1,166 @@
+"""Every collective on tensors of every layout, in native groups, over islands and staged, against plain arithmetic."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from tests.support.ranks import run_ranks
+
+SHAPE = (4, 6)
+
+
+def every_second(values: Tensor) -> Tensor:
+    return torch.full((4, 12), -7.0, dtype=values.dtype)[:, ::2].copy_(values)
+
+
+def transposed(values: Tensor) -> Tensor:
+    return torch.empty(6, 4, dtype=values.dtype).t().copy_(values)
+
+
+def inner_columns(values: Tensor) -> Tensor:
+    return torch.full((4, 9), -7.0, dtype=values.dtype)[:, 2:8].copy_(values)
+
+
+def by_rank(values: Tensor) -> Tensor:
+    """A layout that is another one on every other rank, which c10d allows."""
+    return transposed(values) if dist.get_rank() % 2 else values.clone()
+
+
+def as_they_lie(values: Tensor) -> Tensor:
+    return values.clone()
+
+
+LAYOUTS = [every_second, transposed, inner_columns, by_rank, as_they_lie]
+
+
+def data(rank: int) -> Tensor:
+    return torch.arange(24.0).view(SHAPE).remainder(5) + rank + 1
+
+
+def wrong_cases(world: Any, members: list[int]) -> list[tuple[str, str]]:
+    """The operations whose result was not the plain one, with the layout."""
+    group = world.group(members)
+    if group is None:
+        return []
+    place, size, wrong = members.index(world.rank), len(members), []
+    inputs = torch.stack([data(rank) for rank in range(size)])
+    for lay in LAYOUTS:
+
+        def check(name: str, found: Tensor | list[Tensor], expected: Any, lay: Any = lay) -> None:
+            found = found if isinstance(found, list) else [found]
+            expected = expected if isinstance(expected, list) else [expected]
+            if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+                wrong.append((name, lay.__name__))
+
+        def empties(count: int, shape: Any = SHAPE, lay: Any = lay) -> list[Tensor]:
+            if shape == SHAPE:
+                return [lay(torch.zeros(shape)) for _ in range(count)]
+            return [torch.zeros(shape[0], 2 * shape[1])[:, ::2] for _ in range(count)]
+
+        own = inputs[place]
+        sums = {
+            ReduceOp.SUM: inputs.sum(0),
+            ReduceOp.AVG: inputs.mean(0),
+            ReduceOp.PRODUCT: inputs.prod(0),
+            ReduceOp.MAX: inputs.amax(0),
+        }
+        for op, total in sums.items():
+            dist.all_reduce(tensor := lay(own), op=op, group=group)
+            check(f"all_reduce {op}", (tensor - total).abs() < 1e-5, torch.ones(SHAPE, dtype=torch.bool))
+            dist.reduce(tensor := lay(own), op=op, group=group, group_dst=1)
+            if place == 1:
+                check(f"reduce {op}", (tensor - total).abs() < 1e-5, torch.ones(SHAPE, dtype=torch.bool))
+        for op, total in ((ReduceOp.BOR, 7 * torch.ones(4, 6, dtype=torch.int64)),):
+            bits = torch.full(SHAPE, [1, 2, 4, 4][place] if size == 4 else [1, 2, 4][place])
+            dist.all_reduce(tensor := lay(bits), op=op, group=group)
+            check("all_reduce BOR", tensor, total)
+        both = [lay(own), lay(own + 1)]
+        with dist._coalescing_manager(group):
+            for each in both:
+                dist.all_reduce(each, group=group)
+        check("coalesced all_reduce", both, [inputs.sum(0), inputs.sum(0) + size])
+        tensor = lay(own)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        check("all_reduce, its future", [work.get_future().wait()[0], tensor], [inputs.sum(0)] * 2)
+        dist.broadcast(tensor := lay(own), group=group, group_src=1)
+        check("broadcast", tensor, inputs[1])
+        dist.all_gather(gathered := empties(size), lay(own), group=group)
+        check("all_gather", gathered, list(inputs))
+        dist.gather(lay(own), gathered := empties(size) if place == 1 else None, group=group, group_dst=1)
+        check("gather", gathered or [], list(inputs) if place == 1 else [])
+        (part,) = empties(1)
+        dist.scatter(part, [lay(row) for row in inputs] if place == 1 else None, group=group, group_src=1)
+        check("scatter", part, own)
+        whole = torch.zeros(4 * size, 12)[:, ::2]
+        dist.all_gather_into_tensor(whole, lay(own), group=group)
+        check("all_gather_into_tensor", whole, inputs.view(-1, 6))
+        (part,) = empties(1)
+        dist.reduce_scatter(part, [lay(own + rank) for rank in range(size)], group=group)
+        check("reduce_scatter", part, inputs.sum(0) + size * place)
+        if size == 4:
+            (part,) = empties(1, (1, 6))
+            dist.reduce_scatter_tensor(part, lay(own), group=group)
+            check("reduce_scatter_tensor", part, inputs.sum(0)[place : place + 1])
+            exchanged = lay(torch.zeros(SHAPE))
+            dist.all_to_all_single(exchanged, lay(own), group=group)
+            check("all_to_all_single", exchanged, inputs[:, place])
+        dist.all_to_all(pieces := empties(size), [lay(own + rank) for rank in range(size)], group=group)
+        check("all_to_all", pieces, [inputs[rank] + place for rank in range(size)])
+        (received,) = empties(1)
+        sending = dist.isend(lay(own), group=group, group_dst=(place + 1) % size)
+        dist.recv(received, group=group, group_src=(place - 1) % size)
+        assert sending is not None
+        sending.wait()
+        check("send and recv", received, inputs[(place - 1) % size])
+    negated = torch.complex(inputs, inputs)[place].conj().imag
+    assert negated.is_neg()
+    dist.all_reduce(negated, group=group)
+    if not torch.equal(negated.resolve_neg(), -inputs.sum(0)):
+        wrong.append(("all_reduce", "a negative view"))
+    return wrong
+
+
+def all_groups(world: Any) -> list[tuple[str, str]]:
+    return wrong_cases(world, [0, 1, 2, 3]) + wrong_cases(world, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("islands", "staged"),
+    [
+        pytest.param([[0], [1, 2, 3]], [], id="native, and over islands"),
+        pytest.param([[0, 1, 2, 3]], [], id="native"),
+        pytest.param([[0, 2], [1], [3]], [0, 1, 2], id="staged"),
+    ],
+)
+def test_every_layout_gives_the_plain_result(islands: list[list[int]], staged: list[int]) -> None:
+    for wrong in run_ranks(4, all_groups, islands=islands, staged_ranks=staged):
+        assert wrong == []
+
+
+class Derived(dist.ProcessGroup):
+    """A group of somebody else's that derives from torch's in Python and overrides nothing."""
+
+
+def other_groups(world: Any) -> bool:
+    """What this library does to torch's class leaves the groups of others as they are."""
+    plain = dist.new_group([0, 1], backend="gloo")
+    assert plain is not None
+    derived = Derived(world.rank, 2)
+    derived._register_backend(
+        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, plain._get_backend(torch.device("cpu"))
+    )
+    derived._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for group in (plain, derived):
+        tensor = torch.ones(3) + world.rank
+        group.allreduce([tensor]).wait()
+        assert (tensor == 3).all()
+    return True
+
+
+def test_groups_of_others_are_left_alone() -> None:
+    assert all(run_ranks(2, other_groups))

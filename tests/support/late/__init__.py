@@ -1,0 +1,1 @@
+"""A late device for the tests, and mutants that lack a wait. Start reading: device.py."""

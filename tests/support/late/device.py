@@ -1,0 +1,130 @@
+"""A device that is late: torch tensors in a memory of their own, whose copies and sums are done some time after the call.
+
+It stands behind the device layer (`hethub/kernels/device.py`) where there is no accelerator, and shows what a CPU hides:
+work that is not waited for. Streams are queues; a thread runs what is at their heads, in an order and after pauses drawn
+from a seed. What the host reads too early it finds poisoned, NaN in floats; so it does what was freed, or reused without
+being kept for the stream that still reads it, on the device and in pinned memory alike. Collectives of the native
+library run one at a time, in whatever order streams allow, and only when all ranks have come: launched in unlike orders
+on two ranks they never end. What the device computes, torch computes on the CPU.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from hethub.communicator import torch_private
+from hethub.kernels.device import Device, Stream
+from tests.support.late.engine import Item, LateStream, Point, engine, is_started, start
+from tests.support.late.tensor import make_empty, make_empty_strided, near
+
+
+class LateDevice(Device):
+    """A rank's late device, as the device layer shows one."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("late", 0)
+
+    @property
+    def name(self) -> str:
+        return "late"
+
+    @property
+    def identity(self) -> str | None:
+        return None
+
+    def activate(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        engine().synchronize()
+
+    def new_stream(self) -> Stream:
+        return LateStream(engine())
+
+    def current_stream(self) -> Stream:
+        return engine().current()
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return engine().pinned.buffer(num_bytes)
+
+    def stream_pointer(self) -> int:
+        return 0
+
+
+class LateNative:
+    """An island's library on late devices: as NCCL, on a stream of its own behind the caller's, Gloo moving the bytes."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
+        self._gloo = torch_private.create_gloo_group(store, rank, size, timeout_seconds, "127.0.0.1")
+        self._size = size
+        self._stream = LateStream(engine())
+        self.ended = ""
+        natives.append(self)
+
+    def size(self) -> int:
+        return self._size
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+    def shutdown(self) -> None:
+        self.ended = "shut down"
+
+    def _reduce_scatter_base(self, part: Tensor, whole: Tensor, opts: Any) -> "LateWork":
+        return self._launch("_reduce_scatter_base", part, whole, opts)
+
+    def _allgather_base(self, whole: Tensor, part: Tensor, *opts: Any) -> "LateWork":
+        return self._launch("_allgather_base", whole, part, *opts)
+
+    def _launch(self, name: str, *args: Any) -> "LateWork":
+        places = near(args)
+        self._stream.wait(engine().current().record())
+        self._stream.submit(Item(lambda: getattr(self._gloo, name)(*places).wait(), is_collective=True))
+        return LateWork(self._stream.record(), args)
+
+
+natives: list[LateNative] = []
+"""All that were made in this process."""
+
+
+class LateWork:
+    """A collective under way; its tensors are held until it is waited for, as torch's NCCL holds them."""
+
+    def __init__(self, point: Point, tensors: Any) -> None:
+        self._point, self._tensors = point, tensors
+
+    def wait(self) -> None:
+        engine().current().wait(self._point)
+        self._tensors = None
+
+
+def install(seed: int = 0) -> LateDevice:
+    """This process's late device, known to torch as "late"."""
+    if not is_started():
+        _setup_privateuseone_for_python_backend("late")
+        start(seed)
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("empty.memory_format", make_empty, "PrivateUse1")
+        library.impl("empty_strided", make_empty_strided, "PrivateUse1")
+        _kept.append(library)
+        torch_private.create_nccl_group = LateNative
+    return LateDevice(vendor="nvidia")
+
+
+_kept: list[Any] = []
+
+
+def reseed(seed: int) -> None:
+    """Other pauses and another order from here on; nothing where this process has no late device."""
+    if is_started():
+        engine().reseed(seed)
+
+
+def fall_behind(seconds: float) -> None:
+    """The current stream is busy for so long, now and then."""
+    if is_started() and engine().random.random() < 0.25:
+        engine().submit(lambda: time.sleep(seconds))
