@@ -151,10 +151,13 @@ class Paths:
             arena.fetch(host, into).wait()
             self.check("fetched into", into, self.values(self.rank, LARGE) + step)
             del fetched
-            arena.fetch(host)  # not wanted after all
-            self.churn()
+            arena.fetch(host)  # not wanted after all, while the copy is still to come
+            others = [self.made(LARGE) + 1 for _ in range(3)]
+            for other in others:
+                self.check("memory that a copy was still to come to", other, self.values(self.rank, LARGE) + 1)
+            arena.store(host, self.made(LARGE) - step)
             arena.synchronize()
-            assert torch.equal(host, self.values(self.rank, LARGE) + step), "stored"
+            assert torch.equal(host, self.values(self.rank, LARGE) - step), "stored"
 
 
 PATHS: tuple[Callable[[Paths], None], ...] = (
