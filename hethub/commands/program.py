@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from hethub.commands.common import check_writable, known_cluster, need_torch, print_json
 from hethub.spec.errors import BadInput
-from hethub.spec.program import is_program_plan, load_program_plan, save_program_plan
 
 if TYPE_CHECKING:
     from hethub.spec.job import Job
@@ -26,6 +25,8 @@ def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None, s
 
 def is_program_job(job: "Job", plan_path: Path | None = None, strategy: str | None = None) -> bool:
     """Whether strategy hap has the job: it asks for it, its plan file is a program, or its model is Python."""
+    from hethub.spec.program import is_program_plan
+
     file = plan_path or job.plan_path
     if strategy is not None:
         return strategy == "hap" or (strategy == "auto" and job.factory is not None)
@@ -36,6 +37,8 @@ def is_program_job(job: "Job", plan_path: Path | None = None, strategy: str | No
 
 def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub plan` of a program; nothing is run, so no device is needed."""
+    from hethub.spec.program import save_program_plan
+
     check_writable(options.out)
     if options.robust or options.alone is not None or options.profile is not None:
         raise BadInput("--robust, --alone and --profile are for plans of layers; leave them out with strategy hap.")
@@ -49,6 +52,8 @@ def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
 
 def predict_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub predict` of a program: of the plan file given, else of the best found."""
+    from hethub.spec.program import load_program_plan
+
     if options.trace is not None or options.bounds or options.alone is not None or options.profile is not None:
         raise BadInput(
             "--trace, --bounds, --alone and --profile are for plans of layers; leave them out with strategy hap."

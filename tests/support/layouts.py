@@ -16,7 +16,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.ranks import run_ranks
 
-SEQ_LEN, STEPS = 16, 3
+SEQ_LEN, STEPS = 16, 2
 MODEL = ModelSpec(
     name="tiny", layers=4, hidden=32, heads=8, kv_heads=4, ffn=48, vocab=101, max_seq_len=64, init_std=0.05
 )

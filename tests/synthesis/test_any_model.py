@@ -33,6 +33,7 @@ for _ in range(10):
 """
 
 
+@pytest.mark.slow
 def test_the_documents_example_trains(tmp_path: Path) -> None:
     script = DOCUMENT.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     (tmp_path / "train.py").write_text(script, encoding="utf-8")

@@ -28,7 +28,9 @@ def test_the_best_programs_train_as_one_process(name: str) -> None:
     assert [len(outcomes) for outcomes in results] == [3, 3, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["vgg", "vit", "bert", "moe"])
+@pytest.mark.parametrize(
+    "name", ["vgg", "moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "bert"))]
+)
 def test_any_program_trains_as_one_process(name: str) -> None:
     """Random rules and shares: every collective between every two states, and operators without a share."""
     known = reference(name)

@@ -5,6 +5,8 @@ reads it without hethub. Folders, markers and checksums are those of every other
 """
 
 import json
+import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -31,6 +34,16 @@ from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.documents import read_json, write_whole
 from hethub.spec.errors import BadInput, RunFailed
 
+_IN_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "float32", "float64"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
 _WRITE_TIMEOUT = timedelta(hours=2)  # ranks write unequal amounts; a dead one is noticed by the world's own watch
 
 
@@ -102,8 +115,8 @@ class ProgramCheckpoints:
             own = action(), None
         except OSError as error:
             own = None, str(error)
-        answers: list[Any] = [None] * self._world.size
-        dist.all_gather_object(answers, own, group=self._group)
+        dist.barrier(group=self._group)
+        answers = self._world.all_gather_objects(own)
         if failures := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault is not None]:
             raise RunFailed(
                 f"{what} could not be written: {'; '.join(failures)}. What was complete before is untouched."
@@ -140,7 +153,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def load(path: Path, parts: Sequence[Part]) -> None:
     """Fills the parts from a checkpoint, each rank on its own. Raises BadInput where it lacks them."""
     reader = dcp.FileSystemReader(path)
-    metadata = reader.read_metadata()
+    metadata = _read_metadata(path)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     by_key: dict[str, list[Part]] = {}
     for part in parts:
@@ -155,6 +168,31 @@ def load(path: Path, parts: Sequence[Part]) -> None:
             raise BadInput(f"{path}: elements of {key} are missing; use another checkpoint.")
         items += found
     reader.read_data(LoadPlan(items), _LoadPlanner(by_key)).wait()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's index, which is a pickle: it may name nothing but the data classes that such an index is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """DCP's index of a checkpoint. Raises BadInput where it is none, or leads out of the folder."""
+    try:
+        with (path / METADATA).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        places = [place.relative_path for place in metadata.storage_data.values()]
+    except (pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise BadInput(
+            f"{path / METADATA}: this is no index of a checkpoint: {error}. Use another checkpoint."
+        ) from None
+    for place in places:
+        if not re.fullmatch(r"__\d+_\d+\.distcp", str(place)):
+            raise BadInput(f"{path / METADATA}: {place!r} is no file of a checkpoint. Use another checkpoint.")
+    return metadata
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

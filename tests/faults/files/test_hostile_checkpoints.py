@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from hethub.runtime.checkpoint import iterate_weights, newest_intact, read_record
 from hethub.runtime.checkpoint.integrity import MARKER, checksums
+from hethub.runtime.program.checkpoint import load as load_program
+from hethub.spec.errors import BadInput
 from tests.support.command import one, ranks
 from tests.support.job_files import write_job
 
@@ -175,3 +179,18 @@ def test_training_goes_on_from_the_one_before(kind: str, newest: Path, whole: Pa
     assert ended.exit_code == 0, ended.stderr
     assert "resumed behind step 2" in ended.stdout
     assert (run / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_nothing_in_a_programs_checkpoint_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "was here"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises(BadInput, match=r"no index of a checkpoint: it names posix\.mkdir"):
+        load_program(tmp_path, [])
+    assert not mark.exists()
+
+
+def test_a_programs_checkpoint_leads_nowhere_else(tmp_path: Path) -> None:
+    metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("../__0_0.distcp", 0, 1)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match="is no file of a checkpoint"):
+        load_program(tmp_path, [])

@@ -34,7 +34,10 @@ ALONE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("small memory", marks=pytest.mark.slow), *list(ALONE)[1:]])
+@pytest.mark.parametrize(
+    "name",
+    [*list(ALONE)[1:3], *(pytest.param(name, marks=pytest.mark.slow) for name in ("small memory", "memory lifted"))],
+)
 def test_no_system_is_faster_on_a_homogeneous_part_than_the_bound_counts(name: str) -> None:
     model, on, (batch, seq_len, precision) = ALONE[name]
     alone = homogeneous_parts(model, on, (batch, seq_len, precision))

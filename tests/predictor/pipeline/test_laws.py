@@ -28,7 +28,7 @@ from hethub.spec.schedule.microbatches import overlaps
 from tests.predictor.plans import LLAMA_8B, cluster, uniform
 from tests.spec.random_plans import any_cases
 
-DRAWS = int(os.environ.get("LAWS", "200"))
+DRAWS = int(os.environ.get("LAWS", "60"))
 ANY = settings(
     max_examples=DRAWS, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )

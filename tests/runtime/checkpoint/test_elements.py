@@ -111,7 +111,8 @@ def train_on(world: Any, case: Case, folder: Path | None, first: int, last: int)
 
 
 @pytest.mark.parametrize(
-    ("precision", "plan"), [("fp32", 3), pytest.param("fp16", 3, marks=pytest.mark.slow), ("fp16", 0)]
+    ("precision", "plan"),
+    [("fp32", 3), pytest.param("fp16", 3, marks=pytest.mark.slow), pytest.param("fp16", 0, marks=pytest.mark.slow)],
 )
 def test_resumed_training_equals_uninterrupted_training(precision: str, plan: int, tmp_path: Path) -> None:
     case = plans(precision, TIED)[plan]

@@ -10,9 +10,8 @@ MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MANY_STEPS = {"steps": 100_000}
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("mpirun", marks=needs_mpirun), pytest.param("torchrun", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpirun), "torchrun"])
 def test_launch_runs_the_job_over_loopback_only(tmp_path, launcher):
     job, run = write_pair_job(tmp_path, train=MANY_STEPS), tmp_path / "run"
     command = [HETHUB, "launch", job, "--with", launcher, "--run-dir", run]
