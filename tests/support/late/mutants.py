@@ -33,7 +33,7 @@ def mutants_of(module: str) -> list[Mutant]:
         if _is_statement(node) or _is_record(node):
             assert isinstance(node, ast.expr | ast.stmt)
             found.append(Mutant(module, node.lineno, node.col_offset, ast.unparse(node)))
-    return sorted(set(found), key=lambda mutant: mutant[1:3])
+    return sorted(set(found))
 
 
 def _called(node: ast.AST) -> str | None:
