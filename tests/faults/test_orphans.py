@@ -52,4 +52,5 @@ def test_no_rank_outlives_its_launcher(launcher, trains, tmp_path):
     rank = running.rank_pid(0)
     parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
-    running.end()  # fails where a process is left 15 seconds later
+    # Ranks that are still importing, on a loaded machine, have their timeout before them.
+    running.end(patience_seconds=15 if trains else 90)

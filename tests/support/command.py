@@ -110,20 +110,19 @@ class Running:
             assert time.monotonic() < deadline, "the command hangs"
             time.sleep(0.05)
 
-    def end(self) -> Ended:
-        """Waits for the command; fails the test if it hangs or leaves a process behind."""
+    def end(self, patience_seconds: float = 15) -> Ended:
+        """Waits for the command; fails the test if it hangs, or a process is still there so long after its end."""
         try:
             code = self.process.wait(HANG_SECONDS)
-            left = self._left_behind()
+            left = self._left_behind(patience_seconds)
         finally:
             self.kill()
         ended = Ended(exit_code=code, stdout=_text(self._out), stderr=_text(self._err))
         assert not left, f"left behind: {left}\n{ended.stderr}"
         return ended
 
-    def _left_behind(self) -> list[int]:
-        """Processes still alive a moment after the command has ended."""
-        deadline = time.monotonic() + 15
+    def _left_behind(self, patience_seconds: float) -> list[int]:
+        deadline = time.monotonic() + patience_seconds
         while (left := list(self.pids())) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left

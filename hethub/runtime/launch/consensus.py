@@ -1,7 +1,6 @@
 """Consensus of the ranks before they have a world: every rank tells through the store, all conclude alike."""
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,7 +16,6 @@ T = TypeVar("T")
 Answer = dict[str, Any]  # what a rank tells the others: a value, a fault of the input, or its own failure
 
 _LEAVE_SECONDS = 10.0
-_LOOK_SECONDS = 0.5  # how often a waiting rank looks whether all are still there
 _NEWS_SECONDS = 2.0  # a lost store is often felt before its cause is told
 
 
@@ -79,27 +77,13 @@ def _tell(meeting: Rendezvous, key: str, answer: Answer) -> None:
 
 
 def _hear(meeting: Rendezvous, key: str, rank: int, patience_seconds: float | None = None) -> Answer:
+    """What a rank has told. Where one fails meanwhile, the watch ends this process, whatever it waits for."""
     place = f"agree/{key}/{rank}"
     with _reaching(meeting, key, rank):
-        _wait_for(meeting, place, patience_seconds or meeting.store.timeout.total_seconds())  # type: ignore[attr-defined]
+        seconds = patience_seconds or meeting.store.timeout.total_seconds()  # type: ignore[attr-defined]
+        meeting.store.wait([place], timedelta(seconds=seconds))
         answer: Answer = json.loads(meeting.store.get(place))
         return answer
-
-
-def _wait_for(meeting: Rendezvous, place: str, seconds: float) -> None:
-    """Returns when the store has it; raises RunFailed as soon as a rank is known to have failed."""
-    deadline = time.monotonic() + seconds
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            meeting.store.wait([place], timedelta(seconds=max(0.0, min(left, _LOOK_SECONDS))))
-            return
-        except dist.DistStoreError:
-            if left <= _LOOK_SECONDS:
-                raise
-        failure = meeting.watch.liveness.failure if meeting.watch is not None else None
-        if failure is not None:
-            raise RunFailed(f"rank {meeting.rank} ends because {failure}.")
 
 
 @contextmanager
