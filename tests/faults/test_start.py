@@ -54,8 +54,8 @@ def start_and_fail(tmp_path, moment, victim, how):
     job = write_job(tmp_path / "job", communicator={"timeout_seconds": TIMEOUT_SECONDS})
     hook = partial(fail_at, moment, victim, how)
     results = ranks(4, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=hook, timeout_seconds=60)
-    # A rank that never joined is missing, whatever has become of it.
-    check_named(results, victim, SAID[how], "has not come", "has not answered")
+    # A rank that never joined is missing, whatever has become of it; rank 0 may be gone before its store was reached.
+    check_named(results, victim, SAID[how], "has not come", "has not answered", "could not reach")
 
 
 @pytest.mark.parametrize(("moment", "victim", "how"), [
