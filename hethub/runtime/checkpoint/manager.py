@@ -26,22 +26,102 @@ _WRITE_TIMEOUT = timedelta(hours=2)
 Result = TypeVar("Result")
 
 
-class CheckpointManager:
-    """The checkpoints in `folder`, of which the newest `keep` stay.
+Marks = dict[str, tuple[int, str]]  # bytes and checksum by file
 
-    All ranks build it and make the same calls in the same order. Raises BadInput where a rank does not see `folder`.
+
+class CheckpointFolder:
+    """The checkpoints in `folder`, of which the newest `keep` stay: all ranks write one together, or none is there.
+
+    All ranks build it and make the same calls in the same order; `is_indexed` says that checkpoints have an index of ours,
+    which is checked too. Raises BadInput where a rank does not see `folder`.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World) -> None:
+    def __init__(self, folder: Path, keep: int, world: World, *, is_indexed: bool = True) -> None:
         require_shared(folder, world)
-        self.folder, self.keep, self._world = folder, keep, world
-        # A group of its own: what the writing thread sends never meets the training's messages.
+        self.folder, self.keep, self._world, self._is_indexed = folder, keep, world, is_indexed
+        # A group of its own: what a writing thread sends never meets the training's messages.
         self._group = world.gloo_group(_WRITE_TIMEOUT)
+        self._damaged: set[str] = set()
+
+    def write_folder(self, step: int, write: Callable[[Path], None], finish: Callable[[Path], Marks]) -> None:
+        """Complete on return. Files first (`write`, then `finish`, which gives this rank's), then the marker, then the
+        name. Raises RunFailed on all ranks where one cannot."""
+        partial = integrity.partial_of(integrity.folder_of(self.folder, step))
+        what = f"checkpoint of step {step}"
+        with self._world.guard(what):
+            self._everywhere(what, lambda: self._prepare(partial))
+            try:
+                write(partial)
+            except CheckpointException as error:
+                raise _failed(what, {rank: cause for rank, (cause, _) in error.failures.items()}) from error
+            files = self._everywhere(what, lambda: finish(partial))
+            self._everywhere(what, lambda: self._complete(partial, files))
+
+    def _prepare(self, partial: Path) -> None:
+        if self._world.rank == 0:
+            integrity.remove(partial)
+            partial.mkdir(parents=True)
+
+    def _complete(self, partial: Path, files: list[Marks]) -> None:
+        if self._world.rank == 0:
+            newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
+            _log.info("checkpoint %s is complete", newest)
+            self._damaged.discard(newest.name)
+            self._remove_old(newest)
+
+    def _remove_old(self, newest: Path) -> None:
+        """Keeps the newest and as many whole ones before it as are wanted; damaged and unfinished ones go too."""
+        others = [path for path in integrity.candidates(self.folder) if path != newest]
+        whole = [p for p in others if (p / integrity.MARKER).exists() and p.name not in self._damaged]
+        for path in others:
+            if path not in whole[: self.keep - 1]:
+                try:
+                    integrity.remove(path)
+                except OSError as error:  # on a network file system, while someone reads it; the next save tries again
+                    _log.warning("the old checkpoint %s could not be removed: %s", path, error)
+
+    def _everywhere(self, what: str, action: Callable[[], Result]) -> list[Result]:
+        """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
+        own: tuple[Result | None, str | None]
+        try:
+            own = action(), None
+        except OSError as error:
+            own = None, str(error)
+        answers: list[Any] = [None] * self._world.size
+        dist.all_gather_object(answers, own, group=self._group)
+        if failures := {rank: fault for rank, (_, fault) in enumerate(answers) if fault is not None}:
+            raise _failed(what, failures)
+        return [result for result, _ in answers]
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, the same on all ranks; None where there is none at all.
+
+        Newer ones that are damaged or unfinished are named in a warning. Raises BadInput where none is whole.
+        """
+        names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
+        warn = _log.warning if self._world.rank == 0 else _log.debug
+        return integrity.first_intact([self.folder / name for name in names], self._faults, warn)
+
+    def _faults(self, path: Path) -> list[str]:
+        """What all ranks together find wrong with a checkpoint, each having read a part of it."""
+        found = self._world.all_gather_objects(
+            integrity.faults(path, self._world.rank, self._world.size, contents=self._is_indexed)
+        )
+        all_found = list(dict.fromkeys(fault for own in found for fault in own))
+        if all_found:
+            self._damaged.add(path.name)
+        return all_found
+
+
+class CheckpointManager(CheckpointFolder):
+    """The checkpoints of a plan's run, written in the background."""
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        super().__init__(folder, keep, world)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._snapshot: Snapshot | None = None
         self._newest_step: int | None = None
-        self._damaged: set[str] = set()
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -81,25 +161,15 @@ class CheckpointManager:
         self._snapshot = None
 
     def _write(self, record: CheckpointRecord, snapshot: Snapshot) -> None:
-        """Runs in the writing thread on all ranks. Files first, then the marker, then the name."""
-        partial = integrity.partial_of(integrity.folder_of(self.folder, record.step))
-        what = f"checkpoint of step {record.step}"
-        with self._world.guard(what):
-            self._everywhere(what, lambda: self._prepare(partial))
-            try:
-                dcp.write(partial, snapshot.chunks, self._group)
-            except CheckpointException as error:
-                raise _failed(what, {rank: cause for rank, (cause, _) in error.failures.items()}) from error
-            files = self._everywhere(what, lambda: self._finish_files(partial, record))
-            self._everywhere(what, lambda: self._complete(partial, files))
-            self._newest_step = record.step
+        """Runs in the writing thread on all ranks."""
+        self.write_folder(
+            record.step,
+            lambda partial: dcp.write(partial, snapshot.chunks, self._group),
+            lambda partial: self._finish_files(partial, record),
+        )
+        self._newest_step = record.step
 
-    def _prepare(self, partial: Path) -> None:
-        if self._world.rank == 0:
-            integrity.remove(partial)
-            partial.mkdir(parents=True)
-
-    def _finish_files(self, partial: Path, record: CheckpointRecord) -> dict[str, tuple[int, str]]:
+    def _finish_files(self, partial: Path, record: CheckpointRecord) -> Marks:
         """The checksums of this rank's files, the record among them on rank 0."""
         names = dcp.own_files(partial, self._world.rank)
         if self._world.rank == 0:
@@ -107,55 +177,7 @@ class CheckpointManager:
             names.append(RECORD)
         return integrity.checksums(partial, names)
 
-    def _complete(self, partial: Path, files: list[dict[str, tuple[int, str]]]) -> None:
-        if self._world.rank == 0:
-            newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
-            _log.info("checkpoint %s is complete", newest)
-            self._damaged.discard(newest.name)
-            self._remove_old(newest)
-
-    def _remove_old(self, newest: Path) -> None:
-        """Keeps the newest and as many whole ones before it as are wanted; damaged and unfinished ones go too."""
-        others = [path for path in integrity.candidates(self.folder) if path != newest]
-        whole = [p for p in others if (p / integrity.MARKER).exists() and p.name not in self._damaged]
-        for path in others:
-            if path not in whole[: self.keep - 1]:
-                try:
-                    integrity.remove(path)
-                except OSError as error:  # on a network file system, while someone reads it; the next save tries again
-                    _log.warning("the old checkpoint %s could not be removed: %s", path, error)
-
-    def _everywhere(self, what: str, action: Callable[[], Result]) -> list[Result]:
-        """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
-        own: tuple[Result | None, str | None]
-        try:
-            own = action(), None
-        except OSError as error:
-            own = None, str(error)
-        answers: list[Any] = [None] * self._world.size
-        dist.all_gather_object(answers, own, group=self._group)
-        if failures := {rank: fault for rank, (_, fault) in enumerate(answers) if fault is not None}:
-            raise _failed(what, failures)
-        return [result for result, _ in answers]
-
     # -- restoring -------------------------------------------------------------------------------------------------
-
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint, the same on all ranks; None where there is none at all.
-
-        Newer ones that are damaged or unfinished are named in a warning. Raises BadInput where none is whole.
-        """
-        names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
-        warn = _log.warning if self._world.rank == 0 else _log.debug
-        return integrity.first_intact([self.folder / name for name in names], self._faults, warn)
-
-    def _faults(self, path: Path) -> list[str]:
-        """What all ranks together find wrong with a checkpoint, each having read a part of it."""
-        found = self._world.all_gather_objects(integrity.faults(path, self._world.rank, self._world.size))
-        all_found = list(dict.fromkeys(fault for own in found for fault in own))
-        if all_found:
-            self._damaged.add(path.name)
-        return all_found
 
     def load(self, path: Path, optimizer: Optimizer) -> LoopState:
         """Restores masters, moments, update count and every weight this rank holds; returns what `save` got as `extra`.

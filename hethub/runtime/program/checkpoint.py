@@ -7,13 +7,11 @@ reads it without hethub. Folders, markers and checksums are those of every other
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -29,10 +27,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from hethub.communicator import World
 from hethub.runtime.checkpoint import integrity
 from hethub.runtime.checkpoint.index import METADATA
+from hethub.runtime.checkpoint.manager import CheckpointFolder, Marks
 from hethub.runtime.checkpoint.record import RECORD
-from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.documents import read_json, write_whole
-from hethub.spec.errors import BadInput, RunFailed
+from hethub.spec.errors import BadInput
 
 _IN_METADATA = {
     "torch.distributed.checkpoint.metadata": {
@@ -44,7 +42,6 @@ _IN_METADATA = {
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
-_WRITE_TIMEOUT = timedelta(hours=2)  # ranks write unequal amounts; a dead one is noticed by the world's own watch
 
 
 class Part(NamedTuple):
@@ -60,84 +57,37 @@ class Part(NamedTuple):
         return ChunkStorageMetadata(torch.Size(self.offsets), self.values.size())
 
 
-class ProgramCheckpoints:
-    """The checkpoints in `folder`, of which the newest `keep` stay; all ranks make the same calls in the same order.
-
-    Raises BadInput where a rank does not see `folder`.
-    """
+class ProgramCheckpoints(CheckpointFolder):
+    """The checkpoints of a program's run."""
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
-        require_shared(folder, world)
-        self.folder, self.keep, self._world = folder, keep, world
-        self._group = world.gloo_group(_WRITE_TIMEOUT)
+        super().__init__(folder, keep, world, is_indexed=False)
 
     def save(self, step: int, parts: Sequence[Part], record: dict[str, Any]) -> None:
         """Writes every rank's parts and `record`, complete on return. Raises RunFailed on all ranks where one cannot."""
-        partial = integrity.partial_of(integrity.folder_of(self.folder, step))
-        what = f"checkpoint of step {step}"
-        with self._world.guard(what):
-            self._everywhere(what, lambda: self._prepare(partial))
-            try:
-                writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
-                dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=self._group)
-            except dcp.CheckpointException as error:
-                raise RunFailed(
-                    f"{what} could not be written: {error}. What was complete before is untouched."
-                ) from error
-            marks = self._everywhere(what, lambda: self._finish(partial, record))
-            self._everywhere(what, lambda: self._complete(partial, marks))
+        self.write_folder(
+            step, lambda partial: self._write(partial, parts), lambda partial: self._finish(partial, record)
+        )
 
-    def _prepare(self, partial: Path) -> None:
-        if self._world.rank == 0:
-            integrity.remove(partial)
-            partial.mkdir(parents=True)
+    def _write(self, partial: Path, parts: Sequence[Part]) -> None:
+        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=self._group)
 
-    def _finish(self, partial: Path, record: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    def _finish(self, partial: Path, record: dict[str, Any]) -> Marks:
         names = [path.name for path in partial.glob(f"__{self._world.rank}_*")]
         if self._world.rank == 0:
             write_whole(partial / RECORD, json.dumps(record, indent=1))
             names += [METADATA, RECORD]
         return integrity.checksums(partial, names)
 
-    def _complete(self, partial: Path, marks: list[dict[str, tuple[int, str]]]) -> None:
-        if self._world.rank == 0:
-            newest = integrity.complete(partial, {name: mark for own in marks for name, mark in own.items()})
-            others = [path for path in integrity.candidates(self.folder) if path != newest]
-            whole = [path for path in others if (path / integrity.MARKER).exists()]
-            for path in others:
-                if path not in whole[: self.keep - 1]:
-                    integrity.remove(path)
-
-    def _everywhere(self, what: str, action: Callable[[], Any]) -> list[Any]:
-        """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
-        own: tuple[Any, str | None]
-        try:
-            own = action(), None
-        except OSError as error:
-            own = None, str(error)
-        dist.barrier(group=self._group)
-        answers = self._world.all_gather_objects(own)
-        if failures := [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault is not None]:
-            raise RunFailed(
-                f"{what} could not be written: {'; '.join(failures)}. What was complete before is untouched."
-            )
-        return [result for result, _ in answers]
-
     def latest(self) -> Path:
         """The newest whole checkpoint, the same on all ranks. Raises BadInput where there is none."""
-        names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
-        found = integrity.first_intact([self.folder / name for name in names], self._faults, lambda text: None)
+        found = super().latest()
         if found is None:
             raise BadInput(
                 f"{self.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."
             )
         return found
-
-    def _faults(self, path: Path) -> list[str]:
-        found = self._world.all_gather_objects(
-            integrity.faults(path, self._world.rank, self._world.size, contents=False)
-        )
-        return list(dict.fromkeys(fault for own in found for fault in own))
 
 
 def read_record(path: Path) -> dict[str, Any]:
