@@ -46,6 +46,16 @@ class Operation:
         return RunFailed(f"{where}{with_peer}: {cause or reason}")
 
 
+class WaitedWork(torch_private.WorkBase):
+    """A Work whose every way of waiting is its `wait`."""
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
 class HethubWork(torch_private.WorkBase):
     """The result of an operation that another thread completes."""
 
@@ -131,7 +141,7 @@ class HethubWork(torch_private.WorkBase):
             return self._future
 
 
-class NativeWork(torch_private.WorkBase):
+class NativeWork(WaitedWork):
     """A native library's Work whose failure is told in our words; `count` hears how long it was first waited for."""
 
     def __init__(
@@ -163,12 +173,6 @@ class NativeWork(torch_private.WorkBase):
             self._count = None
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
 
@@ -190,7 +194,7 @@ class NativeWork(torch_private.WorkBase):
     _source_rank = source_rank
 
 
-class AllOf(torch_private.WorkBase):
+class AllOf(WaitedWork):
     """Several operations of one call."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -201,12 +205,6 @@ class AllOf(torch_private.WorkBase):
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -18,7 +18,7 @@ from hethub.communicator.bridge.staging import Staged, Stager
 from hethub.communicator.counters import Counters
 from hethub.communicator.joining.islands import Islands, island_index
 from hethub.communicator.relays.gloo import GlooTransfer
-from hethub.communicator.work import CallbackThreads, HethubWork, Job, NativeWork, Operation, Worker
+from hethub.communicator.work import CallbackThreads, HethubWork, Job, NativeWork, Operation, WaitedWork, Worker
 from hethub.spec.errors import BadInput
 
 
@@ -144,7 +144,7 @@ class PointToPoint:
             return self._senders[peer]
 
 
-class StagedReceive(torch_private.WorkBase):
+class StagedReceive(WaitedWork):
     """A receive into staging memory; `wait` copies it to where the caller wants it."""
 
     def __init__(self, inner: NativeWork, staged: Staged) -> None:
@@ -159,12 +159,6 @@ class StagedReceive(torch_private.WorkBase):
             self._stored = True
             self._staged.store()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return self._stored

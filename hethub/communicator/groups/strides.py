@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import torch_private
 from hethub.communicator.bridge.staging import is_plain
+from hethub.communicator.work import WaitedWork
 
 _WRITTEN = {
     "allreduce": "w",
@@ -102,7 +102,7 @@ def _copied(given: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return plain
 
 
-class CopiedBack(torch_private.WorkBase):
+class CopiedBack(WaitedWork):
     """An operation on copies; when it is seen to be done, the results are where they were asked for."""
 
     def __init__(self, inner: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -116,12 +116,6 @@ class CopiedBack(torch_private.WorkBase):
         self._inner.wait() if timeout is None else self._inner.wait(timeout)
         self._copy()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         done = bool(self._inner.is_completed())
