@@ -15,7 +15,7 @@ MPIRUN := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONF
 # Tests wait as much as they compute, for processes and for faults to show, so four run at a time on two cores.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25
 
-.PHONY: demo test test-slow check evidence clean
+.PHONY: demo test test-slow check evidence docs clean
 
 demo: $(INSTALLED)
 	$(MPIRUN) -n 4 $(BIN)/hethub train configs/jobs/laptop-mixed.yaml
@@ -37,6 +37,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The user's guide as a site, in build/site; any warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m hethub.commands.reference docs/reference.md
+	$(BIN)/mkdocs build --strict
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)

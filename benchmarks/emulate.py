@@ -111,7 +111,7 @@ def _rank(
     )  # fmt: skip
     world.watch()
     tokens = np.random.default_rng(0).integers(0, model.vocab, 20_000)
-    dataset = Dataset(
+    dataset = Dataset.one(
         name="random", tokens=tokens, seq_len=plan.seq_len, seed=1, vocab=model.vocab, max_token=model.vocab - 1,
         end_of_document=None, tokenizer="none",
     )  # fmt: skip

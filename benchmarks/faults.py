@@ -1,337 +1,152 @@
 """Random faults at random moments of real runs: does anything hang, stay behind, keep silent or get lost?
 
-python benchmarks/faults.py [--count 300] [--seed 1]
+python benchmarks/faults.py [--count 300] [--seed 1] [--results FILE] [--beside 2] [--again NUMBER,...]
 
-Each fault is a run of four ranks in float64 under mpirun, torchrun or a plain shell, with data parallelism, a pipeline
-or ZeRO 1 to 3, over one of the relays. One rank is killed or stopped, or its links are cut, or its disk is full, or a
-file of the newest checkpoint is damaged before it is killed, at a moment drawn from the whole run. Then the same command
-is given again (or `--resume`, where it says so), and the losses are compared with those of an undisturbed run. Prints a
-table by phase and fault; ends with 1 where a run hung, a process stayed, a survivor said nothing, a checkpoint that was
-complete is not whole, or a loss differs by more than 1e-9.
+Each fault is a run of two to four ranks in float64 under mpirun, torchrun or a plain shell, with data parallelism, a
+pipeline, tensor parallelism or ZeRO 1 to 3, over one of the relays. One rank is killed or stopped, or its connections are
+cut, or what it writes is refused as on a full disk, or a file of the newest checkpoint is damaged before it is killed. The
+faults go round phases and kinds evenly, in an order drawn from the seed; all else of a fault is drawn. Then the same
+command is given again (or with `--resume`, where there are checkpoints), by the same launcher or, three times in four, to
+ranks forked from a warm process; the losses are compared with those of an undisturbed run of one process.
+
+Each result is appended to the results file (JSON lines, with seed and commit) as it comes: the same command goes on with
+what is missing, and --again runs faults of these numbers once more. Prints a table by phase and fault of the newest result
+of each; ends with 1 where one is bad.
 """
 
 import argparse
-import contextlib
-import functools
-import importlib
 import json
-import os
+import multiprocessing
 import random
-import resource
-import signal
-import socket
-import stat
-import subprocess
+import shutil
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # behind site-packages: only `tests` is meant
+sys.path.append(str(ROOT))  # behind site-packages: only `tests` and `benchmarks` are meant
 
-from tests.support.command import MPIRUN, Running  # noqa: E402
-from tests.support.hosts.sockets import free_port  # noqa: E402
-from tests.support.job_files import OTHER_STAGES, STAGES, plan, write_job  # noqa: E402
+from benchmarks.fault_run import BAD, COLUMNS, LAYOUTS, STEPS, Drawn, losses_alone, try_fault  # noqa: E402
+from benchmarks.struck_rank import PHASES  # noqa: E402
+from tests.evidence import commit  # noqa: E402
 
-RANKS, STEPS, TIMEOUT_SECONDS = 4, 8, 8
-HANGS_SECONDS = 150  # for a machine that does much else; the ranks' own timeout is what they are held to by tests
-LIMIT = 1e-9
-
-# Where a fault strikes: (module, attribute to wrap), and at which of its calls at most.
-PHASES: dict[str, tuple[str, str, int]] = {
-    "start": ("hethub.runtime.loop.train", "meet", 1),
-    "plan": ("hethub.runtime.loop.train", "choose_plan", 1),
-    "forward": ("hethub.runtime.pipeline.executor", "Executor._forward", STEPS),
-    "backward": ("hethub.runtime.pipeline.executor", "Executor._backward", STEPS),
-    "reduce": ("hethub.runtime.state.reduction", "Reducer.finish", STEPS),
-    "step": ("hethub.runtime.loop.trainer", "Trainer._update", STEPS),
-    "checkpoint": ("hethub.runtime.checkpoint.manager", "CheckpointManager._finish_files", STEPS // 2),
-    "end": ("hethub.runtime.loop.steps", "TrainingLoop._finish", 1),
-}
+RESULTS = ROOT / "docs" / "evidence" / "faults.jsonl"
 FAULTS = ("kill", "stop", "cut link", "full disk", "damage")
 LAUNCHERS = ("mpirun", "torchrun", "plain")
 RELAYS = ("auto", "gloo", "shm", "mpi")
+# At which of its calls a phase is struck, at most; 0 of "start" is before anything is imported.
+LAST_CALL = {"start": 1, "plan": 1, "forward": 2 * STEPS, "backward": 2 * STEPS, "reduce": STEPS, "step": STEPS,
+             "checkpoint": STEPS // 2, "end": 1}  # fmt: skip
 
 
-def data_parallel() -> list[dict[str, Any]]:
-    """A stage for each maker: between makers every byte has one owner, so that is ZeRO 1 at least."""
-    return [
-        {"layers": [[2 * stage, 2 * stage + 2]], "replicas": replicas([2 * stage, 2 * stage + 1], samples=4)}
-        for stage in (0, 1)
-    ]
+def drawn(seed: int, number: int) -> Drawn:
+    """The fault of this number: phase and fault from a shuffled deck of all pairs, the rest at random."""
+    deck = [(phase, fault) for phase in PHASES for fault in FAULTS]
+    turn, place = divmod(number, len(deck))
+    random.Random(f"{seed}, turn {turn}").shuffle(deck)
+    phase, fault = deck[place]
+    draw = random.Random(f"{seed}, number {number}")
+    launcher, ranks = draw.choice(LAUNCHERS), draw.choices((2, 3, 4), (6, 3, 1))[0]
+    return Drawn(
+        number=number,
+        launcher=launcher,
+        ranks=ranks,
+        layout=draw.choice(list(LAYOUTS)),
+        relay=draw.choice(RELAYS if launcher == "mpirun" else RELAYS[:3]),
+        phase=phase,
+        fault=fault,
+        rank=draw.randrange(ranks),
+        call=draw.randint(0 if phase == "start" else 1, LAST_CALL[phase]),
+        again=draw.choice(("launcher", *["forked"] * 3)),
+    )
 
 
-def sharded(zero: int) -> list[dict[str, Any]]:
-    return [{"layers": [[0, 4]], "replicas": replicas(range(RANKS), samples=2), "zero": zero}]
+def newest(results: Path, seed: int) -> dict[int, dict[str, Any]]:
+    """By number, the last result of this seed; `tries` says how many there are."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in results.read_text().splitlines() if results.exists() else []:
+        row = json.loads(line)
+        if row["seed"] == seed:
+            found[row["number"]] = {**row, "tries": found.get(row["number"], {"tries": 0})["tries"] + 1}
+    return found
 
 
-def replicas(ranks: Iterable[int], samples: int) -> list[dict[str, Any]]:
-    return [{"ranks": [rank], "micro_batch": 2, "samples": samples} for rank in ranks]
-
-
-def pipeline() -> list[dict[str, Any]]:
-    return [
-        {"layers": [[rank, rank + 1]], "replicas": [{"ranks": [rank], "micro_batch": 2, "samples": 8}]}
-        for rank in range(RANKS)
-    ]
-
-
-PLANS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "dp": data_parallel, "pp": pipeline, "mixed": lambda: STAGES, "tp": lambda: OTHER_STAGES,
-    **{f"zero{zero}": functools.partial(sharded, zero) for zero in (1, 2, 3)},
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One fault: how the run is started, what is done to which rank, and when."""
-
-    launcher: str
-    layout: str
-    relay: str
-    phase: str
-    fault: str
-    rank: int
-    call: int
-
-    @classmethod
-    def by(cls, draw: random.Random) -> "Drawn":
-        launcher = draw.choice(LAUNCHERS)
-        relays = RELAYS if launcher == "mpirun" else RELAYS[:3]
-        phase = draw.choice(list(PHASES))
-        return cls(
-            launcher, draw.choice(list(PLANS)), draw.choice(relays), phase, draw.choice(FAULTS),
-            draw.randrange(RANKS), draw.randint(1, PHASES[phase][2]),
-        )  # fmt: skip
-
-
-# -- in a rank -----------------------------------------------------------------------------------------------------------
-
-
-def rank_main(folder: Path, arguments: list[str]) -> int:
-    """`hethub` on a rank, its errors in a file of its own; strikes where the fault in `folder` is this rank's."""
-    rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-    os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    found = folder / "fault.json"
-    if found.exists() and (drawn := Drawn(**json.loads(found.read_text()))).rank == rank:
-        arm(drawn, folder)
-    from hethub.cli import main as hethub
-
-    sys.argv = ["hethub", *arguments]
-    return hethub()
-
-
-def arm(drawn: Drawn, folder: Path) -> None:
-    """Wraps what the phase calls; the fault comes right before the call of that number."""
-    module, attribute, _ = PHASES[drawn.phase]
-    *owners, name = attribute.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    original, calls = getattr(owner, name), 0
-
-    @functools.wraps(original)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == drawn.call:
-            (folder / "struck").write_text(json.dumps(complete_checkpoints(folder / "run")))
-            strike(drawn.fault, folder)
-        return original(*arguments, **named)
-
-    setattr(owner, name, wrapped)
-
-
-def strike(fault: str, folder: Path) -> None:
-    if fault == "damage" and (found := complete_checkpoints(folder / "run")):
-        flip(folder / "run" / "checkpoints" / found[-1])
-    if fault in ("kill", "damage"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault == "cut link":
-        for entry in Path("/proc/self/fd").iterdir():
-            cut(int(entry.name))
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
-
-
-def flip(checkpoint: Path) -> None:
-    path = max(checkpoint.glob("__*"), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut(descriptor: int) -> None:
-    """Shuts a connection down, as a network that drops it would."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with socket.socket(fileno=os.dup(descriptor)) as end:
-                if end.type == socket.SOCK_STREAM:
-                    end.shutdown(socket.SHUT_RDWR)
-
-
-def complete_checkpoints(run: Path) -> list[str]:
-    return sorted(path.parent.name for path in (run / "checkpoints").glob("step-[0-9]/COMPLETE"))
-
-
-# -- beside the ranks ----------------------------------------------------------------------------------------------------
-
-
-def command(launcher: str, folder: Path, arguments: list[str]) -> list[str]:
-    program = ["-W", "ignore", __file__, "--rank", str(folder), *arguments]
-    if launcher == "mpirun":
-        options = ["--oversubscribe", "--bind-to", "none", "--continuous", "-n", str(RANKS)]
-        return [str(MPIRUN), *options, sys.executable, *program]
-    if launcher == "torchrun":
-        options = ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--nproc-per-node", str(RANKS)]
-        return [sys.executable, "-m", "torch.distributed.run", *options, *program[2:]]
-    return [sys.executable, __file__, "--plain", *program]
-
-
-def plain(program: list[str]) -> int:
-    """The ranks as a shell would start them in the background; the worst of their ends."""
-    port, started = str(free_port()), []
-    for rank in range(RANKS):
-        names = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
-        environment = {name: str(value) for name, value in names.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        started.append(subprocess.Popen([sys.executable, *program], env={**os.environ, **environment}))
-    return max(abs(process.wait()) for process in started)
-
-
-def start(launcher: str, folder: Path, arguments: list[Any]) -> Running:
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Running(command(launcher, folder, ["train", *map(str, arguments)]), folder, as_root)
-
-
-def ended(running: Running, victim: int | None) -> bool:
-    """Whether all ranks but a stopped one ended in time; wakes that one, to see that it ends too."""
-    deadline = time.monotonic() + HANGS_SECONDS
-    while running.process.poll() is None and time.monotonic() < deadline:
-        if victim is not None and (living := others(running, victim)) is not None and not living:
-            for pid in running.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-        time.sleep(0.2)
-    return running.process.poll() is not None
-
-
-def others(running: Running, victim: int) -> list[int] | None:
-    """The living ranks beside the victim, None before any rank is seen."""
-    ranks = {pid: env.get("RANK") or env.get("OMPI_COMM_WORLD_RANK") for pid, env in running.pids().items()}
-    known = {pid: int(rank) for pid, rank in ranks.items() if rank is not None}
-    return [pid for pid, rank in known.items() if rank != victim] if known else None
-
-
-def losses(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows] if [row["step"] for row in rows] == list(range(1, STEPS + 1)) else []
-
-
-def try_fault(drawn: Drawn, folder: Path, wanted: list[float] | None) -> dict[str, int]:
-    """What went wrong with one fault, counted; `struck` is 0 where the run ended before the moment came."""
-    job = write_job(
-        folder / "job", train={"steps": STEPS, "precision": "fp64"}, plan_file=plan(PLANS[drawn.layout](), precision="fp64"),
-        communicator={"timeout_seconds": TIMEOUT_SECONDS, "relay": drawn.relay}, checkpoint={"every_steps": 2, "keep": 3},
-    )  # fmt: skip
-    run, counts = folder / "run", defaultdict(int)
-    (folder / "fault.json").write_text(json.dumps(drawn.__dict__))
-    running = start(drawn.launcher, folder, [job, "--run-dir", run])
+def one(number: int, seed: int, wanted: list[float]) -> dict[str, Any]:
+    """Runs in a process of its own beside others."""
+    fault = drawn(seed, number)
+    folder = Path(tempfile.mkdtemp(prefix=f"fault-{number}-"))
     try:
-        counts["hangs"] += not ended(running, drawn.rank if drawn.fault == "stop" else None)
-        time.sleep(TIMEOUT_SECONDS if running.pids() else 0)
-        counts["orphans"] += len(running.pids()) if not counts["hangs"] else 0
+        return {"seed": seed, "commit": commit(), **fault._asdict(), **try_fault(fault, folder, wanted)}
     finally:
-        running.kill()
-    struck = folder / "struck"
-    counts["struck"] = int(struck.exists())
-    if struck.exists() and running.process.returncode:
-        said = {
-            rank: (folder / f"stderr-{rank}").read_text(errors="replace") for rank in range(RANKS) if rank != drawn.rank
-        }
-        counts["silent"] = sum("hethub: " not in text for text in said.values())
-        if drawn.fault != "damage":
-            counts["lost"] = len(set(json.loads(struck.read_text())) - kept(run))
-    (folder / "fault.json").unlink()
-    counts["differ"] = int(not goes_on(drawn, folder, job, run, wanted))
-    return counts
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def kept(run: Path) -> set[str]:
-    """The checkpoints that are whole now, and all that newer ones have replaced."""
-    from hethub.runtime.checkpoint.integrity import candidates, faults
-
-    whole = {path.name for path in candidates(run / "checkpoints") if not faults(path)}
-    newest = max((int(name.removeprefix("step-")) for name in whole), default=0)
-    return whole | {f"step-{step}" for step in range(1, newest - 4)}
-
-
-def goes_on(drawn: Drawn, folder: Path, job: Path, run: Path, wanted: list[float] | None) -> bool:
-    """Whether the same command, or the one that it names, ends well with the losses of an undisturbed run."""
-    for arguments in ([job, "--run-dir", run], [job, "--resume", run]):
-        running = start(drawn.launcher, folder, arguments)
-        try:
-            if ended(running, None) and running.process.returncode == 0:
-                found = losses(run)
-                return len(found) == STEPS and (wanted is None or worst(found, wanted) <= LIMIT)
-        finally:
-            running.kill()
-    return False
-
-
-def worst(found: list[float], wanted: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-
-
-COLUMNS = ("tried", "struck", "hangs", "orphans", "silent", "lost", "differ")
-
-
-def main(count: int, seed: int) -> int:
-    draw, table = random.Random(seed), defaultdict(lambda: defaultdict(int))
-    with tempfile.TemporaryDirectory() as name:
-        reference = Drawn("plain", "dp", "auto", "end", "kill", -1, 0)
-        (Path(name) / "reference").mkdir()
-        undisturbed = try_fault(reference, Path(name) / "reference", None)
-        if undisturbed["hangs"] or undisturbed["differ"]:
-            show(Path(name) / "reference")
-            return 1
-        wanted = losses(Path(name) / "reference" / "run")
-        for number in range(count):
-            drawn, folder = Drawn.by(draw), Path(name) / str(number)
-            folder.mkdir()
-            found = {"tried": 1, **try_fault(drawn, folder, wanted)}
-            for column, value in found.items():
-                table[drawn.phase, drawn.fault][column] += value
-            bad = ", ".join(column for column in COLUMNS[2:] if found.get(column))
-            print(f"{number}: {drawn.__dict__}: {bad or 'well'}", flush=True)
-            if bad:
-                show(folder)
-    print(f"\n{'phase':12}{'fault':12}" + "".join(f"{column:>9}" for column in COLUMNS))
-    for (phase, fault), row in sorted(table.items()):
-        print(f"{phase:12}{fault:12}" + "".join(f"{row[column]:9}" for column in COLUMNS))
-    total = {column: sum(row[column] for row in table.values()) for column in COLUMNS}
-    print(f"{'all':24}" + "".join(f"{total[column]:9}" for column in COLUMNS))
-    return int(any(total[column] for column in COLUMNS[2:]))
-
-
-def show(folder: Path) -> None:
-    for path in sorted(folder.glob("stderr-*")):
-        for line in path.read_text(errors="replace").splitlines()[-3:]:
-            print(f"    {path.name}: {line[:300]}")
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        sys.exit(rank_main(Path(sys.argv[2]), sys.argv[3:]))
-    if sys.argv[1:2] == ["--plain"]:
-        sys.exit(plain(sys.argv[2:]))
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--beside", type=int, default=2, help="how many faults run side by side")
+    parser.add_argument("--again", default="", help="numbers, or `bad`: all that went badly")
     options = parser.parse_args()
-    sys.exit(main(options.count, options.seed))
+    done = newest(options.results, options.seed)
+    bad = [number for number, row in done.items() if any(row[column] for column in BAD)]
+    again = bad if options.again == "bad" else [int(number) for number in options.again.split(",") if number]
+    missing = again + [number for number in range(options.count) if number not in done]
+    if missing:
+        with tempfile.TemporaryDirectory() as name:
+            wanted = losses_alone(Path(name))
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.beside, mp_context=context) as pool, options.results.open("a") as file:
+            for future in as_completed([pool.submit(one, number, options.seed, wanted) for number in missing]):
+                row = future.result()
+                print(json.dumps(row), file=file, flush=True)
+                print(told(row), flush=True)
+    return show(
+        {number: row for number, row in newest(options.results, options.seed).items() if number < options.count}
+    )
+
+
+def told(row: dict[str, Any]) -> str:
+    bad = ", ".join(column for column in BAD if row[column])
+    where = f"{row['phase']} {row['fault']}, {row['launcher']}, {row['layout']} on {row['ranks']}, relay {row['relay']}"
+    return f"{row['number']}: {where}, rank {row['rank']}: {bad or 'well'}"
+
+
+def show(rows: dict[int, dict[str, Any]]) -> int:
+    """Prints the table, as Markdown, and what went badly; 1 where something did."""
+    print(f"\n| phase | fault | {' | '.join(COLUMNS)} |")
+    print("|---|---|" + "---:|" * len(COLUMNS))
+    for phase in PHASES:
+        for fault in FAULTS:
+            print_row(phase, fault, [row for row in rows.values() if (row["phase"], row["fault"]) == (phase, fault)])
+    print_row("**all**", "", list(rows.values()))
+    for key in ("launcher", "layout", "relay", "ranks", "commit"):
+        counts = {
+            value: sum(row[key] == value for row in rows.values()) for value in sorted({r[key] for r in rows.values()})
+        }
+        print(f"{key}: " + ", ".join(f"{value} {count}" for value, count in counts.items()))
+    again = sorted(number for number, row in rows.items() if row["tries"] > 1)
+    print(f"run more than once: {', '.join(map(str, again)) or 'none'}")
+    seconds = sorted(row["seconds"] for row in rows.values() if row["seconds"] is not None)
+    if seconds:
+        print(
+            f"seconds from a fault to the last survivor's word: median {seconds[len(seconds) // 2]:.1f}, most {seconds[-1]:.1f}"
+        )
+    bad = [row for row in rows.values() if any(row[column] for column in BAD)]
+    for row in bad:
+        print(told(row))
+        for rank, text in row["said"].items():
+            print(f"    {rank}: {text}")
+    return int(bool(bad))
+
+
+def print_row(phase: str, fault: str, rows: list[dict[str, Any]]) -> None:
+    counts = [len(rows), *(sum(row[column] for row in rows) for column in COLUMNS[1:])]
+    print(f"| {phase} | {fault} | {' | '.join(map(str, counts))} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,34 +1,41 @@
-"""Random pipelines over slow links that they share: predicted, beside a fluid simulation of the same messages.
+"""Random pipelines over slow links that they share: predicted, beside SimGrid's simulation of the same messages.
 
     python benchmarks/links.py [NUMBER] [--seed SEED]
 
-The simulation knows nothing of the predictor's shares. Compute goes in the schedule's order; a message starts when its
-microbatch is done and those before it on its connection are through, and all that are under way get max-min fair rates of the
-links on their paths at every moment: how SimGrid prices flows, and what TCP comes near to. Compared is the end of all
-compute, for links with less to carry than the busiest replica has to compute (load below 1), as much, and more. `without
-pace` is every message as if it were alone. The predictor's rule was chosen among four on the pipelines of seed 1, and the
-simulation's order of messages on one connection after a look at them: other seeds judge.
+SimGrid (simgrid.org) knows nothing of the predictor's shares: compute goes in the schedule's order, a message starts when
+its microbatch is done and those before it on its connection are through, and its fluid model of TCP (CM02, without bounds
+of windows) shares the links among all that are under way at every moment. Compared is the end of all compute, for links
+with less to carry than the busiest replica has to compute (load below 1), as much, and more. `without pace` is every
+message as if it were alone. The predictor's rule was chosen among four on the pipelines of seed 1; other seeds judge.
+
+Needs SimGrid's Python module (Debian: python3-simgrid, for Debian's Python).
 """
 
 import argparse
+import multiprocessing
 import random
 import statistics
 import sys
+from collections import defaultdict
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-packages: only `tests` is meant
 
+import simgrid  # type: ignore[import-not-found]
+
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import Network, Path, Resource
+from hethub.predictor.cost.links import Network, Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
-from hethub.predictor.pipeline.replay import NONE, replay
+from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.task_graph import Compute
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from tests.predictor.plans import LLAMA_8B, uniform
 
-EPSILON = 1e-12
+SETTINGS = {"network/model": "CM02", "network/TCP-gamma": 1e20, "network/crosstraffic": 0, "contexts/factory": "thread"}
 
 
 def drawn(chance: random.Random) -> Layout:
@@ -58,82 +65,90 @@ def drawn(chance: random.Random) -> Layout:
 
 
 def simulated(layout: Layout, costs: PlanCosts) -> float:
-    """The end of all compute in the fluid simulation."""
+    """The end of all compute by SimGrid, in a process of its own: it has one simulation in each."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_simulate, args=(layout, costs, writer))
+    process.start()
+    writer.close()
+    seconds: float = reader.recv()
+    process.join()
+    return seconds
+
+
+def _simulate(layout: Layout, costs: PlanCosts, result: Connection) -> None:
+    """Every resource is a link of SimGrid's, every replica an actor that computes in the schedule's order; each
+    connection sends one message after the other."""
+    engine = simgrid.Engine(
+        ["links", *(f"--cfg={key}:{value}" for key, value in SETTINGS.items()), "--log=root.thres:error"]
+    )
     unpaced = PlanCosts(layout, HETHUB, packaged())
     unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
     compute = Compute(layout, unpaced, True)
     graph, network = compute.graph, costs.network
+    assert not any(graph.needs.values())
+    zone = simgrid.NetZone.create_full_zone("all")
+    hosts = [zone.create_host(f"{actor}", 1e9) for actor in range(len(graph.orders))]
     leader = {run.actor: layout.replica(*place).ranks[0] for place, run in compute.runs.items()}
     actor_of = {node: actor for actor, order in enumerate(graph.orders) for node in order}
-    num_bytes = layout.plan.seq_len * layout.model.hidden * 2
-    sent: dict[int, list[int]] = {}  # by node, those that wait for its message
-    missing = [0] * len(graph.seconds)
+    num_bytes = round(layout.plan.seq_len * layout.model.hidden * 2)
+    connections = defaultdict[tuple[int, int], list[int]](list)  # the nodes that wait for its messages
+    for node in sorted((node for order in graph.orders for node in order), key=lambda n: _place(graph, actor_of, n)):
+        if graph.sources[node] != NONE:
+            connections[actor_of[graph.sources[node]], actor_of[node]].append(node)
+    _connect(zone, hosts, network, {pair: (leader[pair[0]], leader[pair[1]]) for pair in connections})
+    zone.seal()
+    done, arrived = defaultdict(lambda: simgrid.Semaphore(0)), defaultdict(lambda: simgrid.Semaphore(0))
+
+    def works(order: list[int]) -> None:
+        for node in order:
+            if graph.sources[node] != NONE:
+                arrived[node].acquire()
+            simgrid.this_actor.sleep_for(graph.seconds[node])
+            for waiting in sent[node]:
+                done[waiting].release()
+
+    def sends(own: int, target: int) -> None:
+        for node in connections[own, target]:
+            done[node].acquire()
+            simgrid.Mailbox.by_name(f"{own}-{target}").put(node, num_bytes)
+
+    def receives(own: int, target: int) -> None:
+        for node in connections[own, target]:
+            assert simgrid.Mailbox.by_name(f"{own}-{target}").get() == node
+            arrived[node].release()
+
+    sent = defaultdict[int, list[int]](list)
     for node, source in enumerate(graph.sources):
         if source != NONE:
-            sent.setdefault(source, []).append(node)
-            missing[node] = 1
-    assert not any(graph.needs.values())
-    position, running = [0] * len(graph.orders), dict[int, float]()  # running: node, when it ends
-    flows: dict[int, list[float]] = {}  # by the waiting node, bytes left and when its latency is over
-    paths, between = dict[int, Path](), dict[int, object]()
-    now = 0.0
-
-    def start(actor: int) -> None:
-        if position[actor] < len(graph.orders[actor]):
-            node = graph.orders[actor][position[actor]]
-            if not missing[node] and node not in running:
-                running[node] = now + graph.seconds[node]
-
-    for actor in range(len(graph.orders)):
-        start(actor)
-    while running or flows:
-        first: dict[object, int] = {}  # a connection sends its messages in order
-        for node in flows:
-            first.setdefault(between[node], node)
-        active = {node: paths[node] for node in first.values() if flows[node][1] <= now + EPSILON}
-        rates = fair_rates(active, network)
-        moments = [*running.values(), *(begins for _, begins in flows.values() if begins > now + EPSILON)]
-        moments += [now + flows[node][0] / rates[node] for node in active]
-        then = min(moments)
-        for node in active:
-            flows[node][0] -= rates[node] * (then - now)
-        now = then
-        for node in [node for node in active if flows[node][0] <= 1e-6 * num_bytes]:
-            del flows[node]
-            missing[node] = 0
-            start(actor_of[node])
-        for node in [node for node, ends in running.items() if ends <= now + EPSILON]:
-            del running[node]
-            actor = actor_of[node]
-            position[actor] += 1
-            for waiting in sent.get(node, ()):
-                between[waiting] = (actor, actor_of[waiting])
-                paths[waiting] = network.path(leader[actor], leader[actor_of[waiting]])
-                flows[waiting] = [num_bytes, now + paths[waiting].alone.latency_seconds]
-            start(actor)
-    assert position == [len(order) for order in graph.orders]
-    return now
+            sent[source].append(node)
+    for actor, order in enumerate(graph.orders):
+        simgrid.Actor.create(f"works {actor}", hosts[actor], works, order)
+    for own, target in connections:
+        simgrid.Actor.create(f"sends {own}-{target}", hosts[own], sends, own, target)
+        simgrid.Actor.create(f"receives {own}-{target}", hosts[target], receives, own, target)
+    engine.run()
+    result.send(engine.clock)
 
 
-def fair_rates(active: dict[int, Path], network: Network) -> dict[int, float]:
-    """Max-min fair bytes a second of flows by their paths, none above what it gets alone (progressive filling)."""
-    left = {resource: network.rate(resource) for path in active.values() for resource in path.resources}
-    open_flows, rates = dict(active), dict[int, float]()
-    while open_flows:
-        count: dict[Resource, int] = {}
-        for path in open_flows.values():
-            for resource in path.resources:
-                count[resource] = count.get(resource, 0) + 1
-        share = {
-            node: min([1 / path.alone.seconds_per_byte, *(left[r] / count[r] for r in path.resources)])
-            for node, path in open_flows.items()
-        }
-        least = min(share.values())
-        for node in [node for node, own in share.items() if own <= least * (1 + 1e-9)]:
-            rates[node] = least
-            for resource in open_flows.pop(node).resources:
-                left[resource] -= least
-    return rates
+def _connect(zone: Any, hosts: list[Any], network: Network, leaders: dict[tuple[int, int], tuple[int, int]]) -> None:
+    """A route for each pair of actors: a wire of its own and the resources that it shares, as between their leaders."""
+    links: dict[Resource, Any] = {}
+    for (own, target), (source, sink) in leaders.items():
+        alone, resources = network.path(source, sink)
+        wire = (
+            zone.create_link(f"{own}-{target}", 1.0 / alone.seconds_per_byte).set_latency(alone.latency_seconds).seal()
+        )
+        for resource in resources:
+            if resource not in links:
+                links[resource] = zone.create_link(str(resource), network.rate(resource)).set_latency(0.0).seal()
+        route = [simgrid.LinkInRoute(link) for link in (wire, *(links[resource] for resource in resources))]
+        zone.add_route(hosts[own].netpoint, hosts[target].netpoint, None, None, route, False)
+
+
+def _place(graph: TaskGraph, actor_of: dict[int, int], node: int) -> int:
+    """Where in its sender's order the message is, that a node waits for."""
+    source = graph.sources[node]
+    return -1 if source == NONE else graph.orders[actor_of[source]].index(source)
 
 
 def main() -> None:

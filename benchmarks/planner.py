@@ -28,9 +28,9 @@ from benchmarks import search_times  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import PlanResult, plan  # noqa: E402
 from hethub.planner.estimate.costs import UnitCosts  # noqa: E402
-from hethub.planner.explain.scaled import Scale, scaled  # noqa: E402
 from hethub.planner.problem.pose import pose  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
+from hethub.planner.problem.scaled import Scale, scaled  # noqa: E402
 from hethub.spec.cluster import ClusterSpec  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
 from hethub.spec.job import ConstraintsSpec  # noqa: E402
@@ -212,14 +212,13 @@ def rates_differ(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> bool:
 
 def exhaustive(number: int, first: int, accelerators: tuple[int, ...] = (3, 4), layers: int = 6) -> None:
     """Clusters `first` to `number`, a line each, so that a run can be done in parts."""
-    from tests.oracle.test_auto import MODEL, compare
+    from tests.planner.search.test_against_oracle import compare
 
-    model = MODEL.replace(layers=layers)
     slower, points, timed, predicted = [], 0, 0, 0
     for seed in range(first, number):
         started = time.process_time()
         size = accelerators[seed % len(accelerators)]
-        found = compare(seed, size, model=model)
+        found = compare(seed, size, layers=layers)
         outcome = found.outcome
         slower.append(found.slower)
         points, timed, predicted = points + outcome.points, timed + outcome.timed, predicted + outcome.predicted

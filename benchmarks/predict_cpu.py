@@ -129,7 +129,7 @@ class Running:
         self._trainers: dict[str, Trainer] = {}
         self._taken: Counter[str] = Counter()  # steps, by plan
         tokens = np.random.default_rng(0).integers(0, MODEL.vocab, 100_000)
-        self._dataset = Dataset(
+        self._dataset = Dataset.one(
             name="random", tokens=tokens, seq_len=SEQ_LEN, seed=1, vocab=MODEL.vocab, max_token=MODEL.vocab - 1,
             end_of_document=None, tokenizer="none",
         )  # fmt: skip

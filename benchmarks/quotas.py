@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,12 +82,12 @@ def _row(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def quota_groups() -> Iterator[list[Path]]:
+def quota_groups(parts: Sequence[float] = PARTS) -> Iterator[list[Path]]:
     """A cgroup per rank with its part of a core. Raises NoQuotas where they cannot be made."""
     root, set_quota = _hierarchy()
-    folders = [root / f"hethub-quota-{os.getpid()}-{rank}" for rank in range(len(PARTS))]
+    folders = [root / f"hethub-quota-{os.getpid()}-{rank}" for rank in range(len(parts))]
     try:
-        for folder, part in zip(folders, PARTS, strict=True):
+        for folder, part in zip(folders, parts, strict=True):
             folder.mkdir()
             set_quota(folder, int(part * PERIOD_SECONDS * 1e6), int(PERIOD_SECONDS * 1e6))
     except OSError as error:
@@ -108,8 +108,14 @@ def _hierarchy() -> tuple[Path, Callable[[Path, int, int], None]]:
         return second, lambda folder, quota, period: _write(folder / "cpu.max", f"{quota} {period}")
     for first in (second / "cpu", second / "cpu,cpuacct"):
         if first.is_dir():
-            return first, _set_quota_v1
+            return first / _own_group("cpu"), _set_quota_v1
     raise NoQuotas("there is no cgroup cpu controller here")
+
+
+def _own_group(controller: str) -> str:
+    """The group of v1 that this process is in: quotas are parts of what it gets."""
+    rows = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
+    return next(path.lstrip("/") for _, controllers, path in rows if controller in controllers.split(","))
 
 
 def _set_quota_v1(folder: Path, quota: int, period: int) -> None:
@@ -220,7 +226,7 @@ def _even(cluster: ClusterSpec, planned: PlanSpec) -> Layout:
 
 def _trainer(layout: Layout, world: Any) -> Trainer:
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab, 20_000)
-    dataset = Dataset(
+    dataset = Dataset.one(
         name="random", tokens=tokens, seq_len=TRAIN.seq_len, seed=1, vocab=MODEL.vocab, max_token=MODEL.vocab - 1,
         end_of_document=None, tokenizer="none",
     )  # fmt: skip

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ sys.path.append(str(ROOT))  # behind all packages: the link `kernels` answers fo
 
 from benchmarks.planner import CASES  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
+from hethub.commands.common import processors  # noqa: E402
 from hethub.planner import plan  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.spec.documents import dump_yaml  # noqa: E402
@@ -51,20 +53,27 @@ def digest(data: bytes) -> str:
 def plans() -> dict[str, Any]:
     """Per question the step in seconds, both bounds and a digest of the plan file."""
     found: dict[str, Any] = {}
-    for cluster, model, global_batch, seq_len, precision in QUESTIONS:
-        result = plan(model_named(model), cluster_named(cluster), Batch(global_batch, seq_len, precision))  # type: ignore[arg-type]
-        prediction = result.prediction
-        bound = prediction.upper_bound_tokens_per_second
-        name = f"{cluster} {model} {global_batch}"
-        found[name] = {
-            "step_seconds": prediction.step_seconds.hex(),
-            "upper_bound_tokens_per_second": None if bound is None else bound.hex(),
-            "ceiling_tokens_per_second": prediction.ceiling_tokens_per_second.hex(),
-            "plan": digest(dump_yaml(result.plan.to_dict()).encode()),
-            "about": f"{prediction.step_seconds:.5g} s, {result.plan.schedule}, {len(result.plan.stages)} stages",
-        }
-        print(f"{name:44s} {found[name]['about']}", flush=True)
+    with ProcessPoolExecutor(processors()) as pool:
+        for (cluster, model, size, *_), own in zip(QUESTIONS, pool.map(planned, QUESTIONS), strict=True):
+            name = f"{cluster} {model} {size}"
+            found[name] = own
+            print(f"{name:44s} {own['about']}", flush=True)
     return found
+
+
+def planned(question: tuple[str, str, int, int, str]) -> dict[str, Any]:
+    """The answer to one question."""
+    cluster, model, global_batch, seq_len, precision = question
+    result = plan(model_named(model), cluster_named(cluster), Batch(global_batch, seq_len, precision))  # type: ignore[arg-type]
+    prediction = result.prediction
+    bound = prediction.upper_bound_tokens_per_second
+    return {
+        "step_seconds": prediction.step_seconds.hex(),
+        "upper_bound_tokens_per_second": None if bound is None else bound.hex(),
+        "ceiling_tokens_per_second": prediction.ceiling_tokens_per_second.hex(),
+        "plan": digest(dump_yaml(result.plan.to_dict()).encode()),
+        "about": f"{prediction.step_seconds:.5g} s, {result.plan.schedule}, {len(result.plan.stages)} stages",
+    }
 
 
 def layouts() -> dict[str, Any]:
@@ -86,7 +95,7 @@ def layouts() -> dict[str, Any]:
 
 
 def demo() -> dict[str, Any]:
-    """The loss of every step of `make demo`."""
+    """The loss of every step of `make demo`, whose plan is here the same whatever the ranks measure of themselves."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = ["-n", "4", "--oversubscribe", "--bind-to", "none", "--continuous"]
@@ -95,7 +104,7 @@ def demo() -> dict[str, Any]:
         job = ROOT / "configs/jobs/laptop-mixed.yaml"
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
         subprocess.run(
-            [mpirun, *command, hethub, "train", job, "--run-dir", run],
+            [mpirun, *command, hethub, "train", job, "--run-dir", run, "--set", "measure=never"],
             env={**os.environ, **root}, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

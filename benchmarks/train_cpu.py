@@ -1,18 +1,20 @@
 """hethub's training step against PyTorch's own, case by case, both in the same processes of one run.
 
-    python benchmarks/train_cpu.py [--pairs 9]
+    python benchmarks/train_cpu.py [--pairs 11] [--cases one dp2 pp2 tp2 documents]
 
-Steps of both sides alternate (A B A B …), so that drift of a shared machine hits both alike. The A/A control is the
-same ratio between hethub's own steps, taken two pairs apart: its spread says what a ratio means here.
+Both sides compiled are compared, and both as they stand. All four steps follow each other in turn, so that drift of a
+shared machine hits all alike. The A/A control is the same ratio between hethub's own steps, one pair apart: its spread
+says what a ratio means here. `documents` holds hethub with attention inside documents against hethub without.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ sys.path.append(
     str(Path(__file__).resolve().parents[1])
 )  # behind site-packages: only `tests` and `benchmarks` are meant
 
-from benchmarks.plain_llama import PlainLlama, token_loss
+from hethub.kernels import bodies
+from hethub.runtime.acceptance.plain_llama import PlainLlama, token_loss
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
@@ -41,40 +44,51 @@ TRAIN = TrainSpec(steps=10_000, warmup_steps=1, lr=1e-4, min_lr=1e-5)
 WARM_UP = 2
 
 Step = Callable[[], None]
+Compile = Callable[[nn.Module], Any]  # or leaves a module as it is
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=9)
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--pairs", type=int, default=11)
+    builds = [build for _, _, _, build in CASES]
+    parser.add_argument("--cases", nargs="+", choices=builds, default=builds)
+    chosen = parser.parse_args()
     print(f"model: {MODEL.parameters / 1e6:.1f} M parameters, {MODEL.to_dict()}")
     print(
         f"sequence {SEQ_LEN}, global batch {GLOBAL_BATCH}, fp32, one thread per rank, {os.cpu_count()} cores, torch {torch.__version__}"
     )
     print(
-        "| case | peer | hethub s/step | peer s/step | throughput, hethub / peer: median (min to max) | A/A control |"
+        "| case | peer | hethub s/step | peer s/step | throughput, hethub / peer: median (lower 95 % bound) | A/A control |"
     )
     print("|---|---|---|---|---|---|")
     for name, peer, ranks, build in CASES:
-        ours, theirs = run_ranks(ranks, measure, build, pairs, timeout_seconds=1800)[0]
-        print(row(name, peer, ours, theirs), flush=True)
+        if build in chosen.cases:
+            times = run_ranks(ranks, measure, build, chosen.pairs, timeout_seconds=1800)[0]
+            for kind, ours, theirs in zip(("compiled", "eager"), times[::2], times[1::2], strict=True):
+                print(row(f"{name}, {kind}", peer, ours, theirs), flush=True)
 
 
 def row(name: str, peer: str, ours: list[float], theirs: list[float]) -> str:
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-    control = [b / a for a, b in pairwise(ours)]
-    shown = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    ratios, control = [b / a for a, b in zip(ours, theirs, strict=True)], [b / a for a, b in pairwise(ours)]
+    shown = f"{statistics.median(ratios):.3f} ({lower_bound(ratios):.3f})"
     spread = f"{statistics.median(control):.3f} ({min(control):.3f} to {max(control):.3f})"
     return f"| {name} | {peer} | {statistics.median(ours):.3f} | {statistics.median(theirs):.3f} | {shown} | {spread} |"
 
 
-def measure(world: Any, build: str, pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of every step of hethub and of the peer, alternating, on this rank."""
+def lower_bound(values: list[float]) -> float:
+    """What the median of the values' distribution exceeds with at least 95 % certainty, whatever the distribution: the
+    k-th smallest value, where k - 1 or fewer of n fair coins show heads with a probability of at most 5 %."""
+    below = accumulate(math.comb(len(values), k) / 2 ** len(values) for k in range(len(values)))
+    return sorted(values)[max(0, sum(chance <= 0.05 for chance in below) - 1)]
+
+
+def measure(world: Any, build: str, pairs: int) -> tuple[list[float], ...]:
+    """Seconds of every step on this rank: of hethub and its peer compiled, then of both as they stand, in turn."""
     torch.set_num_threads(1)
-    ours, theirs = hethub_step(world, build), PEERS[build](world)
-    times: tuple[list[float], list[float]] = ([], [])
+    steps = sides(world, build)
+    times: tuple[list[float], ...] = tuple([] for _ in steps)
     for pair in range(WARM_UP + pairs):
-        for step, kept in zip((ours, theirs), times, strict=True):
+        for step, kept in zip(steps, times, strict=True):
             world.barrier()
             start = time.perf_counter()
             step()
@@ -84,22 +98,46 @@ def measure(world: Any, build: str, pairs: int) -> tuple[list[float], list[float
     return times
 
 
+def sides(world: Any, build: str) -> list[Step]:
+    if build == "documents":
+        ours, theirs = hethub_step(world, "one", document_mask=True), hethub_step(world, "one")
+        return [with_bodies(compiles, step) for compiles in (True, False) for step in (ours, theirs)]
+    ours, peer = hethub_step(world, build), PEERS[build]
+    return [
+        with_bodies(True, ours),
+        peer(world, lambda model: torch.compile(model, dynamic=False)),
+        with_bodies(False, ours),
+        peer(world, lambda model: model),
+    ]
+
+
 # -- hethub ------------------------------------------------------------------------------------------------------------
 
 
-def hethub_step(world: Any, build: str) -> Step:
+def with_bodies(compiles: bool, step: Step) -> Step:
+    """The step with bodies compiled, or as they stand."""
+
+    def run() -> None:
+        bodies.choose(compiles)
+        step()
+
+    return run
+
+
+def hethub_step(world: Any, build: str, *, document_mask: bool = False) -> Step:
     cluster = {"name": "bench", "nodes": [{"name": "cpu", "accelerator": "CPU-core", "accelerators": world.size}]}
     plan = {
         "model": "bench", "cluster": "bench", "global_batch": GLOBAL_BATCH, "seq_len": SEQ_LEN, "precision": "fp32",
         "stages": STAGES[build],
     }  # fmt: skip
     layout = bind(PlanSpec.model_validate(plan), MODEL, ClusterSpec.model_validate(cluster))
-    tokens = np.random.default_rng(0).integers(0, MODEL.vocab, 100_000)
-    dataset = Dataset(
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocab - 1, 100_000)
+    tokens[:: SEQ_LEN // 4 - 1] = MODEL.vocab - 1  # documents of 62 tokens: four or five in a sample
+    dataset = Dataset.one(
         name="random", tokens=tokens, seq_len=SEQ_LEN, seed=1, vocab=MODEL.vocab, max_token=MODEL.vocab - 1,
-        end_of_document=None, tokenizer="none",
+        end_of_document=MODEL.vocab - 1, tokenizer="none",
     )  # fmt: skip
-    trainer = Trainer(layout, world, dataset, TRAIN)
+    trainer = Trainer(layout, world, dataset, TRAIN, document_mask=document_mask)
     trainer.initialise()
     steps = iter(range(1, 10_000))
     return lambda: trainer.run_step(next(steps)) and None
@@ -120,8 +158,7 @@ STAGES = {
 }
 
 
-# -- the peers: PyTorch's own parts, each as its documentation shows, with the fused AdamW that is its fastest
-# -----------
+# -- the peers: PyTorch's own parts, each as its documentation shows, with the fused AdamW that is its fastest ----------
 
 
 def _batch(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,29 +188,29 @@ def _loop(model: nn.Module, compute: Callable[[], None], clip: Callable[[nn.Modu
     return step
 
 
-def plain_step(world: Any) -> Step:
+def plain_step(world: Any, compiled: Compile) -> Step:
     model = PlainLlama(MODEL, SEQ_LEN)
-    tokens, targets = _batch(0, GLOBAL_BATCH)
-    return _loop(model, lambda: token_loss(model(tokens), targets).backward())
+    run, (tokens, targets) = compiled(model), _batch(0, GLOBAL_BATCH)
+    return _loop(model, lambda: token_loss(run(tokens), targets).backward())
 
 
-def ddp_step(world: Any) -> Step:
+def ddp_step(world: Any, compiled: Compile) -> Step:
     group = dist.new_group(list(range(world.size)), backend="gloo")
     model = nn.parallel.DistributedDataParallel(
         PlainLlama(MODEL, SEQ_LEN), process_group=group, gradient_as_bucket_view=True
     )
     own = GLOBAL_BATCH // world.size
-    tokens, targets = _batch(world.rank * own, (world.rank + 1) * own)
-    return _loop(model, lambda: token_loss(model(tokens), targets).backward())
+    run, (tokens, targets) = compiled(model), _batch(world.rank * own, (world.rank + 1) * own)
+    return _loop(model, lambda: token_loss(run(tokens), targets).backward())
 
 
-def pipeline_step(world: Any) -> Step:
+def pipeline_step(world: Any, compiled: Compile) -> Step:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     group = dist.new_group(list(range(world.size)), backend="gloo")
     middle = MODEL.layers // 2
     model = PlainLlama(MODEL, SEQ_LEN, *((0, middle) if world.rank == 0 else (middle, MODEL.layers)))
-    stage = PipelineStage(model, world.rank, world.size, torch.device("cpu"), group=group)
+    stage = PipelineStage(compiled(model), world.rank, world.size, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=token_loss)
     tokens, targets = _batch(0, GLOBAL_BATCH)
 
@@ -186,7 +223,7 @@ def pipeline_step(world: Any) -> Step:
     return _loop(model, compute)
 
 
-def tensor_parallel_step(world: Any) -> Step:
+def tensor_parallel_step(world: Any, compiled: Compile) -> Step:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
@@ -202,11 +239,11 @@ def tensor_parallel_step(world: Any) -> Step:
         plan |= {f"blocks.{layer}.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
         plan |= {f"blocks.{layer}.{name}": RowwiseParallel() for name in ("o", "down")}
     parallelize_module(model, mesh, plan)
-    tokens, targets = _batch(0, GLOBAL_BATCH)
+    run, (tokens, targets) = compiled(model), _batch(0, GLOBAL_BATCH)
 
     def compute() -> None:
         with loss_parallel():
-            token_loss(model(tokens), targets).backward()
+            token_loss(run(tokens), targets).backward()
 
     def clip(model: nn.Module) -> None:
         """clip_grad_norm_ refuses sharded beside plain gradients, so the norm is summed by hand, on local shards."""
@@ -224,6 +261,7 @@ CASES = [
     ("DP 2", "DistributedDataParallel", 2, "dp2"),
     ("PP 2, 1F1B", "torch.distributed.pipelining", 2, "pp2"),
     ("TP 2", "torch.distributed.tensor.parallel", 2, "tp2"),
+    ("one process, document_mask", "hethub without it", 1, "documents"),
 ]
 
 if __name__ == "__main__":

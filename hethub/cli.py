@@ -7,13 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import hethub
-from hethub.commands import data, machine, plan, report, size, train
-from hethub.spec.errors import BadInput, RunFailed
+from hethub.commands import data, machine, plan, report, size, starting, train
+from hethub.commands.train import AGAIN
+from hethub.spec.errors import BadInput, RunFailed, suggest
 
 # By exit code. After a failure a rank whose main thread is stuck speaks within five seconds (World.watch).
-_LINGER_SECONDS = {1: 6.0, 2: 2.0}
+_LINGER_SECONDS = {1: 6.0, 2: 2.0, AGAIN: 6.0}
 
 _FULL = "Make room there, or name another folder; what was whole before is untouched."
 _CLOSED = "Allow this user to use it, or name another."
@@ -49,7 +51,7 @@ def main() -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         _let_others_speak(code)
-    if code == 1:
+    if code in (1, AGAIN):
         os._exit(code)
     return code
 
@@ -61,19 +63,32 @@ def _let_others_speak(code: int) -> None:
     and kills whoever is left, when half of the ranks have gone.
     """
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        time.sleep(_LINGER_SECONDS[code])
+        time.sleep(_LINGER_SECONDS.get(code, 0.0))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 done, 1 failed, 2 bad input."""
-    options = _parser().parse_args(arguments)
+    """Runs one command; returns its exit code: 0 done, 1 failed, 2 bad input; of `train` and `launch` also 3,
+    stopped by a signal with a checkpoint, and 75, failed, but the same command would go on."""
     logging.basicConfig(format="hethub: %(message)s")
     try:
-        options.command(options)
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("hethub: interrupted", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
+        options = _parsed(arguments)
     except BadInput as error:
-        return _ended(error, 2, quiet=error.quiet, debug=options.debug)
+        return _ended(error, 2, quiet=False, debug=False)
+    try:
+        code: int = options.command(options) or 0
+    except BadInput as error:
+        return _ended(error, 2, quiet=error.quiet, debug=options.debug, text=_with_remedy(str(error)))
     except RunFailed as error:
-        return _ended(error, 1, quiet=error.quiet, debug=options.debug)
+        code = AGAIN if error.again else 1
+        return _ended(error, code, quiet=error.quiet, debug=options.debug, text=_with_remedy(str(error)))
     except BrokenPipeError:
         raise
     except (OSError, MemoryError, RuntimeError) as error:
@@ -81,10 +96,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if text is None:
             raise
         return _ended(error, 1, quiet=False, debug=options.debug, text=text)
-    except KeyboardInterrupt:
-        print("hethub: interrupted", file=sys.stderr)
-        return 1
-    return 0
+    return code
+
+
+def _with_remedy(text: str) -> str:
+    """A failure, and what to change where the system's refusal is behind it, on whichever rank."""
+    remedies = (_REMEDIES[number] for words, number in _SAID_BY_TORCH.items() if words in text)
+    remedy = next(remedies, None)
+    return text if remedy is None or remedy in text else f"{text.rstrip('.')}. {remedy}"
 
 
 def _refused(error: OSError | MemoryError | RuntimeError) -> str | None:
@@ -105,14 +124,28 @@ def _ended(error: Exception, code: int, *, quiet: bool, debug: bool, text: str |
 
         traceback.print_exception(error)
     elif not quiet:
-        print(f"hethub: {text or error}", file=sys.stderr)
+        # One write with its line's end: the ranks share their launcher's pipe, and Python may run unbuffered.
+        print(f"hethub: {text or error}\n", end="", file=sys.stderr)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hethub", description=hethub.__doc__)
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one paragraph too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message}; `{self.prog} --help` shows what it takes, with an example.")
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="hethub", description=hethub.__doc__)
     parser.add_argument("--version", action="version", version=hethub.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for theme in (train, plan, size, machine, report, data):
+    for theme in (train, plan, size, machine, report, data, starting):
         theme.add(commands)
-    return parser
+    word = next((word for word in arguments if not word.startswith("-")), None)
+    if word is not None and word not in commands.choices:
+        raise BadInput(f"there is no command '{word}'; {suggest(word, list(commands.choices))}")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        (commands.choices[word] if word else parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from hypothesis import settings
@@ -12,6 +13,15 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _R
 
 # As the ranks that tests start: one thread each, however many cores there are and tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# pytest imports readline, which tells the processes it starts, and so xdist's workers, that lines have 80 columns.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+    os.unsetenv(_name)
+
+# What runs keep between them (tokens of texts, measurements) goes with the tests.
+_CACHE = tempfile.TemporaryDirectory(prefix="hethub-tests-")
+os.environ["HETHUB_CACHE"] = _CACHE.name
 
 # The same examples at every run and no clock: a shared machine may stall. `--hypothesis-profile=explore` looks further.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -21,22 +21,60 @@ FOLDER = ROOT / "docs" / "evidence"
 LATE_DEVICE = "tests/communicator/bridge/test_late_device.py"
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 RANDOM_CLUSTERS = "tests/synthesis/test_random_clusters.py"
+PROGRAM_MEMORY = "tests/synthesis/test_memory.py"
+PROGRAMS = {
+    "vgg19": "vgg19", "vit": "vit and not vit12", "bert": "bert and not bert12 and not moe", "bert-moe": "moe and not moe12",
+    "deep": "vit12 or bert12 or moe12",
+}  # fmt: skip
 
 PROOFS = {
     "reference": ["benchmarks/reference.py"],
     "faults": ["benchmarks/faults.py"],
+    "random-kills": ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/faults/test_random_kills.py"],
+    "stragglers": ["benchmarks/stragglers.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
+    "planner-laws": ["benchmarks/laws.py"],
+    "planner-ablation": ["benchmarks/ablation.py"],
     "links": ["benchmarks/links.py"],
-    "laws": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "tests/predictor/pipeline/test_laws.py"],
+    "memory": ["benchmarks/memory.py"],
+    "wire": ["benchmarks/wire.py"],
+    "laws": [
+        "-m",
+        "pytest",
+        "-v",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=0",
+        "tests/predictor/pipeline/test_laws.py",
+    ],
     "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
     "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
-    "programs": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "-m", "slow", RANDOM_CLUSTERS],
+    **{
+        f"programs-{name}": [
+            "-m",
+            "pytest",
+            "-q",
+            "-rP",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=0",
+            "-m",
+            "slow",
+            RANDOM_CLUSTERS,
+            "-k",
+            chosen,
+        ]
+        for name, chosen in PROGRAMS.items()
+    },
+    "program-memory": ["-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", "--timeout=0", "-n", "2", PROGRAM_MEMORY],
 }
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_CLUSTERS": "50", "RANDOM_SEED": "1", "LAWS": "10000",
-    "LAWS_SEED": "1", "LATE_SEEDS": "1000",
+    "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_CLUSTERS": "50", "RANDOM_LIMITS": "100", "RANDOM_SEED": "1",
+    "LAWS": "10000", "LAWS_SEED": "1", "LATE_SEEDS": "1000", "KILLS": "20",
 }  # fmt: skip
 
 
@@ -60,16 +98,18 @@ def prove(name: str) -> bool:
         f"command: python {' '.join(command)}",
         "",
     ]
-    began = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    lines += [ended.stdout.replace(f"{ROOT}/", "").rstrip(), ""]
-    lines += [f"exit code {ended.returncode} after {time.monotonic() - began:.0f} s"]
+    began, path = time.monotonic(), FOLDER / f"{name}.txt"
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    print(f"{name}: {lines[-1]}", flush=True)
+    with path.open("w") as file:  # what a proof that is cut off has shown stays
+        print(*lines, sep="\n", file=file, flush=True)
+        ended = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=file,
+            stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    said = path.read_text().replace(f"{ROOT}/", "").replace(str(ROOT), ".").rstrip()
+    how = f"exit code {ended.returncode} after {time.monotonic() - began:.0f} s"
+    path.write_text(f"{said}\n\n{how}\n")
+    print(f"{name}: {how}", flush=True)
     return ended.returncode == 0
 
 

@@ -228,7 +228,7 @@ REPLACED_WHOLE = {
     "part_by_part": "chunk_by_chunk", "KindAlone": "HomogeneousPart", "kinds_alone": "homogeneous_parts",
 }  # fmt: skip
 # A lane is also one of several TCP connections between two ranks.
-LANES_OF_TCP = ("communicator", "runtime/launch", "commands")
+LANES_OF_TCP = ("communicator", "runtime/launch", "runtime/loop/build", "commands", "spec/job")
 KEYS_OF_FILES = {"drift", "rehearsal"}  # of job files
 
 

@@ -21,8 +21,8 @@ class Assumptions(Spec):
     """
 
     node_mtbf_hours: Annotated[float, Field(ge=1e-3, le=1e12)] = 20000.0  # mean time between failures of one node
-    checkpoint_seconds: Annotated[float, Field(ge=0, le=1e9)] = 30.0
-    restart_seconds: Annotated[float, Field(ge=0, le=1e9)] = 600.0
+    checkpoint_seconds: Annotated[float, Field(ge=0, le=1e9)] = 30.0  # that writing one holds training up
+    restart_seconds: Annotated[float, Field(ge=0, le=1e9)] = 600.0  # from a failure to the next step
     idle_power_fraction: float = Field(default=0.35, ge=0, le=1)  # of rated power, drawn while waiting
     node_overhead_power_fraction: Annotated[float, Field(ge=0, le=100)] = (
         0.25  # hosts, network and cooling on top of the accelerators
@@ -50,8 +50,9 @@ class Assumptions(Spec):
 class CatalogueSpec(Spec):
     """Node types that can be had: `count` of each is how many there are, prices per node and hour in one currency."""
 
-    currency: str | None = None
+    currency: str | None = None  # of all prices, EUR for example; must be given beside prices
     date: str | datetime.date | None = None  # of the prices
+    # Node types as in a cluster file; `count`: how many can be had, `price_per_hour`: of one.
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)
     links: LinksSpec = LinksSpec()
     assumptions: Assumptions = Assumptions()

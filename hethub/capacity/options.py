@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
 from hethub.predictor.predict import Prediction
@@ -11,6 +11,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 
 SECONDS_PER_DAY = 86400.0
+Meets = Literal["likely", "maybe", "no"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +27,21 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One cluster and what it takes: time, money, energy. Costs are None where a price is missing."""
+    """One cluster and what it takes: time, money, energy. Costs are None where a price is missing.
+
+    `days_interval` is where four of five should lie (the step's 80 % interval). An option meets what was asked likely
+    where all of it does, maybe where a part does.
+    """
 
     nodes: dict[str, int]
     accelerators: int
     tokens_per_second: float
     goodput_tokens_per_second: float
     days: float
+    days_interval: tuple[float, float]
     cost: float | None
     energy_kwh: float | None
-    meets: bool
+    meets: Meets
     on_frontier: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,19 +94,28 @@ def option_of(question: Question, counts: dict[str, int], prediction: Prediction
     prices = {node.name: node.price_per_hour for node in catalogue.nodes}
     hourly = [(count, prices[name]) for name, count in counts.items()]
     known = all(price is not None for _, price in hourly)
-    cost = sum(count * (price or 0.0) for count, price in hourly) * days * 24.0 if known else None
+    a_day = sum(count * (price or 0.0) for count, price in hourly) * 24.0 if known else None
+    low, high = (days * seconds / prediction.step_seconds for seconds in prediction.step_seconds_interval)
     watts = assumptions.watts(cluster, prediction.breakdown["compute"] / prediction.step_seconds)
-    in_time = question.deadline_days is None or days <= question.deadline_days
     return Option(
         nodes=counts,
         accelerators=cluster.size,
         tokens_per_second=prediction.tokens_per_second,
         goodput_tokens_per_second=goodput,
         days=days,
-        cost=cost,
+        days_interval=(low, high),
+        cost=None if a_day is None else a_day * days,
         energy_kwh=None if watts is None else watts / 1e3 * days * 24.0,
-        meets=in_time and (question.budget is None or (cost is not None and cost <= question.budget)),
+        meets=_meets(question, low, high, a_day),
     )
+
+
+def _meets(question: Question, low: float, high: float, a_day: float | None) -> Meets:
+    """Whether days from `low` to `high`, at a price a day, are within deadline and budget."""
+    most = or_infinite(question.deadline_days)
+    if question.budget is not None:
+        most = min(most, -1.0 if a_day is None else question.budget / a_day if a_day else float("inf"))
+    return "likely" if high <= most else "maybe" if low <= most else "no"
 
 
 def mark_frontier(options: Sequence[Option]) -> list[Option]:
@@ -122,8 +137,8 @@ def mark_frontier(options: Sequence[Option]) -> list[Option]:
 
 
 def best(options: Iterable[Option]) -> Option | None:
-    """The first option that meets what was asked, of options as `size` orders them."""
-    return next((option for option in options if option.meets), None)
+    """The first option that meets what was asked, likely or maybe, of options as `size` orders them."""
+    return next((option for option in options if option.meets != "no"), None)
 
 
 def or_infinite(value: float | None) -> float:

@@ -6,6 +6,7 @@ room has the arithmetic.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 from hethub.capacity.catalogue import cluster_of
@@ -20,18 +21,20 @@ Progress = Callable[[int, int, str], None]  # done, total, what is next
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """The answer: options in order of preference, clusters that are none, and how many mixtures were not looked at."""
+    """The answer: options in order of preference, clusters that are none, and what was not looked at."""
 
     options: tuple[Option, ...]
     left_out: tuple[LeftOut, ...]
-    not_looked_at: int
+    not_looked_at: int  # mixtures of two node types
+    skipped_counts: dict[str, list[int]]  # by node type, of those that can be had: it alone was not looked at
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def size(question: Question, evaluate: Evaluator, *, limit: int = 60, progress: Progress | None = None) -> Sizing:
-    """All options looked at, those that meet deadline and budget first, cheapest then smallest; the frontier is marked.
+    """All options looked at, those that likely meet deadline and budget first, then those that may, cheapest then
+    smallest; the frontier is marked.
 
     Where a deadline is first met between two counts of a type, the counts between are looked at too. Raises BadInput
     where no cluster can train the model.
@@ -59,19 +62,39 @@ def size(question: Question, evaluate: Evaluator, *, limit: int = 60, progress: 
             _narrow(node.name, looked_at, look)
     if not looked_at:
         raise BadInput(f"no cluster of the {len(left_out)} looked at can train this; the first: {left_out[0].why}")
-    ordered = sorted(mark_frontier(looked_at), key=lambda o: (not o.meets, or_infinite(o.cost), o.accelerators, o.days))
-    return Sizing(options=tuple(ordered), left_out=tuple(left_out), not_looked_at=max(0, len(wanted) - limit))
+    order = ("likely", "maybe", "no")
+    ordered = sorted(
+        mark_frontier(looked_at), key=lambda o: (order.index(o.meets), or_infinite(o.cost), o.accelerators, o.days)
+    )
+    seen = [option.nodes for option in looked_at] + [cluster.nodes for cluster in left_out]
+    skipped = {
+        node.name: [count for count in range(1, node.count + 1) if {node.name: count} not in seen]
+        for node in question.catalogue.nodes
+    }
+    return Sizing(
+        options=tuple(ordered),
+        left_out=tuple(left_out),
+        not_looked_at=_num_mixtures(question) - sum(len(nodes) == 2 for nodes in seen),
+        skipped_counts={name: counts for name, counts in skipped.items() if counts},
+    )
+
+
+def _num_mixtures(question: Question) -> int:
+    """How many mixtures of two node types there are."""
+    return sum(a.count * b.count for a, b in combinations(question.catalogue.nodes, 2))
 
 
 def _narrow(name: str, options: Sequence[Option], look: Callable[[dict[str, int]], Option | None]) -> None:
-    """Looks at counts of one type between the largest that is too few and the smallest that is enough."""
+    """Looks at counts of one type between the largest that is too few and the smallest that is likely enough, or where
+    none is, may be."""
     known = {option.nodes[name]: option.meets for option in options if set(option.nodes) == {name}}
-    enough = min((count for count, meets in known.items() if meets), default=0)
-    few = max((count for count, meets in known.items() if not meets and count < enough), default=enough)
+    wanted = ("likely",) if "likely" in known.values() else ("likely", "maybe")
+    enough = min((count for count, meets in known.items() if meets in wanted), default=0)
+    few = max((count for count, meets in known.items() if meets not in wanted and count < enough), default=enough)
     while enough - few > 1:
         middle = (few + enough) // 2
         option = look({name: middle})
-        if option is not None and option.meets:
+        if option is not None and option.meets in wanted:
             enough = middle
         else:
             few = middle

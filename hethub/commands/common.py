@@ -1,10 +1,13 @@
 """What several commands share: their parsers' form, and the checks that come before any work."""
 
 import argparse
+import gc
+import importlib
 import importlib.util
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,35 +15,69 @@ from typing import TYPE_CHECKING, Any
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from hethub.predictor.cost.profile import ProfileSpec
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
-    from hethub.spec.model import ModelSpec
-    from hethub.spec.plan import PlanSpec
+    from hethub.spec.plan import PlannedFor, PlanSpec
+    from hethub.spec.program import ProgramFor, ProgramPlanSpec
+
+
+_EXAMPLE = "example: "
+
+
+class _Help(argparse.HelpFormatter):
+    """Help as wide as the terminal; an example that is longer goes on behind a backslash, so that it can be pasted."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if not text.startswith(_EXAMPLE):
+            return super()._fill_text(text, width, indent)
+        lines = textwrap.wrap(text, width - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        return " \\\n".join(lines)
 
 
 def command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str, example: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], text: str, example: str
 ) -> argparse.ArgumentParser:
     """A command's parser, with its help, an example and --debug."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, epilog=f"example: {example}", formatter_class=argparse.RawTextHelpFormatter
+        name, help=text, description=text, epilog=f"{_EXAMPLE}{example}", formatter_class=_Help
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.set_defaults(command=run)
     return parser
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
+def add_job(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
     """The job file and what overrides its keys."""
-    parser.add_argument("job", type=Path, metavar="JOB.yaml")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="key.path=value", help="override a key of the job"
-    )
+    metavar, text = ("JOB.yaml|PLAN.yaml", "a job, or a plan file alone") if or_plan else ("JOB.yaml", "the job file")
+    parser.add_argument("job", type=Path, metavar=metavar, help=text)
+    text = "override a key of the job; can be given again and again"
+    parser.add_argument("--set", action="append", default=[], metavar="key.path=value", help=text)
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     text = "measurements made by `hethub profile`, which count instead of estimates (default: the job's)"
     parser.add_argument("--profile", type=Path, metavar="PROFILE.json", help=text)
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    text = "correct estimates by measured steps: a table as `hethub validate` reads it, or a run's calibration.json"
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help=text)
+
+
+def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None":
+    """What counts instead of estimates for a job: --calibrate's corrections, else --profile's or the job's own
+    measurements. Raises BadInput where both are given."""
+    from hethub.predictor.cost.profile import profile_for
+
+    if options.calibrate is None:
+        return profile_for(job, options.profile)
+    if options.profile is not None or job.spec.profile is not None:
+        given = "--profile" if options.profile is not None else f"{job.path}: profile"
+        raise BadInput(f"--calibrate and {given} both say how fast accelerators are; leave one of them out.")
+    from hethub.predictor.calibration.calibrate import Calibration
+
+    return Calibration(options.calibrate).profile(job.model, known_cluster(job), job.spec.train.batch)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +94,21 @@ def print_json(data: Any) -> None:
 
 
 def need_torch(name: str) -> None:
-    """Raises BadInput where torch is not installed."""
+    """Imports torch, quickly. Raises BadInput where it is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise BadInput(
             f"hethub {name} needs torch, which is not installed; install it with `pip install 'hethub[train]'`."
         )
+    if "torch" in sys.modules:
+        return
+    # What it makes stays: a collector that looks at all of it again and again takes a quarter of its time, and of what
+    # is imported next.
+    gc.disable()
+    try:
+        importlib.import_module("torch")
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -80,18 +127,92 @@ def known_cluster(job: "Job") -> "ClusterSpec":
     return job.cluster
 
 
-def model_and_cluster(plan: "PlanSpec", path: Path, job_path: Path | None) -> "tuple[ModelSpec, ClusterSpec]":
-    """The model and cluster that a plan file names.
+def is_plan(path: Path) -> bool:
+    """Whether the file is a plan, not a job; False where it cannot be read, which whoever reads it next will say."""
+    from hethub.spec.documents import read_yaml
 
-    From the job where one is given; else from model.yaml and cluster.yaml beside the plan (a run folder has them); else
-    from the files of those names in a configs folder above the plan or the current folder. Raises BadInput.
+    try:
+        data, _ = read_yaml(path, "job file")
+    except BadInput:
+        return False
+    return isinstance(data, dict) and ("stages" in data or "program" in data)
+
+
+def made_for(plan: "PlanSpec", path: Path, job_path: Path | None) -> "PlannedFor":
+    """What a plan file is for.
+
+    From the job where one is given; else as the plan itself describes it; else, for a plan without `job`, from
+    model.yaml and cluster.yaml beside it, or from the files of those names in a configs folder above the plan or the
+    current folder. Raises BadInput.
     """
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import load_job
     from hethub.spec.lookup import find_named
     from hethub.spec.model import ModelSpec
+    from hethub.spec.plan import PlannedFor
 
     if job_path is not None:
-        job = load_job(job_path)
-        return job.model, known_cluster(job)
-    return find_named(ModelSpec, "model", plan.model, path), find_named(ClusterSpec, "cluster", plan.cluster, path)
+        return planned_for(load_job(job_path))
+    if plan.job is not None:
+        return plan.job
+    return PlannedFor(
+        model=find_named(ModelSpec, "model", plan.model, path),
+        cluster=find_named(ClusterSpec, "cluster", plan.cluster, path),
+    )
+
+
+def program_made_for(plan: "ProgramPlanSpec", path: Path, job_path: Path | None) -> "ProgramFor":
+    """As `made_for`, of a program. Raises BadInput."""
+    from hethub.spec.cluster import ClusterSpec
+    from hethub.spec.job import load_job
+    from hethub.spec.lookup import find_named
+    from hethub.spec.program import ProgramFor
+
+    if job_path is not None:
+        return program_for(plan, path, load_job(job_path))
+    return plan.job or ProgramFor(cluster=find_named(ClusterSpec, "cluster", plan.cluster, path))
+
+
+def program_for(plan: "ProgramPlanSpec", path: Path, job: "Job") -> "ProgramFor":
+    """What a job given beside the plan file of a program says. Raises BadInput where the program is not for it."""
+    from hethub.spec.program import ProgramFor
+
+    cluster = known_cluster(job)
+    if plan.program.ranks != cluster.size:
+        raise BadInput(f"{path}: the program is for {plan.program.ranks} ranks, the cluster has {cluster.size}.")
+    items = plan.job.items if plan.job is not None else "samples" if job.described is None else "tokens"
+    return ProgramFor(cluster=cluster, reserve=job.spec.constraints.reserve, items=items)
+
+
+def planned_for(job: "Job") -> "PlannedFor":
+    """What plans of a job are made for. Raises BadInput where only the ranks of a run could tell."""
+    from hethub.spec.plan import PlannedFor
+
+    return PlannedFor(model=job.model, cluster=known_cluster(job), reserve=job.spec.constraints.reserve)
+
+
+def strategy_of(job: "Job") -> str:
+    """The strategy that a job's plans are found with: `auto` where it names a plan file. Raises BadInput where that is
+    neither."""
+    if job.plan_path is None:
+        return job.spec.plan
+    from hethub.spec.job import check_plan_path
+
+    check_plan_path(job)
+    return "auto"
+
+
+def a_number(option: str, text: str) -> float:
+    """A positive figure as people write it: 1e12, 300B, 1.5T. Raises BadInput."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1.0)
+    digits = text[:-1] if text[-1:].upper() in _SUFFIXES else text
+    try:
+        number = float(digits.replace("_", "").replace(",", "")) * factor
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise BadInput(f"{option} {text}: give a positive number, for example 1e12, 300B or 1.5T (K, M, B, T).")
+    return number
+
+
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -1,4 +1,4 @@
-"""hethub tokenise and export: text in, weights out."""
+"""hethub tokenise, export and generate: text in, weights and text out."""
 
 import argparse
 from pathlib import Path
@@ -10,6 +10,7 @@ from hethub.commands.common import check_writable, command, need_torch
 def add(commands: Any) -> None:
     _add_tokenise(commands)
     _add_export(commands)
+    _add_generate(commands)
 
 
 def _add_tokenise(commands: Any) -> None:
@@ -22,7 +23,7 @@ def _add_tokenise(commands: Any) -> None:
     )
     parser.add_argument("text", type=Path, nargs="+", metavar="TEXT", help="files or folders (.jsonl: the key `text`)")
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json, or `bytes`")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the token file to write")
 
 
 def tokenise(options: argparse.Namespace) -> None:
@@ -40,8 +41,8 @@ def _add_export(commands: Any) -> None:
         "Writes the newest checkpoint of a run as a Hugging Face folder.",
         "hethub export runs/laptop-mixed-20260101-120000 --to my-llama",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that train printed")
+    parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR", help="a folder that is not there yet")
 
 
 def export(options: argparse.Namespace) -> None:
@@ -49,3 +50,46 @@ def export(options: argparse.Namespace) -> None:
     from hethub.runtime.checkpoint.export import export as write_folder
 
     print(f"exported {write_folder(options.run, options.to)} to {options.to}")
+
+
+def _add_generate(commands: Any) -> None:
+    parser = command(
+        commands,
+        "generate",
+        generate,
+        "Goes on with a prompt from the newest checkpoint of a run.",
+        'hethub generate runs/laptop-mixed-20260101-120000 "def main(" --tokens 40',
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that train printed")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with")
+    parser.add_argument("--tokens", type=count, default=64, metavar="N", help="at most so many (default: 64)")
+    text = "0: always the likeliest token (default); above, drawn, the more evenly the higher"
+    parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help=text)
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
+
+
+def generate(options: argparse.Namespace) -> None:
+    need_torch("generate")
+    from hethub.runtime.checkpoint.generate import generate as go_on
+
+    pieces = go_on(
+        options.run, options.prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed
+    )
+    print(options.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0 on")
+    return number

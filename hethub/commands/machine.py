@@ -1,11 +1,12 @@
 """hethub launch, doctor and profile: starting jobs, and what machines have and do."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from hethub.commands.common import add_job, add_json, check_writable, command, known_cluster, need_torch, print_json
-from hethub.commands.train import add_run
+from hethub.commands.train import AGAIN, STOPPED, add_run
 from hethub.spec.errors import BadInput, RunFailed
 
 
@@ -28,23 +29,37 @@ def _add_launch(commands: Any) -> None:
     )
     add_job(parser)
     add_run(parser)
-    parser.add_argument("--with", dest="launcher", choices=LAUNCHERS, default="mpirun")
+    parser.add_argument("--with", dest="launcher", choices=LAUNCHERS, default="mpirun", help="default: mpirun")
     parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
 
 
-def launch(options: argparse.Namespace) -> None:
+def launch(options: argparse.Namespace) -> int:
     from hethub.runtime.launch.launcher_command import launch_commands, run_here
+    from hethub.runtime.run_folder import has_finished, metrics_written
     from hethub.spec.job import load_job
 
     job = load_job(options.job, options.set)
     extra = [word for override in options.set for word in ("--set", override)]
-    named = {"--plan": options.plan, "--run-dir": options.run_dir, "--resume": options.resume}
+    named = {
+        "--plan": options.plan, "--profile": options.profile, "--run-dir": options.run_dir, "--resume": options.resume,
+    }  # fmt: skip
     extra += [word for name, path in named.items() if path is not None for word in (name, str(path))]
+    extra += ["--accept-changes"] if options.accept_changes else []
     starts = launch_commands(options.job, known_cluster(job), options.launcher, extra)
     if options.dry_run:
         print("\n".join(map(str, starts)))
-    elif code := run_here(starts):
+        return 0
+    before = metrics_written(job, options.run_dir, options.resume)
+    code = run_here(starts)
+    now = metrics_written(job, options.run_dir, options.resume)
+    # `mpirun --continuous` (Open MPI 5.0) ends with 0 where signals have killed all of its ranks.
+    if code < 0 or (code == 0 and options.launcher == "mpirun" and not has_finished(job, before, now)):
+        raise RunFailed(
+            "the job ended before its last step, and no rank could say why: all were killed or told to end."
+        )
+    if code not in (0, STOPPED, AGAIN):
         raise RunFailed(f"the job ended with exit code {code}; what failed is said above.")
+    return code
 
 
 def _add_doctor(commands: Any) -> None:
@@ -56,10 +71,18 @@ def _add_doctor(commands: Any) -> None:
         "mpirun -n 4 hethub doctor",
     )
     parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="also check this job's files")
+    text = "measure too, in up to ten minutes: communication, staging, every operator against fp64, memory, speed"
+    parser.add_argument("--acceptance", action="store_true", help=text)
+    text = "with --acceptance: write the results, to be sent in"
+    parser.add_argument("--out", type=Path, metavar="ACCEPTANCE.json", help=text)
     add_json(parser)
 
 
 def doctor(options: argparse.Namespace) -> None:
+    if options.acceptance:
+        return _accept(options)
+    if options.out is not None:
+        raise BadInput(f"--out {options.out} is where --acceptance writes its results; add --acceptance.")
     from hethub.report.tables import print_findings, print_ranks
     from hethub.runtime.doctor.machine import examine
     from hethub.runtime.launch.launcher_environment import launch_info
@@ -73,7 +96,7 @@ def doctor(options: argparse.Namespace) -> None:
             print_json({"findings": [finding.to_dict() for finding in findings]})
         else:
             print_findings(findings)
-        return
+        return None
     need_torch("doctor")
     from hethub.runtime.doctor.ranks import examine_ranks
 
@@ -84,6 +107,44 @@ def doctor(options: argparse.Namespace) -> None:
     elif examined is not None:
         print_ranks(examined)
         print_findings(examined.findings)
+    return None
+
+
+def _accept(options: argparse.Namespace) -> None:
+    """Measures on the ranks of a launcher, or starts some here, which then come this way."""
+    need_torch("doctor")
+    from hethub.report.acceptance import print_acceptance, write_acceptance
+    from hethub.runtime.acceptance.acceptance import accept
+    from hethub.runtime.acceptance.start import start_here
+    from hethub.runtime.launch.launcher_environment import launch_info
+    from hethub.spec.job import load_job
+
+    check_writable(options.out)
+    job, info = None if options.job is None else load_job(options.job), launch_info()
+    if info.launcher == "alone":
+        words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
+        return start_here(
+            "doctor", "--acceptance", *words, *([] if options.out is None else ["--out", str(options.out)])
+        )
+
+    def progress(what: str) -> None:
+        if info.rank == 0:
+            print(f"acceptance: {what}", file=sys.stderr, flush=True)
+
+    accepted = accept(job, progress)
+    if accepted is None:
+        return None
+    if options.out is not None:
+        write_acceptance(accepted, options.out)
+    if options.json:
+        print_json(accepted.to_dict())
+    else:
+        print_acceptance(accepted)
+    if accepted.failed:
+        raise RunFailed(
+            f"{len(accepted.failed)} of {len(accepted.rows)} checks failed: {', '.join(r.what for r in accepted.failed)}."
+        )
+    return None
 
 
 def _add_profile(commands: Any) -> None:
@@ -103,7 +164,9 @@ def _add_profile(commands: Any) -> None:
     )
     text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
     parser.add_argument("--merge", type=Path, nargs="+", metavar="PROFILE.json", help=text)
-    parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="PROFILE.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile.json"), metavar="PROFILE.json", help="default: profile.json"
+    )
 
 
 def profile(options: argparse.Namespace) -> None:
@@ -141,16 +204,16 @@ def _add_bench(commands: Any) -> None:
         "Times communication between the ranks it is started on: bridged, native and flat.",
         'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 hethub bench comm --sizes 4096,1048576',
     )
-    parser.add_argument("what", choices=("comm",))
+    parser.add_argument("what", choices=("comm",), help="all-reduce, all-gather, reduce-scatter and messages")
     parser.add_argument(
         "job",
         type=Path,
         nargs="?",
         metavar="JOB.yaml",
-        help="take this job's cluster (islands, network) and communicator (relay, wire, timeout)",
+        help="take this job's cluster (islands, network) and communicator (relay, wire, lanes, timeout)",
     )
     parser.add_argument(
-        "--lanes", type=int, default=1, help="connections per pair of ranks for the gloo relay (default 1)"
+        "--lanes", type=int, help="connections per pair of ranks for the gloo relay (default: the job's, or 1)"
     )
     parser.add_argument("--sizes", metavar="BYTES,…", help="message sizes (default 4 KiB to 64 MiB)")
     add_json(parser)
@@ -163,7 +226,7 @@ def bench(options: argparse.Namespace) -> None:
     from hethub.runtime.launch.session import session
     from hethub.spec.job import load_job
 
-    if options.lanes < 1:
+    if options.lanes is not None and options.lanes < 1:
         raise BadInput(f"--lanes {options.lanes}: give the number of connections, 1 or more.")
     job = None if options.job is None else load_job(options.job)
     sizes = DEFAULT_SIZES if options.sizes is None else _sizes(options.sizes)

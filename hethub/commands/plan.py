@@ -1,22 +1,29 @@
 """hethub plan, predict and diff: what can be known without running anything."""
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hethub.commands.common import (
+    add_calibrate,
     add_job,
     add_json,
     add_profile,
     check_writable,
     command,
+    is_plan,
     known_cluster,
-    model_and_cluster,
+    made_for,
+    measured_for,
+    planned_for,
     print_json,
     processors,
+    program_made_for,
+    strategy_of,
 )
-from hethub.commands.program import is_program_job, plan_program_job, predict_program_job
+from hethub.commands.program import is_program_job, plan_program_job, predict_program_alone, predict_program_job
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -49,12 +56,13 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="PLAN.yaml", help="write the plan here")
     add_profile(parser)
+    add_calibrate(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many runners-up to show (default 5)")
     parser.add_argument("--explain", action="store_true", help="what every system would have chosen, and what binds")
     parser.add_argument(
         "--robust",
         action="store_true",
-        help="loses least where links are 20 %% slower or compute 10 %% off",
+        help="has no effect: every plan is chosen by its mean step over what links and compute may really do",
     )
     _add_alone(parser, " (default: beside --out)")
     add_json(parser)
@@ -67,7 +75,7 @@ def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
-    from hethub.predictor.cost.profile import profile_for
+    from hethub.predictor.cost.profile import assumed_speeds
     from hethub.predictor.predict import with_staging
     from hethub.report.alone import save_alone
     from hethub.report.tables import print_plan
@@ -78,29 +86,32 @@ def plan(options: argparse.Namespace) -> None:
     check_writable(options.out, options.alone)
     if options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
+    if options.robust:
+        print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
     job = load_job(options.job, options.set)
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
-    cluster = known_cluster(job)
-    strategy = options.strategy or ("auto" if job.plan_path else job.spec.plan)
+    cluster, profile = known_cluster(job), measured_for(options, job)
+    strategy = options.strategy or strategy_of(job)
     result = make_plan(
         job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
-        top=options.top, explain=options.explain, robust=options.robust, profile=profile_for(job, options.profile),
+        top=options.top, explain=options.explain, profile=profile,
         processes=processors(),
     )  # fmt: skip
     layout = bind(result.plan, job.model, cluster)
-    result = replace(result, prediction=with_staging(result.prediction, layout, profile_for(job, options.profile)))
+    result = replace(result, prediction=with_staging(result.prediction, layout, profile))
     written = []
     if options.out is not None:
-        save_plan(result.plan, options.out)
+        save_plan(result.plan, options.out, planned_for(job))
         written.append(options.out)
     folder = options.alone or (options.out and options.out.with_suffix(".alone"))
     if folder is not None:
         written += save_alone(result.homogeneous_parts, job.model, folder)
+    assumed = assumed_speeds(cluster, result.plan.precision, profile)
     if options.json:
-        print_json(result.to_dict())
+        print_json({**result.to_dict(), "assumed_speeds": assumed})
     else:
-        print_plan(result, job.model, cluster, written)
+        print_plan(result, job.model, cluster, assumed, written)
 
 
 def _add_predict(commands: Any) -> None:
@@ -111,9 +122,10 @@ def _add_predict(commands: Any) -> None:
         "Says time and memory of a job's plan, with or without the hardware.",
         "hethub predict configs/jobs/laptop-mixed.yaml --plan plan.yaml --trace trace.json",
     )
-    add_job(parser)
+    add_job(parser, or_plan=True)
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
     add_profile(parser)
+    add_calibrate(parser)
     parser.add_argument("--bounds", action="store_true", help="plan every device type alone, for %% of the upper bound")
     _add_alone(parser, "; as --bounds")
     parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
@@ -122,21 +134,31 @@ def _add_predict(commands: Any) -> None:
 
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
-    from hethub.predictor.cost.profile import profile_for
+    from hethub.predictor.cost.profile import assumed_speeds, load_profile
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
+    from hethub.spec.plan import load_plan
+    from hethub.spec.program import is_program_plan
 
     check_writable(options.trace, options.alone)
-    job = load_job(options.job, options.set)
-    if is_program_job(job, options.plan):
-        return predict_program_job(options, job)
-    cluster, profile = known_cluster(job), profile_for(job, options.profile)
-    chosen = _chosen(options, job, cluster, profile)
-    layout = bind(chosen.plan, job.model, cluster)
+    if is_plan(options.job):
+        _check_alone(options)
+        if is_program_plan(options.job):
+            return predict_program_alone(options)
+        profile = None if options.profile is None else load_profile(options.profile)
+        chosen = _Chosen("plan file", load_plan(options.job), None, None)
+        job = made_for(chosen.plan, options.job, None)
+    else:
+        given = load_job(options.job, options.set)
+        if is_program_job(given, options.plan):
+            return predict_program_job(options, given)
+        profile, job = measured_for(options, given), planned_for(given)
+        chosen = _chosen(options, given, job.cluster, profile)
+    layout = bind(chosen.plan, job.model, job.cluster)
     prediction = make_prediction(
         layout,
-        reserve=job.spec.constraints.reserve,
+        reserve=job.reserve,
         upper_bound_tokens_per_second=chosen.upper_bound_tokens_per_second,
         with_timeline=options.trace is not None,
         profile=profile,
@@ -146,20 +168,40 @@ def predict(options: argparse.Namespace) -> None:
     if options.trace is not None:
         from hethub.report.trace import chrome_trace, write_trace
 
-        names = [place.accelerator.name for place in cluster.places]
+        names = [place.accelerator.name for place in job.cluster.places]
         write_trace(chrome_trace(prediction.timeline or (), names, "predicted"), options.trace)
         written.append(options.trace)
     if options.alone is not None:
         from hethub.report.alone import save_alone
 
         written += save_alone(chosen.homogeneous_parts or (), job.model, options.alone)
+    assumed = assumed_speeds(job.cluster, chosen.plan.precision, profile)
     if options.json:
         alone = [each.to_dict() for each in chosen.homogeneous_parts or ()]
-        print_json({"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone})
+        print_json(
+            {"strategy": chosen.strategy, **prediction.to_dict(), "kinds_alone": alone, "assumed_speeds": assumed}
+        )
     else:
         from hethub.report.tables import print_predicted
 
-        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, written)
+        print_predicted(chosen.strategy, chosen.plan, prediction, chosen.homogeneous_parts, assumed, written)
+
+
+def _check_alone(options: argparse.Namespace) -> None:
+    """Raises BadInput for what needs a job beside a plan file that stands alone."""
+    named = {
+        "--set": options.set,
+        "--calibrate": options.calibrate,
+        "--plan": options.plan,
+        "--bounds": options.bounds,
+        "--alone": options.alone,
+    }
+    given = [name for name, value in named.items() if value]
+    if given:
+        raise BadInput(
+            f"{options.job}: this is a plan, predicted for what its `job` describes; {given[0]} needs the job file: "
+            f"`hethub predict JOB.yaml --plan {options.job}`."
+        )
 
 
 class _Chosen(NamedTuple):
@@ -200,19 +242,30 @@ def _add_diff(commands: Any) -> None:
         "Says what differs between two plans, and what it costs.",
         "hethub diff one.yaml two.yaml",
     )
-    parser.add_argument("first", type=Path, metavar="PLAN.yaml")
-    parser.add_argument("second", type=Path, metavar="PLAN.yaml")
-    parser.add_argument("--job", type=Path, metavar="JOB.yaml", help="the job the plans were made for")
+    parser.add_argument("first", type=Path, metavar="PLAN.yaml", help="the plan to compare with")
+    parser.add_argument("second", type=Path, metavar="PLAN.yaml", help="the plan compared, of layers or of hap")
+    text = "the job both were made for (default: what each plan file says itself)"
+    parser.add_argument("--job", type=Path, metavar="JOB.yaml", help=text)
     add_json(parser)
 
 
 def diff(options: argparse.Namespace) -> None:
     from hethub.planner import diff as compare
+    from hethub.planner import side_of_program
     from hethub.report.tables import print_diff
+    from hethub.spec.layout.bind import bind
     from hethub.spec.plan import load_plan
+    from hethub.spec.program import is_program_plan, load_program_plan
 
-    first, second = load_plan(options.first), load_plan(options.second)
-    result = compare(first, second, *model_and_cluster(first, options.first, options.job))
+    def side(path: Path) -> Any:
+        if is_program_plan(path):
+            program = load_program_plan(path)
+            return side_of_program(program, program_made_for(program, path, options.job))
+        plan = load_plan(path)
+        job = made_for(plan, path, options.job)
+        return bind(plan, job.model, job.cluster)
+
+    result = compare(side(options.first), side(options.second))
     if options.json:
         print_json(result.to_dict())
     else:

@@ -4,12 +4,19 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import check_writable, known_cluster, need_torch, print_json
+from hethub.commands.common import (
+    check_writable,
+    known_cluster,
+    need_torch,
+    print_json,
+    program_for,
+    program_made_for,
+)
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from hethub.spec.job import Job
-    from hethub.spec.program import ProgramPlanSpec
+    from hethub.spec.program import ProgramFor, ProgramPlanSpec
 
 
 def runs_program(job_path: Path, overrides: list[str], plan_path: Path | None, strategy: str | None = None) -> bool:
@@ -42,35 +49,45 @@ def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
     check_writable(options.out)
     if options.robust or options.alone is not None or options.profile is not None:
         raise BadInput("--robust, --alone and --profile are for plans of layers; leave them out with strategy hap.")
-    plan, found, items = _planned(job, explain=options.explain)
+    plan, found = _planned(job, explain=options.explain)
     written = []
     if options.out is not None:
         save_program_plan(plan, options.out)
         written.append(options.out)
-    _show(options, job, plan, items, written, found)
+    _show(options, plan, plan.job, written, found)
 
 
 def predict_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub predict` of a program: of the plan file given, else of the best found."""
     from hethub.spec.program import load_program_plan
 
+    _check_options(options)
+    file = options.plan or job.plan_path
+    if file is None:
+        plan, found = _planned(job)
+        return _show(options, plan, plan.job, [], found)
+    plan = load_program_plan(file)
+    _show(options, plan, program_for(plan, file, job), [], None)
+
+
+def predict_program_alone(options: argparse.Namespace) -> None:
+    """`hethub predict` of a program's plan file, for what it was made for."""
+    from hethub.spec.program import load_program_plan
+
+    _check_options(options)
+    plan = load_program_plan(options.job)
+    _show(options, plan, program_made_for(plan, options.job, None), [], None)
+
+
+def _check_options(options: argparse.Namespace) -> None:
     if options.trace is not None or options.bounds or options.alone is not None or options.profile is not None:
         raise BadInput(
             "--trace, --bounds, --alone and --profile are for plans of layers; leave them out with strategy hap."
         )
-    file = options.plan or job.plan_path
-    if file is None:
-        plan, found, items = _planned(job)
-    else:
-        plan, found, items = load_program_plan(file), None, "tokens" if job.factory is None else "samples"
-        cluster = known_cluster(job)
-        if plan.program.ranks != cluster.size:
-            raise BadInput(f"{file}: the program is for {plan.program.ranks} ranks, the cluster has {cluster.size}.")
-    _show(options, job, plan, items, [], found)
 
 
-def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, dict[str, Any], str]":
-    """The best program, how it was found (seconds of tracing and search, of baselines), and what its rate counts."""
+def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, dict[str, Any]]":
+    """The best program, and how it was found: seconds of tracing and search, of baselines."""
     need_torch("plan --strategy hap")
     import time
 
@@ -84,22 +101,22 @@ def _planned(job: "Job", *, explain: bool = False) -> "tuple[ProgramPlanSpec, di
     graph = trace_job(job, subject)
     traced = time.perf_counter() - began
     best = plan_program(job, subject, graph, cluster, explain=explain)
-    found = {"trace_seconds": traced, "search_seconds": best.search_seconds, "baselines": best.baselines}
-    return best.plan, found, subject.items
+    return best.plan, {"trace_seconds": traced, "search_seconds": best.search_seconds, "baselines": best.baselines}
 
 
 def _show(
-    options: argparse.Namespace, job: "Job", plan: "ProgramPlanSpec", items: str, written: list[Path],
+    options: argparse.Namespace, plan: "ProgramPlanSpec", made_for: "ProgramFor | None", written: list[Path],
     found: dict[str, Any] | None,
 ) -> None:  # fmt: skip
+    from hethub.predictor.cost.profile import assumed_speeds
     from hethub.report.program import print_program
-    from hethub.runtime.program.planned import prediction_of
-    from hethub.spec.program import modules_json
+    from hethub.spec.program import modules_json, prediction_of
 
-    prediction = prediction_of(plan, known_cluster(job), job.spec.constraints.reserve, items)
+    assert made_for is not None
+    prediction, assumed = prediction_of(plan, made_for), assumed_speeds(made_for.cluster, plan.precision, None)
     if options.json:
         own = {"plan": plan.model_dump(mode="json", by_alias=True), "modules": modules_json(plan.program)}
         searched: dict[str, Any] = {"candidates": None, "runners_up": [], "not_searched": [], **(found or {})}
-        print_json({**prediction, **own, **searched})
+        print_json({**prediction, **own, **searched, "assumed_speeds": assumed})
     else:
-        print_program(plan, prediction, written, found)
+        print_program(plan, prediction, assumed, written, found)

@@ -1,14 +1,24 @@
-"""hethub report and validate: pictures of plans and runs, and how far to trust predictions."""
+"""hethub report, watch and validate: pictures of plans and runs, and how far to trust predictions."""
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
-from hethub.commands.common import add_json, check_writable, command, model_and_cluster, print_json
+from hethub.commands.common import (
+    add_calibrate,
+    add_json,
+    check_writable,
+    command,
+    made_for,
+    print_json,
+    program_made_for,
+)
 
 
 def add(commands: Any) -> None:
     _add_report(commands)
+    _add_watch(commands)
     _add_validate(commands)
 
 
@@ -20,8 +30,10 @@ def _add_report(commands: Any) -> None:
         "Draws a run, or a plan, as one self-contained HTML page.",
         "hethub report runs/laptop-mixed-20260101-120000 --out report.html",
     )
-    parser.add_argument("what", type=Path, metavar="RUN_DIR|PLAN.yaml")
-    parser.add_argument("--job", type=Path, metavar="JOB.yaml", help="the job that a plan file was made for")
+    parser.add_argument("what", type=Path, metavar="RUN_DIR|PLAN.yaml", help="a run folder, or a plan file")
+    parser.add_argument(
+        "--job", type=Path, metavar="JOB.yaml", help="what a plan file was made for (default: as it says)"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="REPORT.html", help="default: report.html in the run folder or here"
     )
@@ -39,13 +51,47 @@ def report(options: argparse.Namespace) -> None:
         out = options.out or options.what / "report.html"
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)
     elif is_program_plan(options.what):
-        out = options.out or Path("report.html")
-        write_program_page(load_program_plan(options.what), out, f"plan {options.what.name}")
+        program, out = load_program_plan(options.what), options.out or Path("report.html")
+        made_for_program = program_made_for(program, options.what, options.job)
+        write_program_page(program, made_for_program, out, f"plan {options.what.name}")
     else:
         plan, out = load_plan(options.what), options.out or Path("report.html")
-        layout = bind(plan, *model_and_cluster(plan, options.what, options.job))
+        job = made_for(plan, options.what, options.job)
+        layout = bind(plan, job.model, job.cluster)
         write_page(layout, None, out, f"plan {options.what.name}")
     print(f"written to {out}")
+
+
+def _add_watch(commands: Any) -> None:
+    parser = command(
+        commands,
+        "watch",
+        watch,
+        "Shows how far a run has come, from the files in its folder; on a terminal until it ends or you interrupt.",
+        "hethub watch runs/laptop-mixed-20260101-120000",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that train printed")
+    parser.add_argument("--once", action="store_true", help="show it once")
+
+
+def watch(options: argparse.Namespace) -> None:
+    from rich.live import Live
+
+    from hethub.report.watching import look
+    from hethub.runtime.console import make_console
+
+    console, seen = make_console(), look(options.run)
+    if options.once or not console.is_terminal:
+        console.print(seen.text)
+        return
+    with Live(seen.text, console=console, auto_refresh=False) as live:
+        while seen.goes_on:
+            time.sleep(_WATCHING_SECONDS)
+            seen = look(options.run)
+            live.update(seen.text, refresh=True)
+
+
+_WATCHING_SECONDS = 2.0
 
 
 def _add_validate(commands: Any) -> None:
@@ -56,8 +102,10 @@ def _add_validate(commands: Any) -> None:
         "Predicts measured steps and says how far the predictions are off.",
         "hethub validate measured_steps.csv --by accelerator",
     )
-    parser.add_argument("what", type=Path, metavar="TABLE.csv|CASES_DIR")
+    text = "a table of measured steps or layers, or a folder of cases (docs/plans.md)"
+    parser.add_argument("what", type=Path, metavar="TABLE.csv|CASES_DIR", help=text)
     parser.add_argument("--by", default="source", metavar="COLUMN", help="the column to group by (default source)")
+    add_calibrate(parser)
     add_json(parser)
 
 
@@ -65,7 +113,12 @@ def validate(options: argparse.Namespace) -> None:
     from hethub.predictor.calibration.validation.validate import validate as compare
     from hethub.report.tables import print_validation
 
-    result = compare(options.what, options.by)
+    constants = None
+    if options.calibrate is not None:
+        from hethub.predictor.calibration.calibrate import Calibration
+
+        constants = Calibration(options.calibrate).constants()
+    result = compare(options.what, options.by, constants)
     if options.json:
         print_json(result)
     else:

@@ -6,7 +6,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import add_job, add_json, check_writable, command, print_json
+from hethub.commands.common import (
+    a_number,
+    add_calibrate,
+    add_job,
+    add_json,
+    check_writable,
+    command,
+    print_json,
+    strategy_of,
+)
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -28,12 +37,13 @@ def add(commands: Any) -> None:
         "hethub size configs/jobs/joint-16.yaml --tokens 1e12 --deadline 30",
     )
     add_job(parser)
-    parser.add_argument("--tokens", type=float, required=True, metavar="N", help="tokens to train on")
+    parser.add_argument("--tokens", required=True, metavar="N", help="tokens to train on: 1e12, 300B, 1T")
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument("--deadline", type=float, metavar="DAYS")
-    limit.add_argument("--budget", type=float, metavar="MONEY", help="in the catalogue's currency")
+    limit.add_argument("--deadline", metavar="DAYS", help="days from the first step to the last")
+    limit.add_argument("--budget", metavar="MONEY", help="in the catalogue's currency")
     parser.add_argument("--catalogue", type=Path, metavar="FILE", help="node types, availability and prices")
     parser.add_argument("--have", type=Path, metavar="CLUSTER.yaml", help="nodes owned, which cost nothing")
+    add_calibrate(parser)
     parser.add_argument("--add", action="store_true", help="rank what to add next to the nodes owned")
     parser.add_argument(
         "--out", type=Path, metavar="SIZE.html", help="write a page with the table and a plot of the frontier"
@@ -45,27 +55,28 @@ def size(options: argparse.Namespace) -> None:
     from hethub.capacity.catalogue import load_catalogue
     from hethub.capacity.options import Question
     from hethub.capacity.sizing import size as look
-    from hethub.report.capacity import print_sizing, write_sizing
+    from hethub.report.capacity import assumed_speeds_of, print_sizing, write_sizing
     from hethub.runtime.progress import counted
     from hethub.spec.cluster import load_cluster
     from hethub.spec.job import load_job
 
+    tokens = a_number("--tokens", options.tokens)
+    deadline = None if options.deadline is None else a_number("--deadline", options.deadline)
+    budget = None if options.budget is None else a_number("--budget", options.budget)
     _check(options)
     check_writable(options.out)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
-    catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job)
+    catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)
     if options.add:
         return _add(options, catalogue, evaluate, have)
-    question = Question(
-        catalogue=catalogue, tokens=options.tokens, have=have, deadline_days=options.deadline, budget=options.budget
-    )
+    question = Question(catalogue=catalogue, tokens=tokens, have=have, deadline_days=deadline, budget=budget)
     with nullcontext() if options.json else counted("sizing", only_on_terminal=True) as progress:
         found = look(question, evaluate, progress=progress)
     if options.out is not None:
         write_sizing(found, question, options.out)
     if options.json:
-        print_json({**found.to_dict(), **_terms(catalogue)})
+        print_json({**found.to_dict(), **_terms(catalogue), "assumed_speeds": assumed_speeds_of(found, question)})
     else:
         print_sizing(found, question, options.out)
 
@@ -94,9 +105,6 @@ def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, value in (("--tokens", options.tokens), ("--deadline", options.deadline), ("--budget", options.budget)):
-        if value is not None and not 0 < value < float("inf"):
-            raise BadInput(f"{name} is {value:g}; give a positive number.")
     if options.add and options.have is None:
         raise BadInput("--add ranks what to add to nodes owned; name them with --have CLUSTER.yaml.")
     if options.budget is not None and options.catalogue is None:
@@ -105,15 +113,22 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _evaluator(job: "Job") -> "Evaluator":
+def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":
     """What a cluster's best plan delivers for the job's model and batch."""
     from hethub.planner import plan
 
-    model, constraints = job.model, job.spec.constraints
+    calibration = None
+    if calibrate is not None:
+        from hethub.predictor.calibration.calibrate import Calibration
+
+        calibration = Calibration(calibrate)
+    model, batch, constraints, strategy = job.model, job.spec.train.batch, job.spec.constraints, strategy_of(job)
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
     def evaluate(cluster: "ClusterSpec") -> "Prediction":
-        return plan(model, cluster, job.spec.train.batch, constraints, with_bounds=False).prediction
+        profile = None if calibration is None else calibration.profile(model, cluster, batch)
+        found = plan(model, cluster, batch, constraints, strategy=strategy, with_bounds=False, profile=profile)
+        return found.prediction
 
     return evaluate

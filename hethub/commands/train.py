@@ -1,12 +1,14 @@
 """hethub train."""
 
 import argparse
+import signal
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from hethub.commands.common import add_job, add_profile, command, need_torch
 from hethub.commands.program import runs_program
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 
 
 def add(commands: Any) -> None:
@@ -26,17 +28,52 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="run this plan instead of the job's")
     add_profile(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run folder (default: runs/NAME-TIME)")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR|auto",
+        help="continue the run in this folder; auto: the newest checkpoint of this job's, else a new run",
+    )
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="resume though the job has changed since the run began"
+    )
 
 
-def run(options: argparse.Namespace) -> None:
+AGAIN = 75  # EX_TEMPFAIL of sysexits.h: what failed may be gone, and the same command goes on
+STOPPED = 3  # exit code of a run that a signal has ended, with a checkpoint
+
+
+def run(options: argparse.Namespace) -> int:
     need_torch("train")
-    if options.resume is not None and options.run_dir is not None:
+    from hethub.runtime.going_on import goes_on_by_itself
+
+    by_itself = goes_on_by_itself(options.resume)
+    if options.resume is not None and options.run_dir is not None and not by_itself:
         raise BadInput(
             "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
         )
-    if runs_program(options.job, options.set, options.plan):
-        return _run_program(options)
+    before = signal.signal(signal.SIGUSR1, _asked_too_early)  # until the ranks have met, who listen to it themselves
+    try:
+        stopped = _run_program(options) if runs_program(options.job, options.set, options.plan) else _run_plan(options)
+    except RunFailed as error:
+        error.again = by_itself
+        raise
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return STOPPED if stopped else 0
+
+
+def _asked_too_early(number: int, frame: FrameType | None) -> NoReturn:
+    from hethub.runtime.launch.end_signal import ASKED_TO_END
+    from hethub.runtime.launch.launcher_environment import is_first_rank
+
+    error = RunFailed(f"this rank ends because {ASKED_TO_END}.")
+    error.quiet = not is_first_rank()
+    raise error
+
+
+def _run_plan(options: argparse.Namespace) -> bool:
+    """Whether a signal has stopped the run early; rank 0 knows."""
     from hethub.report.run import finish_run
     from hethub.runtime.loop.train import train
 
@@ -47,19 +84,25 @@ def run(options: argparse.Namespace) -> None:
         profile_path=options.profile,
         run_dir=options.run_dir,
         resume=options.resume,
+        accept_changes=options.accept_changes,
     )
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # all is saved, and what is left is short
     if summary is not None:
         finish_run(summary)
+    return summary is not None and summary.stopped_early
 
 
-def _run_program(options: argparse.Namespace) -> None:
+def _run_program(options: argparse.Namespace) -> bool:
     from hethub.report.program import finish_program_run
     from hethub.runtime.program.train import train_program
 
     if options.profile is not None:
         raise BadInput("--profile is not taken by strategy hap, whose times are estimates; leave it out.")
     summary = train_program(
-        options.job, overrides=options.set, plan_path=options.plan, run_dir=options.run_dir, resume=options.resume
-    )
+        options.job, overrides=options.set, plan_path=options.plan, run_dir=options.run_dir, resume=options.resume,
+        accept_changes=options.accept_changes,
+    )  # fmt: skip
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if summary is not None:
         finish_program_run(summary)
+    return summary is not None and summary.stopped_early

@@ -1,12 +1,15 @@
 """What the groups of one world share in a process: ranks, islands, relays, liveness, counters."""
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
@@ -45,6 +48,8 @@ class Context:
     """What tells each rank's host from the others."""
     watch: Watch
     timeout_seconds: float
+    device_ranks: frozenset[int] = frozenset()
+    """Ranks whose tensors may lie outside host memory."""
     wire: str = "exact"
     debug: bool = False
     kernels: TorchKernels = field(default_factory=TorchKernels)
@@ -78,7 +83,17 @@ class Context:
     @property
     def has_device(self) -> bool:
         """Whether tensors of this rank may lie outside host memory."""
-        return self.device.is_gpu or self.stages_host_tensors
+        return self.rank in self.device_ranks
+
+    @property
+    def given_up(self) -> bool:
+        """Whether everything under way was given up, or is about to be: the libraries' groups are aborted then."""
+        return self.aborted or self.watch.liveness.failure is not None
+
+    def turn_of(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """The turn in which a native group launches a collective of these tensors (none given: a barrier)."""
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors) and (bool(tensors) or not self.device.is_gpu)
+        return contextlib.nullcontext() if on_host and not self.stages_host_tensors else self.dispatcher.take_turn()
 
     def stager(self) -> Stager:
         """What moves tensors to and from the device for one thread of communication."""
@@ -149,26 +164,28 @@ class Context:
         return self._bridges[name]
 
     def _make_bridge(self, name: str, members: Sequence[int], label: str) -> Bridge:
-        islands = restrict(self.islands, members)
         rank = members.index(self.rank)
-        near = frozenset(islands[island_index(islands, rank)])
-        tuning = Tuning.over(set().union(*(self.relays[member].names for member in members if member != self.rank)))
-        links = Links(
-            relays=self.relays,
-            members=members,
-            number=self._agree_on_number(name, is_first=rank == 0),
-            label=label,
-            near=near,
-            counters=self.counters,
+        tuning = Tuning.over(
+            set().union(*(self.relays[member].names for member in members if member != self.rank)),
+            has_devices=not self.device_ranks.isdisjoint(members),
         )
-        return Bridge(links=links, islands=islands, rank=rank, size=len(members), tuning=tuning)
+        links = self.links(self._agree_on_number(name, rank, len(members)), members, label)
+        return Bridge(links=links, islands=restrict(self.islands, members), rank=rank, size=len(members), tuning=tuning)
 
-    def _agree_on_number(self, name: str, *, is_first: bool) -> int:
+    def links(self, number: int, members: Sequence[int], label: str) -> Links:
+        """What joins this rank to the members of a group."""
+        islands = restrict(self.islands, members)
+        near = frozenset(islands[island_index(islands, members.index(self.rank))])
+        return Links(relays=self.relays, members=members, number=number, label=label, near=near, counters=self.counters)
+
+    def _agree_on_number(self, name: str, rank: int, size: int) -> int:
         """A number no other group of the world has, drawn by the group's first member."""
-        store = self.rendezvous.store
-        if is_first:
-            store.set(f"group-number/{name}", str(store.add("group-numbers", 1)))
-        return int(store.get(f"group-number/{name}"))
+        store = dist.PrefixStore(f"group-number/{name}", self.rendezvous.store)
+        if rank == 0:
+            store.set("number", str(self.rendezvous.store.add("group-numbers", 1)))
+        number = int(store.get("number"))
+        torch_private.delete_when_read(store, ["number"], size)
+        return number
 
     def _distinct_relays(self) -> set[Relay]:
         return {relay for carriers in self.relays.values() for relay in carriers}

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from hethub.communicator import torch_private
 
+_DESTROYED = "groups that were destroyed"
+
 
 class Leg(StrEnum):
     """What a bridged operation spends its time on, as its thread feels it: legs overlap, waiting counts once."""
@@ -101,6 +103,21 @@ class Counters:
             count.messages += 1
             count.bytes += num_bytes
 
+    def fold(self, group: str) -> None:
+        """Adds the group's counts to those of all groups that were destroyed, so that totals stay and rows do not grow."""
+        with self._lock:
+            for key in [key for key in self._operations if key[0] == group]:
+                past, count = self._operations[_DESTROYED, key[1]], self._operations.pop(key)
+                past.calls += count.calls
+                past.bytes += count.bytes
+                past.seconds += count.seconds
+                for leg, spent in count.legs.items():
+                    past.legs[leg] = past.legs.get(leg, 0.0) + spent
+            for link in [link for link in self._links if link[0] == group]:
+                carried, sent = self._links[_DESTROYED, *link[1:]], self._links.pop(link)
+                carried.messages += sent.messages
+                carried.bytes += sent.bytes
+
     def bridge_bytes(self) -> int:
         """Payload bytes this rank sent to ranks of other islands."""
         with self._lock:
@@ -130,9 +147,13 @@ def since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _news(before: list[dict[str, Any]], now: list[dict[str, Any]], key: tuple[str, ...]) -> list[dict[str, Any]]:
-    old = {tuple(row[name] for name in key): row for row in before}
-    rows = [_less(row, old.get(tuple(row[name] for name in key), {}), key) for row in now]
-    return [row for row in rows if row.get("calls", row.get("messages"))]
+    rows = {tuple(row[name] for name in key): row for row in now}
+    for old in before:
+        place = tuple(old[name] for name in key)
+        place = place if place in rows else (_DESTROYED, *place[1:])  # where `fold` has put it meanwhile
+        if place in rows:
+            rows[place] = _less(rows[place], old, key)
+    return [row for row in rows.values() if row.get("calls", row.get("messages"))]
 
 
 def _less(row: dict[str, Any], old: dict[str, Any], key: tuple[str, ...]) -> dict[str, Any]:
@@ -142,7 +163,7 @@ def _less(row: dict[str, Any], old: dict[str, Any], key: tuple[str, ...]) -> dic
         if name in key:
             rest[name] = value
         elif isinstance(value, dict):
-            rest[name] = {leg: spent - old.get(name, {}).get(leg, 0.0) for leg, spent in value.items()}
+            rest[name] = {leg: spent - old[name].get(leg, 0.0) for leg, spent in value.items()}
         else:
-            rest[name] = value - old.get(name, 0)
+            rest[name] = value - old[name]
     return rest

@@ -85,6 +85,7 @@ def make_context(
         device=device,
         kernels=kernels_for(device),
         stages_host_tensors=rendezvous.rank in staged_ranks,
+        device_ranks=frozenset(rank for rank, fact in enumerate(facts) if fact.vendor != "cpu").union(staged_ranks),
         islands=known,
         gloo=gloo,
         relays=connector.carriers(choice),

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,25 @@ _UNUSED_TAG = 2**31 - 1
 def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout_seconds: float, hostname: str | None = None
 ) -> GlooGroup:
-    """A Gloo group that torch's registry does not know, over the interface that has the address `hostname`."""
+    """A Gloo group that torch's registry does not know, over the interface that has the address `hostname`.
+
+    It leaves nothing in the store: its members connect here, not at their first messages, and the last one to have
+    read the others' addresses deletes them.
+    """
     options = GlooGroup._Options()
-    device = {"hostname": hostname} if hostname else {}
-    options._devices = [GlooGroup.create_device(**device) if device else GlooGroup.create_default_device()]
+    make_device = partial(GlooGroup.create_device, hostname=hostname) if hostname else GlooGroup.create_default_device
+    options._devices = [make_device(lazy_init=False)]
     options._timeout = timedelta(seconds=timeout_seconds)
-    return GlooGroup(store, rank, size, options)
+    group = GlooGroup(store, rank, size, options)
+    delete_when_read(store, [f"0/{member}" for member in range(size)], size)
+    return group
+
+
+def delete_when_read(store: dist.Store, keys: Sequence[str], num_readers: int) -> None:
+    """Each reader calls it when it has read; the last one deletes. `store` is for these keys alone."""
+    if store.add("read", 1) == num_readers:
+        for key in (*keys, "read"):
+            store.delete_key(key)
 
 
 def gloo_of(group: dist.ProcessGroup) -> GlooGroup:
@@ -133,6 +147,33 @@ def native_reduce_scatter(native: Any, part: torch.Tensor, whole: torch.Tensor, 
 def native_all_gather(native: Any, whole: torch.Tensor, part: torch.Tensor) -> None:
     """As `native_reduce_scatter`, for the all-gather."""
     native._allgather_base(whole, part).wait()
+
+
+def native_reduce(native: Any, tensor: torch.Tensor, root: int, op: Any) -> None:
+    """As `native_reduce_scatter`, for the reduction to the member `root`; the others' tensors end as they may."""
+    native.reduce([tensor], op_options(dist.ReduceOptions, reduceOp=op, rootRank=root)).wait()
+
+
+def native_broadcast(native: Any, tensor: torch.Tensor, root: int) -> None:
+    """As `native_reduce_scatter`, for the broadcast from the member `root`."""
+    native.broadcast([tensor], op_options(dist.BroadcastOptions, rootRank=root)).wait()
+
+
+def native_all_to_all(
+    native: Any, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
+) -> None:
+    """As `native_reduce_scatter`, for the all-to-all."""
+    native.alltoall_base(output, source, output_sizes, input_sizes, dist.AllToAllOptions()).wait()
+
+
+def native_send(native: Any, tensor: torch.Tensor, peer: int) -> Any:
+    """NCCL's or Gloo's send to the group's member `peer`; the library matches it with a receive by its order."""
+    return native.send([tensor], peer, 0)
+
+
+def native_receive(native: Any, tensor: torch.Tensor, peer: int) -> Any:
+    """As `native_send`, for the receive."""
+    return native.recv([tensor], peer, 0)
 
 
 def create_nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -213,6 +214,25 @@ class AllOf(WaitedWork):
 _STOP_SECONDS = 1.0
 
 
+def start_thread(name: str, prepare: Callable[[], None], serve: Callable[[], None]) -> threading.Thread:
+    """A thread that serves, once it is prepared. Raises what `prepare` raised: work given to it would never end."""
+    prepared: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            prepare()
+        except Exception as error:  # noqa: BLE001  raised by who starts the thread
+            prepared.set_exception(error)
+            return
+        prepared.set_result(None)
+        serve()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    prepared.result()
+    return thread
+
+
 class CallbackThreads:
     """Threads that complete futures: a callback may start another operation and wait for it (PowerSGD does).
 
@@ -231,11 +251,10 @@ class CallbackThreads:
             if self._num_idle > 0:
                 self._num_idle -= 1
             else:
-                threading.Thread(target=self._serve, name="hethub-callbacks", daemon=True).start()
+                start_thread("hethub-callbacks", self._prepare, self._serve)
         self._waiting.put(callback)
 
     def _serve(self) -> None:
-        self._prepare()
         while True:
             self._waiting.get()()
             with self._lock:
@@ -289,9 +308,9 @@ class Worker:
         with self._lock:
             runs_here = caller_waits and self._num_queued == 0 and self._running.acquire(blocking=False)
             if not runs_here:
+                self._thread = self._thread or start_thread(self._name, self._prepare, self._serve)
                 self._num_queued += 1
                 self._jobs.put(job)
-                self._start()
         if runs_here:
             try:
                 job()
@@ -309,13 +328,7 @@ class Worker:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECONDS)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-
     def _serve(self) -> None:
-        self._prepare()
         while (job := self._jobs.get()) is not None:
             with self._running:
                 with self._lock:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
+from hethub.communicator.bridge.links import MESSAGES
 from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
@@ -85,7 +86,10 @@ class World:
         self._context = context
         self._group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(context.size)): group}
-        self._messages = PointToPoint(context.gloo, context, range(context.size), f"the world of {context.size} ranks")
+        label = f"the world of {context.size} ranks"
+        self._messages = PointToPoint(
+            context.gloo, context, range(context.size), label, context.links(MESSAGES, range(context.size), label)
+        )
         self._closed = False
 
     @property
@@ -131,7 +135,10 @@ class World:
         return group
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch_private.WorkBase:
-        """A Work that is done when `tensor` may be changed; the receiver must have asked for it by then."""
+        """A Work that is done when `tensor` may be changed; the receiver must have asked for it by then.
+
+        Between two devices of an island, messages of one direction are received in the order in which they are sent.
+        """
         operation = self._operation(f"send to rank {dst} (tag {tag})")
         return self._messages.send(tensor, dst, tag, operation)
 
@@ -139,6 +146,16 @@ class World:
         """A Work that is done when `tensor` holds rank `src`'s message with `tag`; may be posted long before."""
         operation = self._operation(f"receive from rank {src} (tag {tag})")
         return self._messages.receive(tensor, src, tag, operation)
+
+    def connect_messages(self, sends: Sequence[int], receives: Sequence[int]) -> None:
+        """Connects what this rank's device will send to and receive from these ranks; the first messages do it else.
+
+        Every rank concerned calls it, once for all its peers.
+        """
+        island = self.island_of(self.rank)
+        sends, receives = ([peer for peer in of if self.island_of(peer) == island] for of in (sends, receives))
+        with self.guard("connecting messages"):
+            self._messages.connect(sends, receives)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order, over the Gloo group of all ranks."""

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -94,14 +95,20 @@ class CompiledKernels(TorchKernels):
         self._run(name, grid, (*arguments, numpy.uint64(num_elements)))
 
     def _move(self, name: str, tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        sizes = torch.tensor([0, *(tensor.numel() * tensor.itemsize for tensor in tensors)], dtype=torch.int64)
-        places = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-        if not sizes.any():
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+        if not any(sizes):
             return
-        offsets = sizes.cumsum(0).to(flat.device, non_blocking=True)
-        num_threads = -(-int(sizes.max()) // _BYTES_PER_THREAD)
+        numbers = self._on_device([*accumulate(sizes, initial=0), *(tensor.data_ptr() for tensor in tensors)])
+        offsets, places = numbers.tensor_split([len(sizes) + 1])
+        num_threads = -(-max(sizes) // _BYTES_PER_THREAD)
         grid = (min(-(-num_threads // THREADS_PER_BLOCK), _MAX_BLOCKS), min(len(tensors), _MAX_ROWS))
-        self._run(name, grid, (flat, places.to(flat.device, non_blocking=True), offsets, numpy.uint32(len(tensors))))
+        self._run(name, grid, (flat, places, offsets, numpy.uint32(len(tensors))))
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        """On their way there, int64: from pinned memory, or the host would wait for the copy."""
+        host = self._device.host_buffer(8 * len(numbers)).view(torch.int64)
+        host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        return host.to(self._device.torch_device, non_blocking=True)
 
     def _run(self, name: str, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Launches on torch's current stream; the caching allocator keeps what the arguments hold until then."""

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ import torch
 from hethub.spec.errors import BadInput
 
 Vendor = Literal["nvidia", "amd", "cpu"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
@@ -72,6 +75,16 @@ class Device:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor in host memory, pinned where a device copies from it."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Pins host memory that another allocator has given, for copies that need not wait."""
+        if self.is_gpu:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Before that memory goes."""
+        if self.is_gpu:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
     def memory_bytes(self) -> int | None:
         """The device's memory; None on a CPU, where it is no fixed property of the device."""
@@ -149,11 +162,72 @@ class Stream:
                 yield
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """A point in time of a device's work: an event, and the one whose time is known; of a CPU, that time."""
+
+    at: "float | torch.cuda.Event"
+    anchor: "torch.cuda.Event | None" = None
+    anchored_at: float = 0.0
+
+
+class Clock:
+    """When a device came to what it was given, in seconds of the host's monotonic clock, without waiting for it."""
+
+    ANCHORED_SECONDS = 600.0  # events count milliseconds in fp32: farther apart, they tell less than 0.1 ms no more
+
+    def __init__(self, device: Device) -> None:
+        self._has_events = device.torch_device.type == "cuda"
+        self._anchor: torch.cuda.Event | None = None
+        self._anchored_at = -float("inf")
+
+    def stamp(self) -> Stamp:
+        """The point behind all work that the current stream has so far."""
+        if not self._has_events:
+            return Stamp(monotonic())
+        if monotonic() > self._anchored_at + self.ANCHORED_SECONDS:
+            self._anchor = self._event()
+            self._anchor.synchronize()
+            self._anchored_at = monotonic()
+        return Stamp(self._event(), self._anchor, self._anchored_at)
+
+    def seconds(self, stamp: Stamp) -> float:
+        """When the device was there; the calling thread waits until it is."""
+        if isinstance(stamp.at, float):
+            return stamp.at
+        stamp.at.synchronize()
+        assert stamp.anchor is not None
+        return stamp.anchored_at + stamp.anchor.elapsed_time(stamp.at) / 1e3
+
+    def between(self, first: Stamp, last: Stamp) -> float:
+        """Seconds from one point to another."""
+        if isinstance(first.at, float) or isinstance(last.at, float):
+            return self.seconds(last) - self.seconds(first)
+        last.at.synchronize()
+        return first.at.elapsed_time(last.at) / 1e3
+
+    def _event(self) -> "torch.cuda.Event":
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return event
+
+
+def is_gpu(where: torch.device) -> bool:
+    """Whether tensors there lie in the memory of a maker's device."""
+    return where.type == "cuda"
+
+
 def detect_vendor() -> Vendor:
     """The maker whose devices this build of torch drives here; "cpu" where it finds none."""
     if not torch.cuda.is_available():
         return "cpu"
     return "amd" if torch.version.hip else "nvidia"
+
+
+def all_devices() -> list[Device]:
+    """Every device that torch sees here; none where ranks run on the CPU."""
+    vendor = detect_vendor()
+    return [] if vendor == "cpu" else [Device(vendor=vendor, index=index) for index in range(torch.cuda.device_count())]
 
 
 def choose_device(local_rank: int, local_size: int, *, kind: Literal["auto", "cpu"] = "auto") -> Device:

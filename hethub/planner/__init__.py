@@ -4,9 +4,19 @@ Start reading: plan.py, then search/auto.py.
 May import: spec, predictor.
 """
 
-from hethub.planner.explain.diff import PlanDiff, diff
+from hethub.planner.explain.diff import PlanDiff, diff, side_of_program
 from hethub.planner.plan import plan
 from hethub.planner.problem.problem import Batch
 from hethub.planner.result import FamilyRow, HomogeneousPart, PlanResult, RunnerUp
 
-__all__ = ["Batch", "FamilyRow", "HomogeneousPart", "PlanDiff", "PlanResult", "RunnerUp", "diff", "plan"]
+__all__ = [
+    "Batch",
+    "FamilyRow",
+    "HomogeneousPart",
+    "PlanDiff",
+    "PlanResult",
+    "RunnerUp",
+    "diff",
+    "plan",
+    "side_of_program",
+]

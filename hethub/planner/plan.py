@@ -4,17 +4,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice, takewhile
+from operator import itemgetter
 
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.evaluate.layouts import is_equal
+from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
 from hethub.planner.explain.bottlenecks import bottlenecks
 from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, upper_bound_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
-from hethub.planner.explain.robust import most_robust
 from hethub.planner.explain.unsearched import not_searched
 from hethub.planner.generate import cuts
 from hethub.planner.generate.families import FAMILIES
@@ -22,9 +24,8 @@ from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
-from hethub.planner.search.auto import add_whole_plans, search, search_family, search_whole
+from hethub.planner.search.auto import add_whole_plans, search, search_family
 from hethub.planner.search.effort import effort_for
-from hethub.planner.search.offloaded import search_offloaded
 from hethub.planner.search.processes import uncollected
 from hethub.predictor import Prediction
 from hethub.predictor.cost.profile import ProfileSpec
@@ -36,6 +37,9 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 
 FEW = 8  # cuts looked at where the time limit left none
+LOOKED_AT = ((128, 4), (1024, 2))  # up to so many accelerators, plans compared with the fastest over all scenarios
+LEAST_LOOKED_AT = 1  # beyond
+WIDER = 4  # times as many are looked at in the middle of the scenarios
 
 
 @uncollected()
@@ -49,15 +53,15 @@ def plan(
     with_bounds: bool = True,
     top: int = 5,
     explain: bool = False,
-    robust: bool = False,
     profile: ProfileSpec | None = None,
     processes: int = 1,
 ) -> PlanResult:
-    """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed.
+    """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed. `auto` takes
+    of the fastest plans it found the one with the smallest mean step over the scenarios (`evaluate/outlook.py`), all
+    other strategies the fastest.
 
     `with_bounds` also plans every kind alone, for the upper bound. `explain` adds every family's own best plan and what
-    binds. `robust` answers with the plan that loses least against the best where links are 20 % slower or compute 10 %
-    off. What `profile` measured counts instead of estimates. Raises BadInput where the question contradicts itself or no
+    binds. What `profile` measured counts instead of estimates. Raises BadInput where the question contradicts itself or no
     plan fits; the message says by how many bytes on which accelerators, and what would help. With several
     `processes` the kinds are planned beside the whole, and what binds is found for all constraints at once; the plans
     are the same.
@@ -70,16 +74,18 @@ def plan(
         rows = _families(problem, incumbent, strategy) if explain else {}
         if strategy == "auto":
             best = incumbent.best  # a family's plan, where explaining found a faster one
-        chosen = most_robust(problem, incumbent) if robust else None
-        best = _confirmed(problem, incumbent, chosen.evaluation if chosen else best, strategy)
+        fastest, outlooks = _confirmed(problem, incumbent, best, strategy), Outlooks(problem)
+        best = _steadiest(problem, incumbent, outlooks, fastest) if strategy == "auto" else fastest
         alone = found_alone()
     prediction = _bounded(best.prediction, alone)
-    tokens = problem.batch.global_batch * problem.batch.seq_len
+    tokens, outlook = problem.batch.global_batch * problem.batch.seq_len, outlooks.of(best.plan)
     return PlanResult(
         plan=best.plan,
         prediction=prediction,
         strategy=strategy,
-        runners_up=_runners_up(problem, incumbent, best, top),
+        outlook=outlook,
+        best_on_point=None if best is fastest else _runner_up(fastest, best, outlooks),
+        runners_up=_runners_up(problem, incumbent, best, top, outlooks),
         not_searched=not_searched(problem),
         homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
@@ -88,7 +94,6 @@ def plan(
         lower_bound_seconds=tokens / prediction.ceiling_tokens_per_second,
         space_bound_seconds=incumbent.space_bound_seconds,
         estimate_error_percent=incumbent.estimate_error_percent,
-        worst_step_seconds=chosen.worst_step_seconds if chosen else None,
         reasons=tuple(bottlenecks(problem, incumbent, best, processes)) if explain else (),
         candidates=len(incumbent.tried),
         search_seconds=time.perf_counter() - started,
@@ -130,15 +135,18 @@ def _confirmed(problem: Problem, incumbent: Incumbent, best: Evaluation | None, 
     """
     ranked = incumbent.ranked
     for evaluation in (best, *ranked) if best else ():
-        if is_equal(evaluation.plan):
+        if _binds(problem, evaluation):
             return evaluation
-        try:
-            bind(evaluation.plan, problem.model, problem.cluster)
-        except BadInput:  # too few microbatches in flight for unlike samples, which only the full check sees
-            incumbent.discard(evaluation)
-            continue
-        return evaluation
+        incumbent.discard(evaluation)
     raise BadInput(nothing_fits(problem, incumbent, strategy))
+
+
+def _binds(problem: Problem, evaluation: Evaluation) -> bool:
+    """Whether a plan binds in full: only then are microbatches in flight known to be enough for unlike samples."""
+    try:
+        return is_equal(evaluation.plan) or bool(bind(evaluation.plan, problem.model, problem.cluster))
+    except BadInput:
+        return False
 
 
 def _families(problem: Problem, incumbent: Incumbent, strategy: str) -> dict[str, Evaluation | None]:
@@ -171,14 +179,10 @@ def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | 
     if strategy == "exhaustive":
         refuse_larger(problem)
         search_exhaustively(problem, incumbent)
-        return add_whole_plans(problem, incumbent) or search_offloaded(problem, incumbent)
-    if problem.constraints.schedule in problem.capabilities.family_schedules:
-        return search_whole(problem, incumbent, FAMILIES if strategy == "auto" else (strategy,))
+        return add_whole_plans(problem, incumbent)
     if strategy == "auto":
         found = search(problem, incumbent, effort_for(problem))
-        return found or (
-            _first_fitting(problem, incumbent) if incumbent.out_of_time else search_offloaded(problem, incumbent)
-        )
+        return found or (_first_fitting(problem, incumbent) if incumbent.out_of_time else None)
     return search_family(problem, incumbent, FAMILIES[strategy])
 
 
@@ -191,7 +195,37 @@ def _first_fitting(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
     return None
 
 
-def _runners_up(problem: Problem, incumbent: Incumbent, best: Evaluation, top: int) -> tuple[RunnerUp, ...]:
+def _steadiest(problem: Problem, incumbent: Incumbent, outlooks: Outlooks, fastest: Evaluation) -> Evaluation:
+    """Of the fastest unlike plans the one with the smallest mean over the scenarios. Compared are the fastest and those
+    with the shortest step in the middle of the scenarios, which is hardly ever above the mean."""
+    most = next((number for size, number in LOOKED_AT if problem.size <= size), LEAST_LOOKED_AT)
+    chosen, least = fastest, outlooks.of(fastest.plan).objective_seconds
+    if incumbent.out_of_time:
+        return chosen
+    unlike = takewhile(lambda own: own.seconds < least, _unlike(problem, incumbent, fastest))
+    middles = [(outlooks.in_the_middle(own.plan), own) for own in islice(unlike, WIDER * most)]
+    for middle, evaluation in sorted(middles, key=itemgetter(0))[:most]:
+        if middle >= least or incumbent.out_of_time:
+            break
+        mean = outlooks.of(evaluation.plan).objective_seconds
+        if mean < least:
+            chosen, least = evaluation, mean
+    return chosen
+
+
+def _unlike(problem: Problem, incumbent: Incumbent, fastest: Evaluation) -> Iterator[Evaluation]:
+    """The plans that bind and are unlike the fastest and each other, the fastest first."""
+    seen = {_shape(problem, fastest)}
+    for evaluation in incumbent.ranked:
+        shape = _shape(problem, evaluation)
+        if shape not in seen and _binds(problem, evaluation):
+            seen.add(shape)
+            yield evaluation
+
+
+def _runners_up(
+    problem: Problem, incumbent: Incumbent, best: Evaluation, top: int, outlooks: Outlooks
+) -> tuple[RunnerUp, ...]:
     """The next best plans that differ from each other in more than ZeRO levels, samples and microbatches in flight."""
     ranked = incumbent.ranked
     chosen: list[Evaluation] = []
@@ -201,15 +235,17 @@ def _runners_up(problem: Problem, incumbent: Incumbent, best: Evaluation, top: i
         if len(chosen) < top and shape not in seen:
             seen.add(shape)
             chosen.append(evaluation)
-    reach = best.prediction.step_seconds_interval[1]
-    return tuple(
-        RunnerUp(
-            plan=evaluation.plan,
-            step_seconds=evaluation.seconds,
-            slower_percent=100.0 * (evaluation.seconds / best.seconds - 1.0),
-            within_interval=evaluation.seconds <= reach,
-        )
-        for evaluation in chosen
+    return tuple(_runner_up(evaluation, best, outlooks) for evaluation in chosen)
+
+
+def _runner_up(evaluation: Evaluation, best: Evaluation, outlooks: Outlooks) -> RunnerUp:
+    outlook = outlooks.known(evaluation.plan)
+    return RunnerUp(
+        plan=evaluation.plan,
+        step_seconds=evaluation.seconds,
+        objective_seconds=outlook.objective_seconds if outlook else None,
+        slower_percent=100.0 * (evaluation.seconds / best.seconds - 1.0),
+        within_interval=evaluation.seconds <= best.prediction.step_seconds_interval[1],
     )
 
 

@@ -1,8 +1,9 @@
 """The planner's answer: the plan, what it was compared with, and what was left out."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from hethub.planner.evaluate.outlook import Outlook
 from hethub.predictor import Prediction
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.plan import PlanSpec
@@ -10,16 +11,19 @@ from hethub.spec.plan import PlanSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerUp:
-    """A plan that fits but is slower; `within_interval`: no slower than the winner's 80 % interval reaches."""
+    """A plan that fits but is slower, by its step or in the mean over the scenarios; `within_interval`: no slower than the
+    winner's 80 % interval reaches."""
 
     plan: PlanSpec
     step_seconds: float
+    objective_seconds: float | None  # where it was compared over the scenarios
     slower_percent: float
     within_interval: bool
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "step_seconds": self.step_seconds,
+            "objective_seconds": self.objective_seconds,
             "slower_percent": self.slower_percent,
             "within_interval": self.within_interval,
             "plan": plan_dict(self.plan),
@@ -99,6 +103,8 @@ class PlanResult:
     strategy: str
     search_seconds: float
     candidates: int
+    outlook: Outlook  # of the plan, where figures are off
+    best_on_point: RunnerUp | None  # the plan with the shortest predicted step, if it is another
     runners_up: tuple[RunnerUp, ...]
     not_searched: tuple[Unsearched, ...]
     homogeneous_parts: tuple[HomogeneousPart, ...]
@@ -110,7 +116,6 @@ class PlanResult:
     estimate_error_percent: (
         float  # the worst disagreement of the search's estimate and the predictor on evaluated plans
     )
-    worst_step_seconds: float | None  # where a robust plan was asked for
     reasons: tuple[Bottleneck, ...]  # where explained
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,6 +123,8 @@ class PlanResult:
         return {
             "strategy": self.strategy,
             **self.prediction.to_dict(),
+            **asdict(self.outlook),
+            "best_on_point": self.best_on_point and self.best_on_point.to_dict(),
             "plan": plan_dict(self.plan),
             "search_seconds": self.search_seconds,
             "out_of_time": self.out_of_time,
@@ -131,7 +138,6 @@ class PlanResult:
             "estimate_error_percent": self.estimate_error_percent,
             "kinds_alone": [kind.to_dict() for kind in self.homogeneous_parts],
             "not_searched": [entry._asdict() for entry in self.not_searched],
-            "worst_step_seconds": self.worst_step_seconds,
             "reasons": [reason._asdict() | {"sentence": reason.sentence()} for reason in self.reasons],
         }
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hethub.predictor.cost.constants import ASSUMED, Constants, packaged, precision_class
+from hethub.predictor.cost.constants import ASSUMED, Constants, packaged
 from hethub.predictor.cost.intervals import interval
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
@@ -106,13 +106,13 @@ def predict(
 def _interval(
     layout: Layout, seconds: float, software: Software, constants: Constants, profile: ProfileSpec | None
 ) -> tuple[float, float]:
-    width = precision_class(software.math_precision(layout.plan.precision))
+    precision = software.math_precision(layout.plan.precision)
     names = {node.device.name for node in layout.cluster.nodes}
-    known = all(f"{name} {width}" in constants.accelerators for name in names)
+    known = all(constants.knows(name, precision) for name in names)
     if profile is not None and all(profile.device(name, layout.plan.precision) for name in names):
         factor = math.exp(constants.interval["profiled"])
         return seconds / factor, seconds * factor
-    return interval(seconds, constants.interval, software.stack, software.stack in constants.stacks, known)
+    return interval(seconds, constants.interval, software.stack in constants.stacks, known)
 
 
 def ceiling_tokens_per_second(layout: Layout, costs: PlanCosts) -> float:
@@ -167,7 +167,7 @@ def with_staging(prediction: Prediction, layout: Layout, profile: ProfileSpec | 
         source = (
             f"{ASSUMED['host_staged_gbytes_per_second']}; links.staging.gbytes_per_second of the cluster file says it"
         )
-    direct = cluster.links.staging.replace(gbytes_per_second=1e6, per_host_gbytes_per_second=None)
+    direct = cluster.links.staging.replace(gbytes_per_second=1e5, per_host_gbytes_per_second=None)
     other = Layout(layout.plan, layout.model, cluster.replace(links=cluster.links.replace(staging=direct)))
     without = prediction.step_seconds
     if not measured:

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from rich.table import Table
-
 from hethub.capacity.additions import Addition
 from hethub.capacity.catalogue import CatalogueSpec
 from hethub.capacity.options import LeftOut, Option, Question, best
 from hethub.capacity.sizing import Sizing
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
-from hethub.runtime.console import make_console
+from hethub.report.tables import assumed_sentence
+from hethub.runtime.console import make_console, make_table
 
 MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 
@@ -20,11 +19,15 @@ MOST_OPTIONS, BAR, MOST_LEFT_OUT = 20, 40, 5
 def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
     """The options that meet what was asked first, and a plot of the frontier of time and price (or size)."""
     console = make_console()
-    table = Table(*_head(question.catalogue))
-    for option in found.options[:MOST_OPTIONS]:
-        table.add_row(*_cells(option))
+    head, rows = _table(found.options[:MOST_OPTIONS], question.catalogue)
+    table = make_table(*head)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     frontier = _frontier(found)
+    console.print(
+        "the frontier of time and price:" if frontier[0].cost is not None else "the frontier of time and size:"
+    )
     for option in frontier:
         length = max(1, round(BAR * option.days / frontier[-1].days))
         console.print(
@@ -47,23 +50,30 @@ def write_sizing(found: Sizing, question: Question, out: Path) -> None:
     body = [
         *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question)),
         "<h2>Frontier</h2>", scatter(points, "days", height),
-        "<h2>Options</h2>", html_table(_head(question.catalogue), list(map(_cells, found.options))),
+        "<h2>Options</h2>", html_table(*_table(found.options, question.catalogue)),
     ]  # fmt: skip
     write_html(out, f"{question.tokens:.4g} tokens", body)
 
 
-def _head(catalogue: CatalogueSpec) -> list[str]:
+def _table(options: Sequence[Option], catalogue: CatalogueSpec) -> tuple[list[str], list[list[str]]]:
+    """Head and rows, without the columns that nobody has a figure for."""
     cost = f"cost {catalogue.currency or ''}".strip()
-    return ["nodes", "accelerators", "tokens/s", "goodput", "days", cost, "MWh (assumed)", "meets", "frontier"]
+    head = ["nodes", "accelerators", "goodput\ntokens/s", "days\n(80 %)", cost, "MWh (assumed)", "meets"]
+    columns = zip(head, *map(_cells, options), strict=True)
+    names, *rows = map(list, zip(*(column for column in columns if any(column[1:])), strict=True))
+    return names, rows
 
 
 def _cells(option: Option) -> list[str]:
     return [
-        _nodes(option.nodes), str(option.accelerators), f"{option.tokens_per_second:,.0f}", f"{option.goodput_tokens_per_second:,.0f}",
-        f"{option.days:.1f}", "" if option.cost is None else f"{option.cost:,.0f}",
-        "" if option.energy_kwh is None else f"{option.energy_kwh / 1e3:.1f}", "yes" if option.meets else "no",
-        "*" if option.on_frontier else "",
+        _nodes(option.nodes), str(option.accelerators), f"{option.goodput_tokens_per_second:,.0f}",
+        f"{option.days:.1f}\n({_interval(option, '-')})", "" if option.cost is None else f"{option.cost:,.0f}",
+        "" if option.energy_kwh is None else f"{option.energy_kwh / 1e3:.1f}", option.meets,
     ]  # fmt: skip
+
+
+def _interval(option: Option, to: str = " to ") -> str:
+    return to.join(f"{days:.1f}" for days in option.days_interval)
 
 
 def _frontier(found: Sizing) -> list[Option]:
@@ -89,16 +99,41 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
         fastest = min(found.options, key=lambda option: option.days)
         answer = f"none of the options; the fastest, {_nodes(fastest.nodes)}, takes {fastest.days:.1f} days"
     else:
-        answer = f"{_nodes(chosen.nodes)}, {chosen.days:.1f} days, {_price(chosen, catalogue)}"
+        answer = f"{_nodes(chosen.nodes)}, {chosen.days:.1f} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
+        if wanted:
+            answer = f"likely {answer}" if chosen.meets == "likely" else f"likely none of the options; maybe {answer}"
     sentences = [f"{asked}: {answer}", *left_out_sentences(found.left_out)]
+    for name, counts in found.skipped_counts.items():
+        sentences.append(f"not looked at: {name} alone by {_runs(counts)}")
     if found.not_looked_at:
         sentences.append(
-            f"{found.not_looked_at} mixtures of two node types were not looked at; mixtures of three never are"
+            f"not looked at: {found.not_looked_at:,} mixtures of two node types, and all of three and more; --have fixes a part"
         )
+    if assumed := assumed_speeds_of(found, question):
+        sentences.append(assumed_sentence(assumed))
     if catalogue.date:
         sentences.append(f"prices of {catalogue.date}; nodes owned cost nothing")
     stated = ", ".join(f"{key} {value:g}" for key, value in catalogue.assumptions.model_dump().items())
     return [*sentences, f"assumed, not measured (the catalogue's `assumptions` change it): {stated}"]
+
+
+def assumed_speeds_of(found: Sizing, question: Question) -> list[str]:
+    """The accelerators of unknown speed that an option rests on."""
+    used = {name for option in found.options for name in option.nodes}
+    rented = [node for node in question.catalogue.nodes if node.name in used]
+    owned = () if question.have is None else question.have.nodes
+    return sorted({node.device.name for node in (*owned, *rented) if node.device.source == "assumed"})
+
+
+def _runs(counts: Sequence[int]) -> str:
+    """5, 7, 9-11 of ascending counts."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][-1] == count - 1:
+            runs[-1].append(count)
+        else:
+            runs.append([count])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def left_out_sentences(left_out: Sequence[LeftOut]) -> list[str]:
@@ -109,7 +144,7 @@ def left_out_sentences(left_out: Sequence[LeftOut]) -> list[str]:
 
 def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], catalogue: CatalogueSpec) -> None:
     """Node types, best gain per price first, and those that cannot be added."""
-    table = Table("add one", "tokens/s then", "gained", f"gained per {catalogue.currency or 'price'} and hour")
+    table = make_table("add one", "tokens/s then", "gained", f"gained per {catalogue.currency or 'price'} and hour")
     for addition in additions:
         per_price = "" if addition.gained_per_price is None else f"{addition.gained_per_price:,.1f}"
         table.add_row(

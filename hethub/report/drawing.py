@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from hethub.predictor.pipeline.timeline import Span
 
 WIDTH, ROW, LABEL = 960, 16, 190
+MOST_MARKED = 200  # points of a curve, each with its figures
 COLOURS = {
     "forward": "#4c78a8", "backward": "#72a0c8", "weight": "#a9c5df", "reduce": "#e39c37", "step": "#6a9f58", "gather": "#c9722f",
     "compute": "#4c78a8", "bubble": "#d3d3d3", "tp": "#b279a2", "pp": "#9d755d", "dp": "#e39c37", "optimizer": "#6a9f58",
     "weights": "#4c78a8", "gradients": "#72a0c8", "activations": "#e39c37", "buffers": "#b279a2", "logits": "#9d755d",
-    "framework": "#bab0ac",
+    "framework": "#bab0ac", "loss": "#4c78a8", "held-out loss": "#c9722f",
 }  # fmt: skip
 
 
@@ -74,17 +76,34 @@ def legend(names: Sequence[str]) -> str:
     return f'<p class="legend">{spots}</p>'
 
 
-def curve(values: Sequence[float], height: float = 160) -> str:
-    """Values over their index, largest and smallest written beside the line."""
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    step = (WIDTH - LABEL) / max(1, len(values) - 1)
-    points = " ".join(
-        f"{LABEL + i * step:.1f},{8 + (high - v) / span * (height - 16):.1f}" for i, v in enumerate(values)
-    )
-    line = f'<polyline points="{points}" fill="none" stroke="{COLOURS["compute"]}" stroke-width="2"/>'
-    labels = [text(LABEL - 8, 14, f"{high:.4g}", "end"), text(LABEL - 8, height - 4, f"{low:.4g}", "end")]
-    return svg(WIDTH, height, [line, *labels])
+def losses(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The loss of every step that had one and, where there is one, the held-out loss; nothing where there is none."""
+    kept = {
+        name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        for name, key in (("loss", "loss"), ("held-out loss", "eval_loss"))
+    }
+    lines = {name: points for name, points in kept.items() if points}
+    return curve(lines) + legend(list(lines)) if lines else "<p>No step had a loss.</p>"
+
+
+def curve(lines: Mapping[str, Sequence[tuple[int, float]]], height: float = 180) -> str:
+    """Lines of (step, value) on one scale; points of a line with few are marked. First and last step stand below,
+    smallest and largest value beside."""
+    steps, values = zip(*(point for points in lines.values() for point in points), strict=True)
+    first, low, high, bottom = min(steps), min(values), max(values), height - 20
+    across, up = (WIDTH - LABEL - 12) / (max(steps) - first or 1), (bottom - 16) / (high - low or 1.0)
+    drawn = []
+    for name, points in lines.items():
+        places = [(LABEL + (step - first) * across, 8 + (high - value) * up) for step, value in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour(name)}" stroke-width="2"/>')
+        if len(points) <= MOST_MARKED:
+            for (x, y), (step, value) in zip(places, points, strict=True):
+                title = f"<title>{escape(name)} {value:.4g} behind step {step}</title>"
+                drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour(name)}">{title}</circle>')
+    ends = [text(LABEL - 8, 14, f"{high:.4g}", "end"), text(LABEL - 8, bottom - 4, f"{low:.4g}", "end")]
+    below = [text(LABEL, height - 4, f"step {first}"), text(WIDTH, height - 4, f"step {max(steps)}", "end")]
+    return svg(WIDTH, height, [*drawn, *ends, *below])
 
 
 def scatter(points: Sequence[tuple[float, float, str, bool]], across: str, up: str, height: float = 360) -> str:

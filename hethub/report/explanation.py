@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from hethub.runtime.console import make_table
 from hethub.spec.plan import PlanSpec, StageSpec
 
 if TYPE_CHECKING:
@@ -23,16 +24,34 @@ def print_explanation(result: "PlanResult", console: Console) -> None:
         console.print(
             f"{what} in host memory: {'every stage' if len(stages) == len(result.plan.stages) else f'stages {stages}'}"
         )
+    outlook, other = result.outlook, result.best_on_point
+    console.print(
+        f"where links, device types and overlap are off: {outlook.objective_seconds:.4g} s a step in the mean, "
+        f"{outlook.p10_seconds:.4g} to {outlook.p90_seconds:.4g} s in eight of ten cases; "
+        f"{outlook.links_at_60_percent_seconds:.4g} s where links give 60 % of their rate"
+    )
+    if other is not None:
+        mean = "" if other.objective_seconds is None else f", {other.objective_seconds:.4g} s in the mean"
+        console.print(f"the shortest step as predicted: {other.step_seconds:.4g} s{mean}: {shape(other.plan)}")
     if result.runners_up:
         console.print(_runners_up(result))
     if result.families:
         console.print(_families(result))
     for reason in result.reasons:
         console.print(reason.sentence())
-    if result.worst_step_seconds is not None:
-        console.print(f"at worst {result.worst_step_seconds:.4g} s a step over links 20 % slower and compute 10 % off")
     if result.families:
-        console.print(f"not searched: {'; '.join(entry.text for entry in result.not_searched)}")
+        console.print("not searched:")
+        for how, parts in _grouped(result).items():
+            console.print(f"- {how}: {', '.join(parts)}" if parts else f"- {how}")
+
+
+def _grouped(result: "PlanResult") -> dict[str, list[str]]:
+    """What was not searched, by how far it was: `schedule layered` and `ZeRO 3` under what both are limited to."""
+    found: dict[str, list[str]] = {}
+    for entry in result.not_searched:
+        what, colon, how = entry.text.partition(": ")
+        found.setdefault(how if colon else what, []).extend([what] if colon else [])
+    return {how.replace("propose it", "propose them"): what for how, what in found.items()}
 
 
 def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
@@ -45,7 +64,7 @@ def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
 
 
 def _runners_up(result: "PlanResult") -> Table:
-    table = Table("runner-up", "schedule", "stages", "step s", "slower %", "within the interval")
+    table = make_table("runner-up", "schedule", "stages", "step s", "slower %", "in the interval")
     for index, runner in enumerate(result.runners_up):
         table.add_row(
             str(index + 1), runner.plan.schedule, shape(runner.plan), f"{runner.step_seconds:.4g}", f"{runner.slower_percent:.1f}",
@@ -72,7 +91,7 @@ def _replicas(stage: StageSpec) -> str:
 
 
 def _families(result: "PlanResult") -> Table:
-    table = Table("system", "step s", "slower than this plan %")
+    table = make_table("system", "step s", "slower than this plan %")
     for row in result.families:
         fits = row.step_seconds is not None
         table.add_row(row.strategy, f"{row.step_seconds:.4g}" if fits else "no plan that fits",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -9,13 +10,14 @@ from statistics import median
 from typing import Any
 
 from hethub.predictor import Prediction, predict
-from hethub.predictor.cost.profile import ProfileSpec, load_profile
+from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds, load_profile
 from hethub.predictor.pipeline.timeline import Span
-from hethub.report.drawing import curve, legend, stacked, timeline
+from hethub.predictor.predict import with_staging
+from hethub.report.drawing import legend, losses, stacked, timeline
 from hethub.report.page import html_table, write_html
-from hethub.report.tables import GIB, STAGE_COLUMNS, parameter_count, stage_rows
+from hethub.report.tables import GIB, STAGE_COLUMNS, assumed_sentence, parameter_count, stage_rows
 from hethub.report.trace import times_are
-from hethub.runtime.run_folder import RunFolder
+from hethub.runtime.run_folder import RunFolder, under_last_plan
 from hethub.spec.cluster import load_cluster
 from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
@@ -36,9 +38,14 @@ class Measured:
     steps: list[dict[str, Any]]
     spans: list[Span]  # of the last step
 
+    @cached_property
+    def of_this_plan(self) -> list[dict[str, Any]]:
+        """The steps that ran under the plan that is drawn: the last ones."""
+        return under_last_plan(self.steps)
+
     @property
     def step_seconds(self) -> float:
-        return median(step["step_seconds"] for step in self.steps)
+        return median(step["step_seconds"] for step in self.of_this_plan)
 
 
 def report_run(folder: Path, out: Path) -> None:
@@ -96,9 +103,9 @@ def write_page(
     layout: Layout, measured: Measured | None, out: Path, title: str, profile: ProfileSpec | None = None
 ) -> None:
     """Writes the page for a layout, with what was measured of it where there is a run."""
-    prediction = predict(layout, with_timeline=True, profile=profile)
+    prediction = with_staging(predict(layout, with_timeline=True, profile=profile), layout, profile)
     sections = [
-        _summary(layout, prediction, measured),
+        _summary(layout, prediction, measured, assumed_speeds(layout.cluster, layout.plan.precision, profile)),
         _section("Cluster", _cluster(layout)),
         _section("Plan", _plan(layout)),
         _section("One step", _timeline(layout, prediction, measured)),
@@ -106,8 +113,7 @@ def write_page(
         _section("Memory", _memory(layout, prediction)),
     ]
     if measured is not None:
-        losses = [step["loss"] for step in measured.steps if step["loss"] is not None]
-        sections.append(_section("Loss", curve(losses)))
+        sections.append(_section("Loss", losses(measured.steps)))
     write_html(out, title, sections)
 
 
@@ -115,7 +121,7 @@ def _section(title: str, body: str) -> str:
     return f"<h2>{title}</h2>{body}"
 
 
-def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) -> str:
+def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, assumed: Sequence[str]) -> str:
     model, plan = layout.model, layout.plan
     low, high = prediction.step_seconds_interval
     rows = [["step time", f"{prediction.step_seconds:.4g} s (80 %: {low:.4g} to {high:.4g})"]]
@@ -124,7 +130,7 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) 
     head = ["", "predicted"]
     if measured is not None:
         tokens = plan.global_batch * plan.seq_len
-        head.append(f"{times_are(layout.cluster)} (median of {len(measured.steps)} steps)")
+        head.append(f"{times_are(layout.cluster)} ({_steps(measured)})")
         rows[0].append(f"{measured.step_seconds:.4g} s")
         rows[1].append(f"{tokens / measured.step_seconds:,.0f}")
         rows = [[*row, *[""] * (3 - len(row))] for row in rows]
@@ -132,7 +138,15 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None) 
         f"{model.name}, {parameter_count(model)} parameters, on {layout.cluster.name}, {layout.cluster.size} accelerators; "
         f"global batch {plan.global_batch} × {plan.seq_len} tokens, {plan.precision}, schedule {plan.schedule}."
     )
-    return f"<p>{escape(what)}</p>{html_table(head, rows)}<p>{escape(prediction.bottleneck)}</p>"
+    notes = [prediction.bottleneck, *([prediction.staging.sentence()] if prediction.staging else [])]
+    notes += [f"{assumed_sentence(assumed)}."] if assumed else []
+    return f"<p>{escape(what)}</p>{html_table(head, rows)}{''.join(f'<p>{escape(note)}</p>' for note in notes)}"
+
+
+def _steps(measured: Measured) -> str:
+    """Which steps count: `median of 40 steps, without the 20 before them under another plan`."""
+    own, earlier = len(measured.of_this_plan), len(measured.steps) - len(measured.of_this_plan)
+    return f"median of {own} steps" + (f", without the {earlier} before them under another plan" if earlier else "")
 
 
 def _cluster(layout: Layout) -> str:

@@ -1,20 +1,24 @@
 """Programs of strategy hap as tables on the terminal and as a page, and the end of a run under one."""
 
-import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from hethub.report.drawing import curve
+from hethub.predictor.cost.profile import assumed_speeds
+from hethub.report.drawing import losses
 from hethub.report.page import html_table, write_html
-from hethub.runtime.console import make_console
+from hethub.report.tables import GIB, assumed_sentence
+from hethub.runtime.console import make_console, make_table
+from hethub.runtime.run_folder import RunFolder, under_last_plan
+from hethub.spec.cluster import load_cluster
 from hethub.spec.program import (
+    ProgramFor,
     ProgramPlanSpec,
     ProgramSpec,
     load_program_plan,
+    prediction_of,
     program_notes,
     program_table,
     show_ratios,
@@ -23,22 +27,27 @@ from hethub.spec.program import (
 if TYPE_CHECKING:
     from hethub.runtime.program.train import ProgramSummary
 
-GIB = 2**30
-
 
 def print_program(
-    plan: ProgramPlanSpec, prediction: Mapping[str, Any], written: Sequence[Path], found: Mapping[str, Any] | None
+    plan: ProgramPlanSpec,
+    prediction: Mapping[str, Any],
+    assumed: Sequence[str],
+    written: Sequence[Path],
+    found: Mapping[str, Any] | None,
 ) -> None:
-    """The program by module, its ratios, the memory of the ranks, and how long it took to find."""
+    """The program by module, its ratios, the memory of the ranks, and how long it took to find; `assumed`: accelerators
+    of unknown speed."""
     console = make_console()
     console.print(f"{plan.model} on {plan.cluster} ({plan.program.ranks} accelerators), strategy hap")
     head, rows = program_table(plan.program)
-    table = Table(*head)
+    table = make_table(*head)
     for row in rows:
         table.add_row(*row)
     console.print(table)
     for line in _lines(plan.program, prediction):
         console.print(line)
+    if assumed:
+        console.print(assumed_sentence(assumed))
     if found is not None:
         for name, seconds in found["baselines"].items():
             console.print(
@@ -49,66 +58,66 @@ def print_program(
         console.print(f"wrote {path}")
 
 
-def _lines(program: ProgramSpec, prediction: Mapping[str, Any] | None) -> list[str]:
-    lines = [f"{name}: {show_ratios(parts)}" for name, parts in program.ratios.items()]
-    lines += program_notes(program)
-    if prediction is not None:
-        rows = prediction["memory"]
-        fullest = max(rows, key=lambda row: row["bytes"] / max(row["limit"], 1))
-        lines.append(f"{prediction['samples_per_second']:,.1f} samples/s")
-        lines.append(
-            f"memory: rank {fullest['rank']} ({fullest['accelerator']}) is fullest with {fullest['bytes'] / GIB:.2f} of"
-            f" {fullest['limit'] / GIB:.2f} GiB"
-        )
-    return lines
+def _lines(program: ProgramSpec, prediction: Mapping[str, Any]) -> list[str]:
+    fullest = max(prediction["memory"], key=lambda row: row["bytes"] / max(row["limit"], 1))
+    tokens = prediction["tokens_per_second"]
+    return [
+        *(f"{name}: {show_ratios(parts)}" for name, parts in program.ratios.items()),
+        *program_notes(program),
+        f"{prediction['samples_per_second']:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s"),
+        f"memory: rank {fullest['rank']} ({fullest['accelerator']}) is fullest with {fullest['bytes'] / GIB:.2f} of "
+        f"{fullest['limit'] / GIB:.2f} GiB",
+        "fits" if prediction["fits"] else "does not fit: a rank needs more than its accelerator has",
+    ]
 
 
-def write_program_page(plan: ProgramPlanSpec, out: Path, title: str, steps: Sequence[Mapping[str, Any]] = ()) -> None:
+def write_program_page(
+    plan: ProgramPlanSpec, made_for: ProgramFor, out: Path, title: str, steps: Sequence[dict[str, Any]] = ()
+) -> None:
     """The page of a plan, or of a run with the `steps` of its metrics.jsonl."""
-    program = plan.program
+    program, prediction = plan.program, prediction_of(plan, made_for)
+    assumed = assumed_speeds(made_for.cluster, plan.precision, None)
     about = [
         ["model", plan.model], ["cluster", f"{plan.cluster} ({program.ranks} accelerators)"],
         ["batch", f"{plan.global_batch} samples, {plan.precision}"],
         ["predicted", f"{program.predicted_seconds:.4g} s a step"],
+        ["fits", "yes" if prediction["fits"] else "no"],
     ]  # fmt: skip
     if steps:
-        measured = median(step["step_seconds"] for step in steps)
-        about.append(
-            ["measured (median)", f"{measured:.4g} s, {measured / program.predicted_seconds:.2f} of the prediction"]
-        )
-    memory = [[str(rank), f"{used / GIB:.3f}"] for rank, used in enumerate(program.memory_bytes)]
+        own = [step["step_seconds"] for step in under_last_plan(steps)]
+        beside = f"{median(own):.4g} s, {median(own) / program.predicted_seconds:.2f} of the prediction"
+        about.append([f"measured (median of the {len(own)} steps under this plan)", beside])
+    memory = [
+        [str(row["rank"]), row["accelerator"], f"{row['bytes'] / GIB:.3f}", f"{row['limit'] / GIB:.3f}"]
+        for row in prediction["memory"]
+    ]
+    notes = [*program_notes(program), *([f"{assumed_sentence(assumed)}."] if assumed else [])]
     parts = [
         html_table(["", ""], about),
         "<h2>Program</h2>" + html_table(*program_table(program)),
-        "".join(f"<p>{_escaped(line)}</p>" for line in program_notes(program)),
+        "".join(f"<p>{escape(line)}</p>" for line in notes),
         "<h2>Ratios</h2>"
         + html_table(["axis", "ranks"], [[name, show_ratios(own)] for name, own in program.ratios.items()]),
         "<h2>Parameters</h2>" + html_table(["parameter", "kept"], [list(pair) for pair in program.parameters.items()]),
-        "<h2>Memory</h2>" + html_table(["rank", "GiB"], memory),
+        "<h2>Memory</h2>" + html_table(["rank", "accelerator", "needs GiB", "of GiB"], memory),
     ]
-    losses = [step["loss"] for step in steps if step["loss"] is not None]
-    if losses:
-        parts.append("<h2>Loss</h2>" + curve(losses))
+    if steps:
+        parts.append("<h2>Loss</h2>" + losses(steps))
     write_html(out, title, parts)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
 def report_program_run(folder: Path, out: Path) -> None:
-    """Writes the page of a run folder."""
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    """Writes the page of a run folder. Raises BadInput."""
     plan = load_program_plan(folder / "plan.yaml")
-    write_program_page(plan, out, f"run {folder.name}", [json.loads(line) for line in lines])
+    made_for = plan.job or ProgramFor(cluster=load_cluster(folder / "cluster.yaml"))
+    write_program_page(plan, made_for, out, f"run {folder.name}", RunFolder(folder).rows())
 
 
 def finish_program_run(summary: "ProgramSummary") -> None:
     """Writes report.html into the run folder and prints predicted and measured side by side."""
     report_program_run(summary.folder, summary.folder / "report.html")
     console = make_console()
-    table = Table("", "predicted", "measured (median)", "measured / predicted")
+    table = make_table("", "predicted", "measured (median)", "measured / predicted")
     predicted, measured, items = summary.predicted_step_seconds, summary.measured_step_seconds, summary.items_per_step
     table.add_row("step time", f"{predicted:.4g} s", f"{measured:.4g} s", f"{measured / predicted:.2f}")
     rates = f"{items / predicted:,.0f}", f"{items / measured:,.0f}", f"{predicted / measured:.2f}"

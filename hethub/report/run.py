@@ -4,7 +4,7 @@ from rich.table import Table
 
 from hethub.report.html import report_run
 from hethub.report.trace import chrome_trace, times_are, write_trace
-from hethub.runtime.console import make_console
+from hethub.runtime.console import make_console, make_table
 from hethub.runtime.loop.steps import RunSummary
 from hethub.runtime.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ def summary_table(summary: RunSummary) -> Table:
     plan = summary.layout.plan
     tokens = plan.global_batch * plan.seq_len
     how = times_are(summary.layout.cluster)
-    table = Table("", "predicted", f"{how} (median)", f"{how} / predicted")
+    table = make_table("", "predicted", f"{how} (median)", f"{how} / predicted")
     predicted, measured = summary.predicted_step_seconds, summary.measured_step_seconds
     table.add_row("step time", f"{predicted:.4g} s", f"{measured:.4g} s", f"{measured / predicted:.2f}")
     table.add_row("tokens/s", f"{tokens / predicted:,.0f}", f"{tokens / measured:,.0f}", f"{predicted / measured:.2f}")

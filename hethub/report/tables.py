@@ -1,5 +1,6 @@
 """Plans and predictions as tables on the terminal."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
@@ -10,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hethub.predictor import Prediction
+from hethub.predictor.calibration.validation.goals import FamilyOut
 from hethub.report.alone import print_alone
 from hethub.report.explanation import print_explanation
-from hethub.runtime.console import make_console
+from hethub.runtime.console import make_console, make_table
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec
@@ -25,13 +28,20 @@ GIB = 2**30
 MOST_NAMES = 10  # of rows skipped for one reason
 
 
-def print_plan(result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, written: Sequence[Path]) -> None:
+def print_plan(
+    result: "PlanResult", model: ModelSpec, cluster: ClusterSpec, assumed: Sequence[str], written: Sequence[Path]
+) -> None:
     """The planner's result: its stages, then what is predicted of them, and the files written."""
     console = make_console()
     console.print(f"{model.name} ({parameter_count(model)} parameters) on {cluster.name} ({cluster.size} accelerators)")
     console.print(stage_table(result.plan, cluster))
-    print_prediction(result.strategy, result.plan, result.prediction, console)
-    print_alone(result.homogeneous_parts, console)
+    print_prediction(result.strategy, result.plan, result.prediction, assumed, console)
+    if result.homogeneous_parts or not result.out_of_time:
+        print_alone(result.homogeneous_parts, console)
+    else:
+        console.print(
+            "no upper bound: time was up before every device type was planned alone; `predict --bounds` does it"
+        )
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
         console.print(
@@ -47,11 +57,12 @@ def print_predicted(
     plan: PlanSpec,
     prediction: Prediction,
     alone: "Sequence[HomogeneousPart] | None",
+    assumed: Sequence[str],
     written: Sequence[Path],
 ) -> None:
     """What `hethub predict` says of a plan; the parts of the upper bound where they were asked for."""
     console = make_console()
-    print_prediction(strategy, plan, prediction, console)
+    print_prediction(strategy, plan, prediction, assumed, console)
     if alone is not None:
         print_alone(alone, console)
     _print_written(written, console)
@@ -68,14 +79,21 @@ def parameter_count(model: ModelSpec) -> str:
     return f"{number / 1e9:.4g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-STAGE_COLUMNS = ("stage", "layers", "replicas", "ranks", "accelerator", "micro-batch", "samples", "ZeRO", "recompute")
+STAGE_COLUMNS = ("stage", "layers", "replicas", "ranks", "accelerator", "micro batch", "samples", "ZeRO", "recompute")
+_SETTINGS = (5, 6, 7, 8)  # of them, what stages may have alike
 
 
 def stage_table(plan: PlanSpec, cluster: ClusterSpec) -> Table:
-    """One row per run of equal replicas."""
-    table = Table(*STAGE_COLUMNS)
-    for row in stage_rows(plan, cluster):
-        table.add_row(*row)
+    """One row per run of equal replicas; of several stages, what is the same in all stands below once."""
+    rows = stage_rows(plan, cluster)
+    values = [{row[index] for row in rows} - {""} for index in range(len(STAGE_COLUMNS))]
+    same = [index for index in _SETTINGS if len(rows) > 1 and len(values[index]) == 1]
+    shown = [index for index in range(len(STAGE_COLUMNS)) if index not in same]
+    table = make_table(*(STAGE_COLUMNS[index].replace(" ", "\n") for index in shown))
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
+    alike = ", ".join(f"{STAGE_COLUMNS[index]} {min(values[index])}" for index in same)
+    table.caption, table.caption_justify = f"in every stage: {alike}" if alike else None, "left"
     return table
 
 
@@ -105,8 +123,10 @@ def compact(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
-def print_prediction(strategy: str, plan: PlanSpec, prediction: Prediction, console: Console) -> None:
-    """Step time with its parts and bounds, and the memory of every rank."""
+def print_prediction(
+    strategy: str, plan: PlanSpec, prediction: Prediction, assumed: Sequence[str], console: Console
+) -> None:
+    """Step time with its parts and bounds, and the memory of every rank; `assumed`: accelerators of unknown speed."""
     low, high = prediction.step_seconds_interval
     console.print(
         f"{strategy}, schedule {plan.schedule}: predicted {prediction.step_seconds:.4g} s a step (80 %: {low:.4g} to {high:.4g}), "
@@ -118,12 +138,19 @@ def print_prediction(strategy: str, plan: PlanSpec, prediction: Prediction, cons
     console.print(", ".join(bounds))
     console.print(f"of which {_parts(prediction)}")
     console.print(prediction.bottleneck)
+    if assumed:
+        console.print(f"{assumed_sentence(assumed)}; `hethub profile` measures it")
     if prediction.staging is not None:
         console.print(prediction.staging.sentence())
     if prediction.extrapolated:
         console.print("the profile was asked beyond the sizes it measured: there the nearest ratio counts")
     console.print(memory_table(prediction))
     console.print("fits" if prediction.fits else "does not fit: a rank needs more than its accelerator has")
+
+
+def assumed_sentence(assumed: Sequence[str]) -> str:
+    """What is to be said beside every time that rests on accelerators of unknown speed."""
+    return f"the speed of {', '.join(assumed)} is assumed, not measured: times may be several times off"
 
 
 def _parts(prediction: Prediction) -> str:
@@ -134,43 +161,61 @@ def _parts(prediction: Prediction) -> str:
 
 
 def memory_table(prediction: Prediction) -> Table:
-    """Peak memory by rank; ranks that need the same are one row."""
-    table = Table("ranks", "accelerator", "needs GiB", "of GiB", "largest part")
-    rows: dict[tuple[str, int, int, str], list[int]] = {}
+    """Peak memory by rank, part by part, and what lies in host memory; ranks that need the same are one row."""
+    table = make_table("ranks", "accelerator", "needs GiB", "of GiB", "which is", "in host memory")
+    rows: dict[tuple[Any, ...], list[int]] = {}
     for entry in prediction.memory:
-        largest = max(entry.parts, key=lambda part: entry.parts[part])
-        rows.setdefault((entry.accelerator, entry.bytes, entry.limit, largest), []).append(entry.rank)
-    for (accelerator, needed, limit, largest), ranks in rows.items():
-        table.add_row(compact(tuple(ranks)), accelerator, f"{needed / GIB:.2f}", f"{limit / GIB:.2f}", largest)
+        parts, host = _lines(entry.parts), _lines(entry.host_parts)
+        rows.setdefault((entry.accelerator, entry.bytes, entry.limit, parts, host), []).append(entry.rank)
+    for (accelerator, needed, limit, parts, host), ranks in rows.items():
+        table.add_row(
+            compact(tuple(ranks)),
+            accelerator,
+            f"{needed / GIB:.2f}",
+            f"{limit / GIB:.2f}",
+            parts,
+            host,
+            end_section=True,
+        )
     return table
+
+
+def _lines(parts: Mapping[str, int]) -> str:
+    """A line for each part that takes anything, largest first."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return "\n".join(f"{name} {size / GIB:.3f}" for name, size in ordered if size)
 
 
 def print_findings(findings: Sequence[Any]) -> None:
     """What `hethub doctor` found, a line each, remedies below what is missing."""
-    console = Console(highlight=False, soft_wrap=True)
-    for finding in findings:
-        console.print(f"{finding.state:8}{finding.what:16}{finding.found}", markup=False)
-        if finding.remedy:
-            console.print(f"{'':24}{finding.remedy}", markup=False)
+    _print_lines([row for f in findings for row in ((f.state, f.what, f.found), ("", "", f.remedy)) if row[2]])
 
 
 def print_ranks(examined: "RanksExamined") -> None:
     """What each rank has, under a launcher; ranks that have the same in one paragraph."""
-    console = Console(highlight=False, soft_wrap=True)
     for ranks, lines in examined.paragraphs().items():
-        console.print(ranks, markup=False)
-        for what, found in lines:
-            console.print(f"{'':8}{what:16}{found}", markup=False)
+        make_console().print(ranks)
+        _print_lines([("", what, found) for what, found in lines])
+
+
+def _print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Sentences beside what they are about; on a terminal they go on below themselves."""
+    console, indent = make_console(), " " * 24
+    for state, what, text in rows:
+        line = f"{state:8}{what:16}{text}"
+        if not console.soft_wrap:
+            line = textwrap.fill(line, console.width, subsequent_indent=indent, break_long_words=False)
+        console.print(line, soft_wrap=True)
 
 
 def print_diff(result: "PlanDiff") -> None:
     """What differs between two plans, and the seconds that it costs."""
     console = make_console()
-    table = Table("key", "first", "second")
+    table = make_table("key", "first", "second")
     for difference in result.differences:
         table.add_row(difference.key, difference.first or "", difference.second or "")
     console.print(table if result.differences else "the plans are equal")
-    first, second = result.first.step_seconds, result.second.step_seconds
+    first, second = result.step_seconds
     slower = result.slower_percent
     console.print(
         f"step {first:.4g} s and {second:.4g} s: the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
@@ -180,10 +225,34 @@ def print_diff(result: "PlanDiff") -> None:
         console.print(f"of which {parts}")
 
 
+def print_accelerators(accelerators: Sequence[AcceleratorSpec]) -> None:
+    """The catalogue: of every accelerator the figures that people choose by."""
+    table = make_table(
+        "name", "vendor", "GiB", "memory\nGB/s", "bf16\nTFLOP/s", "fp32\nTFLOP/s", "link\nGB/s", "figures"
+    )
+    for each in accelerators:
+        figures = (each.memory_gb, each.memory_gbytes_per_second, each.bf16_tflops, each.fp32_tflops)
+        shown = ["" if figure is None else f"{figure:g}" for figure in (*figures, each.link_gbytes_per_second)]
+        table.add_row(each.name, each.vendor, *shown, each.source)
+    table.columns[0].no_wrap = True  # a name is what people copy
+    console = make_console()
+    console.print(table)
+    console.print(
+        "peaks are dense; links are to the neighbours in a node, each direction; a name alone shows all figures"
+    )
+
+
+def print_accelerator(accelerator: AcceleratorSpec) -> None:
+    """Every figure of one accelerator, as a cluster file would describe it in place."""
+    console = make_console()
+    for key, value in accelerator.to_dict().items():
+        console.print(f"{key}: {value}")
+
+
 def print_validation(result: Mapping[str, Any]) -> None:
     """Errors by group, and over all."""
     console = make_console()
-    table = Table("group", "rows", "mean %", "max %")
+    table = make_table("group", "rows", "mean %", "max %")
     for name, group in result["by"].items():
         table.add_row(name, *(_figure(group.get(key)) for key in ("rows", "mape", "max_error")))
     console.print(table)
@@ -194,8 +263,14 @@ def print_validation(result: Mapping[str, Any]) -> None:
     if memory := result.get("memory", {}).get("by"):
         means = ", ".join(f"{name} {group['mape']:.1f} % ({group['rows']})" for name, group in memory.items())
         console.print(f"peak memory, mean |error| (rows): {means}")
-    for sentence in (*_chosen(result["rows"]), *_corrected(result["rows"]), *_skipped(result["skipped"])):
+    for sentence in (*_chosen(result["rows"]), *_inferred(result["rows"]), *_skipped(result["skipped"])):
         console.print(sentence)
+    for names in result.get("contradictory", []):
+        console.print(
+            f"rows {', '.join(names)} contradict each other: alike but for their times, which differ by more than a half"
+        )
+    if unseen := result.get("family_out"):
+        console.print(FamilyOut(**unseen).sentence())
     if result.get("goals"):
         _print_goals(result["goals"])
 
@@ -207,13 +282,11 @@ def _chosen(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"chosen micro-batch x virtual stages, where the table leaves them open: {taken}"] if chosen else []
 
 
-def _corrected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was taken for rows whose source is known to have run another precision than the table names."""
-    counts = Counter(row["computed_in"] for row in rows if "computed_in" in row)
-    return [
-        f"{count} rows predicted in {ran}, as their source ran them; the table names another"
-        for ran, count in counts.items()
-    ]
+def _inferred(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was taken for columns that rows leave open, as the makers of their machine and program would have set it."""
+    counts = Counter((column, value) for row in rows for column, value in row.get("inferred", {}).items())
+    taken = ", ".join(f"{column} {value} ({count} rows)" for (column, value), count in sorted(counts.items()))
+    return [f"inferred, where the table leaves it open: {taken}"] if taken else []
 
 
 def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -230,7 +303,7 @@ def _skipped(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _print_goals(goals: Sequence[Mapping[str, Any]]) -> None:
     """Each figure beside what is asked of it, and on which rows it was taken."""
-    table = Table("figure", "value", "asked", "met", "taken on")
+    table = make_table("figure", "value", "asked", "met", "taken on")
     for goal in goals:
         digits = 1 if goal["unit"] else 2
         asked = " to ".join(f"{bound:g}" for bound in goal["bound"])
@@ -246,20 +319,26 @@ def _figure(value: float | int | None) -> str:
 
 def print_communication(rows: Sequence[Mapping[str, Any]], relays: Mapping[str, Any]) -> None:
     """What `hethub bench comm` timed, a row per operation, path and size, and the relays it went over."""
-    table = Table(
-        "operation", "path", "ranks", "bytes", "ms", "GB/s", "bridge bytes / lower bound", "bridge alone, ms", "share of it",
-        "ms in each leg",
-    )  # fmt: skip
+    table = make_table("operation", "path", "ranks", "bytes", "ms", "GB/s", "over\nbound", "bridge's\nshare")
+    table.columns[0].no_wrap = True
+    legs = []
     for row in rows:
         bound, alone = row["bridge_bytes_over_bound"], row["bound_seconds"]
         table.add_row(
             row["operation"], row["path"], str(row["ranks"]), f"{row['bytes']:,}", f"{row['seconds'] * 1e3:.3f}",
             f"{row['bytes_per_second'] / 1e9:.2f}", "" if bound is None else f"{bound:.2f}",
-            "" if alone is None else f"{alone * 1e3:.3f}", "" if alone is None else f"{alone / row['seconds']:.2f}",
-            ", ".join(f"{leg} {seconds * 1e3:.2f}" for leg, seconds in row["legs"].items()),
+            "" if alone is None else f"{alone / row['seconds']:.2f}",
         )  # fmt: skip
+        if row["legs"]:
+            parts = ", ".join(f"{leg} {seconds * 1e3:.2f}" for leg, seconds in row["legs"].items())
+            legs.append(f"{row['operation']} of {row['bytes']:,} bytes, ms in each leg: {parts}")
     console = make_console()
     console.print(table)
+    console.print(
+        "over bound: bytes over the bridge beside the least that must pass; the bridge's share: what it alone would take"
+    )
+    for line in legs:
+        console.print(line)
     console.print(f"relays between ranks of one host: {_by_size(relays['near'])}; ranks by host: {relays['hosts']}")
     if len(relays["hosts"]) > 1:
         console.print(f"relays between ranks of two hosts: {_by_size(relays['far'])}")

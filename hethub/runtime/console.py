@@ -3,7 +3,9 @@
 import os
 import sys
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from hethub.runtime.launch.launcher_environment import is_under_open_mpi
 
@@ -27,13 +29,26 @@ def shows_on_terminal() -> bool:
 
 
 def make_console() -> Console:
-    """A console that prints text as it is: colours only on a terminal, no markup in the names people choose."""
+    """A console that prints text as it is: colours only on a terminal, no markup in the names people choose.
+
+    A file or a pipe has no width, unless COLUMNS gives it one.
+    """
     on_terminal = shows_on_terminal()
+    has_width = on_terminal or os.environ.get("COLUMNS", "").isdigit()
     return Console(
         highlight=False,
         markup=False,
         emoji=False,
-        soft_wrap=True,
+        soft_wrap=not has_width,  # a terminal would break lines inside words
         force_terminal=on_terminal,
-        width=None if on_terminal else _PLAIN_WIDTH,
+        width=None if has_width else _PLAIN_WIDTH,
     )
+
+
+def make_table(*headers: str) -> Table:
+    """An empty table as narrow as its words are: where a terminal has 80 columns, nine columns still fit."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    for header in headers:
+        longest = max(map(len, header.split()), default=0)
+        table.add_column(header, overflow="fold", min_width=longest)
+    return table

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from hethub.runtime.console import make_console
-from hethub.runtime.launch.launcher_environment import is_first_rank
+from hethub.runtime.launch.launcher_environment import is_first_rank, is_under_open_mpi
 
 
 class ProgressDisplay:
-    """A bar where the console is a terminal, lines where it is none, and nothing unless this process `shows` it.
+    """A bar where the console is a terminal that redraws, lines where it does not, and nothing unless this process `shows` it.
 
     A context manager around the work; `fields` are what `columns` name beside the counts.
     """
@@ -29,7 +29,9 @@ class ProgressDisplay:
         **fields: Any,
     ) -> None:
         self._console, self._shows = console or make_console(), shows
-        disabled = not (shows and self._console.is_terminal)
+        # mpirun hands on what its ranks print by whole lines: a bar would stand still until the end.
+        self._redraws = self._console.is_terminal and not is_under_open_mpi()
+        disabled = not (shows and self._redraws)
         self._bar = Progress(TextColumn(title), BarColumn(), *columns, console=self._console, disable=disabled)
         self._task = self._bar.add_task(title, total=total, completed=done, **fields)
 
@@ -47,7 +49,7 @@ class ProgressDisplay:
     def update(self, done: int, line: str | None = None, *, total: int | None = None, **fields: Any) -> None:
         """Moves the bar; where there is none, prints the line if one is due."""
         self._bar.update(self._task, completed=done, total=total, **fields)
-        if line is not None and not self._console.is_terminal:
+        if line is not None and not self._redraws:
             self.say(line)
 
     def say(self, text: str) -> None:

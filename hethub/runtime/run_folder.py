@@ -1,11 +1,14 @@
 """The run folder: every file of a run lies in it, written by rank 0."""
 
+import glob
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,15 +20,17 @@ from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, writ
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import plan_text
+from hethub.spec.plan import PlannedFor, plan_text
 
+AUTO = Path("auto")  # `--resume auto`: the run folder to be found
 # Everything in the folder but owner.json and checkpoints/.
 FILES = (
-    "job.yaml", "model.yaml", "cluster.yaml", "plan.yaml", "prediction.json", "communicator.json", "profile.json",
+    "job.yaml", "model.yaml", "cluster.yaml", "plan.yaml", "prediction.json", "communicator.json", "profile.json", "calibration.json",
     "metrics.jsonl", "drift.jsonl", "log.txt", "rehearsal.json", "communicator_counters.json", "trace.json",
     "report.html",
 )  # fmt: skip
 _MOST_METRICS_BYTES = 2**33
+MOST_EXPONENT = 709.0  # of e, in a float
 _DAMAGED = "metrics.damaged.jsonl"
 
 
@@ -45,6 +50,26 @@ class StepMetrics:
     loss_scale: float = 1.0
     communication: dict[str, Any] | None = None  # of rank 0 in this step: operations with their legs, and links
     time_scale: float | None = None  # of an emulation: `step_seconds` are emulated, real seconds divided by this
+    eval_loss: float | None = None  # on held-out samples, where they were looked at behind this step
+    eval_perplexity: float | None = None
+    # Model FLOPs over what the accelerators' dense peaks would do in the step; percent. None where it is not predicted.
+    mfu: float | None = None
+
+    def with_evaluation(self, loss: float) -> "StepMetrics":
+        """With the loss on held-out samples; neither figure where it is not finite."""
+        if not math.isfinite(loss):
+            return self
+        value = perplexity(loss)
+        return replace(self, eval_loss=loss, eval_perplexity=value if math.isfinite(value) else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the file has it; without an evaluation where there was none."""
+        return {key: value for key, value in asdict(self).items() if value is not None or not key.startswith("eval_")}
+
+
+def perplexity(loss: float) -> float:
+    """How many tokens a model with this mean loss chooses among, as it were."""
+    return math.exp(loss) if loss < MOST_EXPONENT else math.inf
 
 
 def _ascending(rows: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
@@ -126,7 +151,7 @@ class RunFolder:
 
     def start(self, job: Job, layout: Layout, prediction: dict[str, Any], communication: dict[str, Any]) -> None:
         """Writes what the run was given and what was predicted and chosen for it, each whole without other files."""
-        self.open(job, layout.cluster, plan_text(layout.plan), prediction, communication)
+        self.open(job, layout.cluster, _plan_text(job, layout), prediction, communication)
         self._write("model.yaml", dump_yaml(layout.model.to_dict()))
 
     def open(
@@ -137,7 +162,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         self._write("job.yaml", dump_yaml(_with_whole_paths(job)))
         self._write("cluster.yaml", dump_yaml(cluster.to_dict()))
-        self._write("plan.yaml", plan)
+        self._write_plan(plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 
@@ -180,14 +205,25 @@ class RunFolder:
         """Adds a line about a straggler, a rank slower than planned, or a plan that was changed for it."""
         self._append("drift.jsonl", json.dumps(row, allow_nan=False))
 
-    def write_plan(self, layout: Layout, prediction: dict[str, Any]) -> None:
+    def write_plan(self, job: Job, layout: Layout, prediction: dict[str, Any]) -> None:
         """Replaces the plan that runs, and its prediction."""
-        self._write("plan.yaml", plan_text(layout.plan))
+        self._write_plan(_plan_text(job, layout))
         self._write_json("prediction.json", prediction)
+
+    def _write_plan(self, text: str) -> None:
+        """The plan file; the trace of steps under another plan goes."""
+        with self._writing(self.trace.name):
+            if not self.plan.exists() or self.plan.read_text(encoding="utf-8", errors="replace") != text:
+                self.trace.unlink(missing_ok=True)
+        self._write(self.plan.name, text)
 
     def write_profile(self, profile: dict[str, Any]) -> None:
         """What counted instead of estimates, as a profile file has it."""
         self._write_json("profile.json", profile)
+
+    def write_calibration(self, profile: dict[str, Any]) -> None:
+        """What the run has shown of every device type's speed, for `--calibrate`."""
+        self._write_json("calibration.json", profile)
 
     def write_emulation(self, report: dict[str, Any]) -> None:
         """How an emulation kept its pace."""
@@ -230,16 +266,25 @@ class RunFolder:
             said.append(
                 f"metrics.jsonl lacks {len(missing)} of the {last_step} steps before this one, {missing[0]} to {missing[-1]}"
             )
-        if lines:
+        if self.metrics.exists() or damaged:
             self._write(self.metrics.name, "".join(f"{kept[step].decode()}\n" for step in sorted(kept)))
         return said
 
     def append(self, metrics: StepMetrics) -> None:
-        self._append(self.metrics.name, json.dumps(asdict(metrics), allow_nan=False))
+        self._append(self.metrics.name, json.dumps(metrics.to_dict(), allow_nan=False))
 
     def log(self, text: str) -> None:
         """Adds a line with the time to log.txt."""
         self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def under_last_plan(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last lines of metrics, as far back as steps were predicted like the last one: a run that went on under another
+    plan, or measured itself anew, has steps of several."""
+    alike = takewhile(
+        lambda row: row.get("predicted_step_seconds") == rows[-1].get("predicted_step_seconds"), reversed(rows)
+    )
+    return list(alike)[::-1]
 
 
 def _lines(content: bytes) -> list[bytes]:
@@ -263,6 +308,12 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if is_row else None
 
 
+def _plan_text(job: Job, layout: Layout) -> str:
+    """A plan file that stands alone."""
+    reserve = job.spec.constraints.reserve
+    return plan_text(layout.plan, PlannedFor(model=layout.model, cluster=layout.cluster, reserve=reserve))
+
+
 def _with_whole_paths(job: Job) -> dict[str, Any]:
     """The job as its file has it, paths made absolute so that they hold in the run folder too."""
     data = job.spec.to_dict()
@@ -275,17 +326,43 @@ def _with_whole_paths(job: Job) -> dict[str, Any]:
         data["profile"] = _whole(job, job.spec.profile)
     if job.plan_path is not None:
         data["plan"] = _whole(job, job.spec.plan)
-    if job.spec.data.path is not None:
-        data["data"]["path"] = _whole(job, job.spec.data.path)
-    if job.spec.data.tokenizer != "bytes":
-        data["data"]["tokenizer"] = _whole(job, job.spec.data.tokenizer)
+    _make_whole(job, data["data"])
+    if job.spec.eval is not None:
+        _make_whole(job, data["eval"]["data"])
     return data
+
+
+def _make_whole(job: Job, data: dict[str, Any]) -> None:
+    """Makes the paths of a section of data absolute."""
+    for source in data.get("sources", [data]):
+        if source.get("path") is not None:
+            source["path"] = _whole(job, source["path"])
+    if data["tokenizer"] != "bytes":
+        data["tokenizer"] = _whole(job, data["tokenizer"])
 
 
 def _whole(job: Job, path: str) -> str:
     return str((job.base / path).resolve())
 
 
+def run_folders(job_path: Path) -> list[Path]:
+    """The folders that `default_run_folder` has named for the job."""
+    return [path for path in Path("runs").glob(f"{glob.escape(job_path.stem)}-[0-9]*") if path.is_dir()]
+
+
 def default_run_folder(job_path: Path) -> Path:
     """runs/NAME-TIME in the current folder."""
     return Path("runs") / f"{job_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def metrics_written(job: Job, run_dir: Path | None, resume: Path | None) -> dict[Path, int]:
+    """The metrics of every run folder that a start may write to, and when they were last written, in nanoseconds."""
+    named = [path for path in (run_dir, resume) if path is not None and path != AUTO]
+    files = [RunFolder(folder).metrics for folder in named or run_folders(job.path)]
+    return {file: file.stat().st_mtime_ns for file in files if file.exists()}
+
+
+def has_finished(job: Job, before: Mapping[Path, int], now: Mapping[Path, int]) -> bool:
+    """Whether a run that wrote metrics since `before` has come to the job's last step."""
+    runs = [RunFolder(file.parent).rows() for file, time in now.items() if before.get(file) != time]
+    return any(rows and rows[-1]["step"] >= job.spec.train.steps for rows in runs)

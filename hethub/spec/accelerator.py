@@ -5,7 +5,7 @@ from importlib.resources import files
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hethub.spec.base import Spec
 from hethub.spec.errors import BadInput, suggest_some
@@ -19,26 +19,38 @@ Positive = Annotated[float, Field(gt=0)]
 Figure = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
+def _reached(value: float) -> float:
+    if value > 1e5:
+        raise ValueError(f"{value:g} is beyond physics, no device comes near; give it in the unit that the key names.")
+    return value
+
+
+# Of one device or card: ten times what the fastest of 2026 reach, so that Mbit/s for Gbit/s or MB/s for GB/s are noticed.
+Rate = Annotated[Figure, AfterValidator(_reached)]
+
+
 class AcceleratorSpec(Spec):
     """One device as the framework sees it (an MI250X GCD is one). Peaks are dense; a missing peak is unknown or
     absent."""
 
-    name: str
+    name: str  # how plans, profiles and answers call it
     vendor: Vendor
     memory_gb: Figure  # 2**30 bytes each, as data sheets of accelerators count
-    memory_gbytes_per_second: Figure
-    fp64_tflops: Figure | None = None
-    fp32_tflops: Figure
-    tf32_tflops: Figure | None = None
-    fp32_matrix_tflops: Figure | None = None
-    fp16_tflops: Figure | None = None
-    bf16_tflops: Figure | None = None
-    fp8_tflops: Figure | None = None
-    link_gbytes_per_second: Figure  # to its neighbours in the node, each direction
-    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = None
-    tdp_watts: Figure | None = None
-    source: str = "the user's own description"
-    notes: str = ""
+    memory_gbytes_per_second: Rate  # of the device's own memory, as the data sheet says
+    # Peaks are dense, of the data sheet (no sparsity); null: unknown or absent. This: half of fp32 is then assumed.
+    fp64_tflops: Rate | None = None
+    fp32_tflops: Rate  # without matrix units
+    tf32_tflops: Rate | None = None  # training never takes it: tf32 rounds fp32; `validate` reads rows measured so
+    fp32_matrix_tflops: Rate | None = None  # of matrix units that compute true fp32 (CDNA has some)
+    fp16_tflops: Rate | None = None  # dense; without it no fp16 job is planned there
+    bf16_tflops: Rate | None = None  # dense; without it no bf16 job is planned there
+    fp8_tflops: Rate | None = None  # for rows of `hethub validate`; no job trains in it
+    fp4_tflops: Rate | None = None  # for rows of `hethub validate`; no job trains in it
+    link_gbytes_per_second: Rate  # to its neighbours in the node, each direction
+    pcie_generation: Annotated[int, Field(ge=1, le=20)] | None = None  # tells how fast host copies are; null: 5
+    tdp_watts: Figure | None = None  # rated power, for the energy of `hethub size`; null: none is stated
+    source: str = "the user's own description"  # where the figures are from; `assumed` makes every answer say so
+    notes: str = ""  # for readers
 
     @property
     def memory_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from hethub.spec.accelerator import AcceleratorSpec, Figure, Vendor, find_accelerator
+from hethub.spec.accelerator import AcceleratorSpec, Figure, Rate, Vendor, find_accelerator
 from hethub.spec.base import Spec, load
 from hethub.spec.errors import suggest
 
@@ -18,21 +18,23 @@ MOST_ACCELERATORS = 1_000_000  # of a cluster: ranks are laid out one by one
 class NodeSpec(Spec):
     """One or `count` equal machines: accelerators of one vendor, network interfaces, host memory."""
 
-    name: str
-    count: int = Field(default=1, ge=1)
-    accelerator: str | AcceleratorSpec
-    accelerators: int = Field(ge=1)
+    name: str  # of the machine or, with a count, of the group
+    count: int = Field(default=1, ge=1)  # equal machines that this entry stands for
+    accelerator: str | AcceleratorSpec  # a name of the catalogue, or a description in place
+    accelerators: int = Field(ge=1)  # of one machine; each is a rank (an MI250X has two)
     # Emulates an island: the ranks are of this vendor whatever drives them (two "vendors" on one laptop's CPU).
     vendor: Vendor | None = None
-    host_memory_gb: Figure | None = None
+    host_memory_gb: Figure | None = None  # that offloaded state may use
     reserved_memory_gb: Annotated[float, Field(ge=0, le=1e9)] = 0.0  # of each accelerator, kept from us by others
-    nics: int = Field(default=1, ge=1, le=10_000)
-    gbps_per_nic: Figure | None = None  # Gbit/s
+    nics: int = Field(default=1, ge=1, le=10_000)  # network interfaces of a machine
+    # Gbit/s of one interface, each direction; needed where a plan sends between machines.
+    gbps_per_nic: Rate | None = None
     network: str | None = None  # overrides the cluster's CIDR
     environment: str | None = None  # the Python environment on this node, for `hethub launch`
     hosts: tuple[str, ...] | None = (
         None  # the machines' host names, for `hethub launch`; None: the name, for one machine
     )
+    # Of one machine, in the catalogue's currency, for `hethub size`; null: answers count accelerators instead.
     price_per_hour: Annotated[float, Field(ge=0, le=1e12)] | None = None
 
     @model_validator(mode="after")
@@ -65,32 +67,36 @@ class NodeSpec(Spec):
 class InNodeLink(Spec):
     """Between accelerators of a node; where empty, the accelerator's own link is taken."""
 
-    gbytes_per_second: Figure | None = None
+    gbytes_per_second: Rate | None = None  # each direction; null: the accelerator's own link
+    # Of one message; null: a guess of microseconds. `hethub profile` measures it.
     latency_seconds: Latency | None = None
 
 
 class BetweenNodesLink(Spec):
     """Between nodes of one island, over the nodes' own interfaces."""
 
-    latency_seconds: Latency = 5.0e-6
-    oversubscription: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    latency_seconds: Latency = 5.0e-6  # of one message, through switches and software
+    oversubscription: Annotated[float, Field(ge=1, le=1e6)] = (
+        1.0  # what the nodes can send over what the network carries
+    )
 
 
 class BetweenIslandsLink(Spec):
     """The bridge; gbps_per_node (Gbit/s) defaults to the node's own interfaces."""
 
+    # Read and without effect: a run takes the job's `communicator.relay`, and predictions price the links alone.
     relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
-    gbps_per_node: Figure | None = None
-    latency_seconds: Latency = 5.0e-5
+    gbps_per_node: Figure | None = None  # Gbit/s each direction; null: all of the node's interfaces
+    latency_seconds: Latency = 5.0e-5  # of one message over the bridge, host copies included
 
 
 class RegionsSpec(Spec):
     """Regions of nodes and the links between them: `gbps[a][b]` is shared by all traffic from region a to b."""
 
-    of_node: dict[str, str]
-    names: list[str]
-    gbps: list[list[Figure]]
-    latency_seconds: list[list[Latency]] | None = None
+    of_node: dict[str, str]  # the region of every node, by the node's name
+    names: list[str]  # of the regions, in the order of the matrices
+    gbps: list[list[Figure]]  # Gbit/s from region (row) to region (column), shared by all traffic between them
+    latency_seconds: list[list[Latency]] | None = None  # the same for seconds of one message; null: none is added
 
     @model_validator(mode="after")
     def _square(self) -> "RegionsSpec":
@@ -106,10 +112,10 @@ class RegionsSpec(Spec):
 class RackSpec(Spec):
     """Nodes behind one uplink, which all that leaves or enters the rack shares: `gbps` (Gbit/s) each direction."""
 
-    name: str
-    nodes: tuple[str, ...] = Field(min_length=1)
-    gbps: Figure
-    latency_seconds: Latency = 0.0
+    name: str  # how answers call it
+    nodes: tuple[str, ...] = Field(min_length=1)  # names of `nodes` entries, with all their machines
+    gbps: Figure  # Gbit/s of the uplink, each direction
+    latency_seconds: Latency = 0.0  # that leaving or entering the rack adds to a message
 
 
 class StagingSpec(Spec):
@@ -118,8 +124,8 @@ class StagingSpec(Spec):
     Where the first is missing the predictor takes a guess; where the second is missing hosts do not limit.
     """
 
-    gbytes_per_second: Figure | None = None
-    per_host_gbytes_per_second: Figure | None = None
+    gbytes_per_second: Rate | None = None  # between one accelerator and host memory; null: a guess
+    per_host_gbytes_per_second: Figure | None = None  # of all accelerators of a host together; null: no limit
 
 
 class LinksSpec(Spec):
@@ -129,7 +135,9 @@ class LinksSpec(Spec):
     between_nodes: BetweenNodesLink = Field(default_factory=BetweenNodesLink)
     between_islands: BetweenIslandsLink = Field(default_factory=BetweenIslandsLink)
     staging: StagingSpec = Field(default_factory=StagingSpec)
+    # Nodes behind a shared uplink; without any the nodes' own interfaces alone limit.
     racks: tuple[RackSpec, ...] = ()
+    # Data centres with slow links between them; null: all nodes are in one.
     regions: RegionsSpec | None = None
 
 
@@ -153,10 +161,10 @@ class Place(NamedTuple):
 class ClusterSpec(Spec):
     """Nodes in order; ranks are numbered through them, so node order is rank order."""
 
-    name: str
-    emulated: bool = False
-    network: str | None = None
-    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    name: str  # what plans call it
+    emulated: bool = False  # rehearse it on CPUs
+    network: str | None = None  # a CIDR, in which each rank finds its interface
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1)  # in the order in which the launcher numbers the ranks
     links: LinksSpec = Field(default_factory=LinksSpec)
 
     @model_validator(mode="after")

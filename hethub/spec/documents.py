@@ -29,13 +29,18 @@ class Source:
 
     def __init__(self, name: str, lines: Mapping[KeyPath, int] | None = None) -> None:
         self.name = name
-        self._lines = dict(lines or {})
+        self._lines: dict[KeyPath, int | str] = dict(lines or {})
 
     def at(self, path: KeyPath) -> str:
-        """`file, line N: key.path` with the line of the innermost part of `path` that is written there."""
+        """`file, line N: key.path` with the line of the innermost part of `path` that is written there, or what set it
+        in the file's place."""
         line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), None)
-        place = self.name if line is None else f"{self.name}, line {line}"
+        place = line if isinstance(line, str) else self.name if line is None else f"{self.name}, line {line}"
         return f"{place}: {dotted(path)}" if path else place
+
+    def was_set(self, path: KeyPath, by: str) -> None:
+        """What stands at `path` is no longer the file's: `by` has set it."""
+        self._lines = {key: line for key, line in self._lines.items() if key[: len(path)] != path} | {path: by}
 
 
 def dotted(path: KeyPath) -> str:
@@ -188,6 +193,22 @@ def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name:
                 raise BadInput(f"{place}: {dotted(here)} is given twice; keep one.")
             lines[here] = key.start_mark.line + 1
             _note_lines(value, here, lines, name)
+
+
+def set_key(override: str, data: Any, source: Source) -> None:
+    """Sets one `key.path=value` in the raw data, the value read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
+    value, _ = parse_yaml(text, f"--set {override}", "value")
+    *parents, last = key.split(".")
+    here = data
+    for parent in parents:
+        here = here.setdefault(parent, {}) if isinstance(here, dict) else None
+    if not isinstance(here, dict):
+        raise BadInput(f"--set {override}: {source.name} has no mapping at '{'.'.join(parents)}' to put '{last}' into.")
+    here[last] = value
+    source.was_set((*parents, last), f"--set {override}")
 
 
 def write_yaml(data: Any, path: Path) -> None:

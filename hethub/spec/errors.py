@@ -19,6 +19,7 @@ class RunFailed(RuntimeError):
 
     agreed = False
     quiet = False
+    again = False  # the same command would go on where this one has ended: exit code 75
 
     @classmethod
     def everywhere(cls, rank: int, message: str) -> "RunFailed":

@@ -19,9 +19,11 @@ _ROPE = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
     "original_max_seq_len": "original_max_position_embeddings",
 }  # fmt: skip
+# A Mistral is a Llama whose attention may see a window of the last tokens.
+_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # The only values that hethub implements: others are refused, and these are written.
-_ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-_DEFAULT_NORM_EPS = 1e-6  # what transformers takes where the config says nothing
+_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_DEFAULT_NORM_EPS, _DEFAULT_WINDOW = 1e-6, 4096  # what transformers takes where the config says nothing
 
 
 def from_hugging_face(folder: Path) -> ModelSpec:
@@ -42,6 +44,7 @@ def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not isinstance(config, dict):
         raise BadInput(f"{path}: a config is a JSON object, not {type(config).__name__}.")
     _refuse_unimplemented(config, path)
+    window = config.get("sliding_window", _DEFAULT_WINDOW) if config.get("model_type") == "mistral" else None
     rope = {**_mapping(config, "rope_scaling", path), **_mapping(config, "rope_parameters", path)}
     theta = rope.get("rope_theta", config.get("rope_theta"))
     return path, {
@@ -50,7 +53,19 @@ def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
         **{ours: config[theirs] for ours, theirs in _SHAPE.items() if config.get(theirs) is not None},
         **({"rope_theta": theta} if theta is not None else {}),
         "rope_scaling": _read_rope_scaling(rope, path),
+        **({"sliding_window": window} if window is not None else {}),
     }
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """The tokens that end a text, as generation_config.json or else config.json name them; empty where none does."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name, "Hugging Face config")
+            found = content.get("eos_token_id") if isinstance(content, dict) else None
+            if found is not None:
+                return {token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)}
+    return set()
 
 
 def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
@@ -61,6 +76,11 @@ def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
+    if (model_type := config.get("model_type", "llama")) not in _CLASSES:
+        raise BadInput(
+            f"{path}: model_type is {model_type!r}; hethub implements {' and '.join(map(repr, _CLASSES))} only. Choose a model "
+            "of one of them."
+        )
     for key, value in _ONLY.items():
         if config.get(key, value) != value:
             raise BadInput(
@@ -89,8 +109,11 @@ def config_of(model: ModelSpec, dtype: str) -> dict[str, Any]:
     if model.rope_scaling is not None:
         scaling = model.rope_scaling.model_dump()
         rope = {"rope_type": scaling["type"], **{theirs: scaling[ours] for ours, theirs in _ROPE.items()}}
+    model_type = "llama" if model.sliding_window is None else "mistral"
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": model_type,
+        "architectures": [_CLASSES[model_type]],
+        **({} if model.sliding_window is None else {"sliding_window": model.sliding_window}),
         **_ONLY,
         **{theirs: resolved.get(ours, getattr(model, ours)) for ours, theirs in _SHAPE.items()},
         "attention_dropout": 0.0,

@@ -1,61 +1,172 @@
 """Jobs: what to train, on what, how; and the loading of everything a job file names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build
 from hethub.spec.cluster import ClusterSpec, NonNegative, load_cluster
-from hethub.spec.documents import Source, parse_yaml, read_yaml
+from hethub.spec.documents import Source, read_yaml, set_key
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.plan import PlanSpec, ScheduleName, load_plan
 
+TOKENIZER = "tokenizer.json"  # of a Hugging Face folder
 PYTHON = "python:"  # begins the name of a model that is Python: python:package.module:factory
+ScheduleKind = Literal["cosine", "wsd", "linear", "constant"]  # of the learning rate
+SCHEDULE_FORMS: dict[str, Any] = {  # as a file may have it
+    "anyOf": [
+        {"enum": list(get_args(ScheduleKind)), "type": "string"},
+        {
+            "type": "object", "required": ["kind"], "additionalProperties": False,
+            "properties": {
+                "kind": {"enum": list(get_args(ScheduleKind)), "type": "string"},
+                "decay_steps": {"type": "integer", "minimum": 1},
+            },
+        },
+    ]
+}  # fmt: skip
 STRATEGIES = ("auto", "exhaustive", "hethub", "poplar", "cephalo", "zorse", "hap", "uniform")
+SourceName = Literal["python-stdlib", "text", "jsonl", "tokens", "parquet", "hf", "chat"]
 
 
-class DataSpec(Spec):
-    """Where tokens come from. `path` is relative to the job file; `python-stdlib` needs none."""
+class SourceSpec(Spec):
+    """One source of tokens. `path` is relative to the job file; `python-stdlib` needs none."""
 
-    source: Literal["python-stdlib", "text", "jsonl", "tokens"] = "python-stdlib"
-    path: str | None = None
-    tokenizer: str = "bytes"  # bytes, or a tokenizer.json
-    document_mask: bool = False
+    source: SourceName = "python-stdlib"  # see docs/data.md
+    path: str | None = None  # a file or a folder
+    # The column of parquet and hf, or the key of jsonl, that holds the text (None: text); of chat the messages.
+    text: str | None = None
 
     @model_validator(mode="after")
-    def _path_where_needed(self) -> "DataSpec":
+    def _path_where_needed(self) -> Self:
         if (self.path is None) != (self.source == "python-stdlib"):
             raise ValueError(
                 f"source {self.source} needs data.path, the file or folder to read."
                 if self.path is None
                 else "source python-stdlib reads the interpreter's own files; remove data.path or choose another source."
             )
+        if self.text is not None and self.source not in ("jsonl", "parquet", "hf", "chat"):
+            raise ValueError(f"source {self.source} has no columns or keys; remove `text`, or choose another source.")
         return self
+
+    @property
+    def column(self) -> str:
+        return self.text or ("messages" if self.source == "chat" else "text")
+
+
+class WeightedSourceSpec(SourceSpec):
+    """A source among others, and its share of the samples beside theirs."""
+
+    # The source's share of the samples beside the others' weights; only ratios count.
+    weight: float = 1.0
+
+    @field_validator("weight")
+    @classmethod
+    def _gives_samples(cls, weight: float) -> float:
+        if weight <= 0:
+            raise ValueError(
+                f"weight {weight:g} gives no samples of this source; take the source out, or give it a weight above 0."
+            )
+        return weight
+
+
+class DataSpec(SourceSpec):
+    """Where tokens come from: one source, or several weighted ones with one tokenizer."""
+
+    # Several sources mixed by weight, in place of `source`, `path` and `text`; null: that one source.
+    sources: Annotated[tuple[WeightedSourceSpec, ...], Field(min_length=1)] | None = None
+    tokenizer: str = "bytes"  # bytes, or a tokenizer.json; of a model given as hf: its folder's
+    document_mask: bool = False  # attention stays inside each document
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "DataSpec":
+        if self.sources is None:
+            return self
+        if given := sorted({"source", "path", "text"} & self.model_fields_set):
+            raise ValueError(f"sources stands beside {', '.join(given)}; put that source into the list too.")
+        named = [(each.source, each.path, each.text) for each in self.sources]
+        if doubled := next((name for name in named if named.count(name) > 1), None):
+            raise ValueError(
+                f"sources names {doubled[0]} {doubled[1] or ''} twice; name it once with the sum of its weights."
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults_beside_sources(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What can be read again: the default source stands beside no others."""
+        data: dict[str, Any] = dump(self)
+        return {key: value for key, value in data.items() if self.sources is None or key not in SourceSpec.model_fields}
+
+    @property
+    def weighted(self) -> tuple[WeightedSourceSpec, ...]:
+        """Every source with its weight."""
+        if self.sources is not None:
+            return self.sources
+        return (WeightedSourceSpec(source=self.source, path=self.path, text=self.text),)
+
+
+class EvalSpec(Spec):
+    """When the loss on held-out samples is taken, on how many batches, and of what data. Its tokenizer is the job's."""
+
+    every_steps: Count = 100  # and behind the last step
+    batches: Count = 8  # global batches that an evaluation takes
+    data: DataSpec  # held-out samples; its tokenizer is the job's
 
 
 class TrainSpec(Spec):
     """The mathematics of training; none of it depends on the plan."""
 
-    steps: Count = 60
+    steps: Count = 60  # optimizer steps in all
     global_batch: Annotated[int, Field(ge=1, le=10_000_000)] = (
         16  # sequences; beyond, microbatches are too many to plan
     )
-    seq_len: Count = 128
-    precision: Precision = "fp32"
-    lr: NonNegative = 3.0e-4
-    min_lr: NonNegative = 3.0e-5
-    warmup_steps: int = Field(default=10, ge=0)
-    weight_decay: NonNegative = 0.1
+    seq_len: Count = 128  # tokens of a sequence
+    precision: Precision = "fp32"  # of computing; masters are kept in fp32 beside half precisions
+    compile: bool | None = None  # a layer's small operations, by Inductor; null: on devices, not on CPUs
+    lr: NonNegative = 3.0e-4  # the highest rate
+    min_lr: NonNegative = 3.0e-5  # the rate that the schedule falls to
+    warmup_steps: int = Field(default=10, ge=0)  # steps over which the rate rises to lr
+    schedule: Annotated[ScheduleKind, WithJsonSchema(SCHEDULE_FORMS)] = "cosine"  # of lr; or {kind, decay_steps}
+    decay_steps: Count | None = None  # None: until the last step; of wsd its last tenth
+    weight_decay: NonNegative = 0.1  # AdamW's, of matrices; norms and biases have none
+    # AdamW's decay of its two moments; raise the second for small batches, lower it where the loss spikes.
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Positive = 1.0e-8
-    grad_clip: Positive | None = 1.0
-    seed: int = 1
+    eps: Positive = 1.0e-8  # added to AdamW's denominator; raise it where low precision makes steps blow up
+    grad_clip: Positive | None = 1.0  # the largest norm of the gradient; null: none
+    seed: int = 1  # of initial weights and of the order of samples
+
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_as_mapping(cls, data: Any) -> Any:
+        """`schedule: {kind: wsd, decay_steps: 500}` says in one place what the two keys say."""
+        if isinstance(data, Mapping) and isinstance(schedule := data.get("schedule"), Mapping):
+            strange = [key for key in schedule if key not in ("kind", "decay_steps")]
+            if strange or "kind" not in schedule or ("decay_steps" in schedule and "decay_steps" in data):
+                raise ValueError(
+                    f"schedule {dict(schedule)} is a name ({', '.join(get_args(ScheduleKind))}) or a mapping of `kind` and "
+                    "`decay_steps`, which then stands nowhere else."
+                )
+            return {**data, "schedule": schedule["kind"], **{k: v for k, v in schedule.items() if k != "kind"}}
+        return data
+
+    @model_validator(mode="after")
+    def _constant_has_no_decay(self) -> "TrainSpec":
+        if self.schedule == "constant" and self.decay_steps is not None:
+            raise ValueError("decay_steps goes with a schedule that falls; schedule constant has none. Remove it.")
+        return self
 
     @model_validator(mode="after")
     def _lr_falls(self) -> "TrainSpec":
@@ -72,13 +183,14 @@ class TrainSpec(Spec):
 class ConstraintsSpec(Spec):
     """What the planner must keep to; an empty value leaves it free."""
 
-    tp: Count | None = None
-    pp: Count | None = None
-    dp: Count | None = None
-    micro_batch: Count | None = None
-    max_micro_batch: Count | None = None
-    schedule: ScheduleName | None = None
-    recompute: Literal["none", "selective", "full"] | None = None
+    tp: Count | None = None  # tensor-parallel ranks of a replica
+    pp: Count | None = None  # pipeline stages
+    dp: Count | None = None  # replicas of a stage
+    micro_batch: Count | None = None  # samples that a replica processes at once
+    max_micro_batch: Count | None = None  # samples at most, the planner chooses below; null: what memory allows
+    schedule: ScheduleName | None = None  # of the pipeline; null: the planner weighs all (docs/plans.md)
+    recompute: Literal["none", "selective", "full"] | None = None  # of activations in the backward
+    # 0: every replica holds all state; 1, 2, 3 cut optimizer state, gradients, weights; null: weighed stage by stage.
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory, kept free
     forbid: tuple[tuple[str, str], ...] = ()  # pairs of accelerators or vendors that no stage may hold together
@@ -98,17 +210,37 @@ class ConstraintsSpec(Spec):
 class CommunicatorSpec(Spec):
     """How islands are bridged."""
 
-    relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"
-    wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"
-    # Below a second a heartbeat is late by chance; above a million the clocks of the libraries end.
+    relay: Literal["auto", "gloo", "shm", "mpi"] = "auto"  # what carries bytes between islands
+    wire: Literal["exact", "bf16", "int8", "fp8"] = "exact"  # how sums of fp32 pass the bridge; exact loses nothing
+    lanes: Count = 1  # connections per pair of ranks that share gloo's large messages: one fills a slow link
+    # A rank that is silent for so long has failed; below a second by chance, above a million the libraries' clocks end.
     timeout_seconds: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = 120.0
 
 
 class CheckpointSpec(Spec):
-    """When a checkpoint is written (every_steps: null, only at the end) and how many are kept."""
+    """When a checkpoint is written, and how many are kept."""
 
-    every_steps: Count | None = 20
-    keep: Count = 2
+    every_steps: Count | None = 20  # null: only at the end
+    keep: Count = 2  # the newest so many stay
+    keep_every: Count | None = None  # those of every so many steps stay for good
+
+
+class LogSpec(Spec):
+    """What is told of the steps of a run, beside metrics.jsonl, which has them all."""
+
+    every_steps: Count = 1  # a line on the terminal and in log.txt for so many
+    tensorboard: bool = False  # events in the run folder
+    wandb: str | None = None  # the project at Weights & Biases
+    profile_steps: tuple[Count, Count] | None = (
+        None  # the first and last step that torch.profiler traces, on every rank
+    )
+
+    @model_validator(mode="after")
+    def _profile_ascends(self) -> "LogSpec":
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            given = list(self.profile_steps)
+            raise ValueError(f"profile_steps {given} end before they begin; give the first step and the last.")
+        return self
 
 
 class EmulationSpec(Spec):
@@ -122,25 +254,29 @@ class EmulationSpec(Spec):
 class StragglerSpec(Spec):
     """When a rank counts as slower than planned: by how much beyond the others, and for how many steps on end."""
 
-    threshold: Positive = 0.2
-    steps: Count = 5
+    threshold: Positive = 0.2  # slower than planned by so much more than the others
+    steps: Count = 5  # for so many steps on end
 
 
 class JobSpec(Spec):
     """A job file, one to one."""
 
-    model: str
-    cluster: str
+    model: str  # a model file, hf:FOLDER, or python:package.module:factory
+    cluster: str  # a cluster file, or detect: what the ranks find
     data: DataSpec = Field(default_factory=DataSpec)
     train: TrainSpec = Field(default_factory=TrainSpec)
-    plan: str = "auto"
+    # Loss and perplexity on held-out samples while it trains; null: never.
+    eval: EvalSpec | None = None
+    plan: str = "auto"  # auto, another strategy, or a plan file
     constraints: ConstraintsSpec = Field(default_factory=ConstraintsSpec)
     communicator: CommunicatorSpec = Field(default_factory=CommunicatorSpec)
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    log: LogSpec = Field(default_factory=LogSpec)
     rehearsal: EmulationSpec = Field(default_factory=EmulationSpec)
     profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
     # Ranks measure themselves before a plan is made: `auto` on devices, unless micro-batch or profile are given.
     measure: Literal["auto", "always", "never"] = "auto"
+    parity: Literal["stop", "report", "never"] = "stop"  # where makers meet: a device of each against fp64 formulas
     drift: StragglerSpec = Field(default_factory=StragglerSpec)
     # A rank slower than planned is reported, or a new plan taken at the next checkpoint. null: reported, except on
     # CPUs.
@@ -192,8 +328,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     path = Path(path)
     data, source = read_yaml(path, "job file")
     for override in overrides:
-        _apply(override, data, source)
+        set_key(override, data, source)
     spec = build(JobSpec, data, source, "job file")
+    spec = _with_tokenizers(spec, path.parent, source)
     model = None if spec.model.startswith(PYTHON) else load_model(spec.model, path.parent)
     if model is not None and spec.train.seq_len > model.max_seq_len:
         raise BadInput(
@@ -204,6 +341,24 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     if cluster is not None:
         _check_slowdown(spec.rehearsal, cluster, source)
     return Job(spec=spec, described=model, cluster=cluster, path=path)
+
+
+def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
+    """The job with the tokenizers that it leaves out: a Hugging Face folder's own where it has one, and the job's for
+    what it evaluates."""
+    data, folder = spec.data, spec.model.removeprefix("hf:")
+    has_own = spec.model.startswith("hf:") and (base / folder / TOKENIZER).is_file()
+    if "tokenizer" not in data.model_fields_set and has_own:
+        data = data.replace(tokenizer=f"{folder}/{TOKENIZER}")
+    evaluation = spec.eval
+    if evaluation is not None:
+        if "tokenizer" in evaluation.data.model_fields_set and evaluation.data.tokenizer != data.tokenizer:
+            raise BadInput(
+                f"{source.at(('eval', 'data', 'tokenizer'))} is {evaluation.data.tokenizer}, but the model is trained on tokens of "
+                f"{data.tokenizer}; leave it out."
+            )
+        evaluation = evaluation.replace(data=evaluation.data.replace(tokenizer=data.tokenizer))
+    return spec.replace(data=data, eval=evaluation) if (data, evaluation) != (spec.data, spec.eval) else spec
 
 
 def _check_slowdown(rehearsal: EmulationSpec, cluster: ClusterSpec, source: Source) -> None:
@@ -217,10 +372,8 @@ def _check_slowdown(rehearsal: EmulationSpec, cluster: ClusterSpec, source: Sour
 
 def load_plan_of(job: Job, path: Path) -> PlanSpec:
     """The plan in a YAML file, for use with `job`. Raises BadInput where it was made for other training settings."""
-    if path == job.plan_path and not path.exists():
-        raise BadInput(
-            f"{path}: there is no such plan file, and '{job.spec.plan}' is no strategy; {suggest(job.spec.plan, STRATEGIES)}"
-        )
+    if path == job.plan_path:
+        check_plan_path(job)
     plan = load_plan(path)
     for key in ("global_batch", "seq_len", "precision"):
         planned, wanted = getattr(plan, key), getattr(job.spec.train, key)
@@ -232,16 +385,9 @@ def load_plan_of(job: Job, path: Path) -> PlanSpec:
     return plan
 
 
-def _apply(override: str, data: Any, source: Source) -> None:
-    """Sets one `key.path=value` in the raw data, the value read as YAML."""
-    key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
-    value, _ = parse_yaml(text, f"--set {override}", "value")
-    *parents, last = key.split(".")
-    here = data
-    for parent in parents:
-        here = here.setdefault(parent, {}) if isinstance(here, dict) else None
-    if not isinstance(here, dict):
-        raise BadInput(f"--set {override}: {source.name} has no mapping at '{'.'.join(parents)}' to put '{last}' into.")
-    here[last] = value
+def check_plan_path(job: Job) -> None:
+    """Raises BadInput where what a job names as its plan is neither a strategy nor a file."""
+    if job.plan_path is not None and not job.plan_path.exists():
+        raise BadInput(
+            f"{job.plan_path}: there is no such plan file, and '{job.spec.plan}' is no strategy; {suggest(job.spec.plan, STRATEGIES)}"
+        )

@@ -17,11 +17,11 @@ Number = Annotated[int, Field(ge=1, le=100_000)]
 class Llama3Rope(Spec):
     """Llama 3.1's stretching of RoPE wavelengths (Hugging Face's rope_type `llama3`)."""
 
-    type: Literal["llama3"] = "llama3"
-    factor: Positive
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    original_max_seq_len: Dimension
+    type: Literal["llama3"] = "llama3"  # the only kind that is known
+    factor: Positive  # by which the longest wavelengths are stretched (8 in Llama 3.1)
+    low_freq_factor: Positive  # wavelengths above original_max_seq_len over this are stretched whole
+    high_freq_factor: Positive  # wavelengths below original_max_seq_len over this stay; between, by degrees
+    original_max_seq_len: Dimension  # tokens that the model was first trained on
 
     @model_validator(mode="after")
     def _bands_apart(self) -> "Llama3Rope":
@@ -33,22 +33,23 @@ class Llama3Rope(Spec):
 class ModelSpec(Spec):
     """The shape of a decoder (or encoder) stack. The runtime trains `llama`; the predictor knows all families."""
 
-    name: str
-    family: Literal["llama", "gpt", "bert", "opt", "mpt"] = "llama"
-    layers: Number
-    hidden: Dimension
-    heads: Number
+    name: str  # how plans and answers call it
+    family: Literal["llama", "gpt", "bert", "opt", "mpt"] = "llama"  # llama trains; all can be planned and predicted
+    layers: Number  # transformer layers
+    hidden: Dimension  # width of the residual stream
+    heads: Number  # of attention's queries; a multiple of kv_heads
     kv_heads: Number | None = None  # None: as many as heads
     head_dim: Dimension | None = None  # None: hidden / heads
-    ffn: Dimension
+    ffn: Dimension  # width of the MLP
     gated: bool | None = None  # None: SwiGLU for llama, plain MLP for the others
-    vocab: Dimension
-    max_seq_len: Dimension
-    tied_head: bool = False
-    norm_eps: Positive = 1.0e-5
-    rope_theta: Positive = 10000.0
-    rope_scaling: Llama3Rope | None = None
-    init_std: Positive = 0.02
+    vocab: Dimension  # tokens that the model knows: at least as many as the tokenizer has
+    max_seq_len: Dimension  # longest sequence
+    sliding_window: Dimension | None = None  # last tokens that attention sees, a token itself among them; null: all
+    tied_head: bool = False  # the output matrix is the embedding
+    norm_eps: Positive = 1.0e-5  # added to the mean square (variance) in norms
+    rope_theta: Positive = 10000.0  # base of the rotary wavelengths (500000 in Llama 3)
+    rope_scaling: Llama3Rope | None = None  # stretched wavelengths of Llama 3.1 and later; null: none
+    init_std: Positive = 0.02  # of initial weights
 
     @model_validator(mode="after")
     def _shape_fits(self) -> "ModelSpec":

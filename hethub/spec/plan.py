@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
 from hethub.spec.base import Spec, SpecT, load
-from hethub.spec.cluster import NonNegative
+from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import dump_yaml
-from hethub.spec.model import Count
+from hethub.spec.model import Count, ModelSpec
 from hethub.spec.ranges import Range
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "ministages", "layered", "zero_bubble"]
@@ -25,9 +25,9 @@ Index = Annotated[int, Field(ge=0)]
 class ReplicaSpec(Spec):
     """The ranks that process one microbatch together (a tensor-parallel group) and the samples they get per step."""
 
-    ranks: tuple[Index, ...] = Field(min_length=1)
-    micro_batch: Count
-    samples: Count
+    ranks: tuple[Index, ...] = Field(min_length=1)  # one, or several that cut every layer (tensor parallel)
+    micro_batch: Count  # samples processed at once
+    samples: Count  # of a step
     in_flight: Count | None = None  # None: computed from the microbatches' overlaps
     tensor_shares: tuple[NonNegative, ...] | None = None  # None: equal
 
@@ -51,12 +51,15 @@ class ReplicaSpec(Spec):
 class StageSpec(Spec):
     """Consecutive layers (one or several chunks `[start, stop)`) and the replicas that hold them."""
 
-    layers: tuple[tuple[Index, Index], ...] = Field(min_length=1)
-    replicas: tuple[ReplicaSpec, ...] = Field(min_length=1)
-    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    layers: tuple[tuple[Index, Index], ...] = Field(min_length=1)  # one or several chunks [start, stop)
+    replicas: tuple[ReplicaSpec, ...] = Field(min_length=1)  # data parallel: each takes its samples through the stage
+    zero: Annotated[int, Field(ge=0, le=3)] = (
+        0  # cut over the replicas: 1 optimizer state, 2 gradients too, 3 weights too
+    )
+    # By rank, a fraction of the stage's state; what is left is equal.
     state_shares: dict[int, Annotated[float, Field(ge=0, le=1)]] = {}  # noqa: RUF012 (pydantic copies it)
-    recompute: Recompute = "none"
-    offload: tuple[Offload, ...] = ()
+    recompute: Recompute = "none"  # of activations in the backward
+    offload: tuple[Offload, ...] = ()  # what lies in host memory
 
     @model_validator(mode="after")
     def _chunks_and_shares(self) -> "StageSpec":
@@ -107,17 +110,37 @@ def _beyond_one(shares: dict[int, float]) -> str:
     return f"state_shares sum to {total:g}, but they are fractions of one stage's state, together 1 at most; {remedy}."
 
 
+class PlannedFor(Spec):
+    """What a plan was made for, so that its file stands alone: the model, the cluster, and the memory kept free."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory
+
+
 class PlanSpec(Spec):
     """A plan file, one to one: all a run needs to know beside the job."""
 
-    version: Literal[1] = 1
-    model: str
-    cluster: str
-    global_batch: Count
-    seq_len: Count
-    precision: Precision
-    schedule: ScheduleName = "1f1b"
-    stages: tuple[StageSpec, ...] = Field(min_length=1)
+    version: Literal[1] = 1  # of this format
+    model: str  # the name in its model file
+    cluster: str  # the name in its cluster file
+    global_batch: Count  # sequences of a step; a job beside the plan must say the same
+    seq_len: Count  # tokens of a sequence, as the job
+    precision: Precision  # of computing, as the job
+    schedule: ScheduleName = "1f1b"  # the order of microbatches (docs/plans.md)
+    stages: tuple[StageSpec, ...] = Field(min_length=1)  # the pipeline, first layers first
+    job: PlannedFor | None = None  # what the plan was made for; a job given beside the plan counts instead
+
+    @model_validator(mode="after")
+    def _is_for_what_it_names(self) -> "PlanSpec":
+        for key in ("model", "cluster"):
+            name = getattr(self, key)
+            described = name if self.job is None else getattr(self.job, key).name
+            if described != name:
+                raise ValueError(
+                    f"the plan is for {key} '{name}', but job.{key} describes '{described}'; correct one, or take `job` out."
+                )
+        return self
 
     @model_validator(mode="after")
     def _every_layer_sample_and_rank_once(self) -> "PlanSpec":
@@ -218,11 +241,14 @@ def load_plan(path: str | Path) -> PlanSpec:
     return load(PlanSpec, path, "plan file")
 
 
-def save_plan(plan: PlanSpec, path: Path) -> None:
-    """Writes the plan so that `load_plan` gives it back and a person can edit it."""
-    path.write_text(plan_text(plan), encoding="utf-8")
+def save_plan(plan: PlanSpec, path: Path, job: PlannedFor | None = None) -> None:
+    """Writes the plan so that `load_plan` gives it back and a person can edit it; with `job`, so that it stands
+    alone."""
+    path.write_text(plan_text(plan, job), encoding="utf-8")
 
 
-def plan_text(plan: PlanSpec) -> str:
+def plan_text(plan: PlanSpec, job: PlannedFor | None = None) -> str:
     """The plan as a plan file has it."""
-    return dump_yaml({"version": plan.version, **plan.model_dump(exclude_defaults=True)})
+    own = plan.model_dump(exclude_defaults=True, exclude={"job"})
+    made_for = {} if job is None else {"job": job.model_dump(mode="json", exclude_unset=True, exclude_none=True)}
+    return dump_yaml({"version": plan.version, **own, **made_for})

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,12 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+from hethub.spec.program import memory_limits
 from hethub.synthesis.graph import Graph, Operator, Tensor
+from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State
 from hethub.synthesis.table import RESHAPES, short
 
+Shares = tuple[tuple[int, ...], ...]  # per axis, the atoms of each rank
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "padded all-gather", "all-to-all"]
 # Views: nothing is computed and nothing moves.
 VIEWS = (
@@ -50,12 +53,10 @@ class Costs:
             raise BadInput(
                 f"{lacking.name} does not compute in {precision}; give the module in a type that every accelerator has."
             )
+        self.size = cluster.size
         self._network = Network(cluster)
         self._group = self._network.group(range(cluster.size))
-
-    @property
-    def size(self) -> int:
-        return self.cluster.size
+        self._operators: dict[Operator, tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def memory_limits(self) -> list[int]:
@@ -64,6 +65,11 @@ class Costs:
 
     def operator(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
         """Per rank: seconds of starting the whole operator, and seconds that its whole work takes beside."""
+        if operator not in self._operators:
+            self._operators[operator] = self._seconds(graph, operator)
+        return self._operators[operator]
+
+    def _seconds(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
         found = work(graph, operator)
         if found is None:
             return np.zeros(self.size), np.zeros(self.size)
@@ -89,8 +95,8 @@ class Costs:
         slope = max(seconds[1] - seconds[0], 0.0) / (large - small)
         return Linear(max(seconds[0] - slope * small, 0.0), slope)
 
-    def collective(self, kind: Collective, num_bytes: float, shares: Sequence[float]) -> float:
-        """Seconds of a collective over `num_bytes`, of which rank i's piece is the fraction `shares[i]`.
+    def collective(self, kind: Collective, num_bytes: float, smallest: float, largest: float) -> float:
+        """Seconds of a collective over `num_bytes`, of which ranks' pieces are fractions from `smallest` to `largest`.
 
         The busiest rank counts. It receives all but the smallest piece, where equal pieces leave out 1/n. Padding
         makes every piece as large as the largest and costs one start; without it the pieces start one by one.
@@ -98,33 +104,26 @@ class Costs:
         if self.size == 1:
             return 0.0
         ring, equal = self.reduce_scatter, (self.size - 1) / self.size
-        uneven = (1.0 - min(shares)) / equal
         if kind == "all-reduce":
             return 2.0 * (ring.fixed + ring.slope * num_bytes)
         if kind == "padded all-gather":
-            return ring.fixed + ring.slope * num_bytes * max(shares) * self.size
+            return ring.fixed + ring.slope * num_bytes * largest * self.size
         if kind == "all-to-all":
-            return ring.fixed * 2.0 + ring.slope * num_bytes * max(shares)
-        is_even = max(shares) - min(shares) < 1e-9
-        return ring.fixed * (1.0 if is_even else 1.5) + ring.slope * num_bytes * uneven
+            return ring.fixed * 2.0 + ring.slope * num_bytes * largest
+        starts = 1.0 if largest - smallest < 1e-9 else 1.5
+        return ring.fixed * starts + ring.slope * num_bytes * (1.0 - smallest) / equal
 
 
 class WithoutLatency(Costs):
     """What HAP's own costs know: nothing takes time to start."""
 
-    def operator(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
-        start, rest = super().operator(graph, operator)
+    def _seconds(self, graph: Graph, operator: Operator) -> tuple[np.ndarray, np.ndarray]:
+        start, rest = super()._seconds(graph, operator)
         return start * 0.0, rest
 
     @cached_property
     def reduce_scatter(self) -> Linear:
         return Linear(0.0, super().reduce_scatter.slope)
-
-
-def memory_limits(cluster: ClusterSpec, reserve: float = 0.0) -> list[int]:
-    """Bytes of each rank that a program may use where the fraction `reserve` of the memory stays free."""
-    places = cluster.places
-    return [int(p.accelerator.memory_bytes * (1.0 - reserve) - p.node.reserved_memory_gb * 2**30) for p in places]
 
 
 def precision_of(graph: Graph) -> Precision:
@@ -187,3 +186,115 @@ def _operator_seconds(accelerator: AcceleratorSpec, precision: Precision, found:
 @cache
 def _device(accelerator: AcceleratorSpec, precision: Precision) -> Device:
     return Device(accelerator, precision, HETHUB, packaged())
+
+
+# -- what programs pay --------------------------------------------------------------------------------------------
+
+
+class Move(NamedTuple):
+    """A tensor brought from one state into another; no collective where every rank has what it needs."""
+
+    tensor: int
+    source: State
+    target: State
+    collective: Collective | None
+
+
+class Model(NamedTuple):
+    """What programs are about: the traced step, its rules, and what everything costs."""
+
+    graph: Graph
+    rules: Rules
+    costs: Costs
+
+
+def fractions(model: Model, shares: Shares, tensor: int, state: State) -> np.ndarray:
+    """Which part of a tensor each rank holds in `state`."""
+    if not isinstance(state, Cut):
+        return _all(model.costs.size)
+    return _parts(shares[model.rules.axis(tensor, state)])
+
+
+def held_bytes(model: Model, shares: Shares, tensor: int, state: State) -> np.ndarray:
+    """What each rank holds of a tensor in `state`."""
+    return model.graph.tensors[tensor].num_bytes * fractions(model, shares, tensor, state)
+
+
+@lru_cache(maxsize=4096)
+def _parts(own: tuple[int, ...]) -> np.ndarray:
+    """The fractions that ranks have of an axis, by their atoms of it."""
+    return np.array(own, dtype=float) / sum(own)
+
+
+@cache
+def _all(size: int) -> np.ndarray:
+    return np.ones(size)
+
+
+def rank_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> np.ndarray:
+    """Seconds of an operator under a rule on every rank."""
+    start, rest = model.costs.operator(model.graph, model.graph.operators[number])
+    axis = model.rules.axis_of(number, rule)
+    if axis is None:
+        return start + rest
+    part = _parts(shares[axis])
+    return (start + rest * part) * (part > 0)
+
+
+def rule_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> float:
+    """Seconds of an operator under a rule: the slowest rank's."""
+    return float(rank_seconds(model, shares, number, rule).max())
+
+
+def update_seconds(model: Model, shares: Shares, tensor: int, state: State) -> float:
+    """Seconds of the optimizer's update of a parameter kept in `state`: the slowest rank's."""
+    whole = model.costs.update(model.graph.tensors[tensor])
+    return float((whole * fractions(model, shares, tensor, state)).max())
+
+
+def move_cost(
+    model: Model, shares: Shares, tensor: int, source: State, target: State
+) -> tuple[float, Collective | None]:
+    """Seconds and the best collective of bringing a tensor from one state into another."""
+    if source in (target, WHOLE):
+        return 0.0, None
+    size = model.graph.tensors[tensor].num_bytes
+    costs = model.costs
+
+    def seconds(kind: Collective, state: State) -> tuple[float, Collective]:
+        own = shares[model.rules.axis(tensor, state)] if isinstance(state, Cut) else (1,)
+        return costs.collective(kind, size, min(own) / sum(own), max(own) / sum(own)), kind
+
+    if source == PARTIAL:
+        return seconds("all-reduce", WHOLE) if target == WHOLE else seconds("reduce-scatter", target)
+    if target == WHOLE:
+        return min(seconds("all-gather", source), seconds("padded all-gather", source))
+    if target == PARTIAL:
+        return 0.0, None  # every rank puts its piece among zeros
+    if not is_all_to_all(source, target):
+        return float("inf"), None
+    return max(seconds("all-to-all", state) for state in (source, target))
+
+
+def is_all_to_all(source: State, target: State) -> bool:
+    """Whether pieces of one cut can be exchanged for pieces of the other: they are cut along unlike dimensions."""
+    return isinstance(source, Cut) and isinstance(target, Cut) and source.dim != target.dim
+
+
+def moves_to(
+    model: Model, shares: Shares, tensor: int, source: State, targets: Sequence[State]
+) -> tuple[float, list[Move]]:
+    """The cheapest moves that bring a tensor from the state it is made in into all of `targets`."""
+
+    def direct(to: Sequence[State]) -> tuple[float, list[Move]]:
+        priced = [(move_cost(model, shares, tensor, source, target), target) for target in to if target != source]
+        return sum(cost for (cost, _), _ in priced), [Move(tensor, source, to, kind) for (_, kind), to in priced]
+
+    others = [target for target in targets if target != WHOLE]
+    through, gathered = direct([WHOLE])
+    if source == WHOLE or WHOLE in targets:
+        return through, gathered + [Move(tensor, WHOLE, to, None) for to in others if to != source]
+    alone, moves = direct(others)
+    if alone <= through:
+        return alone, moves
+    return through, gathered + [Move(tensor, WHOLE, to, None) for to in others if to != source]

@@ -1,14 +1,18 @@
 """A training step as one graph: operators of forward and backward in the order they run, and the tensors between."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
+from hethub.spec.errors import BadInput
+
 VIEW_KEYS = ("aten.view.default", "aten._unsafe_view.default")
+SHORTEST = 8  # operators; shorter repetitions save nothing
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,23 @@ class Ref:
     index: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class BySamples:
+    """Stands in a template's shapes and arguments for a number that follows from the number of samples."""
+
+    formula: Any  # sympy's, of one symbol
+    number: type[int] | type[float]
+
+    def of(self, samples: int) -> int | float:
+        return self.number(_value(self.formula, samples))
+
+
+@cache
+def _value(formula: Any, samples: int) -> Any:
+    return formula.subs(dict.fromkeys(formula.free_symbols, samples))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tensor:
     """A tensor of the step on one device: what every rank's pieces make up together."""
 
@@ -26,12 +46,12 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Operator:
     """One call of an aten operator; tensors are numbers into the graph's list."""
 
@@ -52,17 +72,17 @@ class Operator:
         """The operator itself; plain data keep its name only, so that graphs travel between processes."""
         return overload(self.key)
 
-    @property
+    @cached_property
     def made(self) -> tuple[int, ...]:
         """The tensors that it makes."""
         return tuple(output for output in self.outputs if output is not None)
 
     def call(self, tensors: list[torch.Tensor], args: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """The operator's outputs for these inputs, one entry per output."""
-        given = replace_refs(self.args if args is None else args, lambda ref: tensors[ref.index])
+        given = replaced(self.args if args is None else args, Ref, lambda ref: tensors[ref.index])
         # A piece that was moved may lie in memory in another order than on one device, where a view sufficed.
         target = overload("aten.reshape.default") if self.key in VIEW_KEYS else self.target
-        result = target(*given, **replace_refs(dict(self.kwargs), lambda ref: tensors[ref.index]))
+        result = target(*given, **replaced(dict(self.kwargs), Ref, lambda ref: tensors[ref.index]))
         return tuple(result) if self.has_many_outputs else (result,)
 
 
@@ -78,6 +98,51 @@ class Graph:
     inputs: tuple[int, ...]
     loss: int
     gradients: Mapping[str, int | None]  # None: the loss does not depend on the parameter
+    updates: Mapping[str, int]  # by the buffers that a step changes, what they hold after it
+    samples: int  # that the shapes are those of
+    guards: tuple[Any, ...] = ()  # formulas that other numbers of samples must meet as well
+    template: "Graph | None" = None  # the same with BySamples in its shapes and arguments
+
+    def at(self, samples: int) -> "Graph":
+        """The graph for another number of samples. Raises BadInput where the module does otherwise with so many."""
+        template = self.template
+        assert template is not None
+        if samples != self.samples:
+            self._check(template, samples)
+
+        def told(value: Any) -> Any:
+            return replaced(value, BySamples, lambda number: number.of(samples))
+
+        return replace(
+            template,
+            tensors=tuple(replace(t, shape=told(t.shape)) for t in template.tensors),
+            operators=tuple(replace(o, args=told(o.args), kwargs=told(o.kwargs)) for o in template.operators),
+            samples=samples,
+            template=template,
+        )
+
+    def _check(self, template: "Graph", samples: int) -> None:
+        why = next((str(guard) for guard in self.guards if not _value(guard, samples)), None)
+        if samples < 2:
+            why = "one sample may be taken for a dimension that broadcasts"
+        if not any(_is_by_samples(template.tensors[tensor]) for tensor in self.inputs):
+            why = "it speaks of that number itself"
+        if why:
+            raise BadInput(
+                f"the module was traced with {self.samples} samples, which does not hold for {samples} ({why}); trace it with"
+                f" example inputs of {samples}."
+            )
+
+    def samples_in(self, inputs: Sequence[torch.Tensor]) -> int:
+        """How many samples these inputs have."""
+        told = (self.template or self).tensors
+        counts = (v.shape[0] for t, v in zip(self.inputs, inputs, strict=False) if _is_by_samples(told[t]) and v.dim())
+        return next(counts, self.samples)
+
+    @cached_property
+    def results(self) -> tuple[int, ...]:
+        """What every rank has whole after a step: the loss, and what buffers hold then."""
+        return self.loss, *self.updates.values()
 
     @cached_property
     def producers(self) -> dict[int, int]:
@@ -108,6 +173,10 @@ class Graph:
         return [self.tensors[t].shape for t in operator.made]
 
 
+def _is_by_samples(tensor: Tensor) -> bool:
+    return bool(tensor.shape) and isinstance(tensor.shape[0], BySamples)
+
+
 def schema_of(target: Any) -> Any:
     """What torch declares of an operator: its arguments, by name; None of what is no single operator."""
     return getattr(target, "_schema", None)
@@ -122,12 +191,70 @@ def overload(key: str) -> Any:
     return found
 
 
-def replace_refs(value: Any, with_what: Callable[[Ref], Any]) -> Any:
-    """`value` with every Ref in its lists, tuples and mappings replaced."""
-    if isinstance(value, Ref):
+def replaced(value: Any, kind: type, with_what: Callable[[Any], Any]) -> Any:
+    """`value` with everything of a kind in its lists, tuples and mappings replaced."""
+    if isinstance(value, kind):
         return with_what(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(replace_refs(item, with_what) for item in value)
+        return type(value)(replaced(item, kind, with_what) for item in value)
     if isinstance(value, dict):
-        return {key: replace_refs(item, with_what) for key, item in value.items()}
+        return {key: replaced(item, kind, with_what) for key, item in value.items()}
     return value
+
+
+def repeated(graph: Graph) -> list[int]:
+    """By operator, the earliest one that it repeats, itself where it repeats none.
+
+    Layers are found as what they are: stretches of operators that are the stretch before them once more, with the same
+    arguments and shapes.
+    """
+    first = list(range(len(graph.operators)))
+    kinds = _kinds(graph)
+    free = np.ones(len(kinds), dtype=bool)
+    while (found := _longest(kinds, free)) is not None:
+        start, period, length = found
+        for place in range(start + period, start + period + length):
+            first[place] = start + (place - start) % period
+        free[start : start + period + length] = False
+    return first
+
+
+def repeated_parameters(graph: Graph, first: list[int]) -> dict[str, str]:
+    """By parameter, the first of those that stand in its place in operators that repeat each other, itself where none
+    does. Forward repeats its first layer and backward, which begins at the end, its last."""
+    names = {tensor: name for name, tensor in graph.parameters.items()}
+    groups = {name: {name} for name in graph.parameters}
+    for operator, earlier in zip(graph.operators, first, strict=True):
+        for tensor, other in zip(operator.inputs, graph.operators[earlier].inputs, strict=True):
+            if tensor in names and other in names:
+                joined = groups[names[tensor]] | groups[names[other]]
+                groups.update(dict.fromkeys(joined, joined))
+    order = {name: number for number, name in enumerate(graph.parameters)}
+    return {name: min(group, key=order.__getitem__) for name, group in groups.items()}
+
+
+def _kinds(graph: Graph) -> np.ndarray:
+    """Per operator a number that operators share which do the same to tensors of the same shapes."""
+    numbers: dict[tuple[object, ...], int] = {}
+    told = (
+        (o.key, repr(o.args), repr(o.kwargs), o.is_forward, *graph.shapes_in(o), *graph.shapes_out(o))
+        for o in graph.operators
+    )
+    return np.array([numbers.setdefault(kind, len(numbers)) for kind in told])
+
+
+def _longest(kinds: np.ndarray, free: np.ndarray) -> tuple[int, int, int] | None:
+    """Of the stretches that repeat what lies `period` before them at least once in whole: the start of what they
+    repeat, the period, and their length; the longest."""
+    best: tuple[int, int, int] | None = None
+    for period in range(SHORTEST, len(kinds) // 2 + 1):
+        alike = (kinds[period:] == kinds[:-period]) & free[period:] & free[:-period]
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], alike.astype(np.int8), [0]))))
+        lengths = edges[1::2] - edges[::2]
+        if not lengths.size:
+            continue
+        place = int(lengths.argmax())
+        length = int(lengths[place])
+        if length >= period and (best is None or length > best[2]):
+            best = int(edges[2 * place]), period, length
+    return best

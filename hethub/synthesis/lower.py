@@ -2,15 +2,18 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from hethub.spec.errors import BadInput
+from hethub.synthesis.costs import Move, Shares
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.pieces import Exchange, bounds, piece, run_piece
-from hethub.synthesis.program import Move, Program
-from hethub.synthesis.rules import WHOLE, Cut, Rules, State
+from hethub.synthesis.pieces import Exchange, Summing, bounds, piece, run_piece
+from hethub.synthesis.program import Program, runs_beside
+from hethub.synthesis.ratios import rounded
+from hethub.synthesis.rules import WHOLE, Cut, Rule, Rules, State
 
 
 def fingerprint(graph: Graph) -> str:
@@ -28,10 +31,85 @@ def _check_same(program: Program, exchange: Exchange) -> None:
         raise BadInput("the ranks have unlike programs; plan on one rank and send its program to the others.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A program for one number of samples: every operator's rule, how tensors get where they are needed, and shares."""
+
+    graph: Graph
+    rules: Rules
+    chosen: list[Rule]
+    moves: dict[tuple[int, State], Move]  # by tensor and the state that it is brought into
+    shares: Shares
+
+    @classmethod
+    def planned(cls, graph: Graph, program: Program) -> "Layout":
+        """As planned, for the graph that the program was made for."""
+        rules = Rules(graph)
+        chosen = [rules.of[number][rule] for number, rule in enumerate(program.rules)]
+        moves = {(move.tensor, move.target): move for move in program.moves}
+        return cls(graph=graph, rules=rules, chosen=chosen, moves=moves, shares=program.shares)
+
+    def of(self, tensor: int, state: State) -> tuple[int, ...]:
+        """The ranks' shares of the axis that a tensor is cut along in `state`."""
+        return self.shares[self.rules.axis(tensor, state)] if isinstance(state, Cut) else ()
+
+    def at(self, samples: int, program: Program) -> "Layout":
+        """The same for another number of samples, which ranks share in nearly the same ratios.
+
+        Tensors are cut along the same dimensions; merged ones may consist of another number of blocks. Raises BadInput
+        where the module's operators can no longer be cut so.
+        """
+        graph = self.graph.at(samples)
+        rules = Rules(graph)
+        cuts = [
+            dict(zip(old, new, strict=True)) if [c.dim for c in old] == [c.dim for c in new] else {}
+            for old, new in zip(self.rules.all_cuts, rules.all_cuts, strict=True)
+        ]
+
+        def image(tensor: int, state: State) -> State:
+            return cuts[tensor][state] if isinstance(state, Cut) else state
+
+        axes: dict[int, int] = {}
+        try:
+            for tensor, own in enumerate(cuts):
+                for old, new in own.items():
+                    if axes.setdefault(self.rules.axis(tensor, old), rules.axis(tensor, new)) != rules.axis(
+                        tensor, new
+                    ):
+                        raise LookupError
+            chosen = [rules.of[number][rule] for number, rule in enumerate(program.rules)]
+            for operator, before, after in zip(graph.operators, self.chosen, chosen, strict=True):
+                tensors = (*operator.inputs, *operator.made)
+                states = map(image, tensors, (*before.inputs, *before.outputs))
+                if tuple(states) != (*after.inputs, *after.outputs):
+                    raise LookupError
+            shares = [(0,) * program.size] * len(rules.axes)
+            for old_axis, axis in axes.items():
+                own_shares, atoms = self.shares[old_axis], rules.axes[axis].atoms
+                kept = sum(own_shares) == atoms
+                shares[axis] = own_shares if kept else rounded([n / sum(own_shares) for n in own_shares], atoms)
+            moves = {
+                (t, image(t, target)): move._replace(source=image(t, move.source), target=image(t, target))
+                for (t, target), move in self.moves.items()
+            }
+            layout = Layout(graph=graph, rules=rules, chosen=chosen, moves=moves, shares=tuple(shares))
+            for name, state in program.kept.items():
+                tensor = graph.parameters[name]
+                if layout.of(tensor, image(tensor, state)) != self.of(tensor, state):
+                    raise LookupError
+        except LookupError:
+            raise BadInput(
+                f"the program for {self.graph.samples} samples cannot be run with {samples}; plan again with so many, or give"
+                " every step batches of one size."
+            ) from None
+        return layout
+
+
 class Step:
     """`step(*inputs)` is the global loss; the gradients of this rank's shards are then in their `.grad`.
 
-    Every rank calls it with the same whole inputs. As with `loss.backward()`, gradients are added to what is there.
+    Every rank calls it with the same whole inputs, of any number of samples. As with `loss.backward()`, gradients are
+    added to what is there.
     """
 
     def __init__(self, module: torch.nn.Module, graph: Graph, program: Program, group: dist.ProcessGroup) -> None:
@@ -39,11 +117,11 @@ class Step:
             raise BadInput("the program was made for another module or other example inputs; plan again with these.")
         if group.size() != program.size:
             raise BadInput(f"the program is for {program.size} ranks; the group has {group.size()}.")
-        self._graph, self._program, self._rules = graph, program, Rules(graph)
+        self._graph, self._program = graph, program
         self._exchange = Exchange(group)
         _check_same(program, self._exchange)
-        self._moves: dict[tuple[int, State], Move] = {(move.tensor, move.target): move for move in program.moves}
-        self._chosen = [self._rules.of[number][rule] for number, rule in enumerate(program.rules)]
+        self._planned = Layout.planned(graph, program)
+        self._layouts = {graph.samples: self._planned}  # by the number of samples
         self._lasts = {tensor: numbers[-1] for tensor, numbers in graph.consumers.items()}
         self.peak_bytes: int | None = None  # of the first step's living storages, two moments per weight among them
         self._take(module)
@@ -51,6 +129,10 @@ class Step:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """This rank's shards, for an optimizer; a shard may be empty."""
         return iter(self._shards.values())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """What this rank holds beside its parameters: buffers, frozen parameters and constants, each whole."""
+        return iter(self._buffers.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return iter(self._shards.items())
@@ -68,28 +150,43 @@ class Step:
             self._shards[name] = torch.nn.Parameter(self._own(name, owned[name].detach()))
         firsts = {id(owned[name]): name for name in self._graph.parameters}
         held = module.state_dict(keep_vars=True)
-        # Of every entry of the module's state: the parameter that it is, or its value where the step has no part in it.
+        firsts.update({id(owned[name]): name for name in self._graph.updates})
+        # Of every entry of the module's state: what it is of the step's own, or its value where the step has no part in it.
         self._entries = {key: firsts.get(id(value), value.detach().clone()) for key, value in held.items()}
 
     def _own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         tensor, state = self._graph.parameters[name], self._program.kept[name]
         if isinstance(state, Cut):
-            return piece(whole, state, self._shares(tensor, state), self._exchange.rank)
+            return piece(whole, state, self._planned.of(tensor, state), self._exchange.rank)
         return whole.clone()
 
-    def _shares(self, tensor: int, state: State) -> tuple[int, ...]:
-        return self._program.shares[self._rules.axis(tensor, state)] if isinstance(state, Cut) else ()
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """What a step changes beside parameters, running statistics, the same on every rank."""
+        return {name: self._buffers[self._graph.buffers[name]] for name in self._graph.updates}
 
     @torch.no_grad()
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        held, counts = self._start(inputs), self.peak_bytes is None
-        gradients: dict[str, torch.Tensor] = {}
-        for number, operator in enumerate(self._graph.operators):
-            rule = self._chosen[number]
-            tensors = [self._bring(held, t, s) for t, s in zip(operator.inputs, rule.inputs, strict=True)]
-            axis = self._rules.axis_of(number, rule)
-            shares = (1,) * self._exchange.size if axis is None else self._program.shares[axis]
-            made = [self._graph.tensors[tensor] for tensor in operator.made]
+        results, gradients = self._run(inputs)
+        for name, tensor in self._graph.updates.items():
+            self._buffers[self._graph.buffers[name]].copy_(results[tensor])
+        self._add(gradients)
+        return results[self._graph.loss].clone()
+
+    @torch.no_grad()
+    def loss(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The global loss alone; gradients and running statistics stay as they are."""
+        return self._run(inputs)[0][self._graph.loss].clone()
+
+    def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+        """What every rank has whole after the step, by tensor, and the gradients of this rank's shards, by name."""
+        held, laid, counts = self._start(inputs), self._layout(inputs), self.peak_bytes is None
+        gradients: dict[str, Summing] = {}
+        for number, operator in enumerate(laid.graph.operators):
+            rule = laid.chosen[number]
+            tensors = [self._bring(held, laid, t, s) for t, s in zip(operator.inputs, rule.inputs, strict=True)]
+            axis = laid.rules.axis_of(number, rule)
+            shares = (1,) * self._exchange.size if axis is None else laid.shares[axis]
+            made = [laid.graph.tensors[tensor] for tensor in operator.made]
             results = run_piece(
                 operator, rule, tensors, [t.shape for t in made], [t.dtype for t in made],
                 shares[self._exchange.rank], 1 if axis is None else sum(shares),
@@ -98,48 +195,74 @@ class Step:
             del tensors, results
             for tensor in operator.made:
                 for name in self._graph.parameter_of_gradient.get(tensor, ()):
-                    gradients[name] = self._bring(held, tensor, self._program.kept[name])
+                    gradients[name] = self._sum(held, laid, tensor, name, list(gradients.values()))
             if counts:
-                self._count(held)
+                self._count([*held.values(), *(t for own in gradients.values() for t in own.tensors)])
             self._release(held, number)
-        self._add(gradients)
-        return self._bring(held, self._graph.loss, WHOLE).clone()
+        whole = {tensor: self._bring(held, laid, tensor, WHOLE) for tensor in self._graph.results}
+        return whole, {name: own.result() for name, own in gradients.items()}
+
+    def _layout(self, inputs: tuple[torch.Tensor, ...]) -> Layout:
+        samples = self._graph.samples_in(inputs)
+        if samples not in self._layouts:
+            self._layouts[samples] = self._planned.at(samples, self._program)
+        return self._layouts[samples]
 
     def _start(self, inputs: tuple[torch.Tensor, ...]) -> dict[tuple[int, State], torch.Tensor]:
-        wanted = [self._graph.tensors[tensor] for tensor in self._graph.inputs]
+        graph = self._layout(inputs).graph
+        wanted = [graph.tensors[tensor] for tensor in graph.inputs]
         given = [(tuple(value.shape), value.dtype) for value in inputs]
         if given != [(tensor.shape, tensor.dtype) for tensor in wanted]:
             raise BadInput(
                 f"the step was made for inputs {[(t.shape, str(t.dtype)) for t in wanted]}; it got"
-                f" {[(shape, str(dtype)) for shape, dtype in given]}. Plan again for these, or pad the batch."
+                f" {[(shape, str(dtype)) for shape, dtype in given]}. Plan again for these."
             )
         held: dict[tuple[int, State], torch.Tensor] = {
             (tensor, WHOLE): value for tensor, value in self._buffers.items()
         }
-        held.update({(tensor, WHOLE): value for tensor, value in zip(self._graph.inputs, inputs, strict=True)})
-        for name, tensor in self._graph.parameters.items():
+        held.update({(tensor, WHOLE): value for tensor, value in zip(graph.inputs, inputs, strict=True)})
+        for name, tensor in graph.parameters.items():
             held[tensor, self._program.kept[name]] = self._shards[name].detach()
         return held
 
-    def _bring(self, held: dict[tuple[int, State], torch.Tensor], tensor: int, state: State) -> torch.Tensor:
+    def _bring(
+        self, held: dict[tuple[int, State], torch.Tensor], laid: Layout, tensor: int, state: State
+    ) -> torch.Tensor:
         if (tensor, state) not in held:
-            move = self._moves[tensor, state]
-            before, after = self._shares(tensor, move.source), self._shares(tensor, state)
-            shape = self._graph.tensors[tensor].shape
-            held[tensor, state] = self._exchange.move(
-                move, self._bring(held, tensor, move.source), shape, before, after
+            move = laid.moves[tensor, state]
+            source = self._bring(held, laid, tensor, move.source)
+            shape, before, after = (
+                laid.graph.tensors[tensor].shape,
+                laid.of(tensor, move.source),
+                laid.of(tensor, state),
             )
+            held[tensor, state] = self._exchange.move(move, source, shape, before, after)
         return held[tensor, state]
+
+    def _sum(
+        self, held: dict[tuple[int, State], torch.Tensor], laid: Layout, tensor: int, name: str, before: list[Summing]
+    ) -> Summing:
+        """A gradient on its way into the state that its parameter is kept in, beside what is computed where no operator
+        waits for it. A scattered sum holds the whole gradient until it is done, so there is one at a time."""
+        state = self._program.kept[name]
+        move = laid.moves.get((tensor, state))
+        if (tensor, state) in held or move is None or not runs_beside(self._graph, move):
+            return Summing([self._bring(held, laid, tensor, state)])
+        if isinstance(state, Cut):
+            for earlier in before:
+                if earlier.is_scattered:
+                    earlier.result()
+        return self._exchange.start(held[tensor, move.source], state, laid.of(tensor, state))
 
     def _release(self, held: dict[tuple[int, State], torch.Tensor], number: int) -> None:
         operator = self._graph.operators[number]
         for tensor in dict.fromkeys((*operator.inputs, *operator.made)):
-            if self._lasts.get(tensor, -1) <= number and tensor != self._graph.loss:
+            if self._lasts.get(tensor, -1) <= number and tensor not in self._graph.results:
                 for key in [key for key in held if key[0] == tensor]:
                     del held[key]
 
-    def _count(self, held: dict[tuple[int, State], torch.Tensor]) -> None:
-        alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
+    def _count(self, held: list[torch.Tensor]) -> None:
+        alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         moments = sum(2 * shard.numel() * shard.element_size() for shard in self.parameters())
         self.peak_bytes = max(self.peak_bytes or 0, sum(alive.values()) + moments)
 
@@ -169,7 +292,7 @@ class Step:
         if not isinstance(state, Cut):
             yield (0,) * len(shape), own
             return
-        start, stop = bounds(shape, state, self._shares(tensor, state))[self._exchange.rank]
+        start, stop = bounds(shape, state, self._planned.of(tensor, state))[self._exchange.rank]
         for block in range(state.blocks if stop > start else 0):
             offset = block * (shape[state.dim] // state.blocks) + start
             view = own.narrow(state.dim, block * (stop - start), stop - start)
@@ -178,6 +301,7 @@ class Step:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole module's state, as one device would have it; all ranks call it together."""
         whole = {name: self._whole(name, shard.detach()) for name, shard in self._shards.items()}
+        whole |= {name: value.clone() for name, value in self.statistics().items()}
         return {key: whole[entry] if isinstance(entry, str) else entry for key, entry in self._entries.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -189,17 +313,22 @@ class Step:
         if not isinstance(state, Cut):
             return shard.clone()
         move = Move(tensor, state, WHOLE, "all-gather")
-        return self._exchange.move(move, shard, self._graph.tensors[tensor].shape, self._shares(tensor, state), ())
+        return self._exchange.move(move, shard, self._graph.tensors[tensor].shape, self._planned.of(tensor, state), ())
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes this rank's shards out of the whole module's state."""
-        missing = [key for key, entry in self._entries.items() if isinstance(entry, str) and key not in state]
+        """Takes this rank's shards, and the buffers, out of the whole module's state."""
+        missing = [key for key in self._entries if key not in state]
         if missing:
             raise BadInput(f"the state lacks '{missing[0]}'; give a state_dict of the whole module.")
         for key, entry in self._entries.items():
-            if isinstance(entry, str):
+            if isinstance(entry, str) and entry in self._shards:
                 self._shards[entry].copy_(self._own(entry, state[key]))
+            else:
+                if not isinstance(entry, str):
+                    self._entries[key] = state[key].detach().clone()
+                if key in self._graph.buffers:
+                    self._buffers[self._graph.buffers[key]].copy_(state[key])
 
 
 __all__ = ["Step", "fingerprint"]

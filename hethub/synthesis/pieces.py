@@ -1,6 +1,6 @@
 """A rank's pieces of tensors: an operator run on them, and moves between states by collectives of uneven pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
 from hethub.spec.ranges import Range
+from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Operator, schema_of
-from hethub.synthesis.program import Move
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, State
 
 # Arguments that say the shape of the output; a piece of it is smaller.
@@ -91,6 +91,27 @@ def local_arguments(
     return tuple(args)
 
 
+class Summing:
+    """A sum over all ranks that is under way, or a tensor that is there already."""
+
+    def __init__(
+        self, tensors: list[torch.Tensor], work: Any = None, finish: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self.tensors, self._work, self._finish = tensors, work, finish  # what it holds, its result first
+        self.is_scattered = finish is not None
+
+    def result(self) -> torch.Tensor:
+        """This rank's part of the sum."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        if self._finish is not None:
+            del self.tensors[1:]
+            self.tensors = [self._finish()]
+        self._finish = None
+        return self.tensors[0]
+
+
 class Exchange:
     """The collectives of one rank's part of a program, over a group that all ranks of the program are in."""
 
@@ -113,25 +134,31 @@ class Exchange:
                 return self._exchange(held, source, target, shape, before, after)
             return self._among_zeros(held, source, shape, before)
         if source == PARTIAL:
-            return self._sum(held) if target == WHOLE else self._scatter(held, target, after)  # type: ignore[arg-type]
+            return self.start(held, target, after).result()
         if isinstance(target, Cut):
             return piece(held, target, after, self.rank)
         return held if self.rank == 0 else torch.zeros_like(held)
 
-    def _sum(self, held: torch.Tensor) -> torch.Tensor:
-        result = held.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, group=self.group)
-        return result
-
-    def _scatter(self, held: torch.Tensor, cut: Cut, shares: Sequence[int]) -> torch.Tensor:
-        flat = front(held, cut)
-        ranges, row = self._ranges(held.shape, cut, shares)
+    def start(self, held: torch.Tensor, target: State, after: Sequence[int]) -> "Summing":
+        """Begins to add up all ranks' `held`, for this rank's part of the sum in `target`; all ranks begin their sums
+        in the same order."""
+        if not isinstance(target, Cut):
+            result = held.clone(memory_format=torch.contiguous_format)
+            return Summing([result], dist.all_reduce(result, group=self.group, async_op=True))
+        flat = front(held, target)
+        ranges, row = self._ranges(held.shape, target, after)
         mine = ranges[self.rank]
         output = torch.empty(mine.size, dtype=held.dtype, device=held.device)
-        reduce_scatter_by_ranges(self.group, flat.reshape(-1), ranges, output, async_op=False)
+        work = reduce_scatter_by_ranges(self.group, flat.reshape(-1), ranges, output, async_op=True)
         local = [*held.shape]
-        local[cut.dim] = mine.size // max(row, 1) * cut.blocks
-        return back(output.view(-1, *flat.shape[1:]), cut, local) if mine else held.new_empty(local)
+        local[target.dim] = mine.size // max(row, 1) * target.blocks
+
+        rows = flat.shape[1:]
+
+        def finish() -> torch.Tensor:
+            return back(output.view(-1, *rows), target, local) if mine else output.new_empty(local)
+
+        return Summing([output, flat], work, finish)
 
     def _gather(
         self, held: torch.Tensor, cut: Cut, shape: Sequence[int], shares: Sequence[int], padded: bool

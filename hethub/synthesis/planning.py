@@ -6,10 +6,11 @@ from math import ceil
 import torch
 
 from hethub.spec.cluster import ClusterSpec
-from hethub.synthesis.costs import Costs, WithoutLatency, memory_limits, precision_of
+from hethub.spec.program import memory_limits
+from hethub.synthesis.costs import Costs, Model, WithoutLatency, precision_of
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import fingerprint
-from hethub.synthesis.program import Execution, Living, Model, Program
+from hethub.synthesis.program import Execution, Living, Program
 from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import PARTIAL, Cut, Rule, Rules
 from hethub.synthesis.search import Problem, Search
@@ -48,6 +49,16 @@ def plan_model(model: Model, options: Search | None = None, *, reserve: float = 
     return program_of(best.found.execution, is_optimal=best.found.is_optimal, rounds=best.rounds)
 
 
+def data_parallel(model: Model) -> Problem:
+    """The programs that cut nothing but the samples and keep every parameter whole on every rank."""
+    samples = model.rules.axis(model.graph.inputs[0], Cut(0, 1))
+
+    def by_samples(number: int, rule: Rule) -> bool:
+        return model.rules.axis_of(number, rule) in (None, samples)
+
+    return Problem(model, by_samples, cuts_parameters=False)
+
+
 def baselines(model: Model) -> dict[str, float]:
     """Seconds under our cost of what others would run on the same accelerators, whatever memory they need.
 
@@ -56,23 +67,19 @@ def baselines(model: Model) -> dict[str, float]:
     that its own rules (none that cuts a product's contraction in forward) and costs (no latency, one ratio for all axes)
     find best.
     """
-    samples = model.rules.axis(model.graph.inputs[0], Cut(0, 1))
-
-    def by_samples(number: int, rule: Rule) -> bool:
-        return model.rules.axis_of(number, rule) in (None, samples)
 
     def known_to_hap(number: int, rule: Rule) -> bool:
         operator = model.graph.operators[number]
         splits = short(operator) in HEAVY and rule.is_cut and PARTIAL in rule.outputs
         return not (splits and operator.is_forward)
 
-    parallel = Problem(model, by_samples, cuts_parameters=False)
+    parallel = data_parallel(model)
     bare = model._replace(costs=WithoutLatency(model.costs.cluster, model.costs.precision))
     found = Problem(bare, known_to_hap).search(by_speed(model))
     return {
-        "DP-EV": parallel.search(even(model)).seconds,
-        "DP-CP": parallel.search(by_speed(model)).seconds,
-        "HAP": Execution(model, found.rules, found.kept, by_speed(model)).seconds,
+        "DP-EV": parallel.search(even(model)).execution.step_seconds,
+        "DP-CP": parallel.search(by_speed(model)).execution.step_seconds,
+        "HAP": Execution(model, found.rules, found.kept, by_speed(model)).step_seconds,
     }
 
 
@@ -87,7 +94,7 @@ def program_of(execution: Execution, *, is_optimal: bool, rounds: int) -> Progra
         shares=execution.shares,
         axis_names=tuple(axis.name for axis in model.rules.axes),
         fingerprint=fingerprint(model.graph),
-        predicted_seconds=execution.seconds,
+        predicted_seconds=execution.step_seconds,
         optimizer_seconds=execution.optimizer_seconds,
         memory_bytes=tuple(ceil(peak) for peak in Living(execution).peak),
         is_optimal=is_optimal,
@@ -97,4 +104,4 @@ def program_of(execution: Execution, *, is_optimal: bool, rounds: int) -> Progra
     )
 
 
-__all__ = ["baselines", "memory_limits", "plan", "plan_graph", "plan_model", "pose", "program_of"]
+__all__ = ["baselines", "data_parallel", "plan", "plan_graph", "plan_model", "pose", "program_of"]

@@ -4,108 +4,31 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from hethub.spec.documents import dump_yaml
 from hethub.spec.program import AxisSpec, OperatorSpec, ProgramSpec, program_notes, program_table
-from hethub.synthesis.costs import VIEWS, Collective, Costs
+from hethub.synthesis.costs import (
+    VIEWS,
+    Model,
+    Move,
+    Shares,
+    fractions,
+    held_bytes,
+    move_cost,
+    moves_to,
+    rank_seconds,
+    rule_seconds,
+    update_seconds,
+)
 from hethub.synthesis.graph import Graph, Operator
-from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, read_state
+from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, State, read_state
 from hethub.synthesis.table import RESHAPES, short
 
-Shares = tuple[tuple[int, ...], ...]  # per axis, the atoms of each rank
 TRAINING_COPIES = 3  # of a parameter: itself and two moments; its gradient is one of the graph's tensors
-
-
-class Move(NamedTuple):
-    """A tensor brought from one state into another; no collective where every rank has what it needs."""
-
-    tensor: int
-    source: State
-    target: State
-    collective: Collective | None
-
-
-class Model(NamedTuple):
-    """What programs are about: the traced step, its rules, and what everything costs."""
-
-    graph: Graph
-    rules: Rules
-    costs: Costs
-
-
-def fractions(model: Model, shares: Shares, tensor: int, state: State) -> np.ndarray:
-    """Which part of a tensor each rank holds in `state`."""
-    if not isinstance(state, Cut):
-        return np.ones(model.costs.size)
-    own = np.array(shares[model.rules.axis(tensor, state)], dtype=float)
-    return own / own.sum()
-
-
-def rule_seconds(model: Model, shares: Shares, number: int, rule: Rule) -> float:
-    """Seconds of an operator under a rule: the slowest rank's."""
-    start, rest = model.costs.operator(model.graph, model.graph.operators[number])
-    axis = model.rules.axis_of(number, rule)
-    if axis is None:
-        return float((start + rest).max())
-    part = np.array(shares[axis], dtype=float) / sum(shares[axis])
-    return float(np.where(part > 0, start + rest * part, 0.0).max())
-
-
-def update_seconds(model: Model, shares: Shares, tensor: int, state: State) -> float:
-    """Seconds of the optimizer's update of a parameter kept in `state`: the slowest rank's."""
-    whole = model.costs.update(model.graph.tensors[tensor])
-    return float((whole * fractions(model, shares, tensor, state)).max())
-
-
-def move_cost(
-    model: Model, shares: Shares, tensor: int, source: State, target: State
-) -> tuple[float, Collective | None]:
-    """Seconds and the best collective of bringing a tensor from one state into another."""
-    if source in (target, WHOLE):
-        return 0.0, None
-    size = model.graph.tensors[tensor].num_bytes
-    costs = model.costs
-
-    def seconds(kind: Collective, state: State) -> tuple[float, Collective]:
-        return costs.collective(kind, size, fractions(model, shares, tensor, state).tolist()), kind
-
-    if source == PARTIAL:
-        return seconds("all-reduce", WHOLE) if target == WHOLE else seconds("reduce-scatter", target)
-    if target == WHOLE:
-        return min(seconds("all-gather", source), seconds("padded all-gather", source))
-    if target == PARTIAL:
-        return 0.0, None  # every rank puts its piece among zeros
-    if not is_all_to_all(source, target):
-        return float("inf"), None
-    either = [fractions(model, shares, tensor, state) for state in (source, target)]
-    return costs.collective("all-to-all", size, [float(f) for f in np.maximum(*either)]), "all-to-all"
-
-
-def is_all_to_all(source: State, target: State) -> bool:
-    """Whether pieces of one cut can be exchanged for pieces of the other: they are cut along unlike dimensions."""
-    return isinstance(source, Cut) and isinstance(target, Cut) and source.dim != target.dim
-
-
-def moves_to(
-    model: Model, shares: Shares, tensor: int, source: State, targets: Sequence[State]
-) -> tuple[float, list[Move]]:
-    """The cheapest moves that bring a tensor from the state it is made in into all of `targets`."""
-
-    def direct(to: Sequence[State]) -> tuple[float, list[Move]]:
-        priced = [(move_cost(model, shares, tensor, source, target), target) for target in to if target != source]
-        return sum(cost for (cost, _), _ in priced), [Move(tensor, source, to, kind) for (_, kind), to in priced]
-
-    others = [target for target in targets if target != WHOLE]
-    through, gathered = direct([WHOLE])
-    if source == WHOLE or WHOLE in targets:
-        return through, gathered + [Move(tensor, WHOLE, to, None) for to in others if to != source]
-    alone, moves = direct(others)
-    if alone <= through:
-        return alone, moves
-    return through, gathered + [Move(tensor, WHOLE, to, None) for to in others if to != source]
+POOLED_BYTES = 1 << 20  # below that, blocks lie in a pool of their own: of torch's on a device, malloc's heap on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +146,7 @@ class Execution:
     def targets(self) -> dict[int, list[State]]:
         """The states in which each tensor is needed."""
         graph = self.model.graph
-        found: dict[int, dict[State, None]] = {graph.loss: {WHOLE: None}}
+        found: dict[int, dict[State, None]] = {tensor: {WHOLE: None} for tensor in graph.results}
         for name, tensor in graph.gradients.items():
             if tensor is not None:
                 found.setdefault(tensor, {})[self.kept[name]] = None
@@ -255,13 +178,56 @@ class Execution:
         tensors = self.model.graph.parameters
         return sum(update_seconds(self.model, self.shares, tensors[name], state) for name, state in self.kept.items())
 
+    @cached_property
+    def step_seconds(self) -> float:
+        """The step's seconds as ranks run it: each goes on by itself until a collective needs them all, and sums of
+        gradients run one after the other beside what is computed."""
+        model, graph = self.model, self.model.graph
+        clock, network = np.zeros(model.costs.size), 0.0
+        there: set[tuple[int, State]] = set()
+
+        def bring(tensor: int, state: State) -> None:
+            nonlocal clock, network
+            if state == self.source(tensor) or (tensor, state) in there:
+                return
+            there.add((tensor, state))
+            move = next(move for move in self.moves[tensor] if move.target == state)
+            bring(tensor, move.source)
+            if move.collective:
+                network = max(network, float(clock.max())) + self._move_seconds(move)
+                if not runs_beside(graph, move):
+                    clock = np.full_like(clock, network)
+
+        for number, operator in enumerate(graph.operators):
+            rule = self.rules[number]
+            for tensor, state in zip(operator.inputs, rule.inputs, strict=True):
+                bring(tensor, state)
+            clock = clock + rank_seconds(model, self.shares, number, rule)
+            for tensor in operator.made:
+                for name in graph.parameter_of_gradient.get(tensor, ()):
+                    bring(tensor, self.kept[name])
+        bring(graph.loss, WHOLE)
+        updates = sum(
+            model.costs.update(graph.tensors[graph.parameters[name]])
+            * fractions(model, self.shares, graph.parameters[name], state)
+            for name, state in self.kept.items()
+        )
+        return float((np.maximum(clock, network) + updates).max())
+
+    @cached_property
+    def visible(self) -> float:
+        """Which part of the seconds of gradients' sums the step takes beside what is computed meanwhile."""
+        moves = (move for moves in self.moves.values() for move in moves)
+        summed = sum(self._move_seconds(move) for move in moves if runs_beside(self.model.graph, move))
+        return min(max(1.0 - (self.seconds - self.step_seconds) / summed, 0.0), 1.0) if summed else 1.0
+
     def _move_seconds(self, move: Move) -> float:
         return move_cost(self.model, self.shares, move.tensor, move.source, move.target)[0] if move.collective else 0.0
 
     def last_uses(self) -> dict[int, int]:
         """By tensor, the operator after which no rank needs it any more."""
         uses = {tensor: numbers[-1] for tensor, numbers in self.model.graph.consumers.items()}
-        keeps = {self.model.graph.loss, *(t for t in self.model.graph.gradients.values() if t is not None)}
+        keeps = {*self.model.graph.results, *(t for t in self.model.graph.gradients.values() if t is not None)}
         return {tensor: number for tensor, number in uses.items() if tensor not in keeps}
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -283,15 +249,50 @@ class Execution:
             }
 
 
+def runs_beside(graph: Graph, move: Move) -> bool:
+    """Whether a collective runs beside what is computed: it sums up a gradient, which no operator waits for."""
+    return (
+        move.source == PARTIAL and move.tensor in graph.parameter_of_gradient and not graph.consumers.get(move.tensor)
+    )
+
+
+def move_buffers(model: Model, shares: Shares, move: Move) -> np.ndarray:
+    """At most what every rank's end of a move holds beside its source and target while it runs, in bytes."""
+    size = model.graph.tensors[move.tensor].num_bytes
+    before, after = (held_bytes(model, shares, move.tensor, state) for state in (move.source, move.target))
+    whole, nothing = np.full(len(before), float(size)), np.zeros(len(before))
+    if move.collective in ("all-gather", "padded all-gather"):
+        padded = (len(whole) + 1) * before.max() if move.collective.startswith("padded") else 0.0
+        return padded + before + (whole if move.source != Cut(0, 1) else nothing)
+    if move.collective == "reduce-scatter":
+        return whole + after
+    if move.collective == "all-to-all":
+        return 2 * before + 3 * after
+    if move.collective is None and isinstance(move.source, Cut):
+        return 2 * whole
+    return after if isinstance(move.target, Cut) else nothing
+
+
 def is_view(operator: Operator) -> bool:
     """Whether its output lives in its input's memory."""
     return short(operator) in VIEWS
 
 
+def takes_memory(graph: Graph, operator: Operator) -> bool:
+    """Whether its output has memory of its own: a reshape copies where its input lies in memory in another order, that
+    of a view by dimensions."""
+    if not is_view(operator):
+        return True
+    made_by = graph.producers.get(operator.inputs[0])
+    before = None if made_by is None else graph.operators[made_by]
+    return short(operator) in RESHAPES and before is not None and is_view(before) and short(before) not in RESHAPES
+
+
 class Living:
     """Plays a program through and counts what lives, storage by storage, on every rank at once.
 
-    `peak` is each rank's largest sum of parameters, optimizer state, batch and living tensors, in bytes.
+    `peak` is each rank's largest sum of parameters, optimizer state, batch, living tensors and collectives' buffers, in
+    bytes. What small tensors once took stays taken: their pool gives nothing back to larger ones.
     """
 
     def __init__(self, execution: Execution) -> None:
@@ -299,19 +300,26 @@ class Living:
         graph = self._model.graph
         self._storages: dict[int, np.ndarray] = {}
         self._users: dict[int, int] = {}
-        self._held: dict[tuple[int, State], tuple[int, ...]] = {}
+        self._held: dict[int, dict[State, tuple[int, ...]]] = {}
         self._what: dict[int, tuple[int, State]] = {}
         self.now = self._resident()
+        self._small = self._pool = np.zeros_like(self.now)  # living storages below POOLED_BYTES, and their most so far
         self.peak = self.now.copy()
-        self.at_peak: list[list[tuple[int, State]]] = [[] for _ in self.peak]  # per rank, what lives then
-        self.peak_at = np.zeros(len(self.now), dtype=int)
+        self._at_peak: list[list[int]] = [[] for _ in self.peak]  # per rank, the storages that live then
+        self.most = np.zeros((len(graph.operators), len(self.now)))  # per operator and rank, while it runs
         self._last = execution.last_uses()
-        for number, operator in enumerate(graph.operators):
-            self._play(number, operator)
+        self._under_way = np.zeros_like(self.now)  # buffers of the scattered gradient that is
+        for self._number, operator in enumerate(graph.operators):
+            self._play(self._number, operator)
+        for tensor in graph.results:
+            self._bring(tensor, WHOLE)
+
+    def at_peak(self, rank: int) -> list[tuple[int, State]]:
+        """The tensors that live when most does on a rank, with their states."""
+        return [self._what[storage] for storage in self._at_peak[rank]]
 
     def _bytes(self, tensor: int, state: State) -> np.ndarray:
-        whole = self._model.graph.tensors[tensor].num_bytes
-        return whole * fractions(self._model, self._execution.shares, tensor, state)
+        return held_bytes(self._model, self._execution.shares, tensor, state)
 
     def _resident(self) -> np.ndarray:
         graph = self._model.graph
@@ -319,44 +327,46 @@ class Living:
         for name, tensor in graph.parameters.items():
             state = self._execution.kept[name]
             total = total + self._bytes(tensor, state) * TRAINING_COPIES
-            self._held[tensor, state] = ()
+            self._held.setdefault(tensor, {})[state] = ()
         for tensor in (*graph.buffers.values(), *graph.inputs):
             total = total + self._bytes(tensor, WHOLE)
-            self._held[tensor, WHOLE] = ()
+            self._held.setdefault(tensor, {})[WHOLE] = ()
         return total
 
     def _play(self, number: int, operator: Operator) -> None:
         rule = self._execution.rules[number]
         for tensor, state in zip(operator.inputs, rule.inputs, strict=True):
             self._bring(tensor, state)
-        shared = self._held[operator.inputs[0], rule.inputs[0]] if is_view(operator) else None
+        shared = self._held[operator.inputs[0]][rule.inputs[0]] if is_view(operator) else None
         for tensor, state in zip(operator.made, rule.outputs, strict=True):
-            self._add(tensor, state, shared, copies=shared is None or self._may_copy(operator))
-        self._note(number)
+            self._add(tensor, state, shared, copies=takes_memory(self._model.graph, operator))
+        self._note(number, self.now)
         for tensor in operator.made:
             for name in self._model.graph.parameter_of_gradient.get(tensor, ()):
                 self._bring(tensor, self._execution.kept[name])
-                self._note(number)
         self._free(number, operator)
 
-    def _note(self, number: int) -> None:
-        for rank in np.flatnonzero(self.now > self.peak):
-            self.peak_at[rank] = number
-            self.at_peak[rank] = [self._what[storage] for storage in self._storages]
-        self.peak = np.maximum(self.peak, self.now)
+    def _note(self, number: int, now: np.ndarray) -> None:
+        self._pool = np.maximum(self._pool, self._small)
+        now = now + self._pool - self._small
+        self.most[number] = np.maximum(self.most[number], now)
+        higher = np.flatnonzero(now > self.peak)
+        living = list(self._storages) if len(higher) else []
+        for rank in higher:
+            self._at_peak[rank] = living
+        self.peak = np.maximum(self.peak, now)
 
     def _bring(self, tensor: int, state: State) -> None:
-        if (tensor, state) in self._held:
+        if state in self._held.get(tensor, ()):
             return
         move = next(move for move in self._execution.moves[tensor] if move.target == state)
         self._bring(tensor, move.source)
         self._add(tensor, state, None, copies=True)
-
-    def _may_copy(self, operator: Operator) -> bool:
-        """Whether a reshape copies where its input lies in memory in another order: that of a view by dimensions."""
-        made_by = self._model.graph.producers.get(operator.inputs[0])
-        before = None if made_by is None else self._model.graph.operators[made_by]
-        return short(operator) in RESHAPES and before is not None and is_view(before) and short(before) not in RESHAPES
+        buffers = move_buffers(self._model, self._execution.shares, move)
+        if move.collective == "reduce-scatter" and runs_beside(self._model.graph, move):
+            self.now = self.now + buffers - self._under_way  # until the next one is under way
+            self._under_way, buffers = buffers, np.zeros_like(self.now)
+        self._note(self._number, self.now + buffers)
 
     def _add(self, tensor: int, state: State, shared: tuple[int, ...] | None, *, copies: bool) -> None:
         storages = shared or ()
@@ -364,23 +374,27 @@ class Living:
             new = len(self._users)
             self._storages[new], self._users[new] = self._bytes(tensor, state), 0
             self._what[new] = tensor, state
-            self.now = self.now + self._storages[new]
+            self._count(self._storages[new])
             storages = (*storages, new)
-        self._held[tensor, state] = storages
+        self._held.setdefault(tensor, {})[state] = storages
         for storage in storages:
             self._users[storage] += 1
 
     def _free(self, number: int, operator: Operator) -> None:
         graph, last = self._model.graph, self._last
         for tensor in dict.fromkeys((*operator.inputs, *operator.made)):
-            if tensor in graph.parameter_of_gradient or tensor == graph.loss:
-                continue
-            if last.get(tensor, -1) <= number:
-                for key in [key for key in self._held if key[0] == tensor]:
-                    for storage in self._held.pop(key):
+            if last.get(tensor, -1) <= number and tensor not in graph.results:
+                stay = {self._execution.kept[name] for name in graph.parameter_of_gradient.get(tensor, ())}
+                held = self._held.get(tensor, {})
+                for state in [state for state in held if state not in stay]:
+                    for storage in held.pop(state):
                         self._drop(storage)
 
     def _drop(self, storage: int) -> None:
         self._users[storage] -= 1
         if not self._users[storage]:
-            self.now = self.now - self._storages.pop(storage)
+            self._count(-self._storages.pop(storage))
+
+    def _count(self, held: np.ndarray) -> None:
+        self.now = self.now + held
+        self._small = self._small + np.where(abs(held) < POOLED_BYTES, held, 0.0)

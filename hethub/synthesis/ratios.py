@@ -1,4 +1,4 @@
-"""Which part of every axis each rank gets: a linear programme with whole atoms, in turns with the search."""
+"""Which part of every axis each rank gets: a linear programme, in whole atoms, in turns with the search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
-from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, Model, Shares
+from hethub.synthesis.costs import Model, Shares
+from hethub.synthesis.program import TRAINING_COPIES, Execution, Living, runs_beside
 from hethub.synthesis.rules import Cut, State
 from hethub.synthesis.search import Found, Problem, Search
 
@@ -23,6 +24,11 @@ class Best:
     shares: Shares
     rounds: int
 
+    @property
+    def seconds(self) -> float:
+        """The step's, with gradients' sums beside what is computed."""
+        return self.found.execution.step_seconds
+
 
 def alternate(model: Model, limits: Sequence[float] | None, options: Search | None = None) -> Best:
     """Search and ratios in turns until neither gains, from shares by speed and from equal ones; the best is kept whole.
@@ -32,13 +38,13 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
     best: Best | None = None
     failure: ValueError | None = None
     problem = Problem(model)
-    for start in starts(model):
+    for start in starts(model, limits):
         try:
             reached = _from(model, problem, start, limits, options)
         except ValueError as error:
             failure = error
             continue
-        if best is None or reached.found.seconds < best.found.seconds:
+        if best is None or reached.seconds < best.seconds:
             best = reached
     if best is None:
         assert failure is not None
@@ -49,21 +55,23 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
 def _from(
     model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None
 ) -> Best:
+    visible = 1.0
     best = Best(problem.search(shares, limits, options), shares, 1)
     for number in range(2, MOST_ROUNDS + 1):
-        better = fit(model, best.found.execution, limits)
-        if better is None:
+        before, visible = visible, best.found.execution.visible
+        better = fit(model, best.found.execution, limits) or best.shares
+        if better == best.shares and visible == before:
             return best
-        found = problem.search(better, limits, options)
-        if found.seconds >= best.found.seconds * (1.0 - 1e-6):
+        reached = Best(problem.search(better, limits, options, visible), better, number)
+        if reached.seconds >= best.seconds * (1.0 - 1e-6):
             return best
-        best = Best(found, better, number)
+        best = reached
     return best
 
 
-def starts(model: Model) -> list[Shares]:
-    """Shares by speed, by memory where that is another order, and equal ones."""
-    memory = np.array(model.costs.memory_limits, dtype=float)
+def starts(model: Model, limits: Sequence[float] | None = None) -> list[Shares]:
+    """Shares by speed, equal ones, and shares by the memory that ranks may use."""
+    memory = np.array(model.costs.memory_limits if limits is None else limits, dtype=float)
     return list(dict.fromkeys([by_speed(model), even(model), _proportional(model, memory)]))
 
 
@@ -110,7 +118,7 @@ def fit(model: Model, execution: Execution, limits: Sequence[float] | None) -> S
         if not over:
             return shares
         for rank in over:
-            problem.limit_memory(rank, living.at_peak[rank], limits[rank])
+            problem.limit_memory(rank, living.at_peak(rank), limits[rank])
     return None
 
 
@@ -156,6 +164,8 @@ class _Shares:
             states = [state for state in (move.source, move.target) if isinstance(state, Cut)]
             axes = tuple(sorted({rules.axis(move.tensor, state) for state in states}))
             paid = costs.reduce_scatter.slope * self._model.graph.tensors[move.tensor].num_bytes * self._scale
+            if runs_beside(self._model.graph, move):
+                paid *= self._execution.visible
             if move.collective in ("all-gather", "reduce-scatter"):
                 equal = (self._size - 1) / self._size
                 self._smallest[axes[0]] = self._smallest.get(axes[0], 0.0) + paid / equal
@@ -188,7 +198,10 @@ class _Shares:
         return [*slowest, *largest, *smallest]
 
     def solve(self) -> Shares | None:
-        """Whole atoms of every axis and rank; axes that the program does not touch keep theirs."""
+        """Whole atoms of every axis and rank; axes that the program does not touch keep theirs.
+
+        The best parts are made whole by largest remainders; where memory limits them, whole atoms are searched for.
+        """
         size, axes, paid = self._size, self.axes, self._paid()
         place = {axis: number * size for number, axis in enumerate(axes)}
         atoms = {axis: self._model.rules.axes[axis].atoms for axis in axes}
@@ -207,7 +220,7 @@ class _Shares:
         totals = [atoms[axis] for axis in axes]
         answer = milp(
             [0.0] * counts + [1.0] * len(paid),
-            integrality=[1] * counts + [0] * len(paid),
+            integrality=[1 if self._memory else 0] * counts + [0] * len(paid),
             bounds=Bounds(0.0, [atoms[axis] for axis in axes for _ in range(size)] + [np.inf] * len(paid)),
             constraints=[
                 LinearConstraint(matrix.tocsr(), ub=[bound for (_, _, bound), _ in rows]),
@@ -219,5 +232,5 @@ class _Shares:
             return None
         shares = list(self._execution.shares)
         for axis in axes:
-            shares[axis] = tuple(round(n) for n in answer.x[place[axis] : place[axis] + size])
+            shares[axis] = rounded(answer.x[place[axis] : place[axis] + size] / atoms[axis], atoms[axis])
         return tuple(shares)

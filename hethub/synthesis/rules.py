@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.fold import repeated, repeated_parameters
-from hethub.synthesis.graph import Graph, Operator
+from hethub.synthesis.graph import Graph, Operator, repeated, repeated_parameters
 from hethub.synthesis.table import HEAVY, RESHAPES, SUM, Label, Shape, Shapes, labels_of, linear_in, short
 
 WHOLE: Literal["whole"] = "whole"
@@ -94,6 +93,7 @@ class Rules:
             for cut in self._cuts[parameter]:
                 self._links.join([(parameter, cut), (gradient, cut)])
         self.first = self._fold(repeated(graph))
+        self._axis_of: dict[tuple[int, Rule], int | None] = {}
 
     def _fold(self, first: list[int]) -> list[int]:
         """By operator, the earlier one that is decided alike; layers that are cut alike have the same shares."""
@@ -119,12 +119,17 @@ class Rules:
         """Every state that `tensor` may be in."""
         return [WHOLE, PARTIAL, *(cut for cut in self._cuts[tensor] if self.axis(tensor, cut) in self.worth_cutting)]
 
+    @property
+    def all_cuts(self) -> list[list[Cut]]:
+        """By tensor, every way of cutting it that rules speak of."""
+        return [list(own) for own in self._cuts]
+
     def cuts(self, tensor: int) -> list[Cut]:
         return [state for state in self.states(tensor) if isinstance(state, Cut)]
 
     def axis(self, tensor: int, cut: Cut) -> int:
         """The number of the axis that a cut belongs to."""
-        return self._numbers[self._links.root((tensor, cut))]
+        return self._axes[tensor, cut]
 
     @cached_property
     def worth_cutting(self) -> frozenset[int]:
@@ -137,16 +142,26 @@ class Rules:
 
     def axis_of(self, operator: int, rule: Rule) -> int | None:
         """The axis along which a rule shares the work out; None where every rank does all of it."""
+        key = operator, rule
+        if key not in self._axis_of:
+            self._axis_of[key] = self._find_axis(operator, rule)
+        return self._axis_of[key]
+
+    def _find_axis(self, operator: int, rule: Rule) -> int | None:
         owner = self.graph.operators[operator]
         pairs = [*zip(owner.inputs, rule.inputs, strict=True), *zip(owner.made, rule.outputs, strict=True)]
         return next((self.axis(tensor, state) for tensor, state in pairs if isinstance(state, Cut)), None)
 
     @cached_property
     def axes(self) -> list[Axis]:
-        members: dict[int, list[tuple[int, Cut]]] = {}
-        for root, number in self._numbers.items():
-            members[number] = self._links.members(root)
-        return [self._axis(members[number]) for number in range(len(members))]
+        roots, members = list(self._numbers), self._links.members()  # a cut that is joined to none is met in _numbers
+        return [self._axis(members[root]) for root in roots]
+
+    @cached_property
+    def _axes(self) -> dict[tuple[int, Cut], int]:
+        return {
+            (t, cut): self._numbers[self._links.root((t, cut))] for t, cuts in enumerate(self._cuts) for cut in cuts
+        }
 
     @cached_property
     def _numbers(self) -> dict[tuple[int, Cut], int]:
@@ -294,5 +309,9 @@ class _Links:
         for root in roots[1:]:
             self._parents[self.root(root)] = self.root(roots[0])
 
-    def members(self, root: tuple[int, Cut]) -> list[tuple[int, Cut]]:
-        return [member for member in list(self._parents) if self.root(member) == root]
+    def members(self) -> dict[tuple[int, Cut], list[tuple[int, Cut]]]:
+        """By root, all that are shared out alike."""
+        found: dict[tuple[int, Cut], list[tuple[int, Cut]]] = {}
+        for member in list(self._parents):
+            found.setdefault(self.root(member), []).append(member)
+        return found

@@ -8,6 +8,7 @@ it), ZeRO's sharded parameters and tensor parallelism are points of this space a
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,21 +16,28 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, vstack
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.program import (
-    TRAINING_COPIES,
-    Execution,
-    Living,
+from hethub.synthesis.costs import (
     Model,
+    Move,
     Shares,
-    fractions,
+    held_bytes,
     is_all_to_all,
-    is_view,
     move_cost,
     rule_seconds,
     update_seconds,
 )
+from hethub.synthesis.program import (
+    TRAINING_COPIES,
+    Execution,
+    Living,
+    is_view,
+    move_buffers,
+    runs_beside,
+    takes_memory,
+)
 from hethub.synthesis.rules import PARTIAL, WHOLE, Rule, State
 
+WHOLE_NUMBER = 1e-6  # HiGHS's own tolerance of what is one
 Terms = dict[int, float]  # a linear expression: coefficients by variable
 Price = Callable[[Shares], float]  # seconds, for given shares
 Allows = Callable[[int, Rule], bool]
@@ -51,7 +59,9 @@ class Search:
 
     time_limit_seconds: float = 60.0
     gap: float = 1e-3  # the proved distance to the least cost at which the search may end, as a fraction of it
+    gap_in_memory: float = 0.05  # the same where memory limits the program: bounds are loose there, and proofs long
     memory_rounds: int = 12
+    moments: int = 32  # of each rank, in which what lives is limited after a round
 
 
 def search(model: Model, shares: Shares, limits: Sequence[float] | None = None, options: Search | None = None) -> Found:
@@ -59,6 +69,7 @@ def search(model: Model, shares: Shares, limits: Sequence[float] | None = None, 
     return Problem(model).search(shares, limits, options)
 
 
+_OUT_OF_TIME = 1  # scipy's status of a programme that HiGHS left at its time limit
 _REMEDY = "Use a smaller batch, a smaller model, or accelerators with more memory."
 
 
@@ -66,8 +77,7 @@ class Problem:
     """Variables and constraints of a model's programs; their costs, which shares decide, come with every question."""
 
     def __init__(self, model: Model, allows: Allows | None = None, *, cuts_parameters: bool = True) -> None:
-        """Of the rules that `allows` takes, given an operator's number; all ranks keep all parameters unless these may
-        be cut."""
+        """Of the rules that `allows` takes, given an operator's number; parameters stay whole unless they may be cut."""
         self._model, self._allows, self._cuts_parameters = model, allows, cuts_parameters
         self._shares: Shares = ()
         self._cost: list[float] = []
@@ -79,9 +89,11 @@ class Problem:
         self._made: list[dict[State, Terms]] = [{} for _ in model.graph.tensors]
         self._needs: list[list[dict[State, Terms]]] = [[] for _ in model.graph.tensors]  # by who needs it
         self._kept: dict[str, dict[State, int]] = {}
-        self._moves: dict[tuple[int, State, State], int] = {}
+        # Per tensor: from, to, and its variable.
+        self._moves: list[list[tuple[State, State, int]]] = [[] for _ in model.graph.tensors]
+        self._beside: list[int] = []  # of moves that run beside what is computed
         self._connected: dict[object, dict[tuple[State, State], int]] = {}  # moves, by how a tensor is made and needed
-        self._memory: dict[tuple[int, int], tuple[Terms, float, float]] = {}
+        self._memory: dict[tuple[int, int], tuple[csr_matrix, float, float]] = {}  # row, bound, slack
         self._parameters()
         self._operators()
         for tensor in range(len(model.graph.tensors)):
@@ -89,14 +101,20 @@ class Problem:
         self._constant = _matrix([t for t, _ in self._rows], len(self._prices))
         self._sums = _matrix([t for t, _ in self._equal], len(self._prices))
 
-    def search(self, shares: Shares, limits: Sequence[float] | None = None, options: Search | None = None) -> Found:
-        """The program of least predicted seconds whose every rank stays within `limits` bytes.
+    def search(
+        self,
+        shares: Shares,
+        limits: Sequence[float] | None = None,
+        options: Search | None = None,
+        visible: float = 1.0,
+    ) -> Found:
+        """The program of the least sum of seconds, of gradients' sums what is `visible`, within `limits` bytes per rank.
 
-        A round without memory limits comes first; where a rank exceeds its own, the moment of its peak becomes a
-        constraint and the programme is solved again. Raises BadInput where nothing fits.
+        A round without memory limits comes first; the moments in which a rank exceeds its own become constraints, and
+        the programme is solved again. Raises BadInput where nothing fits.
         """
         options = options or Search()
-        self._price(shares)
+        self._price(shares, visible)
         for _ in range(options.memory_rounds):
             found = self.solve(options)
             living = Living(found.execution)
@@ -105,14 +123,19 @@ class Problem:
                 return found
             assert limits is not None
             for rank in over:
-                self._limit_memory(rank, int(living.peak_at[rank]), limits[rank], living.peak[rank])
+                highest = np.argsort(-living.most[:, rank], kind="stable")[: options.moments]
+                for moment in highest[living.most[highest, rank] > limits[rank]].tolist():
+                    self._limit_memory(rank, moment, limits[rank], living.most[moment, rank])
         raise BadInput(
             f"no program was found whose ranks all keep within their memory; rank {over[0]} needs more. {_REMEDY}"
         )
 
-    def _price(self, shares: Shares) -> None:
+    def _price(self, shares: Shares, visible: float) -> None:
         self._shares, self._memory = shares, {}
+        self.__dict__.pop("_lives", None)
         self._cost = [0.0 if price is None else price[0] * price[1](shares) for price in self._prices]
+        for variable in self._beside:
+            self._cost[variable] *= visible
 
     def _variable(self, price: Price | None = None, times: float = 1.0, *, integral: bool = False) -> int:
         self._prices.append(None if price is None else (times, price))
@@ -137,31 +160,39 @@ class Problem:
                 self._equal.append((dict.fromkeys(self._kept[name].values(), 1.0), 1.0))
             else:
                 self._kept[name] = self._kept[alike[name]]
-            own = self._kept[name]
-            self._made[tensor] = {state: {variable: 1.0} for state, variable in own.items()}
+            if alike[name] == name:
+                self._made[tensor] = {state: {variable: 1.0} for state, variable in self._kept[name].items()}
+            else:
+                self._made[tensor] = self._made[graph.parameters[alike[name]]]
             gradient = graph.gradients[name]
             if gradient is not None:
-                self._needs[gradient].append({state: {variable: 1.0} for state, variable in own.items()})
+                self._needs[gradient].append(self._made[tensor])
         one = self._variable()
         self._equal.append(({one: 1.0}, 1.0))
-        self._needs[graph.loss].append({WHOLE: {one: 1.0}})
+        for tensor in graph.results:
+            self._needs[tensor].append({WHOLE: {one: 1.0}})
 
     def _operators(self) -> None:
         alike = self._model.rules.first
         times = Counter(alike)
+        needs: list[list[dict[State, Terms]]] = []  # per operator, what it needs of each input
         for number, operator in enumerate(self._model.graph.operators):
-            rules = self._model.rules.of[number]
-            if alike[number] == number:
+            earlier = alike[number]
+            if earlier == number:
                 own = self._choose(number, times[number])
+                needed: list[dict[State, Terms]] = [{} for _ in operator.inputs]
+                for n, variable in own.items():
+                    rule = self._model.rules.of[number][n]
+                    for place, state in enumerate(rule.inputs):
+                        needed[place].setdefault(state, {})[variable] = 1.0
+                    for tensor, state in zip(operator.made, rule.outputs, strict=True):
+                        self._made[tensor].setdefault(state, {})[variable] = 1.0
             else:
-                own = self._choices[alike[number]]
+                own, needed = self._choices[earlier], needs[earlier]
+                for tensor, other in zip(operator.made, self._model.graph.operators[earlier].made, strict=True):
+                    self._made[tensor] = self._made[other]
             self._choices.append(own)
-            needed: list[dict[State, Terms]] = [{} for _ in operator.inputs]
-            for n, variable in own.items():
-                for place, state in enumerate(rules[n].inputs):
-                    needed[place].setdefault(state, {})[variable] = 1.0
-                for tensor, state in zip(operator.made, rules[n].outputs, strict=True):
-                    self._made[tensor].setdefault(state, {})[variable] = 1.0
+            needs.append(needed)
             for tensor, states in zip(operator.inputs, needed, strict=True):
                 self._needs[tensor].append(states)
 
@@ -195,15 +226,16 @@ class Problem:
         """Whoever needs a tensor in a state finds it made so, or pays for a move.
 
         A tensor that is made and needed as one before it, in an equal layer, is moved alike: that move costs once more.
+        Equal layers share what they make and need, the objects themselves.
         """
         needs, made = self._needs[tensor], self._made[tensor]
         if not needs:
             return
-        unlike = {_states_key(states): states for states in needs}
-        key = self._model.graph.tensors[tensor].num_bytes, _states_key(made), frozenset(unlike)
+        unlike = {id(states): states for states in needs}
+        key = self._model.graph.tensors[tensor].num_bytes, id(made), frozenset(unlike)
         if key in self._connected:
             for (source, target), variable in self._connected[key].items():
-                self._moves[tensor, source, target] = variable
+                self._moves[tensor].append((source, target, variable))
                 price = self._prices[variable]
                 assert price is not None
                 self._prices[variable] = price[0] + 1.0, price[1]
@@ -213,7 +245,10 @@ class Problem:
         def move(source: State, target: State, held: Terms) -> int:
             """A variable that is 1 where the tensor is brought into `target`; `held`: whether it is in `source`."""
             variable = self._variable(self._transport(tensor, source, target))
-            own[source, target] = self._moves[tensor, source, target] = variable
+            own[source, target] = variable
+            if runs_beside(self._model.graph, Move(tensor, source, target, None)):
+                self._beside.append(variable)
+            self._moves[tensor].append((source, target, variable))
             self._rows.append((_minus({variable: 1.0}, held), 0.0))
             return variable
 
@@ -228,8 +263,8 @@ class Problem:
                 for source, terms in made.items():
                     if (source == PARTIAL or is_all_to_all(source, target)) and source != target:
                         found[move(source, target, terms)] = 1.0
-            wanted = {_key(states[target]): states[target] for states in unlike.values() if target in states}
-            self._rows += [(_minus(terms, found), 0.0) for terms in wanted.values()]
+            wanted = [states[target] for states in unlike.values() if target in states]
+            self._rows += [(_minus(terms, found), 0.0) for terms in wanted]
         for states in unlike.values():
             self._leave(made, states, own)
         self._connected[key] = own
@@ -251,73 +286,94 @@ class Problem:
                 self._rows.append((row, 1.0))
 
     def solve(self, options: Search) -> Found:
-        """The optimum of the programme as it stands. Raises BadInput where there is none."""
-        extra = [terms for terms, _, _ in self._memory.values()]
-        rows = self._constant if not extra else vstack([self._constant, _matrix(extra, len(self._cost))])
+        """The optimum of the programme as it stands. Raises BadInput where there is none.
+
+        Its linear relaxation is solved first: an optimum of that in whole numbers is the programme's own.
+        """
+        extra = [row for row, _, _ in self._memory.values()]
+        rows = vstack([self._constant, *extra]) if extra else self._constant
         bounds = [bound for _, bound in self._rows] + [bound for _, bound, _ in self._memory.values()]
-        scale = 1.0 / max(max(self._cost), 1e-12)
-        answer = milp(
-            np.array(self._cost) * scale,
-            integrality=np.array(self._integral, dtype=int),
-            bounds=Bounds(0.0, 1.0),
-            constraints=[
-                LinearConstraint(rows, ub=bounds),
-                LinearConstraint(self._sums, *[[b for _, b in self._equal]] * 2),
-            ],
-            options={"mip_rel_gap": options.gap, "time_limit": options.time_limit_seconds},
-        )
+        cost = np.array(self._cost) / max(max(self._cost), 1e-12)
+        whole, gap = np.array(self._integral, dtype=int), options.gap_in_memory if extra else options.gap
+        for integrality in (np.zeros_like(whole), whole):
+            answer = milp(
+                cost,
+                integrality=integrality,
+                bounds=Bounds(0.0, 1.0),
+                constraints=[
+                    LinearConstraint(rows, ub=bounds),
+                    LinearConstraint(self._sums, *[[b for _, b in self._equal]] * 2),
+                ],
+                options={"mip_rel_gap": gap, "time_limit": options.time_limit_seconds},
+            )
+            if answer.x is not None and (np.abs(answer.x - np.round(answer.x)) * whole).max() < WHOLE_NUMBER:
+                break
         if answer.x is None:
-            raise BadInput(f"no program fits the ranks' memory ({answer.message.strip()}). {_REMEDY}")
+            late = f"was found in time_limit_seconds ({options.time_limit_seconds:g}); allow more."
+            full = f"fits the ranks' memory. {_REMEDY}"
+            raise BadInput(f"no program {late if answer.status == _OUT_OF_TIME else full}")
         rules = tuple(max(own, key=lambda n: answer.x[own[n]]) for own in self._choices)
         kept = {name: max(own, key=lambda s: answer.x[own[s]]) for name, own in self._kept.items()}
         execution = Execution(self._model, rules, kept, self._shares)
-        return Found(execution, rules, kept, execution.seconds, answer.status == 0)
+        return Found(execution, rules, kept, execution.seconds, answer.status == 0 and not extra)
 
     def _limit_memory(self, rank: int, moment: int, limit: float, found: float) -> None:
         """What lives on `rank` while operator `moment` runs is at most `limit` bytes from now on.
 
-        Where that was asked before and did not suffice (what is counted exactly is a little more than the sum of
-        living tensors), the bound is lowered by what was missing.
+        Where that was asked before and did not suffice (what is counted is a little more), the bound is lowered by that.
         """
         before = self._memory.get((rank, moment))
         slack = before[2] + (found - limit) if before else 0.0
-        terms = self._living(rank, moment)
-        bound = limit - slack
-        scale = max(limit, 1.0)
-        self._memory[rank, moment] = {v: c / scale for v, c in terms.items()}, bound / scale, slack
+        variables, first, last, held = self._lives
+        living = (first <= moment) & (moment <= last)
+        row = np.bincount(variables[living], held[living, rank], len(self._cost))
+        self._memory[rank, moment] = csr_matrix(row / limit), (limit - slack) / limit, slack
 
-    def _living(self, rank: int, moment: int) -> Terms:
-        graph, terms = self._model.graph, Terms()
+    @cached_property
+    def _lives(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What may live: the variable that says whether it does, its first and last operator, its bytes on each rank."""
+        graph, model, shares = self._model.graph, self._model, self._shares
+        end = len(graph.operators)
+        found: list[tuple[int, int, int, np.ndarray]] = []
+        moved: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by variable, what is held after and during a move
 
-        def add(found: Terms, tensor: int, state: State, times: float = 1.0) -> None:
-            size = graph.tensors[tensor].num_bytes * times
-            part = size * fractions(self._model, self._shares, tensor, state)[rank]
-            for variable, factor in found.items():
-                terms[variable] = terms.get(variable, 0.0) + part * factor
+        def add(terms: Sequence[int] | Terms, tensor: int, state: State, first: int, last: int, times: int = 1) -> None:
+            held = times * held_bytes(model, shares, tensor, state)
+            found.extend((variable, first, last, held) for variable in terms)
 
         for name, own in self._kept.items():
             for state, variable in own.items():
-                add({variable: 1.0}, graph.parameters[name], state, TRAINING_COPIES)
+                add([variable], graph.parameters[name], state, 0, end, TRAINING_COPIES)
         for tensor in (*graph.inputs, *graph.buffers.values()):
-            add(self._made[tensor][WHOLE], tensor, WHOLE)
-        ends = self._ends
-        for tensor, until in ends.items():
+            add(self._made[tensor][WHOLE], tensor, WHOLE, 0, end)
+        for tensor, names in graph.parameter_of_gradient.items():
+            for state, variable in self._kept[names[0]].items():
+                add([variable], tensor, state, graph.producers[tensor] + 1, end)
+        for tensor, until in self._ends.items():
             born = graph.producers.get(tensor, -1)
-            if born <= moment <= until:
-                if born >= 0 and not is_view(graph.operators[born]):
-                    for state, found in self._made[tensor].items():
-                        add(found, tensor, state)
-                for (moved, _, target), variable in self._moves.items():
-                    if moved == tensor:
-                        add({variable: 1.0}, tensor, target)
-        return terms
+            if born >= 0 and takes_memory(graph, graph.operators[born]):
+                for state, terms in self._made[tensor].items():
+                    add(terms, tensor, state, born, until)
+            # It moves when it is first needed, a gradient once it is made.
+            used = graph.consumers.get(tensor, [born])[0]
+            for source, target, variable in self._moves[tensor]:
+                if variable not in moved:  # equal layers share it
+                    kind = move_cost(model, shares, tensor, source, target)[1]
+                    buffers = move_buffers(model, shares, Move(tensor, source, target, kind))
+                    moved[variable] = held_bytes(model, shares, tensor, target), buffers
+                held, buffers = moved[variable]
+                found.append((variable, used, until, held))
+                for moment in {used, born} if tensor in graph.parameter_of_gradient else {used}:
+                    found.append((variable, moment, moment, buffers))
+        variables, firsts, lasts, sizes = zip(*found, strict=True)
+        return np.array(variables), np.array(firsts), np.array(lasts), np.array(sizes)
 
-    @property
+    @cached_property
     def _ends(self) -> dict[int, int]:
-        """By tensor, the last operator that reads it, or a view of it; gradients live to the end."""
+        """By tensor, the last operator that reads it, or a view of it; of gradients what is kept lives longer."""
         graph = self._model.graph
         ends: dict[int, int] = {}
-        keeps = set(graph.parameter_of_gradient)
+        keeps = set(graph.results)
         for number in range(len(graph.operators) - 1, -1, -1):
             operator = graph.operators[number]
             for tensor in operator.made:
@@ -328,14 +384,6 @@ class Problem:
             for tensor in operator.inputs:
                 ends[tensor] = max(ends.get(tensor, 0), until)
         return ends
-
-
-def _key(terms: Terms) -> frozenset[tuple[int, float]]:
-    return frozenset(terms.items())
-
-
-def _states_key(states: dict[State, Terms]) -> frozenset[tuple[State, frozenset[tuple[int, float]]]]:
-    return frozenset((state, _key(terms)) for state, terms in states.items())
 
 
 def _minus(terms: Terms, others: Terms) -> Terms:

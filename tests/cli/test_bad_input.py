@@ -200,7 +200,7 @@ def test_offload_beyond_the_host_memory_that_ranks_found_is_refused(tmp_path):
     offloading = [{**own, "offload": ["optimizer"]} for own in STAGES]
     write_job(tmp_path / "job", cluster_name="detect", plan_file=plan(offloading, cluster="detected"))
     refused = train(tmp_path, "--run-dir", "run", hook=little_host_memory)
-    check_refused(refused, "would offload", "host memory", "offload less")
+    check_refused(refused, "would hold", "host memory", "offload less")
 
 
 def test_a_missing_job_file_is_named(tmp_path):
@@ -286,10 +286,8 @@ def test_debug_shows_the_traceback(tmp_path):
 
 @pytest.mark.parametrize("command", [[], ["trian"], ["train"], ["train", "job.yaml", "--fast"]])
 def test_a_command_that_does_not_exist_ends_with_2(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run(command)
-    assert ended.value.code == 2
-    assert "usage: hethub" in capsys.readouterr().err
+    assert run(command) == 2
+    assert "hethub: " in capsys.readouterr().err
 
 
 @needs_mpirun

@@ -137,13 +137,13 @@ def trained(run, step):
     return path.exists() and len(path.read_text().splitlines()) >= step
 
 
-def stop_and_go_on(running, job, run, send):
+def stop_and_go_on(running, job, run, send, code=3, said=()):
     """Sends the signal after step 3, then trains two steps more from what was saved."""
     running.wait_until(lambda: trained(run, 3))
     send()
     ended = running.end()
-    assert ended.exit_code == 0, ended.stderr
-    assert ended.paragraphs == []
+    assert ended.exit_code == code, ended.stderr
+    assert ended.paragraphs == list(said)
     last = len(losses(run))
     assert 3 <= last < 1000
     assert (run / "checkpoints" / f"step-{last}" / "COMPLETE").exists()
@@ -157,11 +157,12 @@ def stop_and_go_on(running, job, run, send):
 def test_sigusr1_to_mpirun_saves_and_exits(tmp_path):
     job, run = write_pair_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
     running = start_mpirun(2, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
-    stop_and_go_on(running, job, run, lambda: running.process.send_signal(signal.SIGUSR1))
+    said = ["hethub: stopping behind this step, with a checkpoint; Ctrl-C again ends at once, without one"]
+    stop_and_go_on(running, job, run, lambda: running.process.send_signal(signal.SIGUSR1), said=said)
 
 
 def test_sigterm_to_one_rank_under_torchrun_saves_and_exits(tmp_path):
     """Started as `torchrun -m hethub`."""
     job, run = write_pair_job(tmp_path / "job", train={"steps": 1000}), tmp_path / "run"
     running = start_torchrun(2, "train", job, "--run-dir", run, "--set", "checkpoint.every_steps=null", cwd=tmp_path)
-    stop_and_go_on(running, job, run, lambda: os.kill(running.rank_pid(1), signal.SIGTERM))
+    stop_and_go_on(running, job, run, lambda: os.kill(running.rank_pid(1), signal.SIGTERM), code=1)  # torchrun's own

@@ -30,7 +30,9 @@ def train(job: Path, *arguments: Any) -> None:
 def test_a_sharded_offloaded_run_goes_on_without_either(tmp_path: Path) -> None:
     straight = write_job(tmp_path / "straight")
     train(straight, "--run-dir", tmp_path / "straight/run")
-    job = write_job(tmp_path / "sharded", plan_file=plan(SHARDED, schedule="layered"), train={"steps": 2})
+    job = write_job(
+        tmp_path / "sharded", plan_file=plan(SHARDED, schedule="layered"), train={"steps": 2, "decay_steps": 2}
+    )
     run = tmp_path / "sharded/run"
     train(job, "--run-dir", run)
     assert losses(run) == pytest.approx(losses(tmp_path / "straight/run")[:2], rel=1e-5)
@@ -49,7 +51,7 @@ TENSOR_PARALLEL = [
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"plan_file": plan(SHARDED, schedule="layered"), "cluster": LITTLE}, "ranks would offload"),
+        ({"plan_file": plan(SHARDED, schedule="layered"), "cluster": LITTLE}, "ranks would hold"),
         ({"plan_file": plan(TENSOR_PARALLEL)}, "it can own at most 0."),
     ],
     ids=["offload without host memory", "a share that nobody can hold"],

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from hethub.communicator.counters import since
+from hethub.communicator.counters import Counters, since
 from tests.support.ranks import run_ranks
 
 
@@ -43,3 +43,21 @@ def test_counters_by_operation_group_leg_and_link():
         crossed = {link["peer"]: link["bytes"] for link in ours if link["level"] == "bridge"}
         assert crossed == {(rank + 2) % 4: 600_000}
         assert {link["peer"] for link in ours if link["level"] == "island"} == {rank ^ 1}
+
+
+def test_destroyed_groups_keep_their_totals_but_not_their_rows():
+    counters = Counters()
+    counters.count_operation("stays", "all_reduce", 10, 1.0, {"wire": 0.5})
+    for number in range(5):
+        counters.count_operation(f"group {number}", "all_reduce", 100, 2.0, {"wire": 1.0})
+        counters.count_sent(f"group {number}", 1, "shm", is_bridge=True, num_bytes=7)
+        before = counters.to_dict()
+        counters.fold(f"group {number}")
+        assert since(before, counters.to_dict()) == {"operations": [], "links": []}
+    counts = counters.to_dict()
+    assert [(row["group"], row["calls"], row["bytes"]) for row in counts["operations"]] == [
+        ("groups that were destroyed", 5, 500), ("stays", 1, 10)
+    ]  # fmt: skip
+    assert counts["operations"][0]["legs"] == {"wire": 5.0}
+    assert [(row["messages"], row["bytes"]) for row in counts["links"]] == [(5, 35)]
+    assert counters.bridge_bytes() == 35

@@ -25,6 +25,18 @@ def test_breaking_a_gloo_group_wakes_waiters_on_both_sides():
     assert all(values(start_ranks(2, wait_for_nothing, timeout_seconds=30)))
 
 
+def keys_of_a_group(rank, store):
+    """What the store keeps of a group in use."""
+    gloo = torch_private.create_gloo_group(dist.PrefixStore("group", store), rank, 2, 60, "127.0.0.1")
+    gloo.barrier().wait()
+    keys = [key for key in store.list_keys() if "group" in key]
+    return keys
+
+
+def test_a_gloo_group_leaves_nothing_in_the_store():
+    assert values(start_ranks(2, keys_of_a_group, timeout_seconds=30)) == [[], []]
+
+
 def test_a_futures_error_is_one_for_torch():
     future, end = torch_private.future_of([torch.ones(1)])
     end(ValueError("the reason"))

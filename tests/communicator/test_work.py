@@ -2,9 +2,10 @@
 
 import threading
 
+import pytest
 import torch
 
-from hethub.communicator.work import HethubWork, Operation
+from hethub.communicator.work import CallbackThreads, HethubWork, Job, Operation, Worker
 
 
 class Nobody:
@@ -43,3 +44,16 @@ def test_a_future_asked_for_at_the_very_end_is_ended_once():
     work.finish()
     assert work.get_future().done()
     assert callbacks.given == []
+
+
+def refuse():
+    raise RuntimeError("no such device")
+
+
+def test_a_thread_that_cannot_be_prepared_is_an_error_of_who_asks_for_it():
+    operation = Operation(name="all_reduce", group="a group", rank=0, explainer=Nobody())
+    job = Job(run=refuse, work=HethubWork(operation, [], Callbacks()), count=lambda seconds: None)
+    with pytest.raises(RuntimeError, match="no such device"):
+        Worker("a worker", refuse).submit(job)
+    with pytest.raises(RuntimeError, match="no such device"):
+        CallbackThreads(refuse).run(job)

@@ -2,13 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import needs_mpirun, ranks, start_mpirun, start_torchrun
+from tests.support.command import HETHUB, Running, needs_mpirun, parent_of, ranks, start_mpirun, start_torchrun
+from tests.support.hosts.slurm import missing, running_slurm, tasks_with
+from tests.support.hosts.sockets import free_port
 from tests.support.job_files import write_job, write_pair_job
 
 
@@ -47,10 +51,69 @@ def test_no_rank_outlives_its_launcher(launcher, trains, tmp_path):
     if trains:
         running.wait_until(lambda: has_trained(run))
     else:
-        running.wait_until(lambda: len(running.pids()) > 4)
+        running.wait_until(lambda: all(running.rank_pids(rank) for rank in range(4)))
         time.sleep(3)
-    rank = running.rank_pid(0)
-    parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(parent, signal.SIGKILL)
+    os.kill(parent_of(running.rank_pid(0)), signal.SIGKILL)
     # Ranks that are still importing, on a loaded machine, have their timeout before them.
-    running.end(patience_seconds=15 if trains else 90)
+    left = running.left_behind(patience_seconds=30 if trains else 120)
+    said = running.stderr()
+    running.kill()
+    assert not left, said
+
+
+# What slurmstepd does as far as ranks can see: it starts them as its children, in the environment of a step.
+STEP = """
+import os, subprocess, sys
+for rank in range(2):
+    names = {"SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+             "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": sys.argv[1]}
+    environment = {name: str(value) for name, value in names.items()}
+    subprocess.Popen(sys.argv[2:], env={**os.environ, **environment})
+os.wait()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_slurm_step_end_with_it(tmp_path):
+    job, run = write_pair_job(tmp_path / "job", train={"steps": 5000}), tmp_path / "run"
+    step = [sys.executable, "-c", STEP, free_port(), HETHUB, "train", job, "--run-dir", run]
+    running = Running(step, tmp_path, {})
+    running.wait_until(lambda: has_trained(run))
+    running.process.kill()
+    ended = running.end()
+    assert "its launcher" in ended.stderr
+    assert len(ended.paragraphs) == 2, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+@pytest.mark.parametrize("killed", ["slurmstepd", "srun", "rank"])
+def test_ranks_under_a_real_slurm_end_together(tmp_path, killed):
+    job, run = write_pair_job(tmp_path / "job", train={"steps": 5000}), tmp_path / "run"
+    said = tmp_path / "said"
+    with running_slurm(tmp_path) as environment, said.open("wb") as output:
+        command = ["srun", "--ntasks=2", "--nodes=1", "--nodelist=first", HETHUB, "train", job, "--run-dir", run]
+        step = subprocess.Popen(
+            list(map(str, command)), env={**environment, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, stdout=output,
+            stderr=output,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 240
+            while not has_trained(run):
+                assert step.poll() is None, said.read_text()
+                assert time.monotonic() < deadline, said.read_text()
+                time.sleep(0.1)
+            started = tasks_with(run, HETHUB)
+            assert len(started) == 2
+            os.kill({"slurmstepd": parent_of(started[0]), "srun": step.pid, "rank": started[1]}[killed], signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while (left := tasks_with(run, HETHUB)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not left, said.read_text()
+        finally:
+            step.kill()
+            step.wait()
+            for pid in tasks_with(run, HETHUB):
+                os.kill(pid, signal.SIGKILL)
+    if killed == "rank":
+        assert "rank 1 is gone" in said.read_text()

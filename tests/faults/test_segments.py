@@ -2,10 +2,17 @@
 
 import mmap
 import os
+import signal
 import socket
+import tempfile
 import time
 
+import pytest
+
 from hethub.communicator.joining.segments import remove_dead_segments
+from tests.support.command import HETHUB, MPIRUN, Running, needs_mpirun
+from tests.support.job_files import write_pair_job
+from tests.support.privileges import SMALL_SHARED_MEMORY, needs_mounts
 
 
 def test_only_dead_segments_of_this_user_and_host_are_removed(tmp_path):
@@ -18,6 +25,44 @@ def test_only_dead_segments_of_this_user_and_host_are_removed(tmp_path):
         if name != young:
             os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     with open(tmp_path / alive, "r+b") as segment, mmap.mmap(segment.fileno(), mmap.PAGESIZE):
-        assert remove_dead_segments(tmp_path) == [dead]
+        assert remove_dead_segments([tmp_path]) == [dead]
         assert {path.name for path in tmp_path.iterdir()} == {alive, young, *others}
-    assert remove_dead_segments(tmp_path) == [alive]
+    assert remove_dead_segments([tmp_path]) == [alive]
+
+
+def test_segments_are_looked_for_where_a_small_dev_shm_has_put_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = f"sm_segment.{socket.gethostname()}.{os.getuid()}.5e560001.0"
+    (tmp_path / dead).write_bytes(b"0")
+    os.utime(tmp_path / dead, (time.time() - 3600,) * 2)
+    assert dead in remove_dead_segments()
+
+
+@needs_mpirun
+@needs_mounts
+@pytest.mark.slow
+def test_what_a_killed_job_left_beside_a_small_dev_shm_goes_with_the_next(tmp_path):
+    job, temporary = write_pair_job(tmp_path / "job", communicator={"relay": "mpi"}), tmp_path / "t"
+    temporary.mkdir()
+
+    def start(name, *more):
+        launch = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2", HETHUB, "train", job, *more]
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": str(temporary)}
+        return Running([*SMALL_SHARED_MEMORY, *launch, "--run-dir", tmp_path / name], tmp_path, as_root)
+
+    def segments():
+        return list(temporary.rglob("sm_segment.*"))
+
+    first = start("first", "--set", "train.steps=5000")
+    first.wait_until((tmp_path / "first" / "metrics.jsonl").exists)
+    assert len(segments()) == 2
+    for pid in first.pids():
+        os.kill(pid, signal.SIGKILL)
+    first.process.wait()
+    left = segments()
+    assert left
+    for path in left:
+        os.utime(path, (time.time() - 3600,) * 2)
+    ended = start("second").end()
+    assert ended.exit_code == 0, ended.stderr
+    assert not set(left) & set(segments())

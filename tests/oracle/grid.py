@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor import predict
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec
 from tests.oracle.paths import path_seconds
+from tests.oracle.question import Question, Unit
 from tests.oracle.retimed import Need, ends, nodes_of
 from tests.oracle.stage_grid import (
     Option,
@@ -78,33 +78,32 @@ class Outcome:
         return np.nonzero(able)[0]
 
 
-def exhaustive(problem: Problem, start: float = float("inf")) -> Outcome:
+def exhaustive(question: Question, start: float = float("inf")) -> Outcome:
     """The grid's optimum. `start` is a step already known to be reachable; nothing slower is looked at."""
-    outcome, grids = Outcome(seconds=start), StageGrids(problem)
+    outcome, grids = Outcome(seconds=start), StageGrids(question)
     alike: dict[object, list[Point]] = {}
-    for units in groupings(problem):
+    for units in groupings(question):
         for shape in ordered_partitions(tuple(units)):
-            if len(shape) <= problem.model.layers and max(map(len, shape)) <= problem.batch.global_batch:
+            if len(shape) <= question.model.layers and max(map(len, shape)) <= question.global_batch:
                 for layers in _open_cuts(grids, shape, outcome):
                     for point in _within(grids, shape, layers, outcome):
                         alike.setdefault(point.microbatching, []).append(point)
-    timed = [(bound, point) for points in alike.values() for bound, point in timed_points(problem, grids, points)]
+    timed = [(bound, point) for points in alike.values() for bound, point in timed_points(question, grids, points)]
     outcome.timed = len(timed)
     for bound, point in sorted(timed, key=lambda entry: entry[0]):
         if not outcome.cut_off(bound):
-            _predict(problem, plan_of(problem, *point), bound, outcome)
+            _predict(question, plan_of(question, *point), bound, outcome)
     outcome.lower_bound = min(outcome.lower_bound, outcome.seconds)
     return outcome
 
 
-def groupings(problem: Problem) -> Iterator[list[Unit]]:
+def groupings(question: Question) -> Iterator[list[Unit]]:
     """All ways to pair ranks of a machine (neighbours) or leave them single."""
-    machines = [(k, machine) for k, kind in enumerate(problem.kinds) for machine in kind.machines]
     choices = []
-    for kind, machine in machines:
-        options = [[Unit(kind, (rank,)) for rank in machine]]
-        if len(machine) == 2 and 2 in problem.degrees:
-            options.append([Unit(kind, machine)])
+    for machine in question.machines:
+        options = [[Unit((rank,)) for rank in machine]]
+        if len(machine) == 2 and question.pairs_fit:
+            options.append([Unit(machine)])
         choices.append(options)
     for chosen in product(*choices):
         yield [unit for units in chosen for unit in units]
@@ -128,7 +127,7 @@ def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 def _open_cuts(grids: StageGrids, shape: Shape, outcome: Outcome) -> list[tuple[int, ...]]:
     """The cuts of the layers with which a shape may be better than the best step known; all points are counted."""
-    every, stages = list(cuts(grids.problem.model.layers, len(shape))), range(len(shape))
+    every, stages = list(cuts(grids.question.model.layers, len(shape))), range(len(shape))
     whole = [[grids(shape, layers, stage) for layers in every] for stage in stages]
     outcome.points += sum(prod(map(len, own)) for own in zip(*whole, strict=True))
     least = [Seconds(*map(np.concatenate, zip(*(grid.least for grid in own), strict=True))) for own in whole]
@@ -180,11 +179,11 @@ def bound_seconds(stages: Sequence[Seconds], crossings: list[float]) -> np.ndarr
     return np.asarray(reduced + first)
 
 
-def timed_points(problem: Problem, grids: StageGrids, points: list[Point]) -> Iterator[tuple[float, Point]]:
+def timed_points(question: Question, grids: StageGrids, points: list[Point]) -> Iterator[tuple[float, Point]]:
     """Points of one microbatching with the seconds of all their microbatches in order: as the predictor replays them,
     all at once."""
     shape, layers, _ = points[0]
-    nodes = nodes_of(bind(plan_of(problem, *points[0]), problem.model, problem.cluster))
+    nodes = nodes_of(bind(plan_of(question, *points[0]), question.model, question.cluster))
     modes = [
         [grids(shape, p.layers, s).modes[own.recompute, own.zero] for p in points for own in (p.options[s],)]
         for s in range(len(shape))
@@ -212,9 +211,9 @@ def timed_points(problem: Problem, grids: StageGrids, points: list[Point]) -> It
     yield from zip((np.maximum.reduce(reduced) + first).tolist(), points, strict=True)
 
 
-def _predict(problem: Problem, plan: PlanSpec, bound: float, outcome: Outcome) -> None:
-    layout = bind(plan, problem.model, problem.cluster)
-    reserve = problem.constraints.reserve
+def _predict(question: Question, plan: PlanSpec, bound: float, outcome: Outcome) -> None:
+    layout = bind(plan, question.model, question.cluster)
+    reserve = question.reserve
     if not all(entry.fits(reserve) for entry in rank_memory(layout)):
         outcome.too_large += 1
         return

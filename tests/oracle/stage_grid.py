@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
@@ -17,6 +16,7 @@ from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, StageSpec
 from hethub.spec.schedule.actions import Kind
 from tests.oracle.paths import Dealt, Division, Stage, dealt
+from tests.oracle.question import Question, Unit
 
 MICRO_BATCHES = (1, 2, 4)
 ZEROS = (0, 1, 3)
@@ -112,7 +112,7 @@ class StageGrid:
         return Stage(microbatches, forward, backward, reduction, tail, self.seconds.update)
 
 
-def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
+def plan_of(question: Question, shape: Shape, layers: Sequence[int], options: Sequence[Option]) -> PlanSpec:
     """The plan of one option per stage."""
     start, specs = 0, []
     for units, x, option in zip(shape, layers, options, strict=True):
@@ -125,11 +125,11 @@ def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequ
         )
         start += x
     return PlanSpec(
-        model=problem.model.name,
-        cluster=problem.cluster.name,
-        global_batch=problem.batch.global_batch,
-        seq_len=problem.batch.seq_len,
-        precision=problem.batch.precision,
+        model=question.model.name,
+        cluster=question.cluster.name,
+        global_batch=question.global_batch,
+        seq_len=question.seq_len,
+        precision=question.precision,
         stages=tuple(specs),
     )
 
@@ -137,8 +137,8 @@ def plan_of(problem: Problem, shape: Shape, layers: Sequence[int], options: Sequ
 class StageGrids:
     """The grids of all stages of a problem, each built once."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, question: Question) -> None:
+        self.question = question
         self._known: dict[object, StageGrid] = {}
         self._crossings: dict[object, float] = {}
         self._examples: dict[object, tuple[PlanCosts, int]] = {}
@@ -147,7 +147,7 @@ class StageGrids:
 
     def zeros(self, units: tuple[Unit, ...]) -> tuple[int, ...]:
         """A stage over islands shards its optimizer state at least; a single replica has nothing to shard."""
-        islands = {self.problem.kinds[unit.kind].island for unit in units}
+        islands = self.question.islands(units)
         return (0,) if len(units) == 1 else tuple(zero for zero in ZEROS if zero or len(islands) == 1)
 
     def __call__(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
@@ -190,13 +190,13 @@ class StageGrids:
 
     def _costs(self, shape: Shape, layers: Sequence[int], recompute: Recompute, zero: int) -> PlanCosts:
         """The predictor's costs of any plan with these stages; what is read of them depends on no microbatch."""
-        total, options = self.problem.batch.global_batch, []
+        total, options = self.question.global_batch, []
         for units in shape:
             samples = (total - len(units) + 1, *(1,) * (len(units) - 1))
             level = zero if zero in self.zeros(units) else self.zeros(units)[0]
             options.append(Option(samples, (1,) * len(units), recompute, level))
-        plan = plan_of(self.problem, shape, layers, options)
-        return PlanCosts(Layout(plan, self.problem.model, self.problem.cluster), HETHUB, packaged())
+        plan = plan_of(self.question, shape, layers, options)
+        return PlanCosts(Layout(plan, self.question.model, self.question.cluster), HETHUB, packaged())
 
     def _build(self, shape: Shape, layers: Sequence[int], stage: int) -> StageGrid:
         units, rows, options, modes = shape[stage], [], [], {}
@@ -229,7 +229,7 @@ class StageGrids:
     def _divisions(self, replicas: int) -> tuple[list[Division], Dealt]:
         """All samples in steps of one with all micro-batches, those beyond a replica's samples being one microbatch."""
         if replicas not in self._divided:
-            total = self.problem.batch.global_batch
+            total = self.question.global_batch
             found: list[Division] = []
             for cuts in combinations(range(1, total), replicas - 1):
                 samples = tuple(b - a for a, b in pairwise((0, *cuts, total)))

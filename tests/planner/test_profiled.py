@@ -59,7 +59,8 @@ def test_an_accelerator_measured_slow_gets_fewer_samples() -> None:
 def test_the_plans_prediction_is_the_profiles() -> None:
     measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3})
     result = plan(TINY, CLUSTER, BATCH, ConstraintsSpec(pp=1), with_bounds=False, profile=measured)
-    assert result.prediction.breakdown["compute"] >= 12 * 3e-3 * TINY.layers
+    # Between measured sizes of micro-batches a profile is interpolated.
+    assert result.prediction.breakdown["compute"] == pytest.approx(12 * 3e-3 * TINY.layers, rel=0.02)
 
 
 # A rank takes 1 ms a microbatch and next to nothing a sample: without the limit the largest micro-batch is best.

@@ -1,7 +1,9 @@
 """The report of a run or a plan is one self-contained page that shows both sides of every action."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +11,13 @@ from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.trace import chrome_trace
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
+from hethub.spec.job import load_job
+from hethub.spec.layout.bind import bind
+from hethub.spec.plan import load_plan
 from tests.predictor.plans import TINY, cluster, uniform
+from tests.support.job_files import write_job
 from tests.support.layouts import Case, replica, stage
 
 LAYOUT = Case(name="pp2", stages=[stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]).layout()
@@ -58,9 +65,9 @@ def test_only_the_last_step_of_a_trace_is_drawn() -> None:
 
 def test_the_page_stands_alone_and_shows_both_sides(tmp_path: Path) -> None:
     steps = [
-        {"loss": 2.0, "step_seconds": 0.5},
-        {"loss": None, "step_seconds": 0.7},
-        {"loss": 1.0, "step_seconds": 0.6},
+        {"step": 1, "loss": 2.0, "step_seconds": 0.5},
+        {"step": 2, "loss": None, "step_seconds": 0.7},
+        {"step": 3, "loss": 1.0, "step_seconds": 0.6},
     ]
     write_page(LAYOUT, Measured(steps=steps, spans=spans(2.0)), tmp_path / "page.html", "run <one>")
     tags = Tags()
@@ -70,6 +77,60 @@ def test_the_page_stands_alone_and_shows_both_sides(tmp_path: Path) -> None:
     assert tags.titles[0] == "run <one>"
     forward = [title for title in tags.titles if title.startswith("forward s0 [0, 2)")]
     assert {title.rsplit("(")[-1] for title in forward} == {"predicted)", "measured)"}
+
+
+def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
+    steps: list[dict[str, Any]] = [{"step": step, "loss": 4.0 - step, "step_seconds": 0.5} for step in (1, 2, 3, 4)]
+    steps[1]["eval_loss"], steps[3]["eval_loss"] = 3.5, 2.5
+    write_page(LAYOUT, Measured(steps=steps, spans=[]), tmp_path / "page.html", "evaluated")
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>held-out loss 3.5 behind step 2</title>" in page
+    assert "<title>held-out loss 2.5 behind step 4</title>" in page
+    assert ">step 1</text>" in page
+    assert ">step 4</text>" in page
+    places = {  # of the points: the eye must find them in order
+        title: tuple(map(float, place))
+        for *place, title in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)</title>', page)
+    }
+    first, last = places["held-out loss 3.5 behind step 2"], places["held-out loss 2.5 behind step 4"]
+    assert first[0] == places["loss 2 behind step 2"][0]
+    assert first[1] < last[1]  # SVG counts downwards
+
+
+def test_only_steps_of_the_plan_that_is_drawn_are_held_against_its_prediction(tmp_path: Path) -> None:
+    """A run that went on under another plan: its first steps took ten times as long, as that plan said."""
+    steps = [
+        {
+            "step": step,
+            "loss": 1.0,
+            "step_seconds": 5.0 if step < 8 else 0.5,
+            "predicted_step_seconds": 4.0 if step < 8 else 0.4,
+        }
+        for step in range(1, 11)
+    ]
+    assert Measured(steps=steps, spans=[]).step_seconds == 0.5
+    write_page(LAYOUT, Measured(steps=steps, spans=[]), tmp_path / "page.html", "resumed")
+    page = (tmp_path / "page.html").read_text()
+    assert "median of 3 steps, without the 7 before them under another plan" in page
+    assert "<td>0.5 s</td>" in page
+
+
+def test_a_trace_of_another_plan_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path / "job"))
+    assert job.cluster is not None
+    assert job.plan_path is not None
+    layout = bind(load_plan(job.plan_path), job.model, job.cluster)
+    run = RunFolder(tmp_path / "run")
+    run.start(job, layout, {}, {})
+    run.trace.write_text("{}")
+    run.start(job, layout, {}, {})
+    assert run.trace.exists()
+    other = layout.plan.replace(schedule="gpipe")
+    run.write_plan(job, bind(other, job.model, job.cluster), {})
+    assert not run.trace.exists()
+    made_for = load_plan(run.plan).job
+    assert made_for is not None
+    assert made_for.cluster == job.cluster  # the plan file of a run that replans itself stands alone too
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -87,3 +148,17 @@ def test_a_large_cluster_is_drawn_whole_with_a_row_for_those_that_do_the_same(tm
     assert "280 A100-SXM4-80GB x320 " in text
     assert text.count('<div class="node">') == 75
     assert len(text) < 300_000
+
+
+def test_the_page_says_what_staging_costs_and_whose_figure_it_is(tmp_path: Path) -> None:
+    on = cluster(("MI250X-GCD", 1, 1), ("A100-SXM4-80GB", 1, 1))
+    said = {}
+    for rate in (None, 1e-4):
+        links = on.links.replace(staging=on.links.staging.replace(gbytes_per_second=rate))
+        layout = uniform(TINY, on.replace(links=links), tp=1, pp=2, micro_batch=1, batch=8, seq=64)
+        write_page(layout, None, tmp_path / f"{rate}.html", "staged")
+        said[rate] = (tmp_path / f"{rate}.html").read_text()
+    assert "through host memory at 1.2 GB/s per accelerator (a guess" in said[None]
+    assert "at 0.0001 GB/s per accelerator (the cluster&#x27;s links.staging), which limits this plan" in said[1e-4]
+    assert "straight between devices the step would be" in said[1e-4]
+    assert "hethub has no such relay" in said[1e-4]

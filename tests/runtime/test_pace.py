@@ -1,8 +1,13 @@
 """A real device's pace: what it times, and which updates count with which step."""
 
-from hethub.kernels.device import Device
+import pytest
+import torch
+
+from hethub.kernels import device as device_layer
+from hethub.kernels.device import Clock, Device
 from hethub.runtime.pace import WatchedPace
-from hethub.spec.layout.execution import Kind
+from hethub.runtime.pipeline.spans import SpanLog
+from hethub.spec.layout.execution import Action, Kind
 
 
 def test_a_real_device_is_timed_between_entering_and_leaving():
@@ -20,3 +25,78 @@ def test_a_real_device_is_timed_between_entering_and_leaving():
     second = pace.take_busy_seconds()
     assert second is not None
     assert second.keys() == {"step"}  # the update behind the last asking
+
+
+class SimulatedGpu:
+    """A GPU's events: work is submitted in no time, and done one piece behind the other on the device's own clock."""
+
+    def __init__(self, monkeypatch):
+        self.host, self.queued, self.waits = 1000.0, 0.0, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing=False, blocking=False):
+                assert enable_timing
+
+            def record(self):
+                gpu.queued = max(gpu.queued, gpu.host)
+                self.at = gpu.queued
+
+            def synchronize(self):
+                gpu.waits += 1
+                gpu.host = max(gpu.host, self.at)
+
+            def elapsed_time(self, later):
+                return (later.at - self.at) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(device_layer, "monotonic", lambda: self.host)
+
+    def submit(self, seconds):
+        self.queued = max(self.queued, self.host) + seconds
+
+
+def test_a_device_is_timed_by_its_own_events_and_not_waited_for(monkeypatch):
+    gpu = SimulatedGpu(monkeypatch)
+    pace = WatchedPace(Device(vendor="nvidia"))
+    gpu.submit(5.0)  # of the step before
+    pace.start_step()
+    pace.enter(Kind.FORWARD, 0)
+    anchored = gpu.waits
+    gpu.submit(2.0)
+    with pace.communicating() as waits:
+        assert waits
+        gpu.submit(1.0)
+    gpu.submit(0.5)
+    pace.leave()
+    with pace.communicating() as waits:  # between layers: nobody's time
+        assert not waits
+        gpu.submit(9.0)
+    assert gpu.waits == anchored
+    assert pace.take_busy_seconds() == {"forward": pytest.approx(2.5)}
+    pace.start_step()
+    pace.enter(Kind.FORWARD, 0)
+    pace.leave()
+    assert pace.take_busy_seconds() is None  # every other step is left alone
+
+
+def test_spans_are_the_devices_not_the_hosts(monkeypatch):
+    gpu = SimulatedGpu(monkeypatch)
+    log = SpanLog(3, Device(vendor="amd"))
+    log.start_step()
+    for kind, seconds in ((Kind.REDUCE, 2.0), (Kind.STEP, 3.0)):
+        with log.timed(Action(kind, 0)):
+            gpu.submit(seconds)
+    first, second = log.spans
+    assert (first.start_seconds, first.stop_seconds, second.stop_seconds) == (1000.0, 1002.0, 1005.0)
+    assert (first.rank, second.start_seconds) == (3, first.stop_seconds)
+
+
+def test_events_far_apart_are_told_from_a_new_anchor(monkeypatch):
+    gpu = SimulatedGpu(monkeypatch)
+    clock = Clock(Device(vendor="nvidia"))
+    clock.stamp()
+    gpu.host += Clock.ANCHORED_SECONDS + 1
+    late = clock.stamp()
+    assert clock.seconds(late) == gpu.host
+    assert late.anchored_at == gpu.host

@@ -6,7 +6,9 @@ import pytest
 from rich.console import Console
 
 from hethub.runtime.data.tokenise import _shown
+from hethub.runtime.loop.display import TrainingDisplay
 from hethub.runtime.progress import ProgressDisplay, counted
+from hethub.runtime.run_folder import StepMetrics
 
 
 @pytest.mark.parametrize(("shows", "printed"), [(True, "first\nsaid\n"), (False, "")])
@@ -26,6 +28,35 @@ def test_only_the_first_rank_counts_aloud(monkeypatch, capsys, rank, printed):
         progress(0, 2, "layers")
         progress(1, 2, "links")
     assert capsys.readouterr().out == printed
+
+
+def test_under_mpirun_a_terminal_gets_lines_since_it_would_see_a_bar_at_the_end_only(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system=None)
+    with ProgressDisplay("work", console=console, total=3) as display:
+        display.update(1, "step 1")
+        assert out.getvalue() == "step 1\n"
+
+
+def test_a_line_for_so_many_steps_says_everything_of_one(monkeypatch):
+    out = io.StringIO()
+    display = TrainingDisplay(1, 10, every=3, num_ranks=4, console=Console(file=out, width=300))
+    with display:
+        lines = [display.step(metrics(step)) for step in range(1, 11)]
+    assert [step for step, line in enumerate(lines, 1) if line] == [3, 6, 9, 10]
+    assert out.getvalue().splitlines() == [line for line in lines if line]
+    assert lines[2] == (
+        "step 3/10  loss 2.5000  lr 1.00e-03  grad norm 0.750  0.500 s (predicted 0.400)  2,048 tokens/s (512 each)  "
+        "MFU 31.2 %  2.00 GiB"
+    )
+
+
+def metrics(step):
+    return StepMetrics(
+        step=step, loss=2.5, tokens=1024, step_seconds=0.5, predicted_step_seconds=0.4, tokens_per_second=2048.0,
+        grad_norm=0.75, lr=1e-3, memory_bytes=2**31, mfu=31.2,
+    )  # fmt: skip
 
 
 def test_tokenising_prints_a_line_every_tenth_of_the_way(capsys):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hethub.spec.accelerator import AcceleratorSpec, catalogue, find_accelerator
+from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 
 FACTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "accelerators.csv"
@@ -31,8 +32,7 @@ def test_the_catalogue_has_every_gathered_fact() -> None:
             differences.append((row["name"], found.vendor, found.source))
         for ours, theirs in COLUMNS.items():
             value, held = float(row[theirs]) if row[theirs] else None, getattr(found, ours)
-            assumed = value is None and "assumed" in found.notes
-            if held != (value or None) and not assumed:  # a rate of 0 means: cannot
+            if value is not None and held != (value or None):  # empty: not gathered; a rate of 0 means: cannot
                 differences.append((row["name"], ours, held, value))
     assert len(rows) >= 47
     assert not differences
@@ -66,3 +66,21 @@ def test_a_name_that_several_begin_with_names_them_all() -> None:
         find_accelerator("h100")
     with pytest.raises(BadInput, match=r"known: .*A100-SXM4-80GB"):
         find_accelerator("abacus")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("gbps_per_nic: 400000", "gbps_per_nic: 400000 is beyond physics"),  # Mbit/s
+        ("gbps_per_nic: 400 Gbit/s", "gbps_per_nic is '400 Gbit/s', but input should be a valid number"),
+        ("gbps_per_nic: 400, gbit: 3", "gbit"),
+        ("gbps_per_nic: 400, accelerator: {name: a, vendor: a, memory_gb: 80, memory_gbytes_per_second: 3350000, "
+         "fp32_tflops: 60, link_gbytes_per_second: 450}", "memory_gbytes_per_second: 3.35e+06 is beyond physics"),
+    ],
+)  # fmt: skip
+def test_a_rate_in_another_unit_is_refused_with_file_line_and_key(tmp_path: Path, changed: str, said: str) -> None:
+    path, named = tmp_path / "cluster.yaml", "" if "accelerator:" in changed else ", accelerator: A100-SXM4-80GB"
+    path.write_text(f"name: own\nnodes:\n  - {{name: a, accelerators: 8{named}, {changed}}}\n")
+    with pytest.raises(BadInput, match=r"cluster.yaml, line 3: nodes\[0\]") as refused:
+        load_cluster(path)
+    assert said in str(refused.value)

@@ -36,7 +36,9 @@ needs_mpirun = pytest.mark.skipif(
     reason="needs mpirun and mpi4py: pip install 'hethub[train]'",
 )
 
-_MARK = "HETHUB_TEST_MARK"  # in the environment of everything a test started, so that it can be found
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+MARK = "HETHUB_TEST_MARK"  # in the environment of everything a test started, so that it can be found
 _LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "TORCHELASTIC_", "HETHUB_")
 _SINGLE = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -72,17 +74,23 @@ class Running:
     """A started command, its processes found by a mark in their environment."""
 
     def __init__(
-        self, command: Sequence[str | Path], cwd: Path, more: dict[str, str], *, stdout: int | None = None
+        self,
+        command: Sequence[str | Path],
+        cwd: Path,
+        more: dict[str, str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | None = None,
     ) -> None:
         self._mark = uuid.uuid4().hex
-        environment = {**_clean_environment(), "OMP_NUM_THREADS": "1", _MARK: self._mark, **more}
+        environment = {**_clean_environment(), "OMP_NUM_THREADS": "1", MARK: self._mark, **more}
         # Read while the command runs; they go with this object.
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             list(map(str, command)),
             cwd=cwd,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=self._out if stdout is None else stdout,
             stderr=self._err,
         )
@@ -91,14 +99,19 @@ class Running:
         """The environment of every living process that this command started, by its id."""
         found = {}
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and (variables := _environment_of(entry)).get(_MARK) == self._mark:
+            if entry.name.isdigit() and (variables := _environment_of(entry)).get(MARK) == self._mark:
                 found[int(entry.name)] = variables
         return found
 
-    def rank_pid(self, rank: int) -> int:
-        """The process of a rank, started by mpirun or torchrun."""
+    def rank_pids(self, rank: int) -> list[int]:
+        """The process of a rank, started by mpirun or torchrun; none where it has not started or has ended."""
         names = ("RANK", "OMPI_COMM_WORLD_RANK")
         own = [pid for pid, env in self.pids().items() if any(env.get(name) == str(rank) for name in names)]
+        return [pid for pid in own if parent_of(pid) not in own]  # but for helpers that it has started itself
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank that runs."""
+        own = self.rank_pids(rank)
         assert len(own) == 1, f"{len(own)} processes are rank {rank}"
         return own[0]
 
@@ -106,26 +119,35 @@ class Running:
         """Returns when the condition holds; fails the test if the command ends first or hangs."""
         deadline = time.monotonic() + HANG_SECONDS
         while not condition():
-            assert self.process.poll() is None, f"the command ended first\n{_text(self._err)}"
+            assert self.process.poll() is None, f"the command ended first\n{self.stderr()}"
             assert time.monotonic() < deadline, "the command hangs"
             time.sleep(0.05)
 
-    def end(self, patience_seconds: float = 15) -> Ended:
+    def end(self, patience_seconds: float = 60) -> Ended:
         """Waits for the command; fails the test if it hangs, or a process is still there so long after its end."""
         try:
             code = self.process.wait(HANG_SECONDS)
-            left = self._left_behind(patience_seconds)
+            left = self.left_behind(patience_seconds)
         finally:
             self.kill()
-        ended = Ended(exit_code=code, stdout=_text(self._out), stderr=_text(self._err))
+        ended = Ended(exit_code=code, stdout=self.stdout(), stderr=self.stderr())
         assert not left, f"left behind: {left}\n{ended.stderr}"
         return ended
 
-    def _left_behind(self, patience_seconds: float) -> list[int]:
+    def left_behind(self, patience_seconds: float) -> list[int]:
+        """What still lives of the command's processes, waited for at most so long."""
         deadline = time.monotonic() + patience_seconds
         while (left := list(self.pids())) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def stdout(self) -> str:
+        """All that was written to it so far."""
+        return _text(self._out)
+
+    def stderr(self) -> str:
+        """All that was written to it so far."""
+        return _text(self._err)
 
     def kill(self) -> None:
         for pid in self.pids():
@@ -148,6 +170,14 @@ def _environment_of(entry: Path) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
 
 
+def parent_of(pid: int) -> int | None:
+    """The process that started this one, or has inherited it; None where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
 def _clean_environment() -> dict[str, str]:
     """This environment without any launcher's variables."""
     return {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _SINGLE}
@@ -163,17 +193,16 @@ def start_mpirun(
 ) -> Running:
     """`mpirun -n SIZE hethub …`; `program` may put another in the place of hethub."""
     assert MPIRUN is not None
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "--continuous", "-n", str(size), *program, *arguments]
-    return Running(list(map(str, command)), cwd, {**as_root, **(environment or {})})
+    return Running(list(map(str, command)), cwd, {**AS_ROOT, **(environment or {})})
 
 
 def mpirun(size: int, *arguments: Any, cwd: Path, **more: Any) -> Ended:
     return start_mpirun(size, *arguments, cwd=cwd, **more).end()
 
 
-def start_torchrun(size: int, *arguments: Any, cwd: Path) -> Running:
-    """`torchrun --nproc-per-node SIZE -m hethub …`."""
+def start_torchrun(size: int, *arguments: Any, cwd: Path, options: Sequence[str] = ()) -> Running:
+    """`torchrun --nproc-per-node SIZE -m hethub …`, with more options of torchrun."""
     launch = [
         sys.executable,
         "-m",
@@ -182,12 +211,13 @@ def start_torchrun(size: int, *arguments: Any, cwd: Path) -> Running:
         "127.0.0.1",
         "--master-port",
         str(free_port()),
+        *options,
     ]
     return Running([*launch, "--nproc-per-node", str(size), "-m", "hethub", *map(str, arguments)], cwd, {})
 
 
 def ranks(
-    size: int, *arguments: Any, cwd: Path, hook: Callable[..., Any] | None = None, timeout_seconds: float = 120
+    size: int, *arguments: Any, cwd: Path, hook: Callable[..., Any] | None = None, timeout_seconds: float = HANG_SECONDS
 ) -> list[Ended]:
     """`hethub …` in forked ranks, one result each; `hook(rank)` runs in every rank before it.
 

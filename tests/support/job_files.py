@@ -53,6 +53,24 @@ def plan(stages: list[dict[str, Any]] = STAGES, cluster: str = "two-makers", **c
     }  # fmt: skip
 
 
+PROGRAM = {
+    "ranks": 4, "predicted_seconds": 0.25, "optimizer_seconds": 0.05, "memory_bytes": [2**20, 2**20, 2**21, 2**20],
+    "proved_optimal": True, "rounds": 2, "fingerprint": "a1", "ratios": {"samples": [0.25, 0.25, 0.25, 0.25]},
+    "axes": [{"name": "samples", "shares": [2, 2, 2, 2]}], "parameters": {"head.weight": "whole"}, "moves": [],
+    "operators": [{
+        "operator": "aten.mm.default", "module": "head", "pass": "forward", "number": 0, "rule": "cut(0), whole -> cut(0)",
+        "axis": "samples", "seconds": 0.15, "collectives": ["all-reduce"], "collective_seconds": 0.05, "bytes": 1024,
+    }],
+}  # fmt: skip
+
+
+def program_plan(**program: Any) -> dict[str, Any]:
+    """A plan file of strategy hap, as `hethub plan` writes it."""
+    head = {key: plan()[key] for key in ("model", "cluster", "global_batch", "seq_len", "precision")}
+    job = {"cluster": CLUSTER, "reserve": 0.2, "items": "tokens"}
+    return {"strategy": "hap", **head, "program": {**PROGRAM, **program}, "job": job}
+
+
 def write_yaml(path: Path, content: Any) -> Path:
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from hethub.kernels.bodies import choose
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.trainer import Trainer
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
+from hethub.spec.layout import state
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
@@ -37,6 +39,9 @@ class Case:
     steps: int = STEPS
     document_mask: bool = False
     relay: str = "auto"
+    bucket_elements: int = 1 << 12  # half a layer; with the product's all of the model would be one
+    one_host: bool = False  # all ranks on one machine, as they are here; else each on its own
+    staged: bool = False  # tensors take the ways of a device's
     train: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,6 +65,8 @@ class Case:
             }
             for rank, vendor in enumerate(vendors)
         ]
+        if self.one_host:
+            nodes = [{**nodes[0], "accelerators": self.size}]
         cluster = ClusterSpec.model_validate({"name": "test", "nodes": nodes})
         plan = PlanSpec.model_validate(
             {
@@ -70,11 +77,12 @@ class Case:
         return bind(plan, self.model, cluster)
 
     def alone(self) -> "Case":
-        """The same training in one process."""
+        """The same training in one process, which compiles nothing."""
         stages = [stage((0, self.model.layers), replica([0], self.global_batch, self.global_batch))]
         return Case(
             name="alone", stages=stages, global_batch=self.global_batch, precision=self.precision, model=self.model,
-            seq_len=self.seq_len, steps=self.steps, document_mask=self.document_mask, train=self.train,
+            seq_len=self.seq_len, steps=self.steps, document_mask=self.document_mask,
+            train={key: value for key, value in self.train.items() if key != "compile"},
         )  # fmt: skip
 
 
@@ -93,7 +101,7 @@ def chunked(chunks: list[tuple[int, int]], *replicas: dict[str, Any], **more: An
 def random_tokens(case: Case) -> Dataset:
     """Random tokens of the model's vocabulary, its last id ending documents."""
     tokens = np.random.default_rng(0).integers(0, case.model.vocab, 5000)
-    return Dataset(
+    return Dataset.one(
         name="random", tokens=tokens, seq_len=case.seq_len, seed=1, vocab=case.model.vocab,
         max_token=case.model.vocab - 1, end_of_document=case.model.vocab - 1, tokenizer="none",
     )  # fmt: skip
@@ -101,8 +109,10 @@ def random_tokens(case: Case) -> Dataset:
 
 def build_trainer(world: Any, case: Case) -> Trainer:
     """A trainer of this rank with initial weights."""
+    state.BUCKET_ELEMENTS = case.bucket_elements
     torch.set_num_threads(1)
     train = TrainSpec.model_validate({"steps": 20, "warmup_steps": 2, "lr": 0.01, "min_lr": 0.001, **case.train})
+    choose(train.compile)
     trainer = Trainer(case.layout(), world, random_tokens(case), train, document_mask=case.document_mask)
     trainer.initialise()
     return trainer
@@ -134,10 +144,13 @@ def train(world: Any, case: Case) -> tuple[list[float], list[float], Shards]:
 TOLERANCE = 1e-10
 
 
-def check_against_one_process(case: Case) -> None:
+def check_against_one_process(case: Case, timeout_seconds: float = 120) -> None:
     """Trains the case; losses and norms of every step and the weights at the end are those of one process."""
     losses, norms, weights = _alone(repr(case.alone()), case)
-    results = run_ranks(case.size, train, case, islands=case.islands, timeout_seconds=120)
+    staged = range(case.size) if case.staged else ()
+    results = run_ranks(
+        case.size, train, case, islands=case.islands, staged_ranks=staged, timeout_seconds=timeout_seconds
+    )
     for rank_losses, rank_norms, _ in results:
         assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
         assert rank_norms == pytest.approx(norms, rel=TOLERANCE)

@@ -1,9 +1,20 @@
-"""Root's right to read and write any file, laid down, so that tests meet closed files whoever runs them."""
+"""Root's rights: laid down, so that tests meet closed files whoever runs them, or used to mount."""
 
 import ctypes
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
+
+needs_mounts = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="runs as root, which may mount a /dev/shm of its own"
+)
+SMALL_SHARED_MEMORY = (
+    "unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"
+)  # fmt: skip
+"""What a command is put behind to find a /dev/shm of 64 KiB."""
 
 _VERSION_3 = 0x20080522
 _ANY_FILE = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH

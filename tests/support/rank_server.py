@@ -93,19 +93,22 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
     size = request["world_size"]
     listener = socket.create_server(("127.0.0.1", 0))
     context = multiprocessing.get_context("fork")
+    hold, release = os.pipe()
     read_ends, processes = [], []
     for rank in range(size):
         # A pipe made here is in no rank's hands but its own, so it closes with that rank.
         read_end, write_end = os.pipe()
-        processes.append(context.Process(target=rank_main, args=(rank, request, listener, write_end)))
+        processes.append(context.Process(target=rank_main, args=(rank, request, listener, write_end, hold, release)))
         processes[-1].start()
         os.close(write_end)
         read_ends.append(read_end)
     listener.close()
     outputs = collect(dict(zip(read_ends, processes, strict=True)), time.monotonic() + request["timeout_seconds"])
+    os.close(release)
+    os.close(hold)
     outcomes = []
     for process, output in zip(processes, outputs, strict=True):
-        process.join(0 if output is None else 10)
+        process.join(0 if output is None else 60)  # a loaded machine ends a process when it can
         timed_out = process.is_alive()
         if timed_out:
             os.kill(process.pid or 0, signal.SIGKILL)
@@ -147,14 +150,20 @@ def stderr_paths(request: dict[str, Any]) -> list[Path]:
     return [Path(request["folder"]) / f"stderr-{rank}" for rank in range(request["world_size"])]
 
 
-def rank_main(rank: int, request: dict[str, Any], listener: socket.socket, write_end: int) -> None:
+def rank_main(
+    rank: int, request: dict[str, Any], listener: socket.socket, write_end: int, hold: int, release: int
+) -> None:
+    """A rank that fails ends at once; one that has a value stays, with its store, which peers may still read, until all
+    end."""
     end_with_parent()
+    os.close(release)
     stderr = os.open(stderr_paths(request)[rank], os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     try:
-        value = call(rank, request, listener)
+        store = meet(rank, request["world_size"], listener)
+        value = call(rank, request, store)
         result = {"value": pickle.dumps(value)}
         code = 0
     except BaseException as error:  # noqa: BLE001  the whole failure goes back to the test that asked
@@ -163,6 +172,8 @@ def rank_main(rank: int, request: dict[str, Any], listener: socket.socket, write
     with os.fdopen(write_end, "wb") as stream:
         stream.write(pickle.dumps(result))
     sys.stdout.flush()
+    if code == 0:
+        os.read(hold, 1)
     os._exit(code)
 
 
@@ -170,15 +181,10 @@ def describe(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-def call(rank: int, request: dict[str, Any], listener: socket.socket) -> Any:
-    """What the requested function returns on this rank, given a connected world (or rank and store without one)."""
-    import torch
+def meet(rank: int, world_size: int, listener: socket.socket) -> Any:
+    """The store that rank 0 serves, as under mpirun, once every rank has come to it."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    name, path = request["module"]
-    function = getattr(load_module(name, Path(path)), request["function"])
-    arguments = pickle.loads(request["arguments"])
     port = listener.getsockname()[1]
     is_server = rank == 0
     store = dist.TCPStore(
@@ -188,13 +194,24 @@ def call(rank: int, request: dict[str, Any], listener: socket.socket) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if is_server else None,
     )
-    # Rank 0 serves the store: should it fail at once, the others must not be left knocking.
-    if store.add("ranks/joined", 1) == request["world_size"]:
+    # Should rank 0 fail at once, the others must not be left knocking.
+    if store.add("ranks/joined", 1) == world_size:
         store.set("ranks/all-joined", "")
     store.get("ranks/all-joined")
     store.add("ranks/passed", 1)
-    while is_server and store.add("ranks/passed", 0) < request["world_size"]:
+    while is_server and store.add("ranks/passed", 0) < world_size:
         time.sleep(0.001)
+    return store
+
+
+def call(rank: int, request: dict[str, Any], store: Any) -> Any:
+    """What the requested function returns on this rank, given a connected world (or rank and store without one)."""
+    import torch
+
+    torch.set_num_threads(1)
+    name, path = request["module"]
+    function = getattr(load_module(name, Path(path)), request["function"])
+    arguments = pickle.loads(request["arguments"])
     if request["connect"] is None:
         return function(rank, store, *arguments)
 

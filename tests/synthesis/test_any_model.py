@@ -10,17 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from tests.support.command import ranks
+from hethub import synthesis
+from hethub.spec.cluster import load_cluster
+from tests.support.command import needs_mpirun, ranks, start_mpirun
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "any-model.md"
-CLUSTER = """
-name: two makers
-emulated: true
-nodes:
-  - {name: a, vendor: amd, accelerator: CPU-core, accelerators: 1, gbps_per_nic: 8}
-  - {name: b, vendor: nvidia, accelerator: CPU-core, accelerators: 1, gbps_per_nic: 8}
-"""
+CLUSTERS = sorted((DOCUMENT.parents[1] / "configs" / "clusters").glob("*.yaml"))
+
+
+def blocks(language: str) -> list[str]:
+    """The document's blocks of code, in order."""
+    return [part.split("```")[0] for part in DOCUMENT.read_text(encoding="utf-8").split(f"```{language}\n")[1:]]
+
+
 ONE_PROCESS = """
 torch.manual_seed(0)
 module, inputs = Net(), (torch.randn(32, 16), torch.randint(4, (32,)))
@@ -35,9 +39,12 @@ for _ in range(10):
 
 @pytest.mark.slow
 def test_the_documents_example_trains(tmp_path: Path) -> None:
-    script = DOCUMENT.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
+    script, saving = blocks("python")[:2]
+    before, end = script.split("print(f")
+    (tmp_path / "train.py").write_text(
+        f"import torch.distributed.checkpoint as dcp\n{before}{saving}print(f{end}", encoding="utf-8"
+    )
+    (tmp_path / "cluster.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
     done = subprocess.run(started, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
@@ -51,14 +58,21 @@ def test_the_documents_example_trains(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "net.pt")
     for name, value in known["module"].state_dict().items():  # type: ignore[attr-defined]
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    saved = {"model": {name: torch.zeros_like(value) for name, value in state.items()}}
+    dcp.load(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert all(torch.equal(saved["model"][name], value) for name, value in state.items())
 
 
-def test_the_documents_job_trains(tmp_path: Path) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8").split("## From a job file")[1]
-    (tmp_path / "net.py").write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
-    (tmp_path / "job.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
-    (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
-    for ended in ranks(2, "train", "job.yaml", "--run-dir", "run", cwd=tmp_path):
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("mpirun", marks=[pytest.mark.slow, needs_mpirun])])
+def test_the_documents_job_trains(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(blocks("python")[2], encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
+    (tmp_path / "job.yaml").write_text(blocks("yaml")[1], encoding="utf-8")
+    words = ("train", "job.yaml", "--run-dir", "run")
+    results = (
+        ranks(2, *words, cwd=tmp_path) if launcher == "forked" else [start_mpirun(2, *words, cwd=tmp_path).end(240)]
+    )
+    for ended in results:
         assert ended.exit_code == 0, ended.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 20
@@ -67,3 +81,29 @@ def test_the_documents_job_trains(tmp_path: Path) -> None:
     torch.manual_seed(1)
     module, batches = known["make"](SimpleNamespace(seed=1, global_batch=32))
     assert losses[0] == pytest.approx(float(module(*next(batches)).detach()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_module_is_planned_for_every_cluster_without_devices(path: Path) -> None:
+    """hethub-768 among them: 768 accelerators."""
+    cluster = load_cluster(path)
+    module = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
+    wrapped = Mean(module)
+    program = synthesis.plan(wrapped, (torch.empty(4 * cluster.size, 256),), cluster)
+    assert program.size == len(program.memory_bytes) == cluster.size
+    assert program.predicted_seconds > 0
+    assert all(sum(parts) == pytest.approx(1) for parts in program.ratios.values())
+    limits = [place.accelerator.memory_bytes for place in cluster.places]
+    assert all(used <= limit for used, limit in zip(program.memory_bytes, limits, strict=True))
+
+
+class Mean(torch.nn.Module):
+    """The mean square of what a module gives."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner(values).square().mean()

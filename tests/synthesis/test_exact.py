@@ -44,3 +44,31 @@ def test_any_program_trains_as_one_process(name: str) -> None:
     for outcomes in results:
         for outcome in outcomes:
             check(known, outcome)
+
+
+@pytest.mark.parametrize("sizes", [(6, 4, 5), pytest.param((6, 2, 3), marks=pytest.mark.slow)])
+def test_batches_of_other_sizes_and_norms_over_the_batch_train_as_one_process(sizes: tuple[int, ...]) -> None:
+    """One trace and one program for all of them; SyncBatchNorm's statistics are those of the whole batch."""
+    known = reference("residual", sizes)
+    programs = [
+        plan_graph(known.graph, cluster([1.0, 2.0, 5.0])),
+        plan_graph(known.graph, cluster([1.0, 0.001, 2.0, 3.0])),
+    ]
+    assert all("samples" in program.ratios for program in programs)
+    results = run_ranks(
+        4,
+        train,
+        known.graph,
+        known.named,
+        known.inputs,
+        programs,
+        len(sizes),
+        sizes,
+        islands=ISLANDS,
+        timeout_seconds=280,
+    )
+    assert {"norms.0.running_var", "norms.1.num_batches_tracked"} <= known.weights.keys() - known.gradients.keys()
+    for outcomes in results:
+        for outcome in outcomes:
+            check(known, outcome)
+    assert [len(outcomes) for outcomes in results] == [2, 2, 2, 1]

@@ -1,23 +1,36 @@
 """Every rule of every operator that the four models use, checked with numbers and uneven cuts."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 import torch
 
+from hethub.runtime.program.llama import Llama
+from hethub.spec.model import ModelSpec
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.pieces import joined, piece, run_piece
+from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, reshaped
 from hethub.synthesis.trace import trace
+from tests.synthesis.clusters import cluster
 from tests.synthesis.models import NAMES, build
 
 GRAPHS: dict[str, tuple[Graph, dict[int, torch.Tensor]]] = {}
 
 
+def llama() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """hethub's own, with fewer heads of keys than of queries."""
+    model = ModelSpec(name="llama", layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=40, max_seq_len=8)
+    torch.manual_seed(0)
+    module = Llama(model, 8).double()
+    return module, (torch.randint(40, (6, 8)), torch.randint(40, (6, 8)))
+
+
 def traced(name: str) -> tuple[Graph, dict[int, torch.Tensor]]:
     """A model's graph and the value of every tensor of it, computed on one device."""
     if name not in GRAPHS:
-        module, inputs = build(name)
+        module, inputs = llama() if name == "llama" else build(name)
         graph = trace(module, inputs)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers()), **graph.constants}
         values = {t: named[n].detach() for n, t in (*graph.parameters.items(), *graph.buffers.items())}
@@ -75,25 +88,55 @@ def check_rule(graph: Graph, rules: Rules, values: dict[int, torch.Tensor], numb
     return 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_rule_gives_the_whole_operators_result(name: str) -> None:
+Kind = tuple[object, ...]
+
+
+def kind_of(graph: Graph, number: int, rule: Rule) -> Kind:
+    """What a rule's numbers depend on; equal layers have equal rules."""
+    operator = graph.operators[number]
+    return operator.key, str(operator.args), str(graph.shapes_in(operator)), rule
+
+
+@cache
+def checked(name: str) -> set[Kind]:
+    """The rules of a model's operators, each checked with numbers."""
     torch.manual_seed(0)
     graph, values = traced(name)
     rules = Rules(graph)
-    checked, seen = 0, set()
+    assert not rules.unknown
+    found: set[Kind] = set()
     for number, operator in enumerate(graph.operators):
         for rule in rules.of[number]:
-            # Equal layers have equal rules.
-            same = (operator.key, str(operator.args), str(graph.shapes_in(operator)), rule)
-            if same in seen:
+            if kind_of(graph, number, rule) in found:
                 continue
-            seen.add(same)
             try:
-                checked += check_rule(graph, rules, values, number, rule)
+                if check_rule(graph, rules, values, number, rule):
+                    found.add(kind_of(graph, number, rule))
             except Exception as error:
                 raise AssertionError(f"{operator.name} ({operator.key}) {operator.args}: {rule}: {error}") from error
-    assert checked > 100
-    assert not rules.unknown
+    return found
+
+
+@pytest.mark.parametrize("name", [*NAMES, "llama", "residual"])
+def test_every_rule_gives_the_whole_operators_result(name: str) -> None:
+    assert len(checked(name)) > 100
+
+
+@pytest.mark.parametrize("name", [*NAMES, "residual"])
+def test_every_rule_that_a_program_follows_is_among_those_checked(name: str) -> None:
+    """With shares of none, one, some and all of its atoms."""
+    graph, _ = traced(name)
+    rules = Rules(graph)
+    program = plan_graph(graph, cluster([1.0, 2.0, 5.0], gbytes=0.01))
+    for number, chosen in enumerate(program.rules):
+        rule = rules.of[number][chosen]
+        assert kind_of(graph, number, rule) in checked(name)
+        axis = rules.axis_of(number, rule)
+        if axis is not None:
+            atoms = rules.axes[axis].atoms
+            some = {share for shares in share_lists(atoms) for share in shares}
+            assert {0, 1, atoms} <= some
+            assert atoms < 3 or some - {0, 1, atoms}
 
 
 def test_a_merged_dimension_is_cut_inside_its_blocks() -> None:

@@ -8,14 +8,15 @@ import torch
 import torch.nn as nn
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.costs import Costs, precision_of
-from hethub.synthesis.planning import baselines, plan_graph
-from hethub.synthesis.program import Execution, Living, Model, Shares
-from hethub.synthesis.ratios import alternate, fit, rounded, starts
-from hethub.synthesis.rules import WHOLE, Rules
+from hethub.synthesis.costs import Costs, Model, Shares, precision_of, rank_seconds
+from hethub.synthesis.planning import baselines, plan_graph, pose
+from hethub.synthesis.program import Execution, Living
+from hethub.synthesis.ratios import alternate, even, fit, rounded, starts
+from hethub.synthesis.rules import WHOLE, Rules, State
 from hethub.synthesis.search import Problem, Search, search
 from hethub.synthesis.trace import trace
-from tests.synthesis.clusters import cluster
+from tests.synthesis.clusters import cluster, random_cluster
+from tests.synthesis.exact import reference
 
 
 class Tiny(nn.Module):
@@ -42,19 +43,40 @@ def model_of(module: nn.Module, inputs: tuple[torch.Tensor, ...], on: object) ->
     return Model(graph, Rules(graph), Costs(on, precision_of(graph)))  # type: ignore[arg-type]
 
 
-def everything(model: Model, shares: Shares) -> float:
-    """The least seconds of every combination of rules and states of parameters."""
+def choices(model: Model) -> tuple[list[list[int]], list[dict[str, State]]]:
+    """Per operator the rules that a search may choose, and every way of keeping the parameters."""
     usable = [
         [n for n, rule in enumerate(own) if (axis := model.rules.axis_of(number, rule)) is None or axis in model.rules.worth_cutting]
         for number, own in enumerate(model.rules.of)
     ]  # fmt: skip
     states = {name: [WHOLE, *model.rules.cuts(tensor)] for name, tensor in model.graph.parameters.items()}
-    best = float("inf")
-    for rules in itertools.product(*usable):
-        for kept in itertools.product(*states.values()):
-            execution = Execution(model, rules, dict(zip(states, kept, strict=True)), shares)
-            best = min(best, execution.seconds)
-    return best
+    return usable, [dict(zip(states, kept, strict=True)) for kept in itertools.product(*states.values())]
+
+
+def everything(model: Model, shares: Shares) -> float:
+    """The least seconds of every combination of rules and states of parameters."""
+    usable, states = choices(model)
+    return min(Execution(model, rules, kept, shares).seconds for rules in itertools.product(*usable) for kept in states)
+
+
+def joint(model: Model, enough: float) -> float:
+    """The least seconds of a step of every program under every shares, where that is below `enough`."""
+    usable, states = choices(model)
+    worth = model.rules.worth_cutting
+    lists = [
+        [(own, axis.atoms - own) for own in range(axis.atoms + 1)] if number in worth else [(axis.atoms, 0)]
+        for number, axis in enumerate(model.rules.axes)
+    ]
+    for shares in itertools.product(*lists):
+        computed = np.zeros(2)
+        for number, own in enumerate(usable):
+            seconds = [rank_seconds(model, shares, number, model.rules.of[number][n]) for n in own]
+            computed = computed[..., None, :] + np.array(seconds)
+        # A step takes no less than what the busiest rank computes.
+        for places in np.argwhere(computed.max(-1) < enough):
+            rules = tuple(own[place] for own, place in zip(usable, places, strict=True))
+            enough = min(enough, *(Execution(model, rules, kept, shares).step_seconds for kept in states))
+    return enough
 
 
 @pytest.mark.parametrize("gbytes", [1e-6, 1e-4, 1.0])
@@ -74,7 +96,7 @@ def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
     used = [own for axis, own in enumerate(best.shares) if axis in cut]
     assert all(own[3] == 0 for own in used)
     by_speed = search(model, starts(model)[0])
-    assert best.found.seconds <= by_speed.seconds
+    assert best.seconds <= by_speed.execution.step_seconds
     wide = max(used, key=sum)
     np.testing.assert_allclose(np.array(wide[:3]) / sum(wide), [1 / 6, 2 / 6, 3 / 6], atol=0.05)
 
@@ -82,7 +104,7 @@ def test_ratios_follow_speed_and_a_rank_that_only_delays_gets_nothing() -> None:
 def test_fitted_ratios_never_cost_more_than_those_they_replace() -> None:
     model = model_of(TwoLayers(), (torch.randn(60, 12),), cluster([1.0, 4.0], gbytes=1e-3))
     even = starts(model)[1]
-    found = search(model, even)
+    found = Problem(model).search(even)
     better = fit(model, found.execution, None)
     assert better is not None
     assert Execution(model, found.rules, found.kept, better).seconds < found.seconds
@@ -103,10 +125,16 @@ def test_every_rank_keeps_within_its_memory() -> None:
             continue
         fitted += 1
         assert (Living(best.found.execution).peak <= np.array(limits)).all()
-        assert best.found.seconds >= free.found.seconds * (1 - 1e-3)
+        assert best.seconds >= free.seconds * (1 - 1e-2)
     assert 0 < fitted < tried
     with pytest.raises(BadInput, match="memory"):
         alternate(model, list(peak * 0.05))
+
+
+def test_a_search_without_time_does_not_blame_memory() -> None:
+    model = model_of(TwoLayers(), (torch.randn(12, 12),), cluster([1.0, 2.0]))
+    with pytest.raises(BadInput, match=r"time_limit_seconds \(1e-09\); allow more"):
+        search(model, even(model), options=Search(time_limit_seconds=1e-9))
 
 
 def test_a_program_tells_how_it_cuts_and_what_it_costs() -> None:
@@ -127,20 +155,31 @@ def test_no_baseline_is_faster(gbytes: float) -> None:
     best = alternate(model, None)
     others = baselines(model)
     assert set(others) == {"DP-EV", "DP-CP", "HAP"}
-    assert best.found.seconds <= min(others.values()) * (1 + 1e-3)
+    assert best.seconds <= min(others.values())
     assert others["DP-EV"] > others["DP-CP"] * 0.5  # both are real programs, and not the same one
     assert others["DP-EV"] != others["DP-CP"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gbytes", [1e-6, 1e-4, 1.0])
-def test_turns_of_search_and_ratios_come_within_a_hundredth_of_both_together(gbytes: float) -> None:
-    """Every shares of two ranks, each with its best program."""
-    model = model_of(Tiny(), (torch.randn(6, 4),), cluster([1.0, 3.0], gbytes=gbytes))
-    problem = Problem(model)
-    lists = [[(own, axis.atoms - own) for own in range(axis.atoms + 1)] for axis in model.rules.axes]
-    joint = min(problem.search(shares).seconds for shares in itertools.product(*lists))
-    assert alternate(model, None).found.seconds <= joint * 1.01
+@pytest.mark.parametrize("gbytes", [1e-6, 3e-6, 1e-5, 1e-4, 1.0])
+def test_turns_of_search_and_ratios_come_within_a_hundredth_of_the_best_of_all_programs_and_shares(
+    gbytes: float,
+) -> None:
+    model = model_of(Tiny(2), (torch.randn(4, 4),), cluster([1.0, 3.0], gbytes=gbytes))
+    found = alternate(model, None).seconds
+    assert joint(model, found) >= found * 0.99
+    assert joint(model, found * 1.05) <= found * (1 + 1e-9)  # which looks at programs as good as those found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vgg", "vit", "bert", "bert-moe"])
+def test_programs_of_eight_ranks_are_proved_and_no_baseline_is_faster(name: str) -> None:
+    graph = reference(name).graph
+    for seed in range(4):
+        model = pose(graph, random_cluster(seed, 8))
+        best = alternate(model, None)
+        assert best.found.is_optimal
+        assert best.seconds <= min(baselines(model).values()), seed
 
 
 class Stack(nn.Module):

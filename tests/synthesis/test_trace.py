@@ -26,6 +26,11 @@ class Branch(nn.Module):
         return values * 2 if values.sum() > 0 else values
 
 
+class Noise(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + torch.rand_like(values)
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +51,38 @@ class Overwrite(nn.Module):
         return self.first(values).sum()
 
 
+class Marked(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values[0] = 1.0
+        return values
+
+
+class Passed(nn.Module):
+    """Its inner layer is given the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Marked(), nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(values)).mean()
+
+
+class Picked(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values[values > 0]
+
+
+class Replaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.last = values[0].detach()
+        return values
+
+
 class Cond(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cond(values.sum() > 0, lambda v: v * 2, lambda v: v - 1, (values,))
@@ -55,13 +92,28 @@ class Cond(nn.Module):
     ("module", "words"),
     [
         (Wrapped(nn.Dropout(0.5)), ["inner", "random", "dropout"]),
-        (Wrapped(nn.BatchNorm1d(4)), ["inner", "BatchNorm", ".eval()"]),
+        (Wrapped(nn.BatchNorm1d(4)), ["inner", "BatchNorm", "convert_sync_batchnorm", ".eval()"]),
+        (Wrapped(Noise()), ["inner", "random", "aten.rand_like"]),
+        (Wrapped(Branch()), ["depend", "torch.where", "test_trace.py", "in forward"]),
+        (Wrapped(Picked()), ["depend", "aten.nonzero", "test_trace.py", "in forward"]),
         (Wrapped(Counter()), ["inner", "steps"]),
-        (Wrapped(Branch()), ["depend", "torch.where"]),
+        (Wrapped(Replaced()), ["inner", "last"]),
         (Wrapped(Cond()), ["inner", "control flow"]),
-        (Overwrite(), ["in place", "values"]),
+        (Overwrite(), ["the module itself", "in place", "aten.mul_", "values"]),
+        (Passed(), ["'inner'", "in place", "aten.fill_", "values"]),
     ],
-    ids=["dropout", "batch norm", "buffer", "branch", "cond", "input"],
+    ids=[
+        "dropout",
+        "batch norm",
+        "noise",
+        "branch",
+        "mask",
+        "buffer",
+        "another buffer",
+        "cond",
+        "input",
+        "piece of an input",
+    ],
 )
 def test_what_cannot_be_cut_is_refused(module: nn.Module, words: list[str]) -> None:
     with pytest.raises(BadInput) as refusal:
@@ -80,9 +132,45 @@ def test_batch_norm_that_keeps_its_statistics_is_traced() -> None:
     assert "inner.running_mean" in graph.buffers
 
 
-def test_the_graph_computes_the_modules_loss_and_gradients() -> None:
+def test_tracing_leaves_the_module_as_it_was() -> None:
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(Wrapped(nn.BatchNorm1d(4)))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    graph = trace(module, (torch.randn(6, 4),))
+    assert list(graph.updates) == ["inner.num_batches_tracked", "inner.running_mean", "inner.running_var"]
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    assert not any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules())
+    assert "forward" not in module.inner.__dict__
+
+
+class Padded(nn.Module):
+    """Its forward does otherwise with more than eight samples, and its loss speaks of their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result = self.layer(values).square().sum()
+        return result / values.shape[0] if values.shape[0] <= 8 else result
+
+
+def test_a_number_of_samples_that_the_module_treats_otherwise_is_refused() -> None:
+    graph = trace(Padded(), (torch.randn(6, 4),))
+    assert graph.at(8).tensors[graph.inputs[0]].shape == (8, 4)
+    for count in (9, 1):
+        with pytest.raises(BadInput, match=f"does not hold for {count}"):
+            graph.at(count)
+    fixed = trace(Wrapped(nn.Unflatten(0, (2, 3))), (torch.randn(6, 4),))
+    with pytest.raises(BadInput, match="trace it with example inputs of 8"):
+        fixed.at(8)
+
+
+@pytest.mark.parametrize("samples", [6, 3])
+def test_the_graph_computes_the_modules_loss_and_gradients(samples: int) -> None:
+    """Of another number of samples too, without tracing again."""
     module, inputs = build("bert")
-    graph = trace(module, inputs)
+    graph = trace(module, inputs).at(samples)
+    inputs = tuple(value[:samples] for value in inputs)
     named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())} | dict(
         graph.constants
     )

@@ -4,14 +4,13 @@ This file runs them on host tensors, and `device_side` on a device's; what islan
 (`routes`, `exchange`). Chunks overlap: while one is on the wire, the next is reduced inside the island.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.chunks import Tuning, chunked, run_pipelined
-from hethub.communicator.bridge.exchange import Exchange
-from hethub.communicator.bridge.host_side import HostSide
+from hethub.communicator.bridge.exchange import Exchange, Start, at
 from hethub.communicator.bridge.links import Links, Stage, wait_for
 from hethub.communicator.bridge.routes import (
     GatherRoute,
@@ -23,7 +22,11 @@ from hethub.communicator.bridge.routes import (
 )
 from hethub.communicator.counters import Leg, LegClock
 from hethub.communicator.joining.islands import Islands, island_index
+from hethub.communicator.relays.relay import Incoming, Outgoing, Transfer
 from hethub.spec.ranges import Range, split
+
+Messages = list[tuple[int, torch.Tensor]]
+"""Elements that a rank is sent or sends."""
 
 
 class Bridge:
@@ -73,18 +76,11 @@ class Bridge:
         """Sends `sent[rank]` to each rank in it and fills `received[rank]` from each; a rank's own is copied."""
         if self.rank in received:
             received[self.rank].copy_(sent[self.rank])
-        arrivals = [
-            self.links.receive(tensor, peer, Stage.DIRECT)
-            for peer, tensor in received.items()
-            if peer != self.rank and tensor.numel()
-        ]
-        # Each rank begins with its successor, so that not all send to the same rank at once.
-        order = sorted(sent, key=lambda peer: (peer - self.rank) % self._size)
-        sends = [
-            self.links.send(sent[peer], peer, Stage.DIRECT)
-            for peer in order
-            if peer != self.rank and sent[peer].numel()
-        ]
+        others = [{peer: tensor for peer, tensor in of.items() if peer != self.rank} for of in (sent, received)]
+        arrivals, sends = list[Transfer](), list[Transfer]()
+        for leaving, arriving in self.chunks_of_messages(*others):
+            arrivals += [self.links.receive(piece, peer, Stage.DIRECT) for peer, piece in arriving]
+            sends += [self.links.send(piece, peer, Stage.DIRECT) for peer, piece in leaving]
         with self.clock(Leg.WIRE):
             wait_for(arrivals)
             wait_for(sends)
@@ -123,6 +119,20 @@ class Bridge:
     def chunks_by_ranges(self, ranges: Sequence[Range], itemsize: int) -> list[list[Range]]:
         """The ranges of each chunk."""
         return chunked(ranges, self._tuning.num_chunks(sum(r.size for r in ranges) * itemsize))
+
+    def chunks_of_messages(
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[Messages, Messages]]:
+        """The pieces of each chunk that leave and arrive; sender and receiver cut a message alike, by its size."""
+        # Each rank begins with its successor, so that not all send to the same rank at once.
+        order = sorted(sent, key=lambda peer: (peer - self.rank) % self._size)
+        leaving = [(peer, self._pieces(sent[peer])) for peer in order]
+        arriving = [(peer, self._pieces(tensor)) for peer, tensor in received.items()]
+        for chunk in range(max([len(pieces) for _, pieces in leaving + arriving], default=0)):
+            yield _at(leaving, chunk), _at(arriving, chunk)
+
+    def _pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [_sub(flat, piece) for piece in split(flat.numel(), self._tuning.num_chunks(flat.nbytes)) if piece]
 
     def reduce_scatter_route(self, ranges: Sequence[Range]) -> Route:
         """This rank's part in the exchange of one chunk."""
@@ -193,3 +203,87 @@ class Bridge:
 
 def _sub(flat: torch.Tensor, piece: Range) -> torch.Tensor:
     return flat[piece.start : piece.stop]
+
+
+def _at(messages: Iterable[tuple[int, list[torch.Tensor]]], chunk: int) -> Messages:
+    return [(peer, pieces[chunk]) for peer, pieces in messages if chunk < len(pieces)]
+
+
+class HostSide:
+    """Posts the island's messages when it is made. The total is written to `out`, by default in place in `flat`."""
+
+    copies = False
+
+    def __init__(
+        self,
+        links: Links,
+        clock: LegClock,
+        island: Sequence[int],
+        route: Route,
+        reduction: Reduction,
+        flat: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        self.clock = clock
+        self._links = links
+        self._island = island
+        self._route = route
+        self._reduction = reduction
+        self._flat = flat
+        self._out = out
+        self._lent: dict[int, Outgoing] = {}
+        neighbours = [rank for rank in island if rank != route.rank]
+        self._sends = [
+            links.send(self._own(piece), rank, Stage.SCATTER)
+            for rank in neighbours
+            for piece in route.held[rank]
+            if piece
+        ]
+        self._incoming: dict[Range, dict[int, Incoming]] = {piece: {} for piece in route.held[route.rank] if piece}
+        for rank in neighbours:
+            for piece, incoming in self._incoming.items():
+                incoming[rank] = links.expect(piece.size, flat.dtype, rank, Stage.SCATTER)
+
+    def partial(self, piece: Range, only_reader: int | None) -> torch.Tensor:
+        """The island's sum, in ascending rank order, rounded to the tensor's type.
+
+        What one other rank gets as it is, is made in the memory that its relay lends for the message.
+        """
+        own, incoming = self._own(piece), self._incoming[piece]
+        if not incoming:
+            return own
+        if only_reader is not None and self._reduction.wire.dtype == own.dtype:
+            lent = self._links.outgoing(piece.size, own.dtype, only_reader)
+            self._lent[lent.tensor.data_ptr()] = lent
+            out = lent.tensor
+        else:
+            out = own if self._out is None else torch.empty_like(own)
+        with self.clock(Leg.ISLAND_REDUCE):
+            sources = [own if rank == self._route.rank else incoming[rank].wait() for rank in self._island]
+            self._reduction.partial(sources, out)
+        for message in incoming.values():
+            message.release()
+        return out
+
+    def place(self, piece: Range) -> torch.Tensor:
+        return self._own(piece) if self._out is None else at(self._out, self._route.mine, piece)
+
+    def send(self, message: torch.Tensor, peer: int, stage: Stage) -> Start:
+        lent = self._lent.get(message.data_ptr()) if stage == Stage.EXCHANGE else None
+        links = self._links
+        transfer = links.send(message, peer, stage) if lent is None else links.send_outgoing(lent, peer, stage)
+        return lambda: transfer
+
+    def expect(self, num_elements: int, dtype: torch.dtype, peer: int, stage: Stage) -> Incoming:
+        return self._links.expect(num_elements, dtype, peer, stage)
+
+    def release(self) -> None:
+        for lent in self._lent.values():
+            lent.release()
+
+    def wait(self) -> None:
+        """Returns when the island's messages have left `flat`."""
+        wait_for(self._sends)
+
+    def _own(self, piece: Range) -> torch.Tensor:
+        return self._flat[piece.start : piece.stop]

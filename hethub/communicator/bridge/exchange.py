@@ -1,6 +1,6 @@
 """The step between islands, the same for host and device: partials leave, arrive, are added; totals may travel back.
 
-A `Side` is where this rank computes: in host memory (`host_side`), or on its device (`device_side`), where partials are
+A `Side` is where this rank computes: in host memory (`collectives`), or on its device (`device_side`), where partials are
 encoded before they are copied to the host and arrivals are decoded and added, so that only what the wire carries
 is copied. What goes where, and the order of additions, is the `Route`'s.
 """
@@ -14,24 +14,14 @@ import torch
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.links import Stage, wait_for
 from hethub.communicator.bridge.routes import Route, Total
-from hethub.communicator.bridge.wire import Wire
 from hethub.communicator.counters import Leg, LegClock
-from hethub.communicator.relays.relay import Transfer
+from hethub.communicator.relays.relay import Incoming, Transfer
 from hethub.spec.ranges import Range
 
 Held = tuple[int, Range, torch.Tensor]
 """(rank, range, elements): a rank's piece of its island's partial, as all ranks see it."""
 Start = Callable[[], Transfer]
 """What puts a message on the wire once it is copied to where its relay takes it from."""
-
-
-class Expected(Protocol):
-    """A message that will arrive."""
-
-    def wait(self) -> torch.Tensor:
-        """The elements it stands for, decoded, where this side computes; valid until `release`."""
-
-    def release(self) -> None: ...
 
 
 class Side(Protocol):
@@ -50,8 +40,8 @@ class Side(Protocol):
     def send(self, message: torch.Tensor, peer: int, stage: Stage) -> Start:
         """Sends an encoded message, as far as that needs no waiting; the call does the rest."""
 
-    def expect(self, num_elements: int, wire: Wire, peer: int, stage: Stage) -> Expected:
-        """Posts the receive of a message that stands for that many elements."""
+    def expect(self, num_elements: int, dtype: torch.dtype, peer: int, stage: Stage) -> Incoming:
+        """Posts the receive of a message, which will be where this side computes."""
 
     def release(self) -> None:
         """The partials are not read any more."""
@@ -74,13 +64,14 @@ class Exchange:
         route, side = self.route, self.side
         expected = [(rank, piece, self._expect(rank, piece, Stage.EXCHANGE)) for rank, piece in route.expected]
         returned = [(piece, self._expect(rank, piece, Stage.TOTAL)) for rank, piece in route.returned]
-        yield
+        if not side.copies:
+            yield
         own, starts = self._send_partials()
         if side.copies:
             yield
         sends = [start() for start in starts]
         yield
-        held = [*own, *((rank, piece, message.wait()) for rank, piece, message in expected)]
+        held = [*own, *((rank, piece, self._arrived(piece, message)) for rank, piece, message in expected)]
         with side.clock(Leg.WIRE):
             wait_for(sends)  # what the wire carries unchanged may be sent from where the total is written
         starts = [start for total in route.totals for start in self._make(total, held)]
@@ -94,13 +85,21 @@ class Exchange:
         sends = [start() for start in starts]
         yield
         for piece, message in returned:
-            side.place(piece).copy_(message.wait())
+            side.place(piece).copy_(self._arrived(piece, message))
             message.release()
         with side.clock(Leg.WIRE):
             wait_for(sends)
 
-    def _expect(self, rank: int, piece: Range, stage: Stage) -> Expected:
-        return self.side.expect(piece.size, self.reduction.wire, rank, stage)
+    def _expect(self, rank: int, piece: Range, stage: Stage) -> Incoming:
+        wire = self.reduction.wire
+        return self.side.expect(wire.num_elements(piece.size), wire.dtype, rank, stage)
+
+    def _arrived(self, piece: Range, message: Incoming) -> torch.Tensor:
+        """What the message stands for, in memory that is the relay's until the message's `release`."""
+        with self.side.clock(Leg.WIRE):
+            encoded = message.wait()
+        with self.side.clock(Leg.ADD):
+            return self.reduction.wire.decode(encoded, piece.size)
 
     def _send_partials(self) -> tuple[list[Held], list[Start]]:
         """What stays of this rank's partials, as all ranks see them; and the calls that send the others."""

@@ -5,9 +5,10 @@ from enum import IntEnum
 
 import torch
 
-from hethub.communicator.counters import Counters
+from hethub.communicator.counters import Counters, Leg, LegClock
 from hethub.communicator.relays.choice import Carriers
 from hethub.communicator.relays.relay import Incoming, Outgoing, Relay, Transfer
+from hethub.kernels.device import Event, Stream
 
 
 class Stage(IntEnum):
@@ -23,6 +24,8 @@ class Stage(IntEnum):
 
 
 _NUM_STAGES = 8
+MESSAGES = 1 << 17
+"""The number of the world's own messages, above that of any group: all tags from there on are theirs."""
 
 
 def wait_for(transfers: Iterable[Transfer]) -> None:
@@ -34,7 +37,7 @@ def wait_for(transfers: Iterable[Transfer]) -> None:
 class Links:
     """Sends and receives among `members` (the world's ranks, in group order); `number` sets this group's tags apart.
 
-    `label` names the group in the counters.
+    `label` names the group in the counters. A stage is a `Stage`, or under MESSAGES a message's tag.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Links:
         self._near = near
         self._counters = counters
 
-    def send(self, tensor: torch.Tensor, to: int, stage: Stage) -> Transfer:
+    def send(self, tensor: torch.Tensor, to: int, stage: int) -> Transfer:
         relay, peer = self._carrier(to, tensor.nbytes)
         self._count(to, peer, relay, tensor.nbytes)
         return relay.send(tensor, peer, self._first_tag + stage)
@@ -63,16 +66,16 @@ class Links:
         relay, peer = self._carrier(to, num_elements * dtype.itemsize)
         return relay.outgoing(num_elements, dtype, peer)
 
-    def send_outgoing(self, message: Outgoing, to: int, stage: Stage) -> Transfer:
+    def send_outgoing(self, message: Outgoing, to: int, stage: int) -> Transfer:
         relay, peer = self._carrier(to, message.tensor.nbytes)
         self._count(to, peer, relay, message.tensor.nbytes)
         return message.send(self._first_tag + stage)
 
-    def receive(self, tensor: torch.Tensor, source: int, stage: Stage) -> Transfer:
+    def receive(self, tensor: torch.Tensor, source: int, stage: int) -> Transfer:
         relay, peer = self._carrier(source, tensor.nbytes)
         return relay.receive(tensor, peer, self._first_tag + stage)
 
-    def expect(self, num_elements: int, dtype: torch.dtype, source: int, stage: Stage) -> Incoming:
+    def expect(self, num_elements: int, dtype: torch.dtype, source: int, stage: int) -> Incoming:
         relay, peer = self._carrier(source, num_elements * dtype.itemsize)
         return relay.expect(num_elements, dtype, peer, self._first_tag + stage)
 
@@ -87,3 +90,26 @@ class Links:
 
     def _count(self, to: int, peer: int, relay: Relay, num_bytes: int) -> None:
         self._counters.count_sent(self._label, peer, relay.name, is_bridge=to not in self._near, num_bytes=num_bytes)
+
+
+class CopiedDown:
+    """A message on its way from a device: the copy to memory that its relay lends is begun here, on the stream `down` and
+    behind `ready`; the call waits for it, then sends."""
+
+    def __init__(
+        self, links: Links, message: torch.Tensor, peer: int, stage: int, ready: Event, down: Stream, clock: LegClock
+    ) -> None:
+        self._links, self._peer, self._stage, self._clock = links, peer, stage, clock
+        self._lent = links.outgoing(message.numel(), message.dtype, peer)
+        down.wait(ready)
+        with down.active():
+            self._lent.tensor.copy_(message, non_blocking=True)
+        down.keep(message)
+        self._copied = down.record()
+
+    def __call__(self) -> Transfer:
+        with self._clock(Leg.COPY):
+            self._copied.synchronize()
+        transfer = self._links.send_outgoing(self._lent, self._peer, self._stage)
+        self._lent.release()
+        return transfer

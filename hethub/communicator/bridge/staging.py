@@ -121,6 +121,17 @@ class Staged:
         self._stager.kernels.unpack(_bytes(near), [_bytes(tensor) for tensor in self._tensors])
 
 
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in order: its own memory where that holds them so."""
+    return (tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()).view(-1)
+
+
+def place_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Where the tensor's elements can land in order: its own memory, or other that is to be copied from."""
+    plain = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return plain.view(-1)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory holds its elements in order, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

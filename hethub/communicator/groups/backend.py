@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.context import Context
+from hethub.communicator.groups.native import watch_group
 from hethub.communicator.groups.process_group import HethubGroup
-from hethub.communicator.groups.strides import watch_strides
 from hethub.communicator.joining.islands import parse_islands, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token
 from hethub.communicator.setup import make_context
@@ -75,7 +75,7 @@ def with_native_backends(group: dist.ProcessGroup, context: Context, options: An
     nccl = torch_private.attach_native(group, gloo, context.device, options)
     if nccl is not None:
         context.watch_nccl(nccl, options.group_id)
-    watch_strides(group)
+    watch_group(group, context.turn_of)
     context.release_with(group, options.group_id)
     return group
 

@@ -6,13 +6,14 @@ Operations of one group run in submission order in a thread of their own, so a c
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction, make_reduction
 from hethub.communicator.bridge.device_side import NativeLegs
+from hethub.communicator.bridge.island_library import IslandLibrary
 from hethub.communicator.bridge.launch_order import Turn
 from hethub.communicator.bridge.messages import PointToPoint
 from hethub.communicator.bridge.staging import Staged
@@ -30,6 +31,8 @@ _ALIKE = {
     "all_gather_into_tensor",
 }
 """Operations whose result tensors have the same shape on every rank."""
+
+_Turn = TypeVar("_Turn", bound=Turn)
 
 Tensors = list[torch.Tensor]
 Run = Callable[[], None]
@@ -89,11 +92,12 @@ class GroupCore(torch_private.GroupBase):
         self._worker.stop()
         self.point_to_point.close()
         legs, self._legs = self._legs, None
-        if legs is not None and self.context.device.is_gpu and not self.context.aborted:
-            legs.shutdown()
+        if legs is not None and self.context.device.is_gpu and not self.context.given_up:
+            legs.library.shutdown()
         if self._is_default:
             self.context.close()
         else:
+            self.context.counters.fold(self._label)
             self.context.release(self._name)
 
     def _compared(self, name: str, job: Run, tensors: Tensors, chosen: Sequence[str]) -> Run:
@@ -136,7 +140,9 @@ class GroupCore(torch_private.GroupBase):
         native = None
         if len(island) > 1:
             native = self.context.native_group(name, island, self._rank, timeout_seconds)
-        return NativeLegs(self._bridge, native, self.context.device, self.context.dispatcher)
+        device = self.context.device
+        library = IslandLibrary(native, island, self._rank, device)
+        return NativeLegs(self._bridge, library, device, self.context.dispatcher)
 
     def _operation(self, name: str, tensors: Tensors) -> Operation:
         return Operation(name=name, group=self._label, rank=self.context.rank, explainer=self.context)
@@ -149,13 +155,20 @@ class GroupCore(torch_private.GroupBase):
         return self._queue(name, job, tensors, opts, chosen=chosen)
 
     def _submit_natively(
-        self, name: str, launch: Callable[[Turn], None], tensors: Tensors, opts: Any = None, chosen: Words | None = None
+        self,
+        name: str,
+        take_turn: Callable[[], _Turn],
+        run: Callable[[_Turn], None],
+        tensors: Tensors,
+        opts: Any = None,
+        chosen: Words | None = None,
     ) -> HethubWork:
         """As `_submit`, for what launches legs on the island's library: in the turn taken here."""
-        assert self._legs is not None
         with self._submitting:
-            turn = self._legs.take_turn()
-            return self._queue(name, functools.partial(launch, turn), tensors, opts, turn, chosen)
+            turn = take_turn()
+            work = self._queue(name, functools.partial(run, turn), tensors, opts, turn, chosen)
+        turn.begin()  # behind the job: that deals with each chunk while the next ones are launched
+        return work
 
     def _queue(
         self,

@@ -4,6 +4,7 @@ Whatever moves data without arithmetic among host tensors of unequal shapes goes
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction
-from hethub.communicator.bridge.launch_order import Turn
 from hethub.communicator.bridge.staging import Staged
 from hethub.communicator.groups.debug import option_words, range_words, reduction_word
 from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
@@ -61,10 +61,8 @@ class HethubGroup(GroupCore):
         legs = self._legs
         assert legs is not None
 
-        def job(turn: Turn) -> None:
-            legs.all_reduce(tensor, staged.ready, reduction, turn)
-
-        return self._submit_natively(name, job, [tensor], opts)
+        run = partial(legs.all_reduce, tensor, staged.ready, reduction)
+        return self._submit_natively(name, legs.take_turn, run, [tensor], opts)
 
     def all_reduce_with_feedback(self, tensor: torch.Tensor, residual: torch.Tensor, op: Any) -> HethubWork:
         """As all-reduce; what a narrow wire rounds away on this rank is kept in `residual` and added next time."""
@@ -81,12 +79,15 @@ class HethubGroup(GroupCore):
         """Whether the island's library does its leg: for large tensors, whatever their strides, in which ranks may differ."""
         assert self._legs is not None
         large = not self._bridge.is_small(tensor, reduction) and tensor.numel() > 0
-        return large and self._stager.on_device(tensor) and self._legs.can_reduce(reduction)
+        return large and self._stager.on_device(tensor) and self._legs.library.can_reduce(reduction)
 
     def reduce(self, tensors: Tensors, opts: Any) -> HethubWork:
-        ranges = self._all_at(opts.rootRank, tensors[0].numel())
-        staged = self._stager.stage(tensors[0])
-        reduction = self._reduction(opts.reduceOp, tensors[0].dtype)
+        tensor, reduction = tensors[0], self._reduction(opts.reduceOp, tensors[0].dtype)
+        ranges = self._all_at(opts.rootRank, tensor.numel())
+        if self._legs is not None and self._stager.on_device(tensor) and self._legs.library.can_reduce(reduction):
+            out = tensor if self._rank == opts.rootRank else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return self._scatter_natively(out, [tensor], ranges, reduction, "reduce", lambda: option_words(opts), opts)
+        staged = self._stager.stage(tensor)
 
         def job() -> None:
             flat = self._load_whole(staged)
@@ -138,18 +139,28 @@ class HethubGroup(GroupCore):
         chosen: Words,
         opts: Any = None,
     ) -> HethubWork:
-        """One tensor of a device is reduced by the island's library, in the turn taken here."""
-        legs, reduction = self._legs, self._reduction(op, output.dtype)
-        here = len(sources) == 1 and self._stager.on_device(sources[0])
-        if legs is None or not here or not legs.can_reduce(reduction):
-            job = self._scatter_job(output, sources, ranges, op)
-            return self._submit(name, job, [output], opts, chosen=chosen)
-        ready = self._stager.device.current_stream().record()
+        """Tensors of a device are reduced by the island's library, in the turn taken here."""
+        reduction = self._reduction(op, output.dtype)
+        if self._legs is not None and self._stager.on_device(sources[0]) and self._legs.library.can_reduce(reduction):
+            return self._scatter_natively(output, sources, ranges, reduction, name, chosen, opts)
+        job = self._scatter_job(output, sources, ranges, op)
+        return self._submit(name, job, [output], opts, chosen=chosen)
 
-        def launch(turn: Turn) -> None:
-            legs.reduce_scatter(sources[0], ranges, output, ready, reduction, turn)
-
-        return self._submit_natively(name, launch, [output], opts, chosen)
+    def _scatter_natively(
+        self,
+        output: torch.Tensor,
+        sources: Tensors,
+        ranges: Sequence[Range],
+        reduction: Reduction,
+        name: str,
+        chosen: Words,
+        opts: Any,
+    ) -> HethubWork:
+        legs, ready = self._legs, self._stager.device.current_stream().record()
+        assert legs is not None
+        begin = partial(legs.begin_reduce_scatter, sources, ranges, ready, reduction)
+        run = partial(legs.reduce_scatter, first=ranges[self._rank].start, out=output, reduction=reduction)
+        return self._submit_natively(name, begin, run, [output], opts, chosen)
 
     def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Run:
         staged, out = self._stager.stage(*sources), self._stager.stage(output)
@@ -167,6 +178,8 @@ class HethubGroup(GroupCore):
     def broadcast(self, tensors: Tensors, opts: Any) -> HethubWork:
         tensor = tensors[opts.rootTensor]
         ranges = self._all_at(opts.rootRank, tensor.numel())
+        if self._moves_natively(tensor):
+            return self._gather_natively("broadcast", [tensor], ranges, opts=opts, chosen=lambda: option_words(opts))
         staged = self._stager.stage(tensor)
 
         def job() -> None:
@@ -176,6 +189,9 @@ class HethubGroup(GroupCore):
         return self._submit("broadcast", job, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
+        if self._moves_natively(inputs[0]):
+            ranges = from_sizes([output.numel() for output in outputs[0]])
+            return self._gather_natively("all_gather", outputs[0], ranges, inputs[0], opts)
         return self._submit("all_gather", self._gather_job(outputs[0], inputs[0]), outputs[0], opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
@@ -185,8 +201,8 @@ class HethubGroup(GroupCore):
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> HethubWork:
         name, ranges = "all_gather_into_tensor", from_sizes([source.numel()] * self._size)
-        if self._gathers_natively(output):
-            return self._gather_natively(name, output, ranges, source, opts)
+        if self._moves_natively(output):
+            return self._gather_natively(name, [output], ranges, source, opts)
         return self._submit(name, self._gather_job([output], source), [output], opts)
 
     all_gather_single = _allgather_base
@@ -214,8 +230,8 @@ class HethubGroup(GroupCore):
 
     def all_gather_ranges(self, flat_output: torch.Tensor, ranges: Sequence[Range], name: str) -> HethubWork:
         """Every rank's range of the flat tensor is written to all ranks' tensors in place."""
-        if self._gathers_natively(flat_output):
-            return self._gather_natively(name, flat_output, ranges, chosen=lambda: range_words(ranges))
+        if self._moves_natively(flat_output):
+            return self._gather_natively(name, [flat_output], ranges, chosen=lambda: range_words(ranges))
         staged = self._stager.stage(flat_output)
 
         def job() -> None:
@@ -224,14 +240,14 @@ class HethubGroup(GroupCore):
 
         return self._submit(name, job, [flat_output], chosen=lambda: range_words(ranges))
 
-    def _gathers_natively(self, tensor: torch.Tensor) -> bool:
+    def _moves_natively(self, tensor: torch.Tensor) -> bool:
         """Whether the island's library does its leg; all ranks of the island agree."""
-        return self._legs is not None and self._stager.on_device(tensor) and self._legs.can_gather(tensor.dtype)
+        return self._legs is not None and self._stager.on_device(tensor)
 
     def _gather_natively(
         self,
         name: str,
-        output: torch.Tensor,
+        outputs: Tensors,
         ranges: Sequence[Range],
         own: torch.Tensor | None = None,
         opts: Any = None,
@@ -240,14 +256,26 @@ class HethubGroup(GroupCore):
         legs, ready = self._legs, self._stager.device.current_stream().record()
         assert legs is not None
 
-        def launch(turn: Turn) -> None:
-            legs.all_gather(output, ranges, own, ready, turn)
-
-        return self._submit_natively(name, launch, [output], opts, chosen)
+        run = partial(legs.all_gather, outputs, ranges, own, ready)
+        return self._submit_natively(name, legs.take_turn, run, outputs, opts, chosen)
 
     # ---- data that only changes place
 
+    def _move_natively(
+        self, name: str, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor], tensors: Tensors, opts: Any
+    ) -> HethubWork:
+        legs, ready = self._legs, self._stager.device.current_stream().record()
+        assert legs is not None
+
+        begin = partial(legs.begin_all_to_all, sent, received, ready)
+        run = partial(legs.all_to_all, received=received)
+        return self._submit_natively(name, begin, run, tensors, chosen=lambda: option_words(opts))
+
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HethubWork:
+        tensors = outputs[0] if outputs else inputs
+        if self._moves_natively(inputs[0]):
+            received = dict(enumerate(outputs[0])) if outputs else {}
+            return self._move_natively("gather", {opts.rootRank: inputs[0]}, received, tensors, opts)
         places = [self._stager.stage(*outputs[0])] if outputs else []
         source = self._stager.stage(inputs[0])
 
@@ -256,9 +284,12 @@ class HethubGroup(GroupCore):
             self._bridge.all_to_all({opts.rootRank: self._load_whole(source)}, received)
             self._store(places)
 
-        return self._submit("gather", job, outputs[0] if outputs else inputs, chosen=lambda: option_words(opts))
+        return self._submit("gather", job, tensors, chosen=lambda: option_words(opts))
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HethubWork:
+        if self._moves_natively(outputs[0]):
+            given = dict(enumerate(inputs[0])) if inputs else {}
+            return self._move_natively("scatter", given, {opts.rootRank: outputs[0]}, outputs, opts)
         place = self._stager.stage(outputs[0])
         sources = [self._stager.stage(*inputs[0])] if inputs else []
 
@@ -277,6 +308,10 @@ class HethubGroup(GroupCore):
         input_sizes: list[int],
         opts: Any = None,
     ) -> HethubWork:
+        if self._moves_natively(output):
+            given = dict(enumerate(self._rows(source, input_sizes)))
+            received = dict(enumerate(self._rows(output, output_sizes)))
+            return self._move_natively("all_to_all_single", given, received, [output], opts)
         place, own = self._stager.stage(output), self._stager.stage(source)
         receive_ranges = self._row_ranges(output, output_sizes)
         send_ranges = self._row_ranges(source, input_sizes)
@@ -291,6 +326,9 @@ class HethubGroup(GroupCore):
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
+        if self._moves_natively(outputs[0]):
+            given, received = dict(enumerate(inputs)), dict(enumerate(outputs))
+            return self._move_natively("all_to_all", given, received, outputs, opts)
         places, sources = self._stager.stage(*outputs), self._stager.stage(*inputs)
 
         def job() -> None:
@@ -321,6 +359,10 @@ class HethubGroup(GroupCore):
 
     def _all_at(self, root: int, num_elements: int) -> list[Range]:
         return from_sizes([num_elements if rank == root else 0 for rank in range(self._size)])
+
+    def _rows(self, tensor: torch.Tensor, num_rows: list[int]) -> Sequence[torch.Tensor]:
+        """As `_row_ranges`, the tensors."""
+        return tensor.split(num_rows or [tensor.shape[0] // self._size] * self._size)
 
     def _row_ranges(self, tensor: torch.Tensor, num_rows: list[int]) -> list[Range]:
         """Per rank its rows of `tensor` as elements of the flat tensor; no sizes given means equal ones."""

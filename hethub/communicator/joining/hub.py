@@ -109,12 +109,12 @@ class Hub:
             time.sleep(_PAUSE_SECONDS)
             return
         sock.setblocking(False)  # a peer that reads nothing must not hold up the others
+        if len(self._nonces) >= self._size + _SPARE_STRANGERS:
+            self._drop(next(iter(self._nonces)))
         connection = Connection(sock)
         self._nonces[connection] = secrets.token_hex(16)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         connection.send(nonce=self._nonces[connection])
-        if len(self._nonces) > self._size + _SPARE_STRANGERS:
-            self._drop(next(iter(self._nonces)))
 
     def _hear(self, connection: Connection) -> None:
         messages = connection.read()

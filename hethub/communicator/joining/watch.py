@@ -67,6 +67,14 @@ class Watch:
         with self._speaking:  # once
             _end_process(self._rank, reason)
 
+    def end_with_one_voice(self, reason: str, seconds: float) -> None:
+        """As `end_process`; where other ranks end for the same reason within so many seconds, only the first speaks."""
+        self.liveness.report(f"ends because {reason}")
+        failure = self.liveness.wait_for_failure(seconds)
+        is_said = failure is not None and failure.rank != self._rank and reason in failure.reason
+        with self._speaking:
+            _end_process(self._rank, None if is_said else reason)
+
     def tell(self, reason: str) -> None:
         """Tells every rank that this one has failed and why; its own process is about to end by itself."""
         self.liveness.report(f"failed: {reason}")
@@ -125,9 +133,12 @@ def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _end_process(rank: int, reason: str) -> None:
-    with contextlib.suppress(OSError):  # who read stderr may be gone too
-        print(f"hethub: rank {rank} ends because {reason}.", file=sys.stderr, flush=True)
+def _end_process(rank: int, reason: str | None) -> None:
+    """Ends it with 1, without a word where there is no reason."""
+    if reason is not None:
+        with contextlib.suppress(OSError):  # who read stderr may be gone too
+            # One write with its line's end: the ranks share their launcher's pipe, and Python may run unbuffered.
+            print(f"hethub: rank {rank} ends because {reason}.\n", end="", file=sys.stderr, flush=True)
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         time.sleep(_LINGER_SECONDS)
     os._exit(1)

@@ -71,13 +71,14 @@ class Connector:
     def connected(self, name: str) -> Relay:
         if name not in self._connected:
             self._connected[name] = self._connect(name)
+            self._connected[name].device = self._device
         return self._connected[name]
 
     def _connect(self, name: str) -> Relay:
         if name == "gloo":
             return self._gloo()
         if name == "shm":
-            return connect_same_host(self._rendezvous, self._hosts, self._timeout_seconds)
+            return connect_same_host(self._rendezvous, self._hosts, self._timeout_seconds, self._device)
         from hethub.communicator.relays.mpi import MpiRelay
 
         return MpiRelay.create(self._rendezvous, self._timeout_seconds, self._device.vendor)

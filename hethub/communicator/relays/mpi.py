@@ -32,6 +32,7 @@ class MpiTransfer:
         self._requests = requests
         self._tensor = tensor
         self._peer = peer
+        relay.under_way.add(self)
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._relay.timeout_seconds
@@ -47,6 +48,7 @@ class MpiTransfer:
                 if spins > _SPINS:
                     time.sleep(pause)
                     pause = min(2 * pause, _MAX_SLEEP_SECONDS)
+        self._relay.under_way.discard(self)
 
 
 class MpiRelay(Relay):
@@ -61,6 +63,8 @@ class MpiRelay(Relay):
         self._max_tag = comm.Get_attr(mpi.TAG_UB)
         self.timeout_seconds = timeout_seconds
         self.aborted = threading.Event()
+        self.under_way: set[MpiTransfer] = set()
+        """Held until they are done, however their waits end: MPI may still write into the memory of one given up."""
 
     @classmethod
     def create(cls, rendezvous: Rendezvous, timeout_seconds: float, vendor: Vendor) -> "MpiRelay":

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from hethub.kernels.device import Device
+
 
 class PeerError(Exception):
     """A transfer with `peer` failed; becomes RunFailed where operation and group are known."""
@@ -54,6 +56,8 @@ class Relay(ABC):
     name: str
     takes_device_memory = False
     """Whether `send` and `receive` take tensors of a device, whose work on them is done."""
+    device = Device(vendor="cpu")
+    """What copies messages to and from the memory that the relay lends."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer: ...
@@ -63,12 +67,15 @@ class Relay(ABC):
 
     def expect(self, num_elements: int, dtype: torch.dtype, peer: int, tag: int) -> Incoming:
         """As `receive`, where the receiver only reads the message: a relay that can lends its own memory."""
-        tensor = torch.empty(num_elements, dtype=dtype)
+        tensor = self._memory(num_elements, dtype)
         return ReceivedInto(tensor, self.receive(tensor, peer, tag))
 
     def outgoing(self, num_elements: int, dtype: torch.dtype, peer: int) -> Outgoing:
         """Memory to write a message for `peer` into: a relay that can lends what the peer will read."""
-        return OwnMemory(self, torch.empty(num_elements, dtype=dtype), peer)
+        return OwnMemory(self, self._memory(num_elements, dtype), peer)
+
+    def _memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.device.host_buffer(num_elements * dtype.itemsize).view(dtype)
 
     @abstractmethod
     def abort(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hethub.communicator.relays.relay import Incoming, Outgoing, PeerError, Relay, Transfer
+from hethub.kernels.device import Device
 
 _BELL = struct.Struct("=BQQQ")
 _DATA, _FREE, _BLOCK, _INLINE = 1, 2, 3, 4
@@ -35,11 +36,12 @@ _RETRY_SECONDS = 1e-3
 class Block:
     """Shared memory of one message at a time, seen by sender and receiver."""
 
-    def __init__(self, number: int, descriptor: int, size: int) -> None:
+    def __init__(self, number: int, descriptor: int, size: int, device: Device) -> None:
         self.number = number
         self.num_users = 0
         # Python's own mmap would keep a descriptor per block, of which a process has a thousand.
         self.memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+        device.pin(self.memory)
 
     def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[:num_bytes].view(dtype)
@@ -65,9 +67,10 @@ class Sent:
 class ShmLink:
     """The connection to one peer: its blocks for our messages, our blocks for its."""
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
+    def __init__(self, sock: socket.socket, peer: int, device: Device) -> None:
         self._socket = sock
         self._peer = peer
+        self._device = device
         self._own_blocks: dict[int, Block] = {}
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._peer_blocks: dict[int, Block] = {}
@@ -154,6 +157,8 @@ class ShmLink:
         """Frees the socket and this side of the memory, when nobody waits any more."""
         self.abort()
         self._socket.close()
+        for block in [*self._own_blocks.values(), *self._peer_blocks.values()]:
+            self._device.unpin(block.memory)
         self._own_blocks.clear()
         self._peer_blocks.clear()
         self._free.clear()
@@ -163,7 +168,7 @@ class ShmLink:
         os.ftruncate(descriptor, size)
         with self._sending:
             number = len(self._own_blocks)
-            block = Block(number, descriptor, size)
+            block = Block(number, descriptor, size, self._device)
             self._own_blocks[number] = block
             self._send_bell(_BELL.pack(_BLOCK, 0, number, size), descriptor)
         os.close(descriptor)
@@ -259,7 +264,7 @@ class ShmLink:
             elif kind == _FREE:
                 self.release(self._own_blocks[number])
             else:
-                self._peer_blocks[number] = _map_block(number, num_bytes, rights)
+                self._peer_blocks[number] = _map_block(number, num_bytes, rights, self._device)
         return True
 
 
@@ -268,9 +273,9 @@ def _rights(descriptor: int | None) -> list[tuple[int, int, Any]]:
     return [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
 
 
-def _map_block(number: int, size: int, rights: list[tuple[int, int, bytes]]) -> Block:
+def _map_block(number: int, size: int, rights: list[tuple[int, int, bytes]], device: Device) -> Block:
     (descriptor,) = struct.unpack("i", rights[0][2][:4])
-    block = Block(number, descriptor, size)
+    block = Block(number, descriptor, size, device)
     os.close(descriptor)
     return block
 

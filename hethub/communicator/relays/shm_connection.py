@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hethub.communicator.joining.connection import proof
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
+from hethub.kernels.device import Device
 
 _HELLO = struct.Struct("=i64s")
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -23,8 +24,11 @@ def host_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seconds: float) -> ShmRelay:
-    """A relay to every other rank whose entry in `hosts` equals this rank's; all of them call it together."""
+def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seconds: float, device: Device) -> ShmRelay:
+    """A relay to every other rank whose entry in `hosts` equals this rank's; all of them call it together.
+
+    Its memory is pinned for `device`.
+    """
     rank = rendezvous.rank
     peers = [other for other, host in enumerate(hosts) if host == hosts[rank] and other != rank]
     store = dist.PrefixStore("shm", rendezvous.store)
@@ -39,12 +43,12 @@ def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seco
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.connect(store.get(str(peer)))
             sock.send(_HELLO.pack(rank, proof(rendezvous.token, "shm", rank).encode()))
-            links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer)
+            links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer, device)
         while len(links) < len(peers):
             sock, _ = listener.accept()
             admitted = _admitted(sock, rendezvous.token, timeout_seconds)
             if admitted is not None:
-                links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted)
+                links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted, device)
     return ShmRelay(links)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.planner.problem.problem import Combination, Problem, Unit
-from hethub.spec.plan import PlanSpec, Recompute, ScheduleName
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName
 
 
 class ReplicaGroup(NamedTuple):
@@ -30,6 +30,7 @@ class CandidateStage:
     zero: int = 1
     state_shares: tuple[tuple[int, float], ...] = ()  # (kind, share of one of its ranks)
     nudges: tuple[int, ...] = ()  # samples more or fewer than by speed, per replica; empty: none
+    offload: tuple[Offload, ...] = ()
 
     def __hash__(self) -> int:  # asked more often than anything else
         return self._hash
@@ -41,7 +42,7 @@ class CandidateStage:
     @cached_property
     def core(self) -> tuple[object, ...]:
         """What its times and memory depend on."""
-        return (self.layers, self.groups, self.recompute, self.zero, self.state_shares)
+        return (self.layers, self.groups, self.recompute, self.zero, self.state_shares, self.offload)
 
     @cached_property
     def replicas(self) -> int:
@@ -53,14 +54,14 @@ class CandidateStage:
 
     def with_groups(self, groups: Sequence[ReplicaGroup]) -> "CandidateStage":
         """The stage with other replicas, and so without shares and nudges."""
-        return CandidateStage(self.layers, merged(groups), self.recompute, self.zero)
+        return CandidateStage(self.layers, merged(groups), self.recompute, self.zero, offload=self.offload)
 
     def with_sizes(self, sizes: Sequence[int]) -> "CandidateStage":
         """The stage with other micro-batches, by groups."""
         if list(sizes) == [own.micro_batch for own in self.groups]:
             return self
         groups = merged([own._replace(micro_batch=size) for own, size in zip(self.groups, sizes, strict=True)])
-        return CandidateStage(self.layers, groups, self.recompute, self.zero, nudges=self.nudges)
+        return CandidateStage(self.layers, groups, self.recompute, self.zero, nudges=self.nudges, offload=self.offload)
 
 
 def merged(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
@@ -69,6 +70,23 @@ def merged(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
     for kind, tp, micro_batch, count in groups:
         counts[kind, tp, micro_batch] = counts.get((kind, tp, micro_batch), 0) + count
     return tuple(ReplicaGroup(*sort, count) for sort, count in sorted(counts.items()) if count)
+
+
+class Pattern(NamedTuple):
+    """A schedule, and into how many chunks every stage cuts its layers under it."""
+
+    schedule: ScheduleName
+    chunks: int = 1
+
+    @property
+    def goes_chunk_by_chunk(self) -> bool:
+        """Whether all microbatches pass a chunk before the next, with collectives once per chunk and pass."""
+        return self.schedule in ("layered", "ministages")
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all microbatches are held at once."""
+        return self.goes_chunk_by_chunk or self.schedule == "gpipe"
 
 
 @dataclass(frozen=True)
@@ -84,13 +102,14 @@ class Candidate:
     name: str = ""  # tells candidates apart that carry their plan
     plan: PlanSpec | None = field(default=None, compare=False)  # evaluated as it stands, not moved about
     schedule: ScheduleName | None = None  # None: the problem's
+    chunks: int = 1  # of every stage's layers
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.stages, self.alike, self.roomy, self.even, self.name, self.schedule))
+        return hash((self.stages, self.alike, self.roomy, self.even, self.name, self.schedule, self.chunks))
 
     def with_stage(self, index: int, stage: CandidateStage) -> "Candidate":
         return self.with_stages({index: stage})
@@ -98,7 +117,7 @@ class Candidate:
     def with_stages(self, changed: Mapping[int, CandidateStage]) -> "Candidate":
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
-        return Candidate(stages, self.alike, self.roomy, self.even, self.name, self.plan, self.schedule)
+        return Candidate(stages, self.alike, self.roomy, self.even, self.name, self.plan, self.schedule, self.chunks)
 
     @cached_property
     def shape(self) -> object:
@@ -109,6 +128,14 @@ class Candidate:
     def mixtures(self) -> Iterator[Iterator[int]]:
         """Per stage, the kinds in it."""
         return ((own.kind for own in stage.groups) for stage in self.stages)
+
+    def is_executable(self, schedule: ScheduleName) -> bool:
+        """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
+        if schedule == "zero_bubble" and any(stage.recompute == "full" for stage in self.stages):
+            return False
+        if (self.chunks > 1) != (schedule in ("interleaved", "ministages")) and schedule != "ministages":
+            return False
+        return self.chunks == 1 or all(stage.layers >= self.chunks for stage in self.stages)
 
     @cached_property
     def replica_counts(self) -> tuple[int, ...]:

@@ -18,22 +18,34 @@ def materialize(
 ) -> PlanSpec | None:
     """The plan of a candidate with samples divided by speed; None where some replica would have no sample, or the
     machines cannot be divided so. `holds` are the microbatches in flight per stage, None for the default."""
-    if max(candidate.replica_counts) > problem.batch.global_batch:
+    schedule = candidate.schedule or problem.schedule
+    if max(candidate.replica_counts) > problem.batch.global_batch or not candidate.is_executable(schedule):
         return None
     assigned = assign_units(candidate, problem)
     if assigned is None:
         return None
     divided = _divided(candidate, assigned, problem, worker)
-    if holds is None and candidate.schedule is None and problem.schedule == "1f1b" and _nearly_even(divided):
+    if holds is None and schedule == "1f1b" and _nearly_even(divided):
         holds = range(len(candidate.stages), 0, -1)
-    stages, start = [], 0
+    stages, chunks = [], chunked([stage.layers for stage in candidate.stages], candidate.chunks)
     for index, (stage, own, by_speed) in enumerate(zip(candidate.stages, assigned, divided, strict=True)):
         samples = [n + more for n, more in zip(by_speed, stage.nudges, strict=True)] if stage.nudges else by_speed
         if min(samples) < 1:
             return None
-        stages.append(_stage(stage, own, samples, start, problem, holds[index] if holds else None))
-        start += stage.layers
-    return problem.plan(candidate.schedule or problem.schedule, stages)
+        stages.append(_stage(stage, own, samples, chunks[index], problem, holds[index] if holds else None))
+    return problem.plan(schedule, stages)
+
+
+def chunked(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:
+    """Per stage of so many layers its chunks [start, stop), chunk by chunk over the stages, as even as can be."""
+    sizes = [[part.size for part in split(own, chunks)] for own in layers]
+    found: list[list[tuple[int, int]]] = [[] for _ in layers]
+    start = 0
+    for chunk in range(chunks):
+        for stage, own in enumerate(sizes):
+            found[stage].append((start, start + own[chunk]))
+            start += own[chunk]
+    return [tuple(own) for own in found]
 
 
 def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Problem, worker: WorkerOf) -> list[list[int]]:
@@ -44,11 +56,14 @@ def _divided(candidate: Candidate, assigned: Sequence[Assigned], problem: Proble
     if all(len(stage.groups) == 1 for stage in candidate.stages) and len(set(counts)) == 1:
         return [[part.size for part in split(total, count)] for count in counts]
     workers = [_workers(candidate, index, own, worker) for index, own in enumerate(assigned)]
+    least = (
+        problem.constraints.micro_batch or 1
+    )  # else a slow replica's micro-batch would be smaller than what is given
     if candidate.alike and len(set(counts)) == 1 and len(candidate.stages) > 1:
         chains = [_slowest(chain) for chain in zip(*workers, strict=True)]
         if None not in chains:
-            return [divide(total, [c for c in chains if c])] * len(workers)
-    return [divide(total, stage) for stage in workers]
+            return [divide(total, [c for c in chains if c], least)] * len(workers)
+    return [divide(total, stage, least) for stage in workers]
 
 
 def _nearly_even(divided: Sequence[list[int]]) -> bool:
@@ -79,7 +94,12 @@ def _slowest(chain: Sequence[Worker]) -> Worker | None:
 
 
 def _stage(
-    stage: CandidateStage, assigned: Assigned, samples: Sequence[int], start: int, problem: Problem, held: int | None
+    stage: CandidateStage,
+    assigned: Assigned,
+    samples: Sequence[int],
+    chunks: tuple[tuple[int, int], ...],
+    problem: Problem,
+    held: int | None,
 ) -> StageSpec:
     replicas = tuple(
         ReplicaSpec(ranks=unit.ranks, micro_batch=min(micro_batch, count), samples=count, in_flight=held)
@@ -90,9 +110,10 @@ def _stage(
     shares = dict(stage.state_shares)
     named = {rank: shares[unit.kind] for unit, _ in assigned for rank in unit.ranks} if shares and zero else {}
     return StageSpec(
-        layers=((start, start + stage.layers),),
+        layers=chunks,
         replicas=replicas,
         zero=zero,
         recompute=stage.recompute,
         state_shares=named,
+        offload=stage.offload,
     )

@@ -58,43 +58,44 @@ def largest_able(is_able: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def divide(total: int, workers: Sequence[Worker]) -> list[int]:
+def divide(total: int, workers: Sequence[Worker], least: int = 1) -> list[int]:
     """Samples per worker, each at least one, that sum to `total` with the smallest largest finishing time.
 
-    There are no more workers than samples. Equal workers get equal counts where the rest allows, so that
-    replicas stay alike. The smallest deadline that all samples meet is found by bisection; what it has room for beyond
-    `total` is taken from the workers that finish last.
+    There are no more workers than samples. Each has `least` (a micro-batch that is given) where there are so many.
+    Equal workers get equal counts where the rest allows, so that replicas stay alike. The smallest deadline that all
+    samples meet is found by bisection; what it has room for beyond `total` is taken from the workers that finish last.
     """
     count = len(workers)
     assert count <= total, f"{total} samples for {count} replicas"
     if len(set(workers)) == 1:
         share, rest = divmod(total, count)
         return [share + (index < rest) for index in range(count)]
+    least = min(least, total // count)
     alike = Counter(workers)
     low, high = 0.0, max(worker.seconds(total) for worker in alike)
     for _ in range(60):
         middle = (low + high) / 2
-        if sum(number * max(1, worker.within(middle)) for worker, number in alike.items()) >= total:
+        if sum(number * max(least, worker.within(middle)) for worker, number in alike.items()) >= total:
             high = middle
         else:
             low = middle
         if high - low < 1e-9 * high:
             break
-    most = {worker: max(1, worker.within(high)) for worker in alike}
+    most = {worker: max(least, worker.within(high)) for worker in alike}
     counts = [most[worker] for worker in workers]
-    return _take_back(counts, workers, sum(counts) - total)
+    return _take_back(counts, workers, sum(counts) - total, least)
 
 
-def _take_back(counts: list[int], workers: Sequence[Worker], surplus: int) -> list[int]:
-    """Removes `surplus` samples one at a time from whoever would finish last and has more than one."""
+def _take_back(counts: list[int], workers: Sequence[Worker], surplus: int, least: int) -> list[int]:
+    """Removes `surplus` samples one at a time from whoever would finish last and has more than the least."""
     import heapq
 
-    queue = [(-worker.seconds(counts[i]), i) for i, worker in enumerate(workers) if counts[i] > 1]
+    queue = [(-worker.seconds(counts[i]), i) for i, worker in enumerate(workers) if counts[i] > least]
     heapq.heapify(queue)
     while surplus > 0:
         _, index = heapq.heappop(queue)
         counts[index] -= 1
         surplus -= 1
-        if counts[index] > 1:
+        if counts[index] > least:
             heapq.heappush(queue, (-workers[index].seconds(counts[index]), index))
     return counts

@@ -18,7 +18,7 @@ from hethub.predictor.cost.links import Group, Network
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
-from hethub.predictor.memory.ranks import framework_bytes
+from hethub.predictor.memory.surroundings import communicator_bytes
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
 
@@ -98,8 +98,8 @@ class UnitCosts:
         found = self.memory.coefficients(accelerator, tp, micro_batch, recompute, mode)
         if self.problem.size > 1:
             return found
-        few, alone = (framework_bytes(ranks, is_cpu(accelerator)) for ranks in (2, 1))  # probes have several ranks
-        return found._replace(once=found.once - (few - alone))
+        # Probes have several ranks.
+        return found._replace(once=found.once - communicator_bytes(2, on_cpu=is_cpu(accelerator)))
 
     def deferred_wgrad(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""

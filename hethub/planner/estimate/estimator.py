@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, chains, merged
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, chains, merged
 from hethub.planner.candidate.samples import earliest_finish, within
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
+from hethub.planner.estimate.stage_figures import StageEstimate
 from hethub.planner.estimate.stage_rows import StageRows
-from hethub.planner.estimate.stage_times import StageEstimate, StageTimes
+from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.estimate.transfers import Crossings
 from hethub.planner.problem.problem import Problem
-from hethub.spec.plan import ScheduleName
 
 
 class Estimate(NamedTuple):
@@ -50,7 +50,7 @@ class Estimator:
         """The estimated steps of all candidates at once. Asking for each is then for nothing."""
         asked = list(candidates)
         new = [candidate for candidate in dict.fromkeys(asked) if candidate not in self._estimated]
-        rows = self._rows.of(new, map(self._schedule, new))
+        rows = self._rows.of(new, map(self._pattern, new))
         ranked = sorted(zip(new, rows, strict=True), key=lambda own: len(own[1]))
         for _, alike in groupby(ranked, key=_depth):
             own, stages = zip(*alike, strict=True)
@@ -110,7 +110,7 @@ class Estimator:
 
     def least_in_passes(self, candidate: Candidate) -> float:
         """The same where every replica gathers new weights and steps between its microbatches, as under ministages."""
-        stages = self._rows.figures(self._rows.of([candidate], ["1f1b"]))
+        stages = self._rows.figures(self._rows.of([candidate], [Pattern("1f1b")]))
         return float((stages.least + stages.finish).max())
 
     def samples(self, candidate: Candidate, index: int) -> list[int]:
@@ -121,12 +121,10 @@ class Estimator:
         """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
         return self.times.collective(groups)
 
-    def largest(
-        self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName | None, held: int
-    ) -> int:
+    def largest(self, candidate: Candidate, stage: CandidateStage, own: ReplicaGroup, place: int, held: float) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches,
         by the closed form; 0 where one sample is too much."""
-        return self.times.largest(stage, own, place, schedule or self.problem.schedule, held)
+        return self.times.largest(stage, own, place, self._pattern(candidate), held)
 
     def _of(self, candidate: Candidate) -> Estimate:
         if candidate not in self._estimated:
@@ -135,8 +133,10 @@ class Estimator:
 
     def is_possible(self, candidate: Candidate) -> bool:
         """Whether every replica can have a sample and no stage mixes what it must not."""
-        return max(candidate.replica_counts) <= self.problem.batch.global_batch and not self.problem.forbids_any(
-            candidate.mixtures
+        return (
+            max(candidate.replica_counts) <= self.problem.batch.global_batch
+            and candidate.is_executable(candidate.schedule or self.problem.schedule)
+            and not self.problem.forbids_any(candidate.mixtures)
         )
 
     def _estimate(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> list[Estimate]:
@@ -145,7 +145,10 @@ class Estimator:
         held, fits = self._held(own)
         seconds, floor = self._seconds(own, held)
         seconds[[not self.is_possible(candidate) for candidate in candidates]] = np.inf
-        holds = [tuple(each[first:]) for each, first in zip(held.astype(int).tolist(), own.first.tolist(), strict=True)]
+        holds = [
+            tuple(each[first:])
+            for each, first in zip(np.ceil(held).astype(int).tolist(), own.first.tolist(), strict=True)
+        ]
         slowest = (own.stages.busy.argmax(axis=1) - own.first).tolist()
         least = own.stages.least.max(axis=1).tolist()
         return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
@@ -162,7 +165,7 @@ class Estimator:
         crossing = crossing.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
-        filled = np.array([self._schedule(candidate) == "zero_bubble" for candidate in candidates])
+        filled = np.array([self._pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
         trips = round_trips(stages.microbatch, stages.wave, crossing)
         return _Together(candidates, table, first, blank, stages, crossing, trips, filled)
 
@@ -184,11 +187,21 @@ class Estimator:
             np.maximum(fill[:, s], below, out=fill[:, s])
         floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
-        end = (fill + stages.busy + np.where(own.filled[:, None], slack, gap + drain)).max(axis=1)
+        waits = np.where(own.filled[:, None], slack, gap + drain)
+        chunks = np.array([candidate.chunks for candidate in own.candidates])
+        if (chunks > 1).any():  # a microbatch goes on after a chunk
+            waits = np.where(
+                chunks[:, None] > 1,
+                ((stages.microbatch.sum(axis=1) / chunks)[:, None] - stages.microbatch / chunks[:, None]),
+                waits,
+            )
+            fill = np.where(chunks[:, None] > 1, fill[:, :1], fill)
+            floor = np.where(chunks > 1, (fill + stages.busy).max(axis=1) + first, floor)
+        end = (fill + stages.busy + waits).max(axis=1)
         if several.any():
             around = slowest_circuit(trips, stages.wave, held, self.problem.batch.global_batch, own.first)
-            end = np.where(several, np.maximum(end, stages.finish[:, 0] - first + around), end)
-        reduce = np.maximum(stages.tail, stages.reduce - stages.backward)
+            end = np.where(several & (chunks == 1), np.maximum(end, stages.finish[:, 0] - first + around), end)
+        reduce = np.maximum(stages.tail, stages.reduce - stages.covered)
         if self.problem.model.tied_head:
             tied = np.array(
                 [self._tied(candidate) if len(candidate.stages) > 1 else 0.0 for candidate in own.candidates]
@@ -198,8 +211,8 @@ class Estimator:
         shown = np.maximum(0.0, (reduce - drain).max(axis=1))
         return end + shown + first, floor
 
-    def _schedule(self, candidate: Candidate) -> ScheduleName:
-        return candidate.schedule or self.problem.schedule
+    def _pattern(self, candidate: Candidate) -> Pattern:
+        return Pattern(candidate.schedule or self.problem.schedule, candidate.chunks)
 
     def _stages(self, candidates: Sequence[Candidate], rows: np.ndarray, blank: np.ndarray) -> StageEstimate:
         """Every stage of every candidate by itself, and where replica i of every stage gets the same samples, what
@@ -245,20 +258,49 @@ class Estimator:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         stages, filled = own.stages, own.filled
         held = default_flights(stages.wave)
-        roomy = np.array([candidate.roomy for candidate in own.candidates]) & own.several
+        patterns = [self._pattern(candidate) for candidate in own.candidates]
+        alone = np.array([pattern.schedule not in ("1f1b", "zero_bubble") for pattern in patterns])
+        roomy = np.array([candidate.roomy for candidate in own.candidates]) & own.several & ~alone
+        if alone.any():
+            held[alone] = self._held_under(
+                own.at(alone), [p for p in patterns if p.schedule not in ("1f1b", "zero_bubble")]
+            )
         if roomy.any():
             held[roomy] = self._enough(own.at(roomy))
         able = np.ones(len(held), dtype=bool)
         if filled.any():
             held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], roomy[filled])
-        return held, able & ((held <= stages.most) | own.blank).all(axis=1)
+        able &= ((held <= stages.most) | own.blank).all(axis=1)
+        return held, able & self._hosts_have_room(own, held)
+
+    def _hosts_have_room(self, own: "_Together", held: np.ndarray) -> np.ndarray:
+        """[candidate]: whether all hosts together have room for what all ranks offload."""
+        hosted = np.where(own.blank, 0.0, own.stages.host + held * own.stages.host_microbatch)
+        if not hosted.any():
+            return np.ones(len(held), dtype=bool)
+        ranks = np.array(
+            [[0] * (held.shape[1] - len(c.stages)) + [stage.ranks for stage in c.stages] for c in own.candidates]
+        )
+        found: np.ndarray = (hosted * ranks).sum(axis=1) <= ranks.sum(axis=1)
+        return found
+
+    def _held_under(self, own: "_Together", patterns: Sequence[Pattern]) -> np.ndarray:
+        """[candidate, stage]: microbatches held under schedules that leave no choice: all, or interleaved what fills
+        the pipeline (arXiv 2104.04473, §2.2), in whole stages' microbatches."""
+        every, depth = np.ceil(own.stages.microbatches), own.rows.shape[1]
+        after = depth - 1 - np.arange(depth)
+        chunks = np.array([pattern.chunks for pattern in patterns])[:, None]
+        filling = (2 * after + (chunks - 1) * (depth - own.first[:, None]) + 1) / chunks
+        some = np.array([not pattern.holds_all for pattern in patterns])[:, None]
+        return np.where(some, np.minimum(filling, every), every)
 
     def _enough(self, own: "_Together") -> np.ndarray:
         """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are
         put off, as many as if they were not keep the gaps to be filled few."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
-            rows = self._rows.of(own.candidates, repeat(self.problem.schedule, len(own.candidates)))
+            plainly = Pattern(self.problem.schedule)
+            rows = self._rows.of(own.candidates, repeat(plainly, len(own.candidates)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
             trips = round_trips(plain.microbatch, plain.wave, own.crossing)

@@ -12,16 +12,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hethub.planner.candidate.candidate import CandidateStage, Pattern
+from hethub.planner.candidate.materialize import chunked
 from hethub.planner.problem.problem import Problem
 from hethub.predictor import rank_memory
 from hethub.predictor.cost.constants import is_cpu
+from hethub.predictor.cost.software import HETHUB, element_bytes
+from hethub.predictor.memory.parameters import RankParameters, rank_widths
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.model import ModelSpec
-from hethub.spec.plan import PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
 
 FIRST, MIDDLE, LAST, ONLY = range(4)
+ENDS = ((True, False), (False, False), (False, True), (True, True))  # whether embedding and head are there
 PROBED_MICRO_BATCHES = (1, 4, 64)
 NEVER = 1 << 40
 
@@ -36,6 +42,24 @@ class Mode(NamedTuple):
 
     zero: int = 1
     schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    offload: tuple[Offload, ...] = ()
+
+    @staticmethod
+    def of(stage: CandidateStage, pattern: Pattern) -> "Mode":
+        """A stage's under a schedule. What 1F1B, GPipe and interleaved hold differs in the number of microbatches
+        alone."""
+        alike = pattern.schedule in ("gpipe", "interleaved")
+        schedule, chunks = Pattern("1f1b") if alike else pattern
+        return Mode(stage.zero, schedule, chunks, stage.offload)
+
+    @property
+    def layers(self) -> int:
+        """The fewest layers from which on a rank's bytes are linear in them: two where a layer's neighbours lie beside
+        it, one more where the state of a chunk alone is at hand."""
+        if self.schedule == "ministages":
+            return 2 * self.chunks
+        return 4 if self.zero >= 2 or self.offload or self.schedule == "layered" else 1
 
 
 class Coefficients(NamedTuple):
@@ -50,6 +74,19 @@ class Coefficients(NamedTuple):
     state_once: np.ndarray
     state_layer: np.ndarray
     layer_deferred_wgrad: np.ndarray
+
+    def along(self, other: "Coefficients", part: float) -> "Coefficients":
+        """Those on the line to others, a `part` of the way."""
+        return Coefficients(*(one + part * (two - one) for one, two in zip(self, other, strict=True)))
+
+    def grown(self, micro_batch: int, small: "Coefficients", large: "Coefficients") -> "Coefficients":
+        """Those of larger microbatches, where those of one sample and of so many are known of another mode."""
+        return self._replace(
+            once=self.once + large.once - small.once,
+            layer=self.layer + large.layer - small.layer,
+            microbatch=micro_batch * self.microbatch,
+            layer_microbatch=micro_batch * self.layer_microbatch,
+        )
 
     def fixed(self, layers: "int | np.ndarray", held: "int | np.ndarray", place: int) -> "float | np.ndarray":
         """Bytes whatever the replicas."""
@@ -102,10 +139,25 @@ class MemoryModel:
     def _find(
         self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
     ) -> Coefficients:
+        if "optimizer" in mode.offload:
+            others: tuple[Offload, ...] = tuple(part for part in mode.offload if part != "optimizer")
+            plain = self.coefficients(accelerator, tp, micro_batch, recompute, mode._replace(offload=others))
+            return self._without_optimizer(plain, tp, mode.zero)
         if mode.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
             plain = self.coefficients(accelerator, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
             probe = _Probe(self, probe_for(accelerator), tp, 1, recompute, mode)
             return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * self._deferred_wgrad(probe)))
+        plainly = Mode(mode.zero)
+        if micro_batch > 1 and mode != plainly and "activations" not in mode.offload:
+            # What a mode keeps of the state does not depend on the microbatches.
+            own, small, large = (
+                self.coefficients(accelerator, tp, size, recompute, of)
+                for size, of in ((1, mode), (1, plainly), (micro_batch, plainly))
+            )
+            return own.grown(micro_batch, small, large)
+        if micro_batch > PROBED_MICRO_BATCHES[1] and mode != plainly:
+            first, few = (self.coefficients(accelerator, tp, b, recompute, mode) for b in PROBED_MICRO_BATCHES[:2])
+            return first.along(few, (micro_batch - 1) / (PROBED_MICRO_BATCHES[1] - 1))
         if micro_batch in PROBED_MICRO_BATCHES:
             probe = _Probe(self, probe_for(accelerator), tp, micro_batch, recompute, mode)
             one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
@@ -113,8 +165,21 @@ class MemoryModel:
         low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
         high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
         a, b = (self.coefficients(accelerator, tp, size, recompute, mode) for size in (low, high))
-        part = (micro_batch - low) / (high - low)
-        return Coefficients(*(one + part * (two - one) for one, two in zip(a, b, strict=True)))
+        return a.along(b, (micro_batch - low) / (high - low))
+
+    def _without_optimizer(self, plain: Coefficients, tp: int, zero: int) -> Coefficients:
+        """What is left where the optimizer's state is in host memory. What its step brings back is left out: it comes
+        when what computing needed is gone."""
+        rank = RankParameters.of(self.model, rank_widths(self.model, tp)[0])
+        width = element_bytes(HETHUB.math_precision(self.precision))
+        one, two = (
+            optimizer_bytes(width) * np.array([rank.of_layers(layers, *ends) for ends in ENDS], dtype=float)
+            for layers in (1, 2)
+        )
+        layer = two - one
+        if zero:
+            return plain._replace(state_once=plain.state_once - (one - layer), state_layer=plain.state_layer - layer)
+        return plain._replace(once=plain.once - (one - layer), layer=plain.layer - layer)
 
     def _deferred_wgrad(self, probe: "_Probe") -> float:
         """Bytes that a layer puts off of one sample."""
@@ -173,19 +238,23 @@ class _Probe:
     mode: Mode
 
     def coefficients(self, state: dict[int, np.ndarray], one: Coefficients | None) -> Coefficients:
-        """From one and two layers, one and two microbatches in flight. Those of microbatches of `one` sample are known
+        """From few and twice as many layers, one and two microbatches in flight. Those of microbatches of `one` sample are known
         for more."""
-        rest = {x: self._bytes(x, 1, FEW) - state[x] / FEW for x in (1, 2)}
+        few = self.mode.layers
+        many = 2 * few
+        rest = {x: self._bytes(x, 1, FEW) - state[x] / FEW for x in (few, many)}
         if one is None:
-            two = {x: self._bytes(x, 2, FEW) - state[x] / FEW for x in (1, 2)}
-            layer_microbatch = two[2] - rest[2] - two[1] + rest[1]
-            microbatch = two[1] - rest[1] - layer_microbatch
+            two = {x: self._bytes(x, 2, FEW) - state[x] / FEW for x in (few, many)}
+            layer_microbatch = (two[many] - rest[many] - two[few] + rest[few]) / few
+            microbatch = two[few] - rest[few] - few * layer_microbatch
         else:
             layer_microbatch, microbatch = self.micro_batch * one.layer_microbatch, self.micro_batch * one.microbatch
-        layer = rest[2] - rest[1] - layer_microbatch
-        once = rest[1] - layer - microbatch - layer_microbatch
-        state_layer = state[2] - state[1]
-        return Coefficients(once, layer, microbatch, layer_microbatch, state[1] - state_layer, state_layer, np.zeros(4))
+        layer = (rest[many] - rest[few]) / few - layer_microbatch
+        once = rest[few] - few * (layer + layer_microbatch) - microbatch
+        state_layer = (state[many] - state[few]) / few
+        return Coefficients(
+            once, layer, microbatch, layer_microbatch, state[few] - few * state_layer, state_layer, np.zeros(4)
+        )
 
     def deferred_wgrad(self) -> float:
         """Bytes that one more microbatch on the first stage lets the second one, of one layer, put off."""
@@ -194,9 +263,10 @@ class _Probe:
 
     def state(self) -> dict[int, np.ndarray]:
         """From two and four replicas, which share it."""
+        layers = (self.mode.layers, 2 * self.mode.layers)
         if not self.mode.zero:
-            return {x: np.zeros(4) for x in (1, 2)}
-        return {x: (self._bytes(x, 1, FEW) - self._bytes(x, 1, MANY)) / (1 / FEW - 1 / MANY) for x in (1, 2)}
+            return {x: np.zeros(4) for x in layers}
+        return {x: (self._bytes(x, 1, FEW) - self._bytes(x, 1, MANY)) / (1 / FEW - 1 / MANY) for x in layers}
 
     def state_alone(self, layers: int) -> float:
         """The same of a stage alone with so many layers."""
@@ -211,12 +281,15 @@ class _Probe:
     def _ranks(self, layers: int, held: Sequence[int], replicas: int) -> list[int]:
         """Bytes of a rank of each stage, which hold so many microbatches."""
         stages = len(held)
-        samples, model, tp = 4 * self.micro_batch, self.memory_model.model.replace(layers=stages * layers), self.tp
+        model, tp = self.memory_model.model.replace(layers=stages * layers), self.tp
+        all_held = self.mode.schedule in ("layered", "ministages")
+        samples = self.micro_batch * (held[0] if all_held else 4)
+        cuts = chunked([layers] * stages, self.mode.chunks)
         node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=stages * replicas * tp)
         cluster = ClusterSpec(name="probe", emulated=True, nodes=(node,))
         formed = [
             StageSpec(
-                layers=((s * layers, (s + 1) * layers),),
+                layers=cuts[s],
                 replicas=tuple(
                     ReplicaSpec(
                         ranks=tuple(range(r * tp, (r + 1) * tp)),
@@ -228,6 +301,7 @@ class _Probe:
                 ),
                 recompute=self.recompute,
                 zero=self.mode.zero,
+                offload=self.mode.offload,
             )
             for s in range(stages)
         ]
@@ -240,8 +314,8 @@ class _Probe:
             schedule=self.mode.schedule,
             stages=tuple(formed),
         )
-        found = rank_memory(_ProbeLayout(plan, model, cluster))
-        return [found[s * replicas * tp].bytes for s in range(stages)]
+        firsts = range(0, stages * replicas * tp, replicas * tp)
+        return [one.bytes for one in rank_memory(_ProbeLayout(plan, model, cluster), only=firsts)]
 
 
 FEW, MANY = 2, 4  # replicas of a probe

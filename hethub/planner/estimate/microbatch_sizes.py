@@ -52,9 +52,18 @@ def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:
     for index, (stage, held) in enumerate(zip(candidate.stages, holds, strict=True)):
         place, sizes = position(index == 0, index == last), []
         for own, samples in zip(stage.groups, estimator.samples(candidate, index), strict=True):
-            most = estimator.largest(stage, own, place, candidate.schedule, held)
+            most = estimator.largest(candidate, stage, own, place, held)
             if not most:
                 return None
             sizes.append(most if most == own.micro_batch else even(samples, most))
         changed[index] = stage.with_sizes(sizes)
+    return candidate.with_stages(changed)
+
+
+def lessened(candidate: Candidate) -> Candidate:
+    """The candidate with micro-batches a quarter smaller, by one sample at least where there are two."""
+    changed = {
+        index: stage.with_sizes([max(1, 3 * own.micro_batch // 4) for own in stage.groups])
+        for index, stage in enumerate(candidate.stages)
+    }
     return candidate.with_stages(changed)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.memory_model import position
-from hethub.planner.estimate.stage_times import ANY_ROOM, Division, Placed, Room, StageEstimate, StageTimes
-from hethub.spec.plan import ScheduleName
+from hethub.planner.estimate.stage_figures import Division, Placed, Room, StageEstimate
+from hethub.planner.estimate.stage_times import ANY_ROOM, StageTimes
 
 
 class Divided(NamedTuple):
@@ -30,18 +30,18 @@ class StageRows:
         self._rooms = np.zeros((len(Room._fields), 0, 1))  # [figure, row, sort]
         self._divided: dict[object, Divided] = {}
 
-    def of(self, candidates: Iterable[Candidate], schedules: Iterable[ScheduleName]) -> list[list[int]]:
-        """The rows of every stage of every candidate under its schedule."""
+    def of(self, candidates: Iterable[Candidate], patterns: Iterable[Pattern]) -> list[list[int]]:
+        """The rows of every stage of every candidate under its pattern."""
         known, found = self._rows, []
         new: list[Placed] = []
-        for candidate, schedule in zip(candidates, schedules, strict=True):
+        for candidate, pattern in zip(candidates, patterns, strict=True):
             own, even = [], candidate.even
             for stage, place in _placed(candidate):
-                key = (stage.core, place, even, schedule)
+                key = (stage.core, place, even, pattern)
                 row = known.get(key)
                 if row is None:
                     row = known[key] = len(known)
-                    new.append(Placed(stage, place, even, schedule))
+                    new.append(Placed(stage, place, even, pattern))
                 own.append(row)
             found.append(own)
         if new:
@@ -63,7 +63,7 @@ class StageRows:
             [(stage.core, place, candidate.even) for stage, place in _placed(candidate)] for candidate in candidates
         ]
         new = {
-            key: Placed(stage, key[1], key[2], "1f1b")
+            key: Placed(stage, key[1], key[2], Pattern("1f1b"))
             for candidate, keys in zip(candidates, every, strict=True)
             for stage, key in zip(candidate.stages, keys, strict=True)
             if key not in known

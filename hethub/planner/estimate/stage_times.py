@@ -5,18 +5,22 @@ Arrays are [stage] or [stage, sort]: where a stage has fewer sorts of replicas t
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.candidate.samples import earliest_finish, largest_able, within
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
-from hethub.planner.estimate.memory_model import FIRST, LAST, ONLY, Coefficients, Mode
+from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
+from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
 from hethub.planner.problem.problem import Problem
-from hethub.predictor.cost.links import Group
+from hethub.predictor.cost.constants import is_cpu
+from hethub.predictor.cost.links import Group, host_gbytes_per_second
+from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
-from hethub.spec.plan import ScheduleName
+from hethub.spec.plan import Offload
 
 _PROBED = (1e9, 2e9)  # bytes: seconds of a collective are linear in them
 NEARLY = 1.02  # over the limit by the closed form, and still worth a look by the evaluator
@@ -24,104 +28,7 @@ _UNLIMITED = float(1 << 30)
 _BOUNDLESS = float(1 << 60)  # bytes where nobody is: finite, so that they can be taken from each other
 
 
-class Placed(NamedTuple):
-    """A stage where it stands: what of the model's ends it holds (`memory_model.position`), whether its samples come in
-    equal parts, whatever the speeds, and under which schedule."""
-
-    stage: CandidateStage
-    place: int
-    even: bool
-    schedule: ScheduleName
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether it holds the embedding and the head."""
-        return self.place in (FIRST, ONLY), self.place in (LAST, ONLY)
-
-
-class StageEstimate(NamedTuple):
-    """Stages by themselves, in arrays of one shape: seconds of the busiest replica, of one microbatch each way, of the
-    reduction and what follows it."""
-
-    busy: np.ndarray
-    least: np.ndarray  # the same on its microbatches alone
-    forward: np.ndarray
-    backward: np.ndarray  # what the microbatch above waits for
-    microbatches: np.ndarray  # of the busiest replica
-    wave: np.ndarray  # samples of one microbatch on every replica
-    reduce: np.ndarray
-    tail: np.ndarray
-    finish: np.ndarray  # optimizer and new weights
-    most: np.ndarray  # microbatches that every rank has memory for, or nearly so
-    sure: np.ndarray  # microbatches that every rank has memory for
-
-    @property
-    def microbatch(self) -> np.ndarray:
-        """Seconds of one microbatch both ways."""
-        return self.forward + self.backward
-
-
-class Division(NamedTuple):
-    """How stages divide the samples: seconds of the busiest replica on its microbatches alone [stage], and [stage,
-    sort] samples of a replica and seconds of each in whole microbatches."""
-
-    least: np.ndarray
-    taken: np.ndarray
-    per_sample: np.ndarray
-
-
-class Room(NamedTuple):
-    """Bytes of ranks that microbatches may fill, and what a microbatch held fills, and one whose weights' gradients
-    are put off."""
-
-    free: Any
-    microbatch: Any
-    deferred_wgrad: Any
-
-
-class _Sort(NamedTuple):
-    """One of the replicas of a stage: seconds of a whole microbatch each way, by layer and for what embedding and head
-    add."""
-
-    micro_batch: Any
-    forward: Any
-    backward: Any
-    embedding_forward: Any
-    embedding_backward: Any
-    head_forward: Any
-    head_backward: Any
-
-
-class _Side(NamedTuple):
-    """Stages side by side: their layers, replicas and ZeRO levels [stage], and [stage, sort] how many replicas are of
-    a sort, over how many ranks of its degree training state is cut, how large their microbatches are, and seconds of
-    these each way."""
-
-    stages: Sequence[Placed]
-    layers: np.ndarray
-    replicas: np.ndarray
-    zero: np.ndarray
-    numbers: np.ndarray
-    shards: np.ndarray
-    micro_batches: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
-
-
-class _Sums(NamedTuple):
-    """What stages sum over their replicas, [stage]: parameters, and seconds of a sum of any bytes, and of each."""
-
-    parameters: np.ndarray
-    latency: np.ndarray
-    per_byte: np.ndarray
-
-    def seconds(self, width: int) -> np.ndarray:
-        """Seconds to reduce or to gather `width` bytes of every parameter."""
-        found: np.ndarray = self.latency + self.per_byte * self.parameters * width
-        return found
-
-
-_NOBODY = _Sort(1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+_NOBODY = Sort(1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 _NO_BYTES = Coefficients(*(0.0 for _ in Coefficients._fields))  # type: ignore[arg-type]
 ANY_ROOM = Room(float("inf"), 0.0, 0.0)
 _ALONE = (0.0, 0.0)  # a replica has nobody to sum with
@@ -132,11 +39,20 @@ class StageTimes:
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
-        self._sorts: dict[object, _Sort] = {}
+        self._sorts: dict[object, Sort] = {}
         self._bytes: dict[object, Coefficients] = {}
         self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
         self._capacity = [problem.capacity(kind) for kind in range(len(problem.kinds))]  # bytes of a rank
+        devices, fit = [kind.accelerator for kind in problem.kinds], costs.network.fit
+        self._host = [1e-9 / host_gbytes_per_second(device, fit) for device in devices]  # seconds of a byte
+        nodes = [problem.cluster.places[kind.ranks[0]].node for kind in problem.kinds]
+        self._host_bytes = [  # for a rank
+            _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
+            for node in nodes
+        ]
+        real = not problem.cluster.emulated
+        self._overlap = [1.0 if real and is_cpu(device) else fit["overlap_cost"] for device in devices]
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -149,45 +65,46 @@ class StageTimes:
         forward, backward, microbatches = self._microbatches(own, division.taken)
         num_bytes = np.maximum(sums.parameters * self.costs.gradient_width, 1.0)
         reduce = (sums.latency + sums.per_byte * num_bytes) * np.where(own.zero > 0, 1, 2)
-        gather = np.where(own.zero > 0, sums.seconds(self.costs.width), 0.0)
+        gather = np.where((own.zero == 1) | (own.zero == 2), sums.seconds(self.costs.width), 0.0)
         named = np.array([placed.stage.state_shares != () for placed in stages])  # left to the evaluator
         most = np.trunc(room.free / np.maximum(room.microbatch, 1.0)).min(axis=1)
         sure = np.trunc((room.free - (NEARLY - 1) * self._capacities(own)) / np.maximum(room.microbatch, 1.0)).min(
             axis=1
         )
         found = StageEstimate(
-            busy=division.least, least=division.least, forward=forward, backward=backward, microbatches=microbatches,
+            busy=division.least, least=division.least, forward=forward, backward=backward,
+            covered=_covered(own, division), microbatches=microbatches,
             wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
-            finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)),
+            finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)) + self._stored(own, sums),
             most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
             sure=np.where(named, _UNLIMITED, np.minimum(sure, _UNLIMITED)),
+            host=self._hosted(own, sums), host_microbatch=self._hosted_microbatch(own),
         )  # fmt: skip
-        met = (own.zero >= 2) & (own.replicas > 1)
-        if met.any():
-            rounds = self._in_rounds(own, found, sums)
-            found = StageEstimate(*(np.where(met, *each) for each in zip(rounds, found, strict=True)))
+        moves = (own.zero >= 2) & (own.replicas > 1)
+        moves |= np.array(["parameters" in p.stage.offload or "activations" in p.stage.offload for p in stages])
+        if moves.any():
+            moving = self._with_transfers(own, found, sums)
+            found = StageEstimate(*(np.where(moves, *each) for each in zip(moving, found, strict=True)))
         return found._replace(backward=found.backward - self._deferred_wgrad(stages) * own.layers), division, room
 
-    def room(
-        self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName, slack: float = 1.0
-    ) -> Room:
+    def room(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, slack: float = 1.0) -> Room:
         """What one of the group's ranks has for microbatches, by the closed form."""
         shards = stage.ranks / own.tp if stage.zero else 1
-        at = self._coefficients(stage, own, place, schedule)
+        at = self._coefficients(stage, own, place, pattern)
         return _room(at, stage.layers, shards, slack * self._capacity[own.kind])
 
-    def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName, held: int) -> int:
+    def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
         named state shares are left to the evaluator. 0 where one sample is too much."""
         if stage.state_shares:
             return own.micro_batch
-        key = (stage.layers, stage.recompute, stage.zero, stage.replicas, own[:3], place, schedule, held)
+        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.replicas, own[:3], place, pattern, held)
         found = self._largest.get(key)
         if found is None:
 
             def is_able(size: int) -> bool:
-                room = self.room(stage, own._replace(micro_batch=size), place, schedule)
+                room = self.room(stage, own._replace(micro_batch=size), place, pattern)
                 return bool(room.free >= held * max(room.microbatch, 1.0))
 
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
@@ -204,15 +121,15 @@ class StageTimes:
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
         return found
 
-    def _side_by_side(self, stages: Sequence[Placed]) -> _Side:
+    def _side_by_side(self, stages: Sequence[Placed]) -> Side:
         width = max([len(placed.stage.groups) for placed in stages])
         sorts = [[self._sort(own, placed) for own in placed.stage.groups] for placed in stages]
         numbers = [[own.number for own in placed.stage.groups] for placed in stages]
         shards = [[p.stage.ranks / own.tp if p.stage.zero else 1.0 for own in p.stage.groups] for p in stages]
-        each = _Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
+        each = Sort(*np.array(_padded(sorts, width, _NOBODY)).transpose(2, 0, 1))
         layers = np.array([float(placed.stage.layers) for placed in stages])
         x = layers[:, None]
-        return _Side(
+        return Side(
             stages=stages,
             layers=layers,
             replicas=np.array([placed.stage.replicas for placed in stages]),
@@ -224,17 +141,17 @@ class StageTimes:
             backward=x * each.backward + each.embedding_backward + each.head_backward,
         )
 
-    def _sort(self, own: ReplicaGroup, placed: Placed) -> _Sort:
+    def _sort(self, own: ReplicaGroup, placed: Placed) -> Sort:
         key = (own[:3], placed.stage.recompute, placed.place)
         found = self._sorts.get(key)
         if found is None:
             layer, *ends = self.costs.rate(*own[:3], placed.stage.recompute)
             there = zip(placed.ends, ends, strict=True)
             beside = [seconds if holds else 0.0 for holds, part in there for seconds in part]
-            found = self._sorts[key] = _Sort(own.micro_batch, *layer, *beside)
+            found = self._sorts[key] = Sort(own.micro_batch, *layer, *beside)
         return found
 
-    def _divided(self, own: _Side) -> Division:
+    def _divided(self, own: Side) -> Division:
         total = self.problem.batch.global_batch
         per_sample = (own.forward + own.backward) / own.micro_batches
         share = -(-total // own.replicas)
@@ -247,7 +164,7 @@ class StageTimes:
             taken[by_speed] = np.clip(within(ended, rates), 1, total)
         return Division(least, taken, per_sample)
 
-    def _microbatches(self, own: _Side, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _microbatches(self, own: Side, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of a microbatch each way as the samples see it on average, and the most microbatches of a replica;
         no microbatch is larger than its replica's samples."""
         forward, backward = own.forward.copy(), own.backward.copy()
@@ -259,67 +176,139 @@ class StageTimes:
         microbatches = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
         return (part * forward).sum(axis=1), (part * backward).sum(axis=1), microbatches.max(axis=1)
 
-    def _in_rounds(self, own: _Side, alone: StageEstimate, sums: _Sums) -> StageEstimate:
-        """Stages under ZeRO-2/3, their replicas in lockstep: every microbatch waits for gathers and reductions of its
-        layers that compute does not hide."""
-        gather = np.where(own.zero == 3, sums.seconds(self.costs.width), 0.0)
-        reduce = sums.seconds(self.costs.gradient_width)
-        slowest = [np.where(own.numbers > 0, each, 0.0).max(axis=1) for each in (own.forward, own.backward)]
-        forward = np.maximum(gather, slowest[0]) + gather / own.layers
-        backward = np.maximum(gather + reduce, slowest[1]) + (gather + reduce) / own.layers
+    def _with_transfers(self, own: Side, alone: StageEstimate, sums: Sums) -> StageEstimate:
+        """Stages whose passes go beside gathers and reductions of their layers, weights from the host, or copies of
+        what layers keep. A round's replicas go in lockstep; chunk by chunk, state moves once for all microbatches."""
+        whole = np.array([placed.pattern.goes_chunk_by_chunk for placed in own.stages])
         rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.wave)
+        met, number = own.replicas > 1, np.where(whole, 1.0, rounds)
+        host = self._host_seconds(own)
+        fetched = sums.parameters * self.costs.width * host / np.where((own.zero == 3) & met, own.replicas, 1)
+        gather = np.where((own.zero == 3) & met, sums.by_layer(own.layers, self.costs.width), 0.0)
+        gather = gather + np.where(_offloads(own, "parameters"), fetched, 0.0)
+        reduce = np.where((own.zero >= 2) & met, sums.by_layer(own.layers, self.costs.gradient_width), 0.0)
+        copied = self._copied(own)
+        forward, backward = (
+            np.where(own.numbers > 0, np.maximum(each, copied), 0.0).max(axis=1) for each in (own.forward, own.backward)
+        )
+        overlap = np.array([max(self._overlap[group.kind] for group in p.stage.groups) for p in own.stages])
+        scale = np.where(whole, rounds, 1.0)
+        ahead, behind = (
+            np.maximum(0.0, seconds - scale * compute) * (1 - overlap) + overlap * seconds
+            for seconds, compute in ((gather, forward), (gather + reduce, backward))
+        )
+        lockstep = (own.zero >= 2) & met & ~whole
+        slowed = (forward + backward) / np.maximum(alone.forward + alone.backward, 1e-12)
+        longer = np.where(copied.max(axis=1) > 0, alone.busy * np.maximum(slowed, 1.0), alone.busy)
+        computing = np.where(lockstep, np.maximum(longer, rounds * (forward + backward)), longer)
+        summed = (own.zero >= 2) & met
         return alone._replace(
-            busy=np.maximum(alone.busy, rounds * (forward + backward)), forward=forward, backward=backward, microbatches=rounds,
-            reduce=np.zeros_like(reduce), tail=reduce / own.layers,
-        )  # fmt: skip
+            busy=computing + number * (ahead + behind),
+            forward=forward + ahead / scale,
+            backward=backward + behind / scale,
+            covered=np.where(lockstep, backward + behind, alone.covered),
+            microbatches=np.where(lockstep, rounds, alone.microbatches),
+            reduce=np.where(summed, reduce / own.layers, alone.reduce),
+            tail=np.where(summed, reduce / own.layers, alone.tail),
+        )
+
+    def _copied(self, own: Side) -> np.ndarray:
+        """[stage, sort]: seconds of copying what a microbatch keeps of the layers to the host, where that is
+        offloaded."""
+        found = np.zeros(own.numbers.shape)
+        for s, placed in enumerate(own.stages):
+            if "activations" in placed.stage.offload:
+                plain = replace(placed.stage, offload=())
+                for i, group in enumerate(placed.stage.groups):
+                    at = self._coefficients(plain, group, MIDDLE, Pattern("1f1b"))
+                    found[s, i] = at.layer_microbatch * placed.stage.layers * self._host[group.kind]
+        return found
+
+    def _hosted(self, own: Side, sums: Sums) -> np.ndarray:
+        """[stage]: offloaded state of a rank and the copy that its checkpoint is written from (weight and moments, of
+        what it steps), as a part of what its host has for it. How pinned buffers are rounded is left to the evaluator."""
+        owned = sums.parameters / own.shards.max(axis=1)
+        kept = np.where(own.zero == 3, owned, sums.parameters)
+        optimizer = _offloads(own, "optimizer") * owned * optimizer_bytes(self.costs.width)
+        saved = (
+            3
+            * self.costs.gradient_width
+            * sums.parameters
+            / np.where(own.zero > 0, own.shards.max(axis=1), own.replicas)
+        )
+        found: np.ndarray = saved + optimizer + _offloads(own, "parameters") * kept * self.costs.width
+        return found / np.array([min(self._host_bytes[group.kind] for group in p.stage.groups) for p in own.stages])
+
+    def _hosted_microbatch(self, own: Side) -> np.ndarray:
+        """[stage]: the same of a microbatch's activations, where they take most."""
+        sizes = [
+            [self._host_bytes[group.kind] * self._host[group.kind] for group in p.stage.groups] for p in own.stages
+        ]
+        found: np.ndarray = (self._copied(own) / np.array(_padded(sizes, own.numbers.shape[1], 1.0))).max(axis=1)
+        return found
+
+    def _stored(self, own: Side, sums: Sums) -> np.ndarray:
+        """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
+        seconds = 2 * self.costs.width * sums.parameters * self._host_seconds(own)
+        found: np.ndarray = np.where(_offloads(own, "parameters") & (own.zero < 3), seconds, 0.0)
+        return found
+
+    def _host_seconds(self, own: Side) -> np.ndarray:
+        """[stage]: of a byte between host and accelerator, where it takes longest."""
+        return np.array([max(self._host[group.kind] for group in p.stage.groups) for p in own.stages])
 
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
         found = [
             min([self.costs.deferred_wgrad(*own[:3], placed.stage.recompute) for own in placed.stage.groups])
-            if placed.schedule == "zero_bubble"
+            if placed.pattern.schedule == "zero_bubble"
             else 0.0
             for placed in stages
         ]
         return np.array(found)
 
-    def _rooms(self, own: _Side) -> Room:
+    def _rooms(self, own: Side) -> Room:
         """[stage, sort]: what ranks have for microbatches, or nearly so."""
         width = own.numbers.shape[1]
         kept = [
-            [self._coefficients(p.stage, group, p.place, p.schedule) for group in p.stage.groups] for p in own.stages
+            [self._coefficients(p.stage, group, p.place, p.pattern) for group in p.stage.groups] for p in own.stages
         ]
         at = Coefficients(*np.array(_padded(kept, width, _NO_BYTES)).transpose(2, 0, 1))
         return _room(at, own.layers[:, None], own.shards, NEARLY * self._capacities(own))
 
-    def _capacities(self, own: _Side) -> np.ndarray:
+    def _capacities(self, own: Side) -> np.ndarray:
         """[stage, sort]: bytes of a rank."""
         capacities = [[self._capacity[group.kind] for group in placed.stage.groups] for placed in own.stages]
         return np.array(_padded(capacities, own.numbers.shape[1], _BOUNDLESS))
 
-    def _coefficients(
-        self, stage: CandidateStage, own: ReplicaGroup, place: int, schedule: ScheduleName
-    ) -> Coefficients:
-        key = (own[:3], stage.recompute, stage.zero, schedule, place)
+    def _coefficients(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern) -> Coefficients:
+        mode = Mode.of(stage, pattern)
+        key = (own[:3], stage.recompute, mode, place)
         found = self._bytes.get(key)
         if found is None:
-            mode = Mode(stage.zero, "1f1b" if schedule == "gpipe" else schedule)
             at = self.costs.coefficients(*own[:3], stage.recompute, mode)
             found = self._bytes[key] = Coefficients(*(float(part[place]) for part in at))  # type: ignore[arg-type]
         return found
 
-    def _sums(self, own: _Side) -> _Sums:
+    def _sums(self, own: Side) -> Sums:
         met = [self.collective(p.stage.groups) if p.stage.replicas > 1 else _ALONE for p in own.stages]
         tp = np.array([min([group.tp for group in placed.stage.groups]) for placed in own.stages])
         first, last = np.array([placed.ends for placed in own.stages]).T
-        return _Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
+        return Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
 
-    def _optimizer(self, own: _Side, owned: np.ndarray) -> np.ndarray:
-        """[stage]: seconds of a rank that owns so many parameters, on the slowest kind."""
+    def _optimizer(self, own: Side, owned: np.ndarray) -> np.ndarray:
+        """[stage]: seconds of a rank that owns so many parameters, on the slowest kind. Where nothing is sharded, ranks
+        of wider replicas than the narrowest hold and step the less."""
         slowest = np.zeros_like(owned)
+        narrowest = [min(group.tp for group in placed.stage.groups) for placed in own.stages]
         for kind in {group.kind for placed in own.stages for group in placed.stage.groups}:
-            here = np.array([kind in {group.kind for group in placed.stage.groups} for placed in own.stages])
-            slowest = np.where(here, np.maximum(slowest, self.costs.layer_costs[kind].optimizer(owned)), slowest)
+            held = [[group.tp for group in placed.stage.groups if group.kind == kind] for placed in own.stages]
+            part = np.array([few / min(tps) if tps else 0.0 for few, tps in zip(narrowest, held, strict=True)])
+            stepped = owned * np.where(own.zero == 0, part, 1.0)
+            seconds = self.costs.layer_costs[kind].optimizer(stepped)
+            slowest = np.where(part > 0, np.maximum(slowest, seconds), slowest)
+        fetched = 2 * owned * optimizer_bytes(self.costs.width) * self._host_seconds(own)
+        slowest = np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
         return slowest
 
     def _group(self, groups: Sequence[ReplicaGroup]) -> Group:
@@ -335,6 +324,19 @@ class StageTimes:
                     islands[island] += here
                 left -= here
         return Group(machines.total(), tuple(machines.items()), tuple(islands.items()))
+
+
+def _offloads(own: Side, what: Offload) -> np.ndarray:
+    """[stage]: whether it offloads that."""
+    return np.array([what in placed.stage.offload for placed in own.stages])
+
+
+def _covered(own: Side, division: Division) -> np.ndarray:
+    """[stage]: seconds from the beginning of the last of its replicas' last backwards until all are through."""
+    ends = np.where(own.numbers > 0, division.taken * division.per_sample, 0.0)
+    begun = np.where(own.numbers > 0, ends - own.backward * np.minimum(1.0, division.taken / own.micro_batches), 0.0)
+    found: np.ndarray = ends.max(axis=1) - begun.max(axis=1)
+    return found
 
 
 def _room(at: Coefficients, layers: Any, shards: Any, capacity: Any) -> Room:

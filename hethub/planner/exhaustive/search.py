@@ -32,8 +32,7 @@ WINDOW = 131_072  # floors' points listed at once, by their bounds
 MOST_TIMED = 65_536
 FEW, GROWTH = 32, 4  # branches looked at first, and how many times as many each time after
 MOST_EVALUATED = 1000  # where memory holds few of them
-DEEPENED = 128  # points tried with more microbatches in flight, where a search goes on from the best
-MOST_DEEPENED = 4096  # the same where none does
+DEEPENED = 4096  # points tried with more microbatches in flight
 
 
 def refuse_larger(problem: Problem) -> None:
@@ -46,7 +45,7 @@ def refuse_larger(problem: Problem) -> None:
         )
 
 
-def search_exhaustively(problem: Problem, incumbent: Incumbent, deepened: int = MOST_DEEPENED) -> None:
+def search_exhaustively(problem: Problem, incumbent: Incumbent) -> None:
     """Evaluates the plans of a small space that may be better than those known, the most promising ones first. The
     incumbent knows then what no plan of the space is below: the best plan where it was searched to its end,
     else the smallest bound that was not looked at."""
@@ -60,7 +59,7 @@ def search_exhaustively(problem: Problem, incumbent: Incumbent, deepened: int = 
         if not incumbent.out_of_time
         for own in branches_below(incumbent.best_seconds, each, shape)
     ]
-    sweep = _Sweep(incumbent, deepened)
+    sweep = _Sweep(incumbent)
     for part in _parts(sorted(bounded, key=itemgetter(0))):
         sweep.search(part)
     if incumbent.fitting and not incumbent.out_of_time:
@@ -82,8 +81,8 @@ def _parts(bounded: Sequence[tuple[float, Branch]]) -> Iterator[Sequence[tuple[f
 class _Sweep:
     """Times points and evaluates the best, as many as may be, and knows how fast those may be that it left out."""
 
-    def __init__(self, incumbent: Incumbent, deepened: int) -> None:
-        self.incumbent, self.most_near = incumbent, deepened
+    def __init__(self, incumbent: Incumbent) -> None:
+        self.incumbent = incumbent
         self.orders: dict[object, list[Node]] = {}
         self.enough = len(incumbent.tried) + MOST_EVALUATED
         self.left = MOST_TIMED
@@ -130,7 +129,7 @@ class _Sweep:
             self.left -= len(some.bounds)
             timed = _timed(self.incumbent.problem, some.points(), self.orders)
             self.evaluate_timed(timed)
-            self.near = heapq.nsmallest(self.most_near, [*self.near, *timed], key=_seconds_of)
+            self.near = heapq.nsmallest(DEEPENED, [*self.near, *timed], key=_seconds_of)
 
     def evaluate_timed(self, timed: Sequence[tuple[float, Point]]) -> None:
         """Evaluates points in order of their times until none can be better."""

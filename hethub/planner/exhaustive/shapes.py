@@ -14,11 +14,6 @@ MOST_BRANCHES, MOST_POINTS = 4_000, 3e7
 MOST_OPTIONS, MOST_BOUNDED = 2_000, 150_000  # of a stage, and branches: many more points, of which bounds leave few
 
 
-def is_small(problem: Problem) -> bool:
-    """Whether the space is small enough to be searched to its end."""
-    return excess(problem) is None
-
-
 def excess(problem: Problem) -> str | None:
     """What of the space is beyond a limit, in words with both figures; None where it can be searched to its end."""
     if problem.size > MOST_ACCELERATORS:
@@ -42,7 +37,9 @@ def excess(problem: Problem) -> str | None:
 def schedules_of(problem: Problem) -> list[ScheduleName]:
     """The schedules under which a small space is searched."""
     able = ("1f1b", "gpipe", "zero_bubble")
-    wanted = [name for name in (problem.schedule, *problem.other_schedules) if name in able]
+    wanted = [
+        name for name in (problem.schedule, *problem.other_schedules) if name in able and name in problem.schedules
+    ]
     return [name for name in wanted if recomputes_under(name, problem)]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup, merged
+from hethub.planner.candidate.candidate import CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
@@ -111,8 +111,7 @@ def levels(problem: Problem, units: Units) -> tuple[int, ...]:
     if len(units) == 1:
         return (0,)
     islands = {problem.kinds[unit.kind].island for unit in units}
-    able = {*problem.zeros, *(problem.capabilities.family_zero if problem.constraints.zero is None else ())}
-    return tuple(level for level in LEVELS if level in able and (level or len(islands) == 1))
+    return tuple(level for level in LEVELS if level in problem.zeros and (level or len(islands) == 1))
 
 
 def recomputes_under(schedule: ScheduleName, problem: Problem) -> list[Recompute]:
@@ -268,7 +267,7 @@ class StageCosts:
 
             def holds(own: ReplicaGroup, size: int) -> bool:
                 sized = own._replace(micro_batch=size)
-                room = times.room(stage, sized, place, self.schedule, NEARLY)
+                room = times.room(stage, sized, place, Pattern(self.schedule), NEARLY)
                 return bool(room.microbatch <= room.free)
 
             most = [largest_able(partial(holds, own), limit) for own, limit in zip(groups, most, strict=True)]

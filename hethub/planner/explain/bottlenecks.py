@@ -9,8 +9,8 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.explain.scaled import Scale, scaled
 from hethub.planner.problem.problem import Batch, Problem
+from hethub.planner.problem.scaled import Scale, scaled
 from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.auto import climb, descend
 from hethub.planner.search.effort import effort_for
@@ -26,8 +26,11 @@ def bottlenecks(problem: Problem, incumbent: Incumbent, best: Evaluation, proces
     candidates = [best.candidate, *(evaluation.candidate for evaluation in ranked[:KNOWN])]
     relaxed = _relaxations(problem)
     with forked(processes) as run:
-        gains = run(partial(_gain, candidates, best), relaxed.values())
-        found = [Bottleneck(name, gain) for name, gain in zip(relaxed, gains, strict=True)]
+        # The problem as it is goes along: what the same search gains there is the search's, not any constraint's.
+        rates = list(run(partial(_best_rate, candidates), [problem, *relaxed.values()]))
+    as_it_is = max(rates[0], best.prediction.tokens_per_second)
+    gains = [100.0 * (rate / as_it_is - 1.0) if rate else 0.0 for rate in rates[1:]]
+    found = [Bottleneck(name, gain) for name, gain in zip(relaxed, gains, strict=True)]
     return sorted(found, key=lambda found: -found.faster_percent)
 
 
@@ -48,9 +51,9 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
     return {**relaxed, TWICE: problem.on(cluster, larger)}
 
 
-def _gain(candidates: list[Candidate], best: Evaluation, relaxed: Problem) -> float:
-    """Percent more tokens per second in the best plan of the relaxed problem: the best plans known, evaluated again,
-    and what small changes then make of them; 0 where none of these fits there."""
+def _best_rate(candidates: list[Candidate], relaxed: Problem) -> float:
+    """Tokens per second of the best plan of a relaxed problem: the best plans known, evaluated again, and what small
+    changes then make of them; 0 where none of these fits there."""
     incumbent = Incumbent(Evaluator(relaxed, Estimator(relaxed)))
     effort = replace(effort_for(relaxed), steps=6)
     incumbent.evaluator.microbatches_left = effort.microbatches
@@ -62,4 +65,4 @@ def _gain(candidates: list[Candidate], best: Evaluation, relaxed: Problem) -> fl
     incumbent.consider(descend(incumbent, leader.candidate, set()))
     climb(leader, incumbent, effort, set())
     found = min(incumbent.fitting.values(), key=lambda evaluation: evaluation.seconds)
-    return 100.0 * (found.prediction.tokens_per_second / best.prediction.tokens_per_second - 1.0)
+    return found.prediction.tokens_per_second

@@ -1,14 +1,14 @@
 """What differs between two plans, and what it costs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
-from hethub.predictor import Prediction, predict
-from hethub.spec.cluster import ClusterSpec
-from hethub.spec.layout.bind import bind
-from hethub.spec.model import ModelSpec
+from hethub.predictor import predict
+from hethub.spec.base import Spec
+from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, StageSpec
+from hethub.spec.program import ProgramFor, ProgramPlanSpec, module_rows, prediction_of, show_ratios
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,65 +22,123 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDiff:
-    """Differences of two plans and their predictions; `slower_percent` is the second's step over the first's."""
+    """Differences of two plans and what is predicted of each; `slower_percent` is the second's step over the first's."""
 
     differences: tuple[Difference, ...]
-    first: Prediction
-    second: Prediction
+    step_seconds: tuple[float, float]
+    breakdowns: tuple[Mapping[str, float], Mapping[str, float]]
+    memory_bytes: tuple[int, int]  # of the fullest rank
 
     @property
     def slower_percent(self) -> float:
-        return 100.0 * (self.second.step_seconds / self.first.step_seconds - 1.0)
+        return 100.0 * (self.step_seconds[1] / self.step_seconds[0] - 1.0)
 
     def parts(self) -> dict[str, float]:
         """Seconds that each part of the step takes longer in the second plan."""
-        return {part: self.second.breakdown[part] - seconds for part, seconds in self.first.breakdown.items()}
+        first, second = self.breakdowns
+        return {part: second.get(part, 0.0) - first.get(part, 0.0) for part in {**first, **second}}
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "differences": [vars(difference) for difference in self.differences],
-            "step_seconds": [self.first.step_seconds, self.second.step_seconds],
+            "step_seconds": list(self.step_seconds),
             "slower_percent": self.slower_percent,
             "parts": self.parts(),
-            "memory_bytes": [max(entry.bytes for entry in p.memory) for p in (self.first, self.second)],
+            "memory_bytes": list(self.memory_bytes),
         }
 
 
-def diff(first: PlanSpec, second: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> PlanDiff:
-    """What differs between two plans of one model and cluster. Raises BadInput where either does not belong to them."""
+class Side(NamedTuple):
+    """A plan as it is compared: every key with its value and how it is shown, and what is predicted of the plan."""
+
+    keys: Mapping[str, tuple[object, str]]
+    step_seconds: float
+    breakdown: Mapping[str, float]
+    memory_bytes: int
+
+
+def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
+    """What differs between two plans, each bound to what it was made for. Raises BadInput as `predict` does.
+
+    A plan of strategy hap comes as `side_of_program`: with a plan of layers it shares batch and cluster.
+    """
+    one, two = (each if isinstance(each, Side) else _side_of_layout(each) for each in (first, second))
+    differences = []
+    for key in {**one.keys, **two.keys}:
+        (a, a_text), (b, b_text) = one.keys.get(key, _ABSENT), two.keys.get(key, _ABSENT)
+        if a != b:
+            texts = (a_text, b_text) if a_text != b_text else (str(a), str(b))  # alike where only digits differ
+            differences.append(Difference(key=key, first=texts[0], second=texts[1]))
     return PlanDiff(
-        differences=tuple(_differences(first, second)),
-        first=predict(bind(first, model, cluster)),
-        second=predict(bind(second, model, cluster)),
+        differences=tuple(differences),
+        step_seconds=(one.step_seconds, two.step_seconds),
+        breakdowns=(one.breakdown, two.breakdown),
+        memory_bytes=(one.memory_bytes, two.memory_bytes),
     )
 
 
-def _differences(first: PlanSpec, second: PlanSpec) -> list[Difference]:
-    found = []
-    for key in ("global_batch", "seq_len", "precision", "schedule"):
-        one, two = str(getattr(first, key)), str(getattr(second, key))
-        if one != two:
-            found.append(Difference(key=key, first=one, second=two))
-    for index, (a, b) in enumerate(zip_longest(first.stages, second.stages)):
-        one_stage, two_stage = describe_stage(a), describe_stage(b)
-        for key in {**one_stage, **two_stage}:
-            if one_stage.get(key) != two_stage.get(key):
-                found.append(
-                    Difference(key=f"stages[{index}].{key}", first=one_stage.get(key), second=two_stage.get(key))
-                )
-    return found
+_ABSENT = (None, None)
 
 
-def describe_stage(stage: StageSpec | None) -> dict[str, str]:
-    """A stage's keys as short text."""
-    if stage is None:
-        return {}
+def _side_of_layout(layout: Layout) -> Side:
+    """Every key of a plan, its model and its cluster."""
+    keys = _plain(layout.plan, set(PlanSpec.model_fields) - {"version", "stages", "job"})
+    for index, stage in enumerate(layout.plan.stages):
+        texts = describe_stage(stage)
+        keys |= {f"stages[{index}].{key}": (getattr(stage, key), texts[key]) for key in StageSpec.model_fields}
+    keys |= _described("model", layout.model) | _described("cluster", layout.cluster)
+    found = predict(layout)
+    return Side(keys, found.step_seconds, found.breakdown, max(entry.bytes for entry in found.memory))
+
+
+def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
+    """A program: its ratios, how each module is cut and what it exchanges, how each parameter is kept."""
+    program, found = plan.program, prediction_of(plan, made_for)
+    keys = _plain(plan, {"strategy", "model", "cluster", "global_batch", "seq_len", "precision"})
+    keys["program.fingerprint"] = (program.fingerprint, program.fingerprint)
+    keys |= {f"program.ratios.{name}": (parts, show_ratios(parts)) for name, parts in program.ratios.items()}
+    for row in module_rows(program):
+        exchanged = ", ".join(f"{count} {kind}" for kind, count in row.collectives.items()) or "nothing"
+        text = f"cut by {', '.join(row.cuts) or 'nothing'}; exchanges {exchanged}"
+        keys[f"program[{row.module or 'the model itself'}, {row.direction}]"] = (text, text)
+    keys |= {f"program.parameters.{name}": (state, state) for name, state in program.parameters.items()}
+    keys |= _described("cluster", made_for.cluster)
+    return Side(keys, found["step_seconds"], found["breakdown"], max(program.memory_bytes))
+
+
+def _plain(spec: Spec, names: set[str]) -> dict[str, tuple[object, str]]:
+    """Those of a spec's own fields, in its order."""
     return {
+        name: (value, str(value))
+        for name in type(spec).model_fields
+        if name in names
+        for value in [getattr(spec, name)]
+    }
+
+
+def _described(name: str, spec: Spec) -> dict[str, tuple[object, str]]:
+    """The leaves of a model or cluster but for its name, which the plan has too."""
+    flat = _flat(spec.to_dict(), f"job.{name}")
+    return {key: (leaf, str(leaf)) for key, leaf in flat.items() if key != f"job.{name}.name"}
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    """The leaves of nested data by their dotted keys."""
+    if isinstance(value, Mapping):
+        return {inner: leaf for name, each in value.items() for inner, leaf in _flat(each, f"{key}.{name}").items()}
+    if isinstance(value, list):
+        return {inner: leaf for i, each in enumerate(value) for inner, leaf in _flat(each, f"{key}[{i}]").items()}
+    return {key: value}
+
+
+def describe_stage(stage: StageSpec) -> dict[str, str]:
+    """A stage's keys as short text."""
+    shares = ", ".join(f"{rank}: {share:.4g}" for rank, share in stage.state_shares.items())
+    return {key: str(getattr(stage, key)) for key in StageSpec.model_fields} | {
         "layers": ", ".join(f"[{start}, {stop})" for start, stop in stage.layers),
         "replicas": describe_replicas(stage),
-        "zero": str(stage.zero),
-        "recompute": stage.recompute,
-        "state_shares": ", ".join(f"{rank}: {share:.4g}" for rank, share in stage.state_shares.items()) or "equal",
+        "state_shares": shares or "equal",
+        "offload": ", ".join(stage.offload) or "none",
     }
 
 
@@ -88,7 +146,7 @@ def describe_replicas(stage: StageSpec) -> str:
     """Replicas with equal ones together: `8 x TP 2 (ranks 0-15), 4 x 64 samples`."""
     runs: list[list[Any]] = []
     for replica in stage.replicas:
-        sort = (replica.tp, replica.micro_batch, replica.samples, replica.in_flight)
+        sort = (replica.tp, replica.micro_batch, replica.samples, replica.in_flight, replica.tensor_shares)
         if runs and runs[-1][0] == sort:
             runs[-1][1].extend(replica.ranks)
         else:
@@ -96,9 +154,10 @@ def describe_replicas(stage: StageSpec) -> str:
     return "; ".join(_run(*run) for run in runs)
 
 
-def _run(sort: tuple[int, int, int, int | None], ranks: list[int]) -> str:
-    tp, micro_batch, samples, in_flight = sort
+def _run(sort: tuple[int, int, int, int | None, tuple[float, ...] | None], ranks: list[int]) -> str:
+    tp, micro_batch, samples, in_flight, shares = sort
     low, high = min(ranks), max(ranks)
     held = "" if in_flight is None else f", {in_flight} in flight"
+    cut = "" if shares is None else f", cut {':'.join(f'{share:g}' for share in shares)}"
     span = f"rank {low}" if low == high else f"ranks {low}-{high}"
-    return f"{len(ranks) // tp} x TP {tp} ({span}) with {samples} samples in micro-batches of {micro_batch}{held}"
+    return f"{len(ranks) // tp} x TP {tp} ({span}) with {samples} samples in micro-batches of {micro_batch}{held}{cut}"

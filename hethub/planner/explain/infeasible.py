@@ -7,14 +7,13 @@ from typing import NamedTuple
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.generate import cuts
-from hethub.planner.generate.families import FAMILIES
+from hethub.planner.generate import cuts, modes
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.problem import Batch, Problem
-from hethub.planner.search.auto import search_whole, thriftiest
+from hethub.planner.search.auto import thriftiest
 from hethub.spec.job import ConstraintsSpec
 
-TRIED = 6  # cuts of a changed question that are evaluated
+TRIED = 12  # cuts of a changed question that are evaluated
 
 
 class Change(NamedTuple):
@@ -50,6 +49,7 @@ def nothing_fits(problem: Problem, incumbent: Incumbent, strategy: str) -> str:
         f"{number} {name} by up to {worst:,} bytes ({worst / 2**30:.2f} GiB)"
         for name, (number, worst) in misses.items()
     )
+    listed = listed or "the hosts (host_memory_gb of their nodes), which hold what is offloaded and a checkpoint's copy"
     helps = [change.words for change in verified(problem)]
     return (
         f"no plan fits: model '{problem.model.name}' with global_batch {problem.batch.global_batch} and seq_len {problem.batch.seq_len} on "
@@ -75,17 +75,15 @@ def verified(problem: Problem) -> list[Change]:
 
 
 def _fits(change: Change) -> bool:
-    """Whether a plan is found among the thriftiest cuts, or by the families whose schedule is asked for."""
+    """Whether a plan is found among the thriftiest cuts, in any mode."""
     problem, costs = change.problem, Estimator(change.problem)
     incumbent = Incumbent(Evaluator(problem, costs))
-    if problem.constraints.schedule in problem.capabilities.family_schedules:
-        return search_whole(problem, incumbent, FAMILIES) is not None
     few = thriftiest(problem, tabulate(problem, costs.unit_costs))
-    for memory_counts in (True, False):
-        for candidate in cuts.propose(problem, costs, table=few, number=TRIED, memory_counts=memory_counts):
-            incumbent.consider(candidate)
-            if incumbent.fitting:
-                return True
+    found = cuts.propose(problem, costs, table=few, number=TRIED, memory_counts=False)
+    for candidate in sorted(modes.propose(problem, costs, list(found)), key=costs.seconds)[:TRIED]:
+        incumbent.consider(candidate)
+        if incumbent.fitting:
+            return True
     return False
 
 

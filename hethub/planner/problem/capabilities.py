@@ -9,13 +9,10 @@ from hethub.spec.plan import Offload, Recompute, ScheduleName
 class Capabilities:
     """The part of the plan space that can be executed and is searched."""
 
-    schedules: tuple[str, ...]
+    schedules: tuple[ScheduleName, ...]
     zero: tuple[int, ...]
     recompute: tuple[Recompute, ...]
     offload: tuple[Offload, ...]
-    max_chunks: int
-    family_schedules: tuple[ScheduleName, ...] = ()  # beside `schedules`, by the families of their papers alone
-    family_zero: tuple[int, ...] = (0, 1)  # levels that Poplar's, Cephalo's and Zorse's own plans use
     chooses_in_flight: bool = True  # whether more microbatches in flight than the default are looked at
     any_micro_batch: bool = True  # whether micro-batches between powers of two are looked at
 
@@ -26,11 +23,8 @@ class Capabilities:
 
 # Selective recompute is executable, but costs time and saves nothing where attention is fused, as in our runtime.
 RUNTIME = Capabilities(
-    schedules=("gpipe", "1f1b", "zero_bubble"),
-    zero=(0, 1),
+    schedules=("1f1b", "zero_bubble", "interleaved", "layered", "ministages", "gpipe"),
+    zero=(0, 1, 2, 3),
     recompute=("none", "full"),
     offload=("activations", "parameters", "optimizer"),
-    max_chunks=1,
-    family_schedules=("ministages", "layered"),
-    family_zero=(0, 1, 2, 3),
 )

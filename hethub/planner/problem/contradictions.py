@@ -18,8 +18,8 @@ def check_constraints(problem: Problem) -> None:
     """Raises BadInput naming the first constraint that this version does not know, or the first pair that excludes
     every plan."""
     given, capable = problem.constraints, problem.capabilities
-    _check_listed("schedule", given.schedule, (*capable.schedules, *capable.family_schedules))
-    _check_listed("zero", given.zero, sorted({*capable.zero, *capable.family_zero}))
+    _check_listed("schedule", given.schedule, capable.schedules)
+    _check_listed("zero", given.zero, capable.zero)
     _check_forbidden_names(problem)
     for checks in (_of_degrees, _of_products, _of_batches, _of_modes):
         for found in checks(problem):

@@ -141,13 +141,20 @@ class Problem:
 
     @property
     def schedule(self) -> ScheduleName:
-        return self.constraints.schedule or "1f1b"
+        """What candidates are under that name no schedule: the one asked for, if it needs nothing of its stages."""
+        chosen = self.constraints.schedule
+        return chosen if chosen in ("gpipe", "zero_bubble") else "1f1b"
+
+    @property
+    def schedules(self) -> tuple[ScheduleName, ...]:
+        """Those that an answer may have."""
+        chosen = self.constraints.schedule
+        return (chosen,) if chosen else self.capabilities.schedules
 
     @property
     def other_schedules(self) -> tuple[ScheduleName, ...]:
         """Schedules that may be better than 1F1B for the same stages."""
-        free = self.constraints.schedule is None and "zero_bubble" in self.capabilities.schedules
-        return ("zero_bubble",) if free else ()
+        return ("zero_bubble",) if {"1f1b", "zero_bubble"} <= {*self.schedules} else ()
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:

@@ -9,11 +9,10 @@ from typing import Any
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.estimate.microbatch_sizes import fitted
+from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.exhaustive.search import DEEPENED, search_exhaustively
-from hethub.planner.generate import kind_stages, partition, small
+from hethub.planner.generate import kind_stages, modes, partition, small
 from hethub.planner.generate.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
@@ -27,6 +26,8 @@ FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a
 FAR = 1.15
 NEAR = 1.05  # times the shortest estimate: the most with which candidates of one kind a stage are looked at
 MOST_LEADERS = 3  # times as many finalists: looked at for some that can be evaluated
+MOST_CUTS = 24  # looked at in every mode
+FEW_CUTS = 4  # looked at in the thriftiest modes, where nothing fits by estimate
 WHOLE_FINALISTS = 3  # of its candidates that carry their plan
 WHOLE_MICROBATCHES = 1_000_000  # of these, since equal replicas are replayed once
 TOGETHER, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once one is known that fits
@@ -42,16 +43,17 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     _evaluate_start(incumbent, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, incumbent, effort, table, cuts, memory_counts=counts)
-    apart = [] if effort.whole or incumbent.out_of_time else kinds_apart(problem, incumbent, effort, table, found)
+    apart = [] if incumbent.out_of_time else kinds_apart(problem, incumbent, effort, table, found)
+    moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
+    if not {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:
+        found, apart = [], []  # seen as cuts alone
     ends = _descended(incumbent, apart, (effort.descents + 1) // 2, effort.behind)
+    ends += _descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind, ends)
     ends += _descended(incumbent, found, effort.descents, effort.behind, ends)
-    _evaluate_leaders(incumbent, [*ends, *found, *apart], effort)
+    _evaluate_leaders(incumbent, [*ends, *found, *apart, *moded], effort)
     if not incumbent.fitting:
-        few = thriftiest(problem, table)
-        cuts = best_cuts(problem, few, effort.cuts, memory_counts=False).cuts
-        _evaluate_all(incumbent, promising(problem, incumbent, effort, few, cuts, memory_counts=False))
-    if effort.whole:
-        search_exhaustively(problem, incumbent, DEEPENED)
+        few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS, memory_counts=False).cuts
+        _evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
     _climb_leaders(incumbent, effort)
     for candidates in families.values():
         incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
@@ -186,12 +188,22 @@ def search_family(problem: Problem, incumbent: Incumbent, family: Family) -> Eva
     return incumbent.best
 
 
-def search_whole(problem: Problem, incumbent: Incumbent, names: Iterable[str]) -> Evaluation | None:
-    """The best plan under a schedule that only families propose, or None where none fits."""
-    incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
-    for name in names:
-        _evaluate_all(incumbent, _whole(problem, incumbent, FAMILIES[name], float("inf")))
-    return incumbent.best
+def in_modes(
+    problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
+) -> list[Candidate]:
+    """The best candidates, by estimate, among those found and the cuts that would be best with more memory, in every
+    mode that they may take."""
+    costs, allowed = incumbent.costs, {*problem.schedules}
+    larger = best_cuts(problem, table, effort.cuts, memory_counts=False).cuts
+    every = [*found, *(entry.candidate(problem) for entry in larger)]
+    cuts = {candidate.shape: candidate for candidate in reversed(every)}
+    known = [own for own in found if costs.likely_fits(own) and (own.schedule or problem.schedule) in allowed]
+    shortest = min(map(costs.seconds, known), default=float("inf"))
+    made = dict.fromkeys(modes.propose(problem, costs, list(cuts.values())[:MOST_CUTS], shortest))
+    ranked = sorted(made, key=costs.seconds)
+    unlike = {(own.shape, own.schedule, own.chunks): own for own in reversed(ranked)}
+    best = sorted(unlike.values(), key=costs.seconds)
+    return list(dict.fromkeys([*ranked[: effort.finalists // 2], *best]))[: effort.finalists]
 
 
 def thriftiest(problem: Problem, table: Table) -> Table:
@@ -210,9 +222,8 @@ def promising(
     found: dict[Candidate, float] = {}
     _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in entries], effort.finalists)
     best = min(found.values(), default=float("inf"))
-    if not effort.whole:
-        cut = small.propose(problem, costs, table=table, limit_seconds=best, memory_counts=memory_counts)
-        found.update((candidate, costs.seconds(candidate)) for candidate in cut)
+    cut = small.propose(problem, costs, table=table, limit_seconds=best, memory_counts=memory_counts)
+    found.update((candidate, costs.seconds(candidate)) for candidate in cut)
     if problem.constraints.dp is None and not incumbent.out_of_time:
         free = partition.propose(
             problem, costs, table=table, limit_seconds=best, most_cells=effort.free_cells, memory_counts=memory_counts
@@ -309,13 +320,21 @@ def _downhill(costs: Estimator, candidate: Candidate) -> Candidate | None:
 
 
 def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> bool:
-    """Whether a candidate is a plan. Evaluates it, and where it turns out not to fit, what is left of it with smaller
-    microbatches."""
+    """Whether a candidate is a plan. Evaluates it, and as long as it turns out not to fit and may still be the best,
+    what is left of it with smaller microbatches."""
     evaluation = incumbent.within_time(candidate)
     if evaluation is None:
         return False
-    if not evaluation.fits and (smaller := fitted(candidate, incumbent.costs)) is not None:
-        incumbent.consider(smaller)
+    while candidate not in incumbent.fitting:
+        smaller = fitted(candidate, incumbent.costs)
+        if smaller == candidate:  # it should fit by the closed form, which the evaluator knows better
+            smaller = lessened(candidate)
+        if smaller is None or smaller == candidate:
+            break
+        if incumbent.costs.seconds(smaller) >= incumbent.best_seconds:
+            break
+        candidate = smaller
+        incumbent.within_time(candidate)
     return True
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from hethub.planner.exhaustive.shapes import is_small
 from hethub.planner.problem.problem import Problem
 
 
@@ -20,22 +19,18 @@ class Effort:
     microbatches: int  # replayed one by one by the evaluator; plans whose stages are alike need none
     arrangements: int = 0  # whose best plans are climbed from as well
     uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not evaluated
-    whole: bool = False  # the space is searched to its end (exhaustive/)
     behind: float = 1.15  # times the best end of other descents: above it, one whose gains are small gives up
     optimism: float = 0.98  # of an estimate: what the prediction may be where the candidate is evaluated
 
 
 def effort_for(problem: Problem) -> Effort:
     """More for small clusters, whose plans are evaluated in a millisecond."""
-    if is_small(problem):  # what leads the search to a first good plan, and from the best ones on
+    if problem.size <= 6:
+        # Few and small microbatches, where estimates are furthest off: many ways down, and the evaluator sees what they
+        # say is half as long again.
         return Effort(
-            cuts=96, free_cells=500_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=40, tried_per_step=16,
-            microbatches=200_000, uphill=1.3, optimism=0.8, whole=True,
-        )  # fmt: skip
-    if problem.size <= 4:
-        return Effort(
-            cuts=96, free_cells=2_000_000, finalists=128, descents=8, climbs=4, arrangements=8, steps=40,
-            tried_per_step=32, microbatches=200_000, uphill=1.3, optimism=0.75,
+            cuts=96, free_cells=2_000_000, finalists=32, descents=32, climbs=8, arrangements=16, steps=40,
+            tried_per_step=64, microbatches=200_000, uphill=1.6, optimism=0.75,
         )  # fmt: skip
     alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
     if problem.size <= 8 and not alike:

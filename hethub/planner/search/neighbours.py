@@ -7,7 +7,9 @@ from itertools import combinations
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
+from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import Problem
+from hethub.spec.plan import Offload, Recompute
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
@@ -90,7 +92,8 @@ def _even_microbatches(candidate: Candidate, costs: Estimator, stages: Sequence[
 
 def with_room(candidate: Candidate, problem: Problem) -> Candidate:
     """The candidate, roomy where its stages have microbatches of unlike sizes: by default these wait for each other."""
-    if candidate.roomy or problem.schedule == "gpipe" or not problem.capabilities.chooses_in_flight:
+    chooses = (candidate.schedule or problem.schedule) in ("1f1b", "zero_bubble")
+    if candidate.roomy or not chooses or not problem.capabilities.chooses_in_flight:
         return candidate
     waves = {sum(own.micro_batch * own.number for own in stage.groups) for stage in candidate.stages}
     return candidate if len(waves) == 1 else replace(candidate, roomy=True)
@@ -133,16 +136,41 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
         for chosen in _ones_and_all([index for index in stages if index in wide], wide):
             if any(candidate.stages[index].zero != zero for index in chosen):
                 yield _each(candidate, chosen, zero=zero)
-    if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
-        if problem.schedule != "gpipe":
-            yield replace(candidate, roomy=not candidate.roomy)
-        for schedule in problem.other_schedules:
-            yield replace(candidate, schedule=None if candidate.schedule == schedule else schedule)
+    for part in problem.capabilities.offload:
+        for chosen in _ones_and_all(stages, everywhere):
+            if any(part in candidate.stages[index].offload for index in chosen):
+                yield _without(candidate, chosen, part)
+            else:  # what room this makes is for what was computed again
+                yield _with(candidate, chosen, part, recompute=problem.recomputes[0])
+    now = (candidate.schedule or problem.schedule, candidate.chunks)
+    for pattern in patterns(problem, candidate):
+        if pattern != now:
+            yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, roomy=False)
+    if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight and now[0] in ("1f1b", "zero_bubble"):
+        yield replace(candidate, roomy=not candidate.roomy)
     yield replace(candidate, alike=not candidate.alike)
 
 
 def _ones_and_all(some: Sequence[int], every: Sequence[int]) -> list[Sequence[int]]:
     return [[index] for index in some] + ([every] if len(every) > 1 else [])
+
+
+def _with(candidate: Candidate, indices: Sequence[int], part: Offload, recompute: Recompute) -> Candidate:
+    stages = {index: candidate.stages[index] for index in indices}
+    changed = {
+        index: replace(stage, offload=tuple(sorted({*stage.offload, part})), recompute=recompute)
+        for index, stage in stages.items()
+    }
+    return candidate.with_stages(changed)
+
+
+def _without(candidate: Candidate, indices: Sequence[int], part: Offload) -> Candidate:
+    stages = {index: candidate.stages[index] for index in indices}
+    left = {
+        index: replace(stage, offload=tuple(own for own in stage.offload if own != part))
+        for index, stage in stages.items()
+    }
+    return candidate.with_stages(left)
 
 
 def _each(candidate: Candidate, indices: Sequence[int], **changes: object) -> Candidate:

@@ -11,11 +11,12 @@ from hethub.predictor.pipeline.step import StepTimes, step_times
 
 
 class Outcome(NamedTuple):
-    """What is predicted for a case: seconds, peak bytes of the fullest rank, and the micro-batch chosen where it was
-    open."""
+    """What is predicted for a case: seconds, peak bytes of the fullest rank and whether all ranks have the memory, and
+    the micro-batch chosen where it was open."""
 
     seconds: float
     bytes: int
+    fits: bool
     micro_batch: int
     times: StepTimes
 
@@ -25,9 +26,11 @@ def evaluate(case: Case, constants: Constants) -> Outcome:
     tried = []
     for layout in case.layouts:
         times = step_times(layout, PlanCosts(layout, case.software, constants))
-        used = max(rank_memory(layout, case.software), key=lambda entry: entry.bytes)
+        used = rank_memory(layout, case.software)
+        fits = all(entry.fits(0.0) for entry in used)
         size = layout.stages[0].replicas[0].micro_batch
-        tried.append((not used.fits(0.0), times.seconds, Outcome(times.seconds, used.bytes, size, times)))
+        most = max(entry.bytes for entry in used)
+        tried.append((not fits, times.seconds, Outcome(times.seconds, most, fits, size, times)))
     return min(tried, key=lambda entry: entry[:2])[2]
 
 
@@ -39,10 +42,15 @@ class Repricer:
     """
 
     def __init__(self, case: Case, constants: Constants) -> None:
-        outcome = evaluate(case, constants)
-        chosen = next(lay for lay in case.layouts if lay.stages[0].replicas[0].micro_batch == outcome.micro_batch)
-        self.costs = PlanCosts(chosen, replace(case.software, interleave=1), constants)
-        self.ratio = outcome.seconds / step_times(chosen, self.costs).seconds
+        chosen, plain = case.layouts[0], replace(case.software, interleave=1)
+        if len(case.layouts) > 1:
+            size = evaluate(case, constants).micro_batch
+            chosen = next(layout for layout in case.layouts if layout.stages[0].replicas[0].micro_batch == size)
+        self.costs = PlanCosts(chosen, plain, constants)
+        self.ratio = 1.0
+        if case.software.interleave > 1:
+            whole = step_times(chosen, PlanCosts(chosen, case.software, constants)).seconds
+            self.ratio = whole / step_times(chosen, self.costs).seconds
 
     def seconds(self, constants: Constants) -> float:
         self.costs.set_constants(constants)

@@ -16,20 +16,21 @@ _FAMILIES = (
     ("pascal", ("P100", "P40", "P4")),
     ("volta", ("V100",)),
     ("turing", ("T4", "RTX-2080", "Titan-RTX")),
-    ("ampere-ga102", ("A10G", "RTX-A6000", "RTX-3090")),
+    ("ampere-ga102", ("A10G", "A40", "RTX-A6000", "RTX-3090")),
     ("ampere", ("A100", "A800")),
-    ("ada", ("L4", "L40S", "RTX-4090")),
+    ("ada", ("L4", "L40S", "RTX-4090", "RTX-6000-Ada")),
+    ("blackwell-gb202", ("RTX-5090",)),
     ("hopper", ("H100", "H200", "H800", "H20", "GH200")),
     ("blackwell", ("B200", "B300", "GB200", "GB300")),
     ("cdna3", ("MI300", "MI325")),
     ("cdna4", ("MI350", "MI355")),
     ("cdna", ("MI",)),
+    ("rdna3", ("RX-7",)),
     ("rdna", ("Radeon",)),
     ("cpu", ("CPU",)),
 )
-# Where nothing of a family was measured its predecessor's scales stand for it: clocks, kernels and attention carry
-# over.
-_PREDECESSORS = {"blackwell": "hopper"}
+# A family's scales are on top of its predecessor's: clocks, kernels and attention carry over.
+_PREDECESSORS = {"blackwell": "hopper", "blackwell-gb202": "ada"}
 # What no fit told, and where it comes from.
 ASSUMED = {
     "memory": "a guess: kernels reach 0.8 of the memory bandwidth; `passes` is fitted beside it and takes up the rest",
@@ -38,6 +39,7 @@ ASSUMED = {
     "host_staged_gbytes_per_second": "a guess: one TCP connection, with copies through host memory at both ends",
     "host_copy_fraction": "the median of eight host copies over PCIe of A100, H100, H200 and MI300X (Azure AI benchmarking guide)",
 }
+NARROW = ("fp8", "mxfp8", "nvfp4")  # narrower than half: products only, the rest of a layer stays in bf16
 # Without matrix units half precision runs through the fp32 units (P100 and P40 measure alike in fp16 and fp32).
 _NO_MATRIX_UNITS = ("pascal", "rdna", "cpu")
 
@@ -69,12 +71,17 @@ def peak_flops(accelerator: AcceleratorSpec, precision: MathPrecision) -> float:
     if not on_matrix_units(accelerator, precision):
         return accelerator.fp32_tflops * 1e12
     half = accelerator.peak_flops("bf16" if precision == "bf16" else "fp16") or accelerator.peak_flops("fp32")
-    return max(half, (accelerator.fp8_tflops or 0.0) * 1e12) if precision == "fp8" else half
+    rates = [half]
+    if precision in NARROW:
+        rates.append((accelerator.fp8_tflops or 0.0) * 1e12)
+    if precision == "nvfp4":
+        rates.append((accelerator.fp4_tflops or 0.0) * 1e12)
+    return max(rates)
 
 
 def attention_peak_flops(accelerator: AcceleratorSpec, precision: MathPrecision) -> float:
-    """The peak that fused attention runs at: fp8 products leave attention in bf16."""
-    return peak_flops(accelerator, "bf16" if precision == "fp8" else precision)
+    """The peak that fused attention runs at: narrower products leave attention in bf16."""
+    return peak_flops(accelerator, "bf16" if precision in NARROW else precision)
 
 
 def precision_class(precision: MathPrecision) -> str:
@@ -89,6 +96,7 @@ class Efficiency:
 
     matmul: Any  # fraction of the peak rate
     traffic: Any  # bytes that a product moves through memory per FLOP, blocked into tiles as it is
+    cast: Any  # bytes moved to cast operands to a narrower precision, per byte of them
     attention: Any  # fraction of the peak rate, for fused attention
     memory: Any  # fraction of the memory bandwidth
     passes: Any  # bytes that elementwise kernels move, over those counted
@@ -97,6 +105,7 @@ class Efficiency:
     logit_bytes: Any  # moved per score over the vocabulary and pass by the loss
     kernel_seconds: Any  # ramp-up and tail of one kernel on the device
     narrow: Any  # the dimension at which a product runs at half its rate
+    misaligned: Any  # by how much products take longer where a dimension is no multiple of 64
     wave_area: Any  # elements of a product's result that keep the whole device busy; a last wave is never full
     launch_seconds: Any  # host time to launch one kernel
     scale: Any  # of the device's time: family, accelerator and software stack
@@ -120,19 +129,23 @@ class Constants:
         """The efficiency of an accelerator: its own and its family's scales where fitted, else the mean of all."""
         common, width = self.common, precision_class(precision)
         units = "matrix" if on_matrix_units(accelerator, precision) else "vector"
-        scale = throttle = attention = 0.0
+        bits = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(precision)
+        scale = throttle = attention = matmul = 0.0
         name = family(accelerator)
-        own = self.families.get(f"{name} {width}") or self.families.get(f"{_PREDECESSORS.get(name)} {width}")
         for values in (
-            own,
+            self.families.get(f"{_PREDECESSORS.get(name)} {width}"),
+            self.families.get(f"{name} {width}"),
             self.accelerators.get(f"{accelerator.name} {width}"),
         ):
             if values is not None:
-                scale, throttle = scale + values["log_scale"], throttle + values["throttle"]
+                scale += values.get("log_scale", 0.0)
+                throttle += values.get("throttle", 0.0)
                 attention += values.get("log_attention", 0.0)
+                matmul += values.get("log_matmul", 0.0)
         return Efficiency(
-            matmul=common[f"{units}_matmul"],
+            matmul=common[f"{units}_matmul"] * (common[f"{bits}_matmul"] if bits else 1.0) * exp(matmul),
             traffic=common[f"{units}_traffic"],
+            cast=common["cast_bytes"] if bits else 0.0,
             attention=common[f"{units}_attention"] * exp(attention),
             memory=common["memory"],
             passes=common["passes"],
@@ -141,15 +154,25 @@ class Constants:
             logit_bytes=common["logit_bytes"],
             kernel_seconds=common["kernel_seconds"],
             narrow=common["narrow"],
+            misaligned=common["misaligned"] if units == "matrix" else 0.0,
             wave_area=common["wave_area"],
             launch_seconds=common["launch_seconds"],
             scale=exp(scale),
             throttle=max(throttle, -0.5),
         )
 
-    def stack(self, name: str) -> float:
-        """The factor of a software stack on device time; 1.0 for a stack never measured."""
-        return self.stacks.get(name, 1.0)
+    def knows(self, accelerator: str, precision: MathPrecision) -> bool:
+        """Whether the fit saw an accelerator of this name compute layers or steps, and not products alone."""
+        return "log_scale" in self.accelerators.get(f"{accelerator} {precision_class(precision)}", {})
+
+    def stack(self, name: str, precision: MathPrecision) -> float:
+        """The factor of a software stack on device time: what stacks have in the mean, times its own where measured.
+
+        The mean is of whole steps over layers that were timed alone, in bursts. Only matrix units slow down so under
+        load; fp32's products on vector units keep their rate.
+        """
+        mean = self.common["stack_mean"] if precision_class(precision) == "fp16" else 0.0
+        return exp(mean) * self.stacks.get(name, 1.0)
 
     @property
     def count(self) -> int:

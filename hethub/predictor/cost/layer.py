@@ -49,8 +49,14 @@ def pass_seconds(work: Work, fit: Efficiency, peak: Any, attention_peak: Any, ba
     """
     products = fit.backward if backward else 1.0
     device = products * (
-        (work.flops + fit.narrow * work.narrow_flops + fit.wave_area * work.wave_depth) / (fit.matmul * peak)
-        + (fit.traffic * work.flops + work.operand_bytes / fit.memory) / bandwidth
+        (
+            work.flops
+            + fit.misaligned * work.misaligned_flops
+            + fit.narrow * work.narrow_flops
+            + fit.wave_area * work.wave_depth
+        )
+        / (fit.matmul * peak)
+        + (fit.traffic * work.flops + (1.0 + fit.cast) * work.operand_bytes / fit.memory) / bandwidth
     )
     device += work.attention_flops / (fit.attention * attention_peak) + work.kernels * fit.kernel_seconds
     moved = (
@@ -84,8 +90,16 @@ class Device:
         if precision == "tf32" and not accelerator.tf32_tflops:
             precision = "fp32"
         fit = constants.efficiency(accelerator, precision)
-        scale = fit.scale * constants.stack(software.stack) * (1.0 + fit.throttle)
-        self.fit = replace(fit, scale=scale, gradient_bytes=_gradient_bytes(fit, precision, software))
+        scale = fit.scale * constants.stack(software.stack, precision) * (1.0 + fit.throttle)
+        tuned = constants.common["tuned_attention"] if software.tuned_attention else 1.0
+        slow = constants.common["slow_host"] if software.slow_host else 1.0
+        self.fit = replace(
+            fit,
+            scale=scale,
+            gradient_bytes=_gradient_bytes(fit, precision, software),
+            attention=fit.attention * tuned,
+            launch_seconds=0.0 if software.captured else fit.launch_seconds * slow,
+        )
         self.peak = peak_flops(accelerator, precision)
         self.attention_peak = attention_peak_flops(accelerator, precision)
         self.bandwidth = accelerator.memory_gbytes_per_second * 1e9

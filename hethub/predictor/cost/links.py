@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log2
+from math import log2
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import Constants, packaged
@@ -60,6 +60,10 @@ class Group:
     @property
     def most_per_machine(self) -> int:
         return max(count for _, count in self.machines)
+
+    def exchanged(self, num_bytes: float, island: str, ranks: int = 1) -> float:
+        """What so many ranks of an island send to the others of a reduce-scatter or an all-gather of `num_bytes`."""
+        return num_bytes * (len(self.islands) - 1) / 2 * ranks / dict(self.islands)[island]
 
 
 def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
@@ -258,30 +262,6 @@ class Network:
         A ring: every link carries (n-1)/n of the bytes in n-1 steps. `sharing` groups like it are at work on each of
         their machines, and so on all others of their racks and regions.
         """
-        return self._collective(group, num_bytes, sharing, self._ring_seconds(group))
-
-    all_gather = reduce_scatter
-
-    def all_reduce(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
-        """Seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather, or over many
-        machines a tree of them, which moves as much in fewer steps."""
-        steps = min(self._ring_seconds(group), self._tree_seconds(group))
-        return 2.0 * self._collective(group, num_bytes, sharing, steps)
-
-    def _ring_seconds(self, group: Group) -> float:
-        """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
-        step = self.fit["collective_step_seconds"]
-        if len(group.machines) > 1:
-            step = max(step, self.cluster.links.between_nodes.latency_seconds)
-        return (group.size - 1) * step
-
-    def _tree_seconds(self, group: Group) -> float:
-        """The steps of a chain inside each machine, and of a tree over these (NCCL's)."""
-        between = max(self.fit["collective_step_seconds"], self.cluster.links.between_nodes.latency_seconds)
-        inside = (group.most_per_machine - 1) * self.fit["collective_step_seconds"]
-        return inside + ceil(log2(len(group.machines))) * between
-
-    def _collective(self, group: Group, num_bytes: float, sharing: int, steps: float) -> float:
         if group.size == 1 or not num_bytes:
             return 0.0
         level = (
@@ -290,11 +270,13 @@ class Network:
         measured = self._measured(level, "all_reduce")
         nodes = [self.machines[machine] for machine, _ in group.machines]
         part = (group.size - 1) / group.size
-        ring = num_bytes * part / self._ring_rate(group, sharing, measured)
-        if len(group.islands) > 1:
-            ring = max(ring / part, self._exchange_seconds(group, num_bytes, sharing, measured))
+        rings = self._by_island(group) if len(group.islands) > 1 else [group]
+        ring = max(num_bytes * (own.size - 1) / own.size / self._ring_rate(own, sharing, measured) for own in rings)
+        if len(rings) > 1:
+            ring = max(ring, self._exchange_seconds(group, num_bytes, sharing, measured))
         if measured is not None:
             return measured.latency_seconds / 2 + max(ring, num_bytes * part / (measured.gbytes_per_second * 1e9))
+        steps = self._ring_seconds(group)
         latency = self.fit["collective_latency_seconds"] + steps
         if group.most_per_machine > 1 and any(map(self._hosted, nodes)):
             latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + steps
@@ -303,6 +285,22 @@ class Network:
         if len(group.islands) > 1:
             latency += self.cluster.links.between_islands.latency_seconds
         return latency + ring
+
+    all_gather = reduce_scatter
+
+    def all_reduce(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
+        """Seconds until every rank holds the sum of `num_bytes`: a reduce-scatter and an all-gather.
+
+        Over machines NCCL's trees were measured to be no faster (benchmarks/collectives.py).
+        """
+        return 2.0 * self.reduce_scatter(group, num_bytes, sharing)
+
+    def _ring_seconds(self, group: Group) -> float:
+        """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
+        step = self.fit["collective_step_seconds"]
+        if len(group.machines) > 1:
+            step = max(step, self.cluster.links.between_nodes.latency_seconds)
+        return (group.size - 1) * step
 
     def _ring_rate(self, group: Group, sharing: int, measured: LinkTiming | None) -> float:
         """Bytes a second that a ring gets of its slowest link."""
@@ -316,16 +314,21 @@ class Network:
             rates += [self.rate(resource) / (sharing * like) for resource, like in self._passed_between(group)]
         return min(rates) if rates else max(least, 1e30)
 
+    def _by_island(self, group: Group) -> list[Group]:
+        """The parts of a group on each island: rings run inside them."""
+        owners = [(machine, self.machines[machine[0]].device.vendor) for machine in group.machines]
+        return [Group(size, tuple(machine for machine, own in owners if own == island), ((island, size),))
+                for island, size in group.islands]  # fmt: skip
+
     def ring_bytes(self, group: Group, num_bytes: float) -> dict[Resource, float]:
         """What a reduce-scatter or an all-gather of `num_bytes` sends over what machines share on its way."""
         found: dict[Resource, float] = {}
-        of_island, links = dict(group.islands), self.cluster.links
-        exchanged = num_bytes * (len(of_island) - 1) / 2
-        if exchanged:
+        links = self.cluster.links
+        if len(group.islands) > 1:
             for machine, count in group.machines:
                 node = self.machines[machine]
                 wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
-                here = exchanged * count / of_island[node.device.vendor]
+                here = group.exchanged(num_bytes, node.device.vendor, count)
                 if wire == "bridge" or self._has_cards(node, group):
                     found[Resource(wire, machine)] = here
                 if links.staging.per_host_gbytes_per_second is not None:
@@ -335,6 +338,12 @@ class Network:
             found = {Resource("cards", machine): ring for machine, _ in group.machines}
             found |= {resource: ring for resource, _ in self._passed_between(group)}
         return found
+
+    def rank_bytes(self, group: Group, rank: int, kind: str, num_bytes: float) -> float:
+        """What a reduce-scatter or an all-gather of `num_bytes` sends over a rank's own staging or port."""
+        if len(group.islands) > 1:
+            return group.exchanged(num_bytes, self.places[rank].island) if kind == "staging" else 0.0
+        return num_bytes * (group.size - 1) / group.size if kind == "port" and len(group.machines) == 1 else 0.0
 
     def _has_cards(self, node: NodeSpec, group: Group) -> bool:
         """Whether what islands exchange takes the interfaces of their nodes."""
@@ -371,13 +380,11 @@ class Network:
         them in chunks."""
         links = self.cluster.links
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
-        exchanged = num_bytes * (len(group.islands) - 1) / 2
-        flows = min(count for _, count in group.islands)
-        seconds = [exchanged / flows / max(least, self.staging_rate)]
-        of_island = dict(group.islands)
+        most = max(group.exchanged(num_bytes, island) for island, _ in group.islands)
+        seconds = [most / max(least, self.staging_rate)]
         for machine, count in group.machines:
             node = self.machines[machine]
-            here = exchanged * count / of_island[node.device.vendor] * min(sharing, node.accelerators)
+            here = group.exchanged(num_bytes, node.device.vendor, count) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
             if links.between_islands.gbps_per_node is not None:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 from hethub.predictor.cost.software import MathPrecision, Software, element_bytes
 from hethub.spec.model import ModelSpec
 
+ALIGNED = 64  # elements: matrix units are fed whole lines of memory (NVIDIA, Matrix Multiplication Background, A100)
+
 
 class Product(NamedTuple):
     """`times` matrix products of (rows x inner) by (inner x columns)."""
@@ -32,6 +34,7 @@ class Work(NamedTuple):
     logits: float = 0.0  # scores over the vocabulary that the loss reads and writes
     fused_bytes: float = 0.0  # moved by fused kernels: exactly what is counted
     wave_depth: float = 0.0  # summed depth of the products: FLOPs per element of a wave that is not full
+    misaligned_flops: float = 0.0  # of products with a dimension that is no multiple of ALIGNED elements
 
     @staticmethod
     def of(
@@ -44,12 +47,14 @@ class Work(NamedTuple):
         logits: float = 0.0,
         fused_bytes: float = 0.0,
     ) -> "Work":
-        flops = narrow = operands = depth = 0.0
+        flops = narrow = operands = depth = misaligned = 0.0
         for product in products:
             rows, columns, inner, times = product
             flops += product.flops
             narrow += product.flops * (1.0 / rows + 1.0 / columns + 1.0 / inner)
             depth += 2.0 * inner
+            if columns % ALIGNED or inner % ALIGNED or rows % ALIGNED:
+                misaligned += product.flops
             operands += times * (rows * inner + inner * columns + rows * columns)
         return Work(
             flops,
@@ -62,6 +67,7 @@ class Work(NamedTuple):
             logits,
             fused_bytes,
             depth,
+            misaligned,
         )
 
 
@@ -88,7 +94,7 @@ def layer_work(model: ModelSpec, shape: Shape, precision: MathPrecision, softwar
     attention, scores, score_bytes = _attention(model, shape, width, software)
     moved = tokens * _passes(model, shape, software) * width
     eager, fused = (0.0, moved) if software.fused_elementwise else (moved, 0.0)
-    eager, fused = (eager, fused + score_bytes) if software.fused_softmax else (eager + score_bytes, fused)
+    fused += score_bytes  # counted kernel by kernel
     kernels = (18 if software.fused_elementwise else 28) + (0 if software.fused_attention else 6)
     weights = sum(p.columns * p.inner for p in forward)
     return (
@@ -144,12 +150,19 @@ def _attention(
     """Fused FLOPs, or the two batched products and the bytes of the passes over their scores."""
     heads, seq, cp = model.heads * shape.share, shape.seq_len, software.context_parallel
     if software.fused_attention:
-        causal = 1.0 if model.family == "bert" else 0.5
-        return 4.0 * shape.samples * heads * model.head_size * seq * seq * causal / cp, (), 0.0
+        return 4.0 * shape.samples * heads * model.head_size * seq * _seen(model, seq) / cp, (), 0.0
     pairs = shape.samples * heads
     products = (Product(seq / cp, seq, model.head_size, pairs), Product(seq / cp, model.head_size, seq, pairs))
     passes = 5.0 if software.fused_softmax else 12.0  # fused: softmax, dropout; else scale, mask, cast and copies too
     return 0.0, products, passes * pairs * seq * seq / cp * width
+
+
+def _seen(model: ModelSpec, seq_len: int) -> float:
+    """Keys that a query sees in the mean: causal attention sees half of the sequence, and fewer inside a window."""
+    if model.family == "bert":
+        return float(seq_len)
+    window = min(model.sliding_window or seq_len, seq_len)
+    return window - window * window / (2 * seq_len)
 
 
 def attention_share(model: ModelSpec, seq_len: int, software: Software) -> float:
@@ -177,11 +190,10 @@ def head_work(model: ModelSpec, tokens: float, share: float, precision: MathPrec
 
 
 def model_flops(model: ModelSpec, samples: float, seq_len: int) -> float:
-    """FLOPs the model needs for a step: 6 N per token, causal attention counted half, recompute excluded.
+    """FLOPs the model needs for a step: 6 N per token, attention by the keys that a query sees, recompute excluded.
 
     N counts every matrix that multiplies a token; the embedding only looks up, unless it is the head as well.
     """
     lookups = model.embedding_parameters - (model.vocab * model.hidden if model.tied_head else 0)
-    causal = 1.0 if model.family == "bert" else 0.5
-    attention = 12.0 * model.layers * model.heads * model.head_size * seq_len * causal
+    attention = 12.0 * model.layers * model.heads * model.head_size * _seen(model, seq_len)
     return samples * seq_len * (6.0 * (model.parameters - lookups) + attention)

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from math import exp, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -73,6 +73,17 @@ class DeviceProfile(Spec):
     optimizer_seconds_per_parameter: Positive | None = None
     memory_bytes: Annotated[int, Field(ge=0)] | None = None  # reserved by the framework before anything is built
     largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
+
+    def slower(self, factor: float, name: str | None = None) -> "DeviceProfile":
+        """The same measurements, all layers' and parts' times `factor`, under another name where one is given."""
+
+        def times(timing: Any) -> Any:
+            return timing.replace(
+                forward_seconds=timing.forward_seconds * factor, backward_seconds=timing.backward_seconds * factor
+            )
+
+        layers, parts = (tuple(map(times, timings)) for timings in (self.layers, self.parts))
+        return self.replace(accelerator=name or self.accelerator, layers=layers, parts=parts)
 
 
 class ProfileSpec(Spec):
@@ -139,6 +150,17 @@ def profile_for(job: "Job", path: Path | None) -> ProfileSpec | None:
     if job.cluster is not None:
         profile.check_devices(job.cluster, job.spec.train.precision)
     return profile
+
+
+def assumed_speeds(cluster: ClusterSpec, precision: Precision, profile: ProfileSpec | None) -> list[str]:
+    """The accelerators whose speed nobody has looked up or measured: the catalogue assumes it, and so no profile
+    corrects it."""
+    devices = {node.device.name: node.device for node in cluster.nodes}
+    return [
+        name
+        for name, device in devices.items()
+        if device.source == "assumed" and (profile is None or profile.device(name, precision) is None)
+    ]
 
 
 def save_profile(profile: ProfileSpec, path: str | Path) -> None:

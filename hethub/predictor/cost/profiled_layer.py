@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+from hethub.predictor.cost.constants import Constants
 from hethub.predictor.cost.layer import LayerCost, Number, PassSeconds
 from hethub.predictor.cost.operators import embedding_work, head_work
 from hethub.predictor.cost.profile import Corrections, DeviceProfile, LayerTiming, PartTiming
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.model import ModelSpec
 
 Part = Literal["layer", "embedding", "head"]
 
@@ -74,3 +77,30 @@ class ProfiledLayerCost(LayerCost):
         )
         shares = [1.0 / tp for tp in range(1, 9)]
         return max(size * share / self.layer(size, share=share).total for size in sizes for share in shares)
+
+
+def estimated_device(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    seq_len: int,
+    precision: Precision,
+    largest: int,
+    constants: Constants | None = None,
+) -> DeviceProfile:
+    """What is expected of an accelerator, in a profile's form, for micro-batches of 1 to `largest` samples: only the
+    ratios of later times to it count."""
+    cost = LayerCost(model, accelerator, seq_len, precision, constants=constants)
+    sizes = sorted({1 << bit for bit in range(largest.bit_length())} | {largest})
+
+    def timing(micro_batch: int, passes: PassSeconds) -> dict[str, Any]:
+        place = {"micro_batch": micro_batch, "seq_len": seq_len}
+        return {**place, "forward_seconds": passes.forward, "backward_seconds": passes.backward}
+
+    embedding = [PartTiming(part="embedding", **timing(size, cost.embedding(size))) for size in sizes]
+    head = [PartTiming(part="head", **timing(size, cost.head(size))) for size in sizes]
+    return DeviceProfile(
+        accelerator=accelerator.name,
+        precision=precision,
+        layers=tuple(LayerTiming(**timing(size, cost.layer(size))) for size in sizes),
+        parts=(*embedding, *head),
+    )

@@ -5,8 +5,8 @@ from typing import Literal
 
 from hethub.spec.accelerator import Precision
 
-# What matrix units compute in; fp8 and tf32 appear in published tables, hethub's runtime has the spec's precisions.
-MathPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
+# What matrix units compute in; those narrower than bf16 and tf32 appear in published tables, hethub's runtime has the spec's precisions.
+MathPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,11 @@ class Software:
     keeps_gate_activation: bool = False  # of SwiGLU, until its backward; hethub computes it again
     fused_elementwise: bool = False  # torch.compile, Megatron: norms, dropout, residuals in few kernels
     overlapped_reduction: bool = True  # gradients summed under the last backward
+    overlapped_tensor_parallel: bool = False  # products cut in chunks that hide their own collectives
+    overlapped_gather: bool = True  # new weights under ZeRO-1 and 2 are gathered under the next forward
+    captured: bool = False  # CUDA graphs, XLA: the host launches a program, not kernels
+    slow_host: bool = False  # programs before PyTorch 2, which take longer to launch a kernel
+    tuned_attention: bool = False  # fused attention written for this generation of matrix units
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
     one_tied_copy: bool = True  # of a tied head: both ends sum and step it together; else each its own copy
     # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing:
@@ -37,6 +42,14 @@ class Software:
     interleave: int = 1  # chunks of layers per stage that take turns (virtual stages)
     selective_fraction: float | None = None  # of a forward run again under selective recompute; None: attention alone
     chunked_loss: bool = True  # logits are never held for a whole micro-batch
+    # Of cross-entropy on whole half-precision logits: 10 with an fp32 copy and its gradient; 4 in one kernel that writes the
+    # gradient beside them; 12 in torch's own kernels, which hold two gradients and the log-softmax of the copy.
+    loss_bytes: int = 10
+    half_gradients: bool = False  # kept in half precision, where weights are
+    narrow_inputs: bool = False  # of products in fp8 and narrower: kept for the backward as they were multiplied
+    kept_products: Literal["all", "qkv", "qkv and output"] = "all"  # of a layer; what others made is computed again
+    master_remainders: bool = False  # the optimizer keeps the 16 bits that a bf16 weight lacks, no fp32 copy
+    layers_in_host: float = 0.0  # of all layers, whose activations wait for their backward in host memory
     optimizer_included: bool = True
 
     def math_precision(self, precision: Precision) -> MathPrecision:
@@ -47,8 +60,13 @@ class Software:
 HETHUB = Software()
 
 
+def held_gradient_bytes(width: int, software: Software) -> int:
+    """Bytes of one gradient between backward and the optimizer."""
+    return width if software.half_gradients else gradient_bytes(width)
+
+
 def element_bytes(precision: MathPrecision) -> int:
-    """Bytes of one activation; fp8 and tf32 keep activations in bf16 and fp32."""
+    """Bytes of one activation; what is narrower than bf16 keeps activations in bf16, tf32 in fp32."""
     return {"fp64": 8, "fp32": 4, "tf32": 4}.get(precision, 2)
 
 

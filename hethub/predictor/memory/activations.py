@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from hethub.predictor.cost.constants import NARROW
 from hethub.predictor.cost.software import Software
 from hethub.predictor.memory.parameters import RankWidths
 from hethub.spec.layout.bind import Assignment, Layout
@@ -16,22 +17,24 @@ KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second prod
 
 
 class KeptPerSample(NamedTuple):
-    """Bytes that one sample keeps on a rank: of a layer in full, of its input, and at the model's ends."""
+    """Bytes that one sample keeps on a rank: of a layer in full or in part, of its input, and at the model's ends."""
 
     layer: float
     input: float
+    products: float  # of a layer where some products alone are kept
     first: float
     last: float
     deferred_wgrad: float  # of a layer between backward and weight gradients, where these are put off
 
 
 class HeldActivations(NamedTuple):
-    """Activations when a rank is fullest: of all microbatches, and what a microbatch frees with each of its layers, or
-    a chunk with all its microbatches."""
+    """Activations when a rank is fullest: of all microbatches, what a microbatch frees with each of its layers, or a
+    chunk with all its microbatches, and what comes when the head is through."""
 
     activations: float
     freed_by_layer: float
     freed_by_chunk: tuple[float, ...]
+    again: float  # of the layer that runs again when the head is through
 
 
 def held_microbatches(
@@ -40,20 +43,24 @@ def held_microbatches(
     """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the
     stage's model chunks."""
     stage, spec = layout.stages[assignment.stage], layout.replica(assignment.stage, assignment.replica)
-    again, layer = stage.recompute == "full", kept_of_layer(kept, stage.recompute, software)
+    layer = kept_of_layer(kept, stage.recompute, software)
+    again = stage.recompute == "full" or software.kept_products != "all"
     held, deferred_wgrad = _held(layout, assignment, sizes)
-    head = held[-1] * kept.last * (assignment.stage == layout.num_stages - 1)  # gone with the topmost chunk
+    last = kept.last * (assignment.stage == layout.num_stages - 1)
+    head = held[-1] * last  # gone with the topmost chunk
     ends = held[0] * kept.first * (assignment.stage == 0) + head
     by_chunk = [
         size * (samples * layer + later * kept.deferred_wgrad)
         for samples, later, size in zip(held, deferred_wgrad, sizes, strict=True)
     ]
-    running = spec.micro_batch * (kept.layer - kept.input) if again else 0.0
-    if "activations" not in stage.offload:
+    running = spec.micro_batch * max(0.0, kept.layer - layer - last) if again else 0.0  # its head is through
+    away = 1.0 if "activations" in stage.offload else software.layers_in_host
+    if not away:
         freed = (*by_chunk[:-1], by_chunk[-1] + head)
-        return HeldActivations(ends + sum(by_chunk) + running, spec.micro_batch * layer, freed), 0.0
-    near = min(sum(by_chunk), 2 * spec.micro_batch * layer)  # of the layer at work and the one copied beside it
-    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head)), sum(by_chunk)
+        return HeldActivations(ends + sum(by_chunk) + running, spec.micro_batch * layer, freed, running), 0.0
+    host = away * sum(by_chunk)
+    near = sum(by_chunk) - host + min(host, 2 * spec.micro_batch * layer)  # the layer at work, the one copied beside it
+    return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head), running), host
 
 
 def _held(layout: Layout, assignment: Assignment, sizes: list[int]) -> tuple[list[float], list[float]]:
@@ -132,6 +139,8 @@ def kept_of_layer(kept: KeptPerSample, recompute: Recompute, software: Software)
     """Bytes that one sample keeps of a layer until its backward."""
     if recompute == "full":
         return kept.input
+    if software.kept_products != "all":
+        return kept.products
     fraction = KEPT_UNDER_SELECTIVE if recompute == "selective" and software.selective_fraction is not None else 1.0
     return fraction * kept.layer
 
@@ -140,18 +149,19 @@ def kept_per_sample(
     layout: Layout, widths: RankWidths, software: Software, width: int, recompute: Recompute
 ) -> KeptPerSample:
     """What a sample keeps on a rank, where an activation takes `width` bytes; the scores of unfused attention included,
-    unless they are run again."""
+    unless attention alone is run again."""
     model = layout.model
     tokens = layout.plan.seq_len / software.context_parallel
     hidden = model.hidden * (widths.query / model.heads if software.sequence_parallel else 1.0)
     layer = tokens * _layer_bytes_per_token(model, widths, hidden, software, width)
-    if not software.fused_attention and recompute == "none":
+    if not software.fused_attention and recompute != "selective":
         layer += _score_bytes(layout, widths, software, width)
     query, kv = widths.query * model.head_size, widths.kv * model.head_size
     deferred_wgrad = tokens * width * (3 * hidden + 2 * query + 2 * kv + 3 * widths.ffn)
     return KeptPerSample(
         layer=layer,
         input=tokens * hidden * width,
+        products=tokens * width * (hidden + query + 2 * kv + hidden * (software.kept_products == "qkv and output")),
         first=tokens * 9.0,  # token ids and which of them are held
         last=tokens * 2 * hidden * width,  # the final norm's input, the loss's gradient
         deferred_wgrad=deferred_wgrad,
@@ -170,8 +180,11 @@ def _layer_bytes_per_token(
     """What one layer keeps per token (method of arXiv 2205.05198, §4), for hethub's layers or an eager framework's.
 
     Ours: both norms' inputs and results, rotated queries and keys, values, attention's result, and for SwiGLU gate, up
-    and their product; norms' scales and attention's log-sums in fp32.
+    and their product; norms' scales and attention's log-sums in fp32. Of narrow products' inputs (both norms' results,
+    attention's result, that of the activation) their 8 bits, attention's result for its own backward besides.
     """
     query, kv = widths.query * model.head_size, widths.kv * model.head_size
+    narrow = software.narrow_inputs and software.math in NARROW
+    saved = narrow * ((width - 1) * (2 * hidden + widths.ffn) - query)
     columns = widths.ffn * ((4 if software.keeps_gate_activation else 3) if model.is_gated else 2)
-    return width * (4 * hidden + 2 * query + 2 * kv + columns) + max(4, width) * (2 + widths.query)
+    return width * (4 * hidden + 2 * query + 2 * kv + columns) - saved + max(4, width) * (2 + widths.query)

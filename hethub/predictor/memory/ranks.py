@@ -1,47 +1,52 @@
-"""Peak bytes of every rank by what they are for, as the runtime allocates them; a plan over memory is refused before it runs."""
+"""Peak bytes of every rank by what they are for, as its process holds them; a plan over memory is refused before it
+runs.
+
+`weights`, `gradients`, `optimizer` and `activations` are tensors that the runtime counts, too
+(hethub.runtime.memory.accounting); the other parts surround them (`around`).
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.software import HETHUB, Software, element_bytes, gradient_bytes
+from hethub.predictor.cost.software import HETHUB, Software, element_bytes, held_gradient_bytes
 from hethub.predictor.memory.activations import HeldActivations, held_microbatches
 from hethub.predictor.memory.parameters import RankWidths, replica_widths
 from hethub.predictor.memory.peak import Moment, moments
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
+from hethub.predictor.memory.surroundings import checkpoint_bytes, joined_bytes, pinned, surroundings
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Assignment, Layout
-from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
 
-# On an accelerator memory is the allocator's peak: beside our tensors the context, the libraries' workspaces, and the
-# buffers of communicators. On a CPU it is the runtime's count of the tensors it keeps
-# (hethub.runtime.memory.accounting).
-CONTEXT_BYTES = int(1.2 * 2**30)
-COMMUNICATOR_BYTES = int(2.5 * 2**30)
-LOSS_BYTES_PER_LOGIT = 10  # half-precision logits, their fp32 copy, and its gradient
+COUNTED = ("weights", "gradients", "optimizer", "activations")
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank at its peak: the sum, what the accelerator offers, the parts, and what lies in host memory."""
+    """Bytes of one rank at its peak: the sum, what the accelerator offers, the parts, and what lies in host memory, sum
+    and parts.
+
+    On a CPU both lie in the same memory: `bytes` is what the process holds but for what was offloaded.
+    """
 
     rank: int
     accelerator: str
     bytes: int
     limit: int
     parts: dict[str, int]
-    host_bytes: int = 0
+    host_bytes: int
+    host_parts: dict[str, int]
 
     def fits(self, reserve: float) -> bool:
         return self.bytes <= self.limit * (1.0 - reserve)
 
 
-def rank_memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]:
-    """The peak memory of every rank, in rank order; equal ranks are computed once."""
-    known: dict[object, tuple[dict[str, int], int, int]] = {}
+def rank_memory(layout: Layout, software: Software = HETHUB, only: Collection[int] | None = None) -> list[RankMemory]:
+    """The peak memory of every rank, or of some, in rank order; equal ranks are computed once."""
+    known: dict[object, RankMemory] = {}
     shards: dict[tuple[int, RankWidths], Shard] = {}
     nodes = {node.name: _Node.of(node) for node in layout.cluster.nodes}
     width = element_bytes(software.math_precision(layout.plan.precision))
@@ -52,14 +57,18 @@ def rank_memory(layout: Layout, software: Software = HETHUB) -> list[RankMemory]
             load = (stage, spec.micro_batch, spec.samples, layout.in_flight[stage][replica])
             cut = replica_widths(layout.model, spec, software)
             for position, rank in enumerate(spec.ranks):
+                if only is not None and rank not in only:
+                    continue
                 node, widths = nodes[places[rank].node.name], cut[position % len(cut)]
-                key = (load, widths, named.get(rank), node.on_cpu)
+                key = (load, 0 if stage_spec.zero else replica, widths, named.get(rank), node.on_cpu)
                 if key not in known:
                     shard = shards.setdefault((stage, widths), Shard(layout, stage, widths, software, width))
                     parts, host = _parts(shard, Assignment(rank, stage, replica, position), node.on_cpu)
-                    known[key] = parts, host, sum(parts.values())
-                parts, host, whole = known[key]
-                result.append(RankMemory(rank, node.accelerator, whole, node.limit, parts, host))
+                    known[key] = RankMemory(rank, "", sum(parts.values()), 0, parts, sum(host.values()), host)
+                one = known[key]
+                result.append(
+                    RankMemory(rank, node.accelerator, one.bytes, node.limit, one.parts, one.host_bytes, one.host_parts)
+                )
     return sorted(result, key=itemgetter(0))
 
 
@@ -94,18 +103,19 @@ def check_memory(layout: Layout, reserve: float = 0.06, software: Software = HET
 
 
 def _check_hosts(layout: Layout, used: Sequence[RankMemory]) -> None:
-    """Raises BadInput where the ranks of a machine offload more than its host memory, if that is known."""
+    """Raises BadInput where the ranks of a machine hold more in host memory than it has, if that is known."""
     found = _overfull_host(layout, used)
     if found is not None:
         node, held = found
         raise BadInput(
-            f"node '{node.name}': its ranks would offload {held / 2**30:.2f} GiB to host memory, of which it has "
-            f"{node.host_memory_gb:g} GiB; offload less on its stages, or give host_memory_gb as it is."
+            f"node '{node.name}': its ranks would hold {held / 2**30:.2f} GiB in host memory (what is offloaded, and the copy "
+            f"that a checkpoint is written from), of which it has {node.host_memory_gb:g} GiB; offload less on its stages, "
+            "or give host_memory_gb as it is."
         )
 
 
 def _overfull_host(layout: Layout, used: Sequence[RankMemory]) -> tuple[NodeSpec, int] | None:
-    """The first node one of whose machines offloads more than its host memory, and the bytes; None where all fit."""
+    """The first node one of whose machines holds more than its host memory, and the bytes; None where all fit."""
     places = layout.cluster.places
     by_machine: Counter[int] = Counter()
     for entry in used:
@@ -125,7 +135,7 @@ def all_fit(layout: Layout, used: Sequence[RankMemory], reserve: float) -> bool:
 
 
 def hosts_fit(layout: Layout, used: Sequence[RankMemory]) -> bool:
-    """Whether every machine's host memory, where it is known, takes what its ranks offload."""
+    """Whether every machine's host memory, where it is known, takes what its ranks hold there."""
     return _overfull_host(layout, used) is None
 
 
@@ -136,48 +146,50 @@ _REMEDIES = {
     "activations": "lower micro_batch or in_flight, or set recompute: full",
     "buffers": "lower micro_batch",
     "logits": "lower micro_batch or raise the last stage's tensor-parallel degree",
+    "temporaries": "lower micro_batch",
+    "communicator": "use an accelerator with more memory",
     "framework": "use an accelerator with more memory",
 }
 
 
-def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], int]:
-    """Bytes by part on the accelerator, and those in host memory."""
-    layout, software, width = shard.layout, shard.software, shard.width
-    spec, model = layout.replica(assignment.stage, assignment.replica), layout.model
+def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by part: what the process holds on the accelerator, and in host memory."""
+    layout, width = shard.layout, shard.width
+    wide = held_gradient_bytes(width, shard.software)
     state, sizes = resident(shard, assignment), [chunk.size for chunk in shard.chunks]
-    microbatches, activations_host = held_microbatches(layout, assignment, shard.kept, sizes, software)
+    microbatches, activations_host = held_microbatches(layout, assignment, shard.kept, sizes, shard.software)
     peak = _peak(shard, assignment, microbatches, state)
-    computing = peak.activations + width * peak.weights + gradient_bytes(width) * peak.gradients
-    hidden = spec.micro_batch * layout.plan.seq_len * model.hidden * width // software.context_parallel
-    tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
-    held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
-    logits = held_tokens * shard.widths.vocab
-    tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
-    counted = 0 if on_cpu else 1
-    last = assignment.stage == layout.num_stages - 1
+    computing = peak.activations + width * peak.weights + wide * peak.gradients
+    around = surroundings(shard, assignment, on_cpu=on_cpu)
+    around["logits"] = max(0.0, around["logits"] - microbatches.again)  # gone when a layer runs again
+    # Joined gradients are all there when what layers kept is gone.
+    around["temporaries"] += max(0.0, joined_bytes(shard, assignment) - peak.activations)
     parts = {
-        "weights": int(width * (state.weights + peak.weights)),
-        "gradients": int(gradient_bytes(width) * (state.gradients + peak.gradients)),
+        "weights": width * (state.weights + peak.weights),
+        "gradients": wide * (state.gradients + peak.gradients),
         # The update comes when what computing needed is gone again.
-        "optimizer": int(state.optimizer_bytes + max(0.0, state.update_bytes - computing)),
-        "activations": int(peak.activations),
-        "buffers": int(tables + counted * (4 if layout.num_stages > 1 else 1) * hidden),
-        "logits": int(counted * last * logits * LOSS_BYTES_PER_LOGIT),
-        "framework": framework_bytes(layout.cluster.size, on_cpu),
+        "optimizer": shard.software.optimizer_included * state.optimizer_bytes
+        + max(0.0, state.update_bytes - computing),
+        "activations": peak.activations,
+        **around,
     }
-    return parts, int(state.host_bytes + activations_host)
-
-
-def framework_bytes(num_ranks: int, on_cpu: bool) -> int:
-    """What context and communicators take of an accelerator in a job of so many ranks; one alone has no communicator."""
-    return 0 if on_cpu else CONTEXT_BYTES + (COMMUNICATOR_BYTES if num_ranks > 1 else 0)
+    host = {
+        "weights": state.host_weights_bytes,
+        "optimizer": state.host_optimizer_bytes,
+        "activations": activations_host,
+        "checkpoint": checkpoint_bytes(shard, assignment, state.owned),
+    }
+    if not on_cpu:
+        host = pinned(shard, assignment, state.owned, host)
+    return {part: int(size) for part, size in parts.items()}, {part: int(size) for part, size in host.items()}
 
 
 def _peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, state: Resident) -> Moment:
     """The moment with the most bytes; nothing counted there of what stays for good."""
     if not (state.moves_weights or state.moves_gradients):
         return Moment(microbatches.activations, 0.0, 0.0)
-    weights, gradients = shard.width * state.moves_weights, gradient_bytes(shard.width) * state.moves_gradients
+    weights = shard.width * state.moves_weights
+    gradients = held_gradient_bytes(shard.width, shard.software) * state.moves_gradients
     most = max(
         moments(shard, assignment, microbatches),
         key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,

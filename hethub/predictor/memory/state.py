@@ -24,7 +24,9 @@ class Resident(NamedTuple):
     update_bytes: (
         float  # what the update brings from the host: two buckets' worth; or a unit's weights on their way there
     )
-    host_bytes: float
+    owned: float  # elements that the rank steps
+    host_weights_bytes: float
+    host_optimizer_bytes: float
 
 
 def resident(shard: Shard, assignment: Assignment) -> Resident:
@@ -35,15 +37,15 @@ def resident(shard: Shard, assignment: Assignment) -> Resident:
     stay = held.norms + held.apart
     units = Held(held.held.own - held.norms, 0.0), Held(shard.whole.own - held.norms, 0.0)
     kept = stepped(shard.layout, software, assignment.stage, assignment.rank, *units)  # where only owners keep them
-    offloaded, host = "parameters" in stage.offload, 0.0
+    offloaded, host_weights, host_optimizer = "parameters" in stage.offload, 0.0, 0.0
     weights, gradients = float(held.total), kept + stay if level >= 2 else held.total
     if offloaded:
-        weights, host = stay, width * (kept if level == 3 else sum(held.units) + held.tied)
+        weights, host_weights = stay, width * (kept if level == 3 else sum(held.units) + held.tied)
     elif level == 3:
         weights = kept + stay
-    state, brought = owned * optimizer_bytes(width), 0.0
+    state, brought = owned * (optimizer_bytes(width) - width * software.master_remainders), 0.0
     if "optimizer" in stage.offload:
-        host, state, brought = host + state, 0.0, float(optimizer_bytes(width))
+        host_optimizer, state, brought = state, 0.0, float(optimizer_bytes(width))
     if offloaded and not master_bytes(width):
         brought += width
     update = brought * owned / held.total * shard.bucket_elements if brought else 0.0
@@ -51,7 +53,17 @@ def resident(shard: Shard, assignment: Assignment) -> Resident:
         update = max(update, width * max(held.units))
     # Other frameworks' buffers are in what was fitted on them.
     ours = software.gathers_ahead
-    return Resident(weights, gradients, ours and (offloaded or level == 3), ours and level >= 2, state, update, host)
+    return Resident(
+        weights,
+        gradients,
+        ours and (offloaded or level == 3),
+        ours and level >= 2,
+        state,
+        update,
+        owned,
+        host_weights,
+        host_optimizer,
+    )
 
 
 def zero_level(layout: Layout, stage: int, software: Software) -> int:

@@ -61,7 +61,7 @@ class PlanCosts:
         """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
         self.constants = constants
         self.network = Network(self.layout.cluster, constants, self.profile)
-        self.state = StateCosts(self.layout, self.software, self.network)
+        self.state = StateCosts(self.layout, self.software, self.network, self._shortest_forward)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
@@ -160,6 +160,13 @@ class PlanCosts:
             )
         return found
 
+    def _shortest_forward(self, stage: int, portion: Portion) -> float:
+        """Seconds of one sample, the least that a microbatch has, on the replica that is through with it first."""
+        replicas = {
+            self.replica_key(stage, replica): replica for replica in range(len(self.plan.stages[stage].replicas))
+        }
+        return min(self.microbatch(stage, replica, 1, portion).forward.total for replica in replicas.values())
+
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)
         fractions = self.state.rank_fractions(spec)
@@ -226,6 +233,8 @@ class PlanCosts:
         stage_spec = self.layout.stages[stage]
         group = self.network.group(spec.ranks[:tp])
         once = self.network.all_reduce(group, self._activation_bytes(samples), self.state.groups_per_machine(group))
+        if self.software.overlapped_tensor_parallel and self.software.sequence_parallel:
+            once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
         again = 2 * layers if stage_spec.recompute == "full" else 0
         return (2 * layers + ends) * once, (2 * layers + ends + again) * once
@@ -333,9 +342,8 @@ class PlanCosts:
     def pace(self, flow: Flow) -> float:
         """Seconds per sample below which a flow's messages do not follow each other; 0.0 where they come no faster, one
         pass of their sender after the other."""
-        flow = flow._replace(
-            **dict(zip(("above", "below"), self.loads.alike[flow.boundary, flow.above, flow.below][1:], strict=True))
-        )
+        _, above, below = self.loads.alike[flow.boundary, flow.above, flow.below]
+        flow = Flow(flow.boundary, flow.way, above, below)
         found = self._paces.get(flow)
         if found is None:
             found, giving = self.loads.seconds_per_sample(flow), self.layout.model_chunks[flow.boundary + flow.way]

@@ -8,18 +8,20 @@ link can slow a plan. Beside that no step is shorter than any link needs for all
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hethub.predictor.cost.links import OF_RANKS, Network, Path, Resource
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
-from hethub.spec.schedule.microbatches import stage_overlap
+from hethub.spec.schedule.microbatches import StageOverlap, stage_overlap
 
 # Under these all microbatches go forward before any goes backward, so that the two ways never meet.
 FORWARD_FIRST = ("gpipe", "layered", "ministages")
+
+SAME_MOMENT = 1e-12  # seconds, by which sums may be off
 
 
 class Flow(NamedTuple):
@@ -31,6 +33,17 @@ class Flow(NamedTuple):
     below: int
 
 
+class Message(NamedTuple):
+    """What a node of a sender gives a flow: from `ready` seconds after the node's end, never later than it, the flow
+    carries these rows for so many seconds."""
+
+    flow: int
+    source: int
+    rows: list[int]
+    ready: float
+    seconds: float
+
+
 class LinkLoads:
     """The bytes of a layout's step by flow and by resource."""
 
@@ -39,6 +52,7 @@ class LinkLoads:
         software that interleaves."""
         self.layout, self.network, self.state = layout, network, state
         self.sample_bytes, self.repeats = sample_bytes, repeats
+        self._paths: dict[Flow, Path] = {}
 
     def stages(self, boundary: int) -> tuple[int, int]:
         """The stages above and below a boundary between model chunks."""
@@ -84,9 +98,12 @@ class LinkLoads:
 
     def path(self, flow: Flow) -> Path:
         """From leader to leader."""
-        stages = self.stages(flow.boundary)
-        above, below = (self.layout.replica(*place).ranks[0] for place in zip(stages, flow[2:], strict=True))
-        return self.network.path(below, above) if flow.way else self.network.path(above, below)
+        found = self._paths.get(flow)
+        if found is None:
+            stages = self.stages(flow.boundary)
+            above, below = (self.layout.replica(*place).ranks[0] for place in zip(stages, flow[2:], strict=True))
+            found = self._paths[flow] = self.network.path(*((below, above) if flow.way else (above, below)))
+        return found
 
     @cached_property
     def messages(self) -> dict[tuple[object, Resource], float]:
@@ -125,8 +142,58 @@ class LinkLoads:
             both[resource] += seconds
         for resource, num_bytes in self.state.traffic().items():
             both[resource] += num_bytes / self.network.rate(resource)
+        leaders: dict[object, tuple[int, int]] = {
+            self.layout.replica(stage, replica).ranks[0]: (stage, replica)
+            for boundary, *replicas in set(self.alike.values())
+            for stage, replica in zip(self.stages(boundary), replicas, strict=True)
+        }
+        for resource in messages:
+            if resource.kind in OF_RANKS:
+                num_bytes = self.state.leader_traffic(*leaders[resource.owner], resource.kind)
+                both[resource] += num_bytes / self.network.rate(resource)
         return max(((seconds, messages[resource]) for resource, seconds in both.items()), default=(0.0, 0.0))
 
 
 def _sizes(replicas: Sequence[ReplicaSpec]) -> list[tuple[int, int]]:
     return [(replica.micro_batch, replica.samples) for replica in replicas]
+
+
+def meeting(
+    overlap: StageOverlap,
+    paces: Mapping[tuple[int, int, int], float],
+    sources: Sequence[int],
+    under_way: Sequence[float],
+    computed: Sequence[float],
+) -> Iterator[Message]:
+    """The messages between two stages that may wait for the one before them on their flow, or keep the one behind.
+
+    `paces` are seconds per sample by what the stages' microbatches share, 0 where messages never wait; `sources` and
+    `under_way` come by row of the overlap, `computed` are the seconds that nodes up to each one take. A sender's nodes
+    end at least as far apart as it computes between them: a message is kept by as much as the one before it was, and
+    that one's seconds, exceed this. What is certainly not kept needs no node in a replay.
+    """
+    import numpy as np  # here, since most predictions do without
+
+    def changes(column: Any) -> Any:
+        """Where a value is unlike the one before it; the first one always."""
+        return np.append(True, column[1:] != column[:-1])
+
+    numbers = {pair[:2]: number for number, pair in enumerate(overlap.pairs)}
+    flow = np.array([numbers[pair[:2]] for pair in overlap.pairs])[overlap.pair_of]
+    seconds = np.array([paces[pair] * pair[2] for pair in overlap.pairs])[overlap.pair_of]
+    source = np.array(sources)
+    rows = np.flatnonzero(seconds)
+    rows = rows[np.lexsort((source[rows], flow[rows]))]
+    begins = np.flatnonzero(changes(flow[rows]) | changes(source[rows]))
+    first = rows[begins]
+    ready = np.minimum(np.minimum.reduceat(np.array(under_way)[rows], begins), 0.0)
+    spent = np.add.reduceat(seconds[rows], begins)
+    set_out = np.array([computed[node] for node in source[first].tolist()]) + ready
+    longer = np.append(0.0, spent[:-1] - np.diff(set_out))
+    longer[changes(flow[first])] = -np.abs(longer).sum()  # the first of a flow is not kept
+    sums = np.cumsum(longer)
+    kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
+    ends = np.append(begins[1:], len(rows))
+    for message in np.flatnonzero(kept | np.append(kept[1:], False)).tolist():
+        row, own = first[message], rows[begins[message] : ends[message]].tolist()
+        yield Message(int(flow[row]), int(source[row]), own, float(ready[message]), float(spent[message]))

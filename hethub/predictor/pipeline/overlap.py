@@ -11,6 +11,12 @@ def exposed(compute: float, beside: Sequence[float]) -> float:
     return sum(max(0.0, seconds - layer) for seconds in beside)
 
 
+def excess(communication: float, compute: float, layers: int) -> float:
+    """Seconds of communication that go beyond a pass where all of it may be under way at once, layer after layer in the
+    order of the pass, whose first layer hides none."""
+    return max(0.0, communication - compute * (layers - 1) / layers) if layers > 1 else communication
+
+
 def beside_forward(gathers: Sequence[float]) -> list[float]:
     """What goes on beside each layer of a forward: the next layer's gather; beside the last, the next microbatch's
     first."""

@@ -12,12 +12,13 @@ from hethub.predictor.memory.parameters import (
     Held,
     RankParameters,
     RankWidths,
+    StageParameters,
     rank_widths,
     replica_widths,
     stepped,
 )
 from hethub.predictor.memory.state import zero_level
-from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, exposed
+from hethub.predictor.pipeline.overlap import beside_backward, beside_forward, excess, exposed
 from hethub.spec.cluster import Place
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import both_ends_step
@@ -43,14 +44,19 @@ class Reduction(NamedTuple):
 
 
 class StateCosts:
-    """Seconds of a layout's collectives over replicas, whatever the microbatches."""
+    """Seconds of a layout's collectives over replicas, whatever the microbatches. `forward` is that of one sample through
+    a portion of a stage, on its fastest replica."""
 
-    def __init__(self, layout: Layout, software: Software, network: Network) -> None:
+    def __init__(
+        self, layout: Layout, software: Software, network: Network, forward: Callable[[int, Portion], float]
+    ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
+        self._forward = forward
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         self._held: dict[tuple[object, ...], Held] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._unlike: dict[int, list[ReplicaSpec]] = {}
+        self._unlike_groups: dict[int, set[Group]] = {}
         self._reductions: dict[tuple[int, Portion | None], Reduction] = {}
         self._layers: dict[tuple[int, Portion, int], list[float]] = {}
 
@@ -92,6 +98,14 @@ class StateCosts:
             ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
             found = self._groups[stage, position] = self.network.group(ranks)
         return found
+
+    def ring_seconds(self, stage: int, num_bytes: float) -> float:
+        """Seconds of a reduce-scatter or an all-gather over a stage's replicas, at the position where it takes longest."""
+        found = self._unlike_groups.get(stage)
+        if found is None:
+            positions = range(max(replica.tp for replica in self.layout.stages[stage].replicas))
+            found = self._unlike_groups[stage] = {self.replica_group(stage, position) for position in positions}
+        return max(self.network.reduce_scatter(group, num_bytes, self.groups_per_machine(group)) for group in found)
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
@@ -156,9 +170,8 @@ class StateCosts:
         if self.tied_group and is_end:
             spread += tied * self.width / self.gradient_wire_bytes
         if "parameters" in self.layout.stages[stage].offload and self.level(stage) < 3:
-            spread += self._copied(
-                stage, portion, 2 * self.width
-            )  # new weights pass the accelerator to the others' hosts
+            # New weights pass the accelerator to the others' hosts.
+            spread += self._copied(stage, portion, 2 * self.width)
         return Reduction(found.seconds + tied, found.tail_seconds + tied, spread)
 
     @cached_property
@@ -193,17 +206,18 @@ class StateCosts:
         if len(stage_spec.replicas) * self.software.context_parallel == 1:
             return Reduction(0.0, 0.0, 0.0)
         parameters = self.most_parameters(stage, portion)
-        group = self.replica_group(stage, 0)
-        sharing = self.groups_per_machine(group)
         num_bytes = parameters * self.gradient_wire_bytes
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         if stage_spec.zero == 0:
-            seconds = self.network.all_reduce(group, num_bytes, sharing)
+            seconds = 2.0 * self.ring_seconds(stage, num_bytes)
             return Reduction(seconds, seconds * tail, 0.0)
         uneven = self._unevenness(stage)
-        gather = uneven * self.network.all_gather(group, parameters * self.width, sharing)
+        gather = uneven * self.ring_seconds(stage, parameters * self.width)
+        if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
+            ends = portion or self.whole(stage)
+            gather = max(gather * tail, excess(gather, self._forward(stage, ends), ends.layers))
         if stage_spec.zero == 1:
-            seconds = uneven * self.network.reduce_scatter(group, num_bytes, sharing)
+            seconds = uneven * self.ring_seconds(stage, num_bytes)
             return Reduction(seconds, seconds * tail, gather)
         last = self.reduce_seconds(stage, portion or self.whole(stage))[0] if self.software.gathers_ahead else 0.0
         return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
@@ -220,8 +234,8 @@ class StateCosts:
         if not self.software.gathers_ahead:
             gather, reduce, layers = sum(gathers), sum(reductions), portion.layers
             return (
-                self._shown(stage, gather, _exposed(gather, forward, layers)),
-                self._shown(stage, gather + reduce, _exposed(gather + reduce, backward, layers)),
+                self._shown(stage, gather, excess(gather, forward, layers)),
+                self._shown(stage, gather + reduce, excess(gather + reduce, backward, layers)),
             )
         ahead, behind = beside_forward(gathers), beside_backward(gathers[::-1], reductions)
         return (
@@ -283,21 +297,57 @@ class StateCosts:
         """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
         found = defaultdict[Resource, float](float)
         for stage, spec in enumerate(self.layout.stages):
-            if len(spec.replicas) > 1:
-                cuts = max(replica.tp for replica in spec.replicas)
-                (alone,) = rank_widths(self.model, 1)
-                num_bytes = self._count(alone, self.whole(stage)).own / cuts * self._bytes_a_step(stage)
-                for position in range(cuts):
-                    group = self.replica_group(stage, position)
-                    for resource, carried in self.network.ring_bytes(group, num_bytes).items():
-                        found[resource] += carried
+            cuts, num_bytes = self._summed[stage]
+            for position in range(cuts if len(spec.replicas) > 1 else 0):
+                group = self.replica_group(stage, position)
+                for resource, carried in self.network.ring_bytes(group, num_bytes).items():
+                    found[resource] += carried
         return found
+
+    def leader_traffic(self, stage: int, replica: int, kind: str) -> float:
+        """Bytes of a step's collectives over replicas by a leader's own staging or port, in one direction."""
+        spec, (cuts, num_bytes) = self.layout.stages[stage], self._summed[stage]
+        if len(spec.replicas) == 1:
+            return 0.0
+        leader = spec.replicas[replica]
+        groups = [self.replica_group(stage, position) for position in range(cuts if leader.tp == 1 else 1)]
+        return sum(self.network.rank_bytes(group, leader.ranks[0], kind, num_bytes) for group in groups)
+
+    @cached_property
+    def _summed(self) -> list[tuple[int, float]]:
+        """By stage, into how many parts replicas cut its parameters at most, and a part's bytes in a step's
+        collectives."""
+        (alone,), found = rank_widths(self.model, 1), []
+        for stage, spec in enumerate(self.layout.stages):
+            cuts = max(replica.tp for replica in spec.replicas)
+            repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
+            moved = (self._count(alone, self.whole(stage)).own + repeated) * self._bytes_a_step(stage)
+            found.append((cuts, (moved - self.width * self._not_gathered_again(stage, alone)) / cuts))
+        return found
+
+    def _repeated(self, stage: int) -> int:
+        """Parameters of keys and values where ranks of a replica hold the same heads: their rings have more ranks than
+        replicas, and carry nearly all of their bytes."""
+        spec, model = self.layout.stages[stage], self.model
+        if spec.cut_alike and spec.replicas[0].tensor_shares is None and spec.replicas[0].tp <= model.num_kv_heads:
+            return 0
+        return 2 * model.hidden * model.num_kv_heads * model.head_size * spec.num_layers
 
     def _bytes_a_step(self, stage: int) -> int:
         """Bytes that collectives over replicas move of every parameter in a step."""
         level, wire = self.level(stage), self.gradient_wire_bytes
         rounds = self.layout.loads[stage][0].num_microbatches if self.in_rounds(stage) else 1
         return (2 * wire, wire + self.width, rounds * wire + self.width, rounds * (wire + 2 * self.width))[level]
+
+    def _not_gathered_again(self, stage: int, alone: RankWidths) -> float:
+        """Parameters that stay from one pass to the next under ZeRO-3: of the layer at which a microbatch turns round, and
+        of the stage's first where the next microbatch goes forward behind another's backward."""
+        if self.level(stage) < 3 or not self.software.gathers_ahead:
+            return 0.0
+        units, again = StageParameters.of(self.layout, stage, alone).units, 0
+        if self.in_rounds(stage) and self.layout.plan.schedule == "1f1b":
+            again = self.layout.loads[stage][0].num_microbatches - self.layout.actor_limits[stage][0]
+        return (again + 1) * units[-1] + again * units[0]
 
     def host_seconds_per_byte(self, place: Place) -> float:
         """Of one byte between an accelerator and its host, either way."""
@@ -311,12 +361,10 @@ class StateCosts:
         """A collective per layer over the replicas of a stage; embedding and head go with the layer beside them."""
         found = self._layers.get((stage, portion, bytes_per_parameter))
         if found is None:
-            group = self.replica_group(stage, 0)
-            sharing = self.groups_per_machine(group)
 
             def seconds(of: Portion) -> float:
                 num_bytes = self.most_parameters(stage, of) * bytes_per_parameter
-                return self._unevenness(stage) * self.network.reduce_scatter(group, num_bytes, sharing)
+                return self._unevenness(stage) * self.ring_seconds(stage, num_bytes)
 
             found = self._layers[stage, portion, bytes_per_parameter] = self._each_layer(portion, seconds)
         return found
@@ -350,8 +398,3 @@ class StateCosts:
         """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""
         machine = group.machines[0][0]
         return max(1, self.network.machines[machine].accelerators // group.most_per_machine)
-
-
-def _exposed(communication: float, compute: float, layers: int) -> float:
-    """What stays visible of communication that runs one layer ahead of compute: the first layer's, and any excess."""
-    return max(0.0, communication - compute * (layers - 1) / layers) if layers > 1 else communication

@@ -84,7 +84,7 @@ def copies(layout: Layout, costs: PlanCosts) -> list[Group]:
     if not tied and min(len(stage.replicas) for stage in layout.stages) > 1:
         pairs = [stage_overlap(a.replicas, b.replicas).pairs for a, b in pairwise(layout.stages)]
         groups = _groups(layout, pairs)
-        if len({_group_key(layout, costs, group, pairs) for group in groups}) == 1:
+        if len(groups) > 1 and len({_group_key(layout, costs, group, pairs) for group in groups}) == 1:
             return groups
     return [tuple(tuple(range(len(stage.replicas))) for stage in layout.stages)]
 

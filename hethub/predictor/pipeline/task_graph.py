@@ -6,16 +6,17 @@ compute.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.pipeline.costs import Parts, PlanCosts
-from hethub.predictor.pipeline.link_loads import Flow
+from hethub.predictor.pipeline.link_loads import Flow, meeting
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.execution import Kind, actor_order
-from hethub.spec.schedule.microbatches import load_alone, stage_overlap
+from hethub.spec.schedule.microbatches import StageOverlap, load_alone, stage_overlap
 from hethub.spec.schedule.orders import ActorOrder
 
 Place = tuple[int, int]  # stage and replica
@@ -145,14 +146,13 @@ class Compute:
                 own = stage_overlap(self.layout.stages[above[0]].replicas, self.layout.stages[below[0]].replicas)
                 costs = [self.costs.boundary(above[0], *pair, below[0]) for pair in own.pairs]
                 seconds, ends = [costs[pair] for pair in own.pair_of], (own.above, own.below)
-                between = [own.pairs[pair] for pair in own.pair_of]
                 rows = [Rows(*columns) for columns in zip(ends, own.firsts, own.others, strict=True)]
                 for way, kind in enumerate((Kind.FORWARD, Kind.BACKWARD)):
                     (giving, givers), (taking, takers) = list(zip((above, below), rows, strict=True))[:: 1 - 2 * way]
                     sources, under_way = self._sent(kind, giving, givers, seconds)
                     paces = {pair: self.costs.pace(Flow(boundary, way, *pair[:2])) for pair in own.pairs}
                     if any(paces.values()):
-                        sources, under_way = self._queued(paces, between, sources, under_way)
+                        sources, under_way = self._queued(own, paces, sources, under_way)
                     self._link(kind, sources, under_way, taking, takers)
 
     def _sent(
@@ -166,30 +166,29 @@ class Compute:
 
     def _queued(
         self,
-        paces: dict[tuple[int, int, int], float],
-        between: list[tuple[int, int, int]],
+        overlap: StageOverlap,
+        paces: Mapping[tuple[int, int, int], float],
         sources: list[int],
         under_way: list[float],
     ) -> tuple[list[int], list[float]]:
-        """The same where messages wait for those before them on their flow: a node of the flow for what each node of
-        its sender gives it."""
-        flows: dict[tuple[int, int], list[int]] = {}
-        for row, pair in enumerate(between):
-            if paces[pair]:
-                flows.setdefault(pair[:2], []).append(row)
+        """The same where messages wait for those before them on their flow: a node of the flow for what a node of its
+        sender gives it. A message that meets no other on its flow needs none."""
+        messages = meeting(overlap, paces, sources, under_way, self._computed)
         sources, under_way = list(sources), list(under_way)
-        for rows in flows.values():
-            actor, sent = self.graph.add_actor(), dict[int, list[int]]()
-            for row in sorted(rows, key=lambda row: (sources[row], row)):
-                sent.setdefault(sources[row], []).append(row)
-            for source, own in sent.items():
-                spent = sum(paces[between[row]] * between[row][2] for row in own)
-                ready = min(under_way[row] for row in own)
-                node = self.graph.add(actor, spent, [(source, min(ready, 0.0))])
-                self.senders[node] = source
-                for row in own:
-                    sources[row], under_way[row] = node, under_way[row] - min(ready, 0.0) - spent
+        actors: dict[int, int] = {}
+        for message in messages:
+            if message.flow not in actors:
+                actors[message.flow] = self.graph.add_actor()
+            node = self.graph.add(actors[message.flow], message.seconds, [(message.source, message.ready)])
+            self.senders[node] = message.source
+            for row in message.rows:
+                sources[row], under_way[row] = node, under_way[row] - message.ready - message.seconds
         return sources, under_way
+
+    @cached_property
+    def _computed(self) -> list[float]:
+        """By node of compute, the seconds of it and of all before it."""
+        return list(accumulate(self.graph.seconds))
 
     def _link(self, kind: Kind, giving: list[int], seconds: list[float], taking: ChunkPlace, takers: Rows) -> None:
         """Lets a chunk's microbatches wait for messages, given by row, with samples of theirs."""

@@ -1,11 +1,11 @@
 """Checkpoints that any plan on any number of ranks can read, written while training goes on.
 
-Start reading: manager.py, then elements.py, dcp.py and index.py.
-May import: spec, kernels, communicator, runtime.model, runtime.run_folder, runtime.state.
+Start reading: manager.py, then elements.py, dcp.py (writing), reader.py and index.py.
+May import: spec, kernels, communicator, runtime.data, runtime.model, runtime.run_folder, runtime.state.
 """
 
 from hethub.runtime.checkpoint.export import iterate_weights
-from hethub.runtime.checkpoint.integrity import has_checkpoints, newest_intact
+from hethub.runtime.checkpoint.integrity import has_checkpoints, newest_intact, newest_marker
 from hethub.runtime.checkpoint.manager import CheckpointManager
 from hethub.runtime.checkpoint.record import CheckpointRecord, LoopState, read_record
 
@@ -18,5 +18,6 @@ __all__ = [
     "has_checkpoints",
     "iterate_weights",
     "newest_intact",
+    "newest_marker",
     "read_record",
 ]

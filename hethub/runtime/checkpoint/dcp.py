@@ -1,8 +1,11 @@
-"""Ranges of flat tensors, written by torch.distributed.checkpoint (its published interfaces only), read by our index."""
+"""Ranges of flat tensors, written by torch.distributed.checkpoint (its published interfaces only).
+
+Its import takes a second of processor time, so a run's start does without: the first save imports this file.
+"""
 
 import io
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from hethub.runtime.checkpoint.elements import Chunk
-from hethub.runtime.checkpoint.index import (
-    INDEX,
-    METADATA,
-    IndexedWriter,
-    IndexEntry,
-    SavedChunk,
-    elements,
-    read_index,
-)
-from hethub.spec.errors import BadInput
+from hethub.runtime.checkpoint.index import INDEX, METADATA
+from hethub.spec.documents import write_whole
 
 
 def write(folder: Path, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
@@ -40,6 +41,33 @@ def write(folder: Path, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> No
 def own_files(folder: Path, rank: int) -> list[str]:
     """The names of what `write` wrote on this rank; the coordinator, rank 0, writes metadata and index too."""
     return [path.name for path in folder.glob(f"__{rank}_*")] + ([METADATA, INDEX] if rank == 0 else [])
+
+
+class IndexedWriter(dcp.FileSystemWriter):
+    """DCP's writer, which on the coordinator leaves the index too."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """As DCP's. Raises OSError with what the system refused, where torch.save's end would hide it."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            refused = error.__context__
+            raise (refused if isinstance(refused, OSError) else error) from None
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        entries = {key: _described(key, metadata) for key in metadata.state_dict_metadata}
+        write_whole(Path(self.path) / INDEX, json.dumps({"version": 1, "entries": entries}))
+
+
+def _described(key: str, metadata: Metadata) -> dict[str, Any]:
+    saved = metadata.state_dict_metadata[key]
+    assert isinstance(saved, TensorStorageMetadata)
+    chunks = []
+    for chunk in sorted(saved.chunks, key=lambda chunk: chunk.offsets):
+        place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        chunks.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
+    return {"dtype": str(saved.properties.dtype).removeprefix("torch."), "numel": saved.size.numel(), "chunks": chunks}
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -73,54 +101,3 @@ def _write_item(index: MetadataIndex, chunk: Chunk) -> WriteItem:
     properties = TensorProperties(dtype=chunk.values.dtype)
     data = TensorWriteData(chunk=_place(chunk), properties=properties, size=torch.Size([chunk.numel]))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-class Reader:
-    """Reads any ranges of a checkpoint's entries, on its own: ranks need not read together."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._entries = folder, read_index(folder).entries
-
-    def whole(self, key: str, numel: int) -> Tensor:
-        """All elements of an entry, (numel,), in the type they were saved in. Raises BadInput as `read` does."""
-        entry = self._sized_entry(key, numel)
-        values = torch.empty(numel, dtype=entry.torch_dtype)
-        self.read([Chunk(key, numel, 0, values)])
-        return values
-
-    def read(self, chunks: Iterable[Chunk]) -> None:
-        """Fills the chunks' values in place, rounded where their type is narrower.
-
-        Raises BadInput where the checkpoint lacks an entry, or has it in another size, or cannot be read.
-        """
-        wanted: dict[tuple[SavedChunk, torch.dtype], list[Chunk]] = {}
-        for chunk in chunks:
-            entry = self._sized_entry(chunk.key, chunk.numel)
-            for saved in entry.touching(chunk.offset, chunk.offset + chunk.values.numel()):
-                wanted.setdefault((saved, entry.torch_dtype), []).append(chunk)
-        by_file = groupby(sorted(wanted, key=lambda key: (key[0].file, key[0].start)), key=lambda key: key[0].file)
-        for name, places in by_file:
-            try:
-                with (self.folder / name).open("rb") as file:
-                    for place in places:
-                        _fill(wanted[place], place[0].offset, elements(file, *place))
-            except (OSError, BadInput) as error:
-                raise BadInput(f"{self.folder}: the checkpoint cannot be read: {error}; use another one.") from None
-
-    def _sized_entry(self, key: str, numel: int) -> IndexEntry:
-        if key not in self._entries:
-            raise BadInput(f"{self.folder} holds no {key}; resume with the model that was saved.")
-        entry = self._entries[key]
-        if entry.numel != numel:
-            raise BadInput(
-                f"{self.folder}: {key} has {entry.numel} elements, but the model here has {numel}; "
-                "resume with the model that was saved."
-            )
-        return entry
-
-
-def _fill(chunks: Iterable[Chunk], offset: int, saved: Tensor) -> None:
-    """Copies to every chunk the part that it shares with the saved elements, which begin at `offset`."""
-    for chunk in chunks:
-        first, last = max(offset, chunk.offset), min(offset + saved.numel(), chunk.offset + chunk.values.numel())
-        chunk.values[first - chunk.offset : last - chunk.offset].copy_(saved[first - offset : last - offset])

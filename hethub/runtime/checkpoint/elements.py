@@ -5,14 +5,14 @@ Every parameter has three entries, each a one-dimensional tensor in stored order
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from hethub.kernels.device import Device
 from hethub.runtime.state.optimizer import Optimizer, OwnedRun
 from hethub.runtime.state.storage import FlatStorage
-from hethub.spec.ranges import Range, from_sizes
+from hethub.spec.ranges import from_sizes
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 KINDS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
@@ -61,32 +61,18 @@ def cut(chunk: Chunk) -> Iterator[Chunk]:
         yield Chunk(chunk.key, chunk.numel, chunk.offset + start, chunk.values[start : start + CHUNK_ELEMENTS])
 
 
-class Snapshot:
-    """A copy in host memory of the state that this rank saves; `take` fills it, training may then go on.
+def snapshot(optimizer: Optimizer, device: Device) -> list[Chunk]:
+    """A copy in host memory of the state that this rank saves, complete on return: training may go on.
 
-    Without sharding the ranks of a group own the same elements; the one that counts them in the norm saves them.
+    Without sharding the ranks of a group own the same elements; the one that counts them in the norm saves them. Each
+    chunk has a storage of its own: of a part of a larger one DCP makes another copy, and keeps it until all is written.
     """
-
-    def __init__(self, optimizer: Optimizer, device: Device) -> None:
-        self.optimizer, self._device = optimizer, device
-        self._runs = [run for run in optimizer.runs if run.counts]
-        dtype = optimizer.storage.grad_dtype
-        numel = sum(run.local.size for run in self._runs)
-        self._buffers = {kind: device.host_buffer(numel * dtype.itemsize).view(dtype) for kind in KINDS}
-        self.chunks = [piece for chunk in self._chunks() for piece in cut(chunk)]
-
-    def _chunks(self) -> Iterator[Chunk]:
-        for run, place in self._placed():
-            values = {kind: buffer[place.start : place.stop] for kind, buffer in self._buffers.items()}
-            yield from owned_chunks(run, values)
-
-    def _placed(self) -> Iterator[tuple[OwnedRun, Range]]:
-        """The saved runs and their places in the buffers."""
-        yield from zip(self._runs, from_sizes(run.local.size for run in self._runs), strict=True)
-
-    def take(self) -> None:
-        """Copies the state as it is now; returns when the copy is complete."""
-        for run, place in self._placed():
-            for kind, tensor in state_of(self.optimizer, run).items():
-                self._buffers[kind][place.start : place.stop].copy_(tensor, non_blocking=True)
-        self._device.synchronize()
+    chunks = []
+    for run in optimizer.runs:
+        for chunk in owned_chunks(run, state_of(optimizer, run)) if run.counts else ():
+            for piece in cut(chunk):
+                copy = device.host_buffer(piece.values.nbytes).view(piece.values.dtype)
+                copy.copy_(piece.values, non_blocking=True)
+                chunks.append(replace(piece, values=copy))
+    device.synchronize()
+    return chunks

@@ -5,24 +5,20 @@ little-endian. Reading them needs no unpickling either.
 """
 
 import io
-import json
 import zipfile
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
-from typing import IO, Annotated, Any, BinaryIO, Literal, NamedTuple, Self
+from typing import IO, Annotated, BinaryIO, Literal, NamedTuple, Self
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan, SavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hethub.spec.base import Spec, build
-from hethub.spec.documents import Source, read_json, write_whole
+from hethub.spec.documents import Source, read_json
 from hethub.spec.errors import BadInput
 
 INDEX = "index.json"
@@ -85,33 +81,6 @@ class CheckpointIndex(Spec):
         """The chunks that lie in a file."""
         for entry in self.entries.values():
             yield from ((chunk, entry.torch_dtype) for chunk in entry.chunks if chunk.file == name)
-
-
-class IndexedWriter(dcp.FileSystemWriter):
-    """DCP's writer, which on the coordinator leaves the index too."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """As DCP's. Raises OSError with what the system refused, where torch.save's end would hide it."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            refused = error.__context__
-            raise (refused if isinstance(refused, OSError) else error) from None
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        entries = {key: _described(key, metadata) for key in metadata.state_dict_metadata}
-        write_whole(Path(self.path) / INDEX, json.dumps({"version": 1, "entries": entries}))
-
-
-def _described(key: str, metadata: Metadata) -> dict[str, Any]:
-    saved = metadata.state_dict_metadata[key]
-    assert isinstance(saved, TensorStorageMetadata)
-    chunks = []
-    for chunk in sorted(saved.chunks, key=lambda chunk: chunk.offsets):
-        place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        chunks.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
-    return {"dtype": str(saved.properties.dtype).removeprefix("torch."), "numel": saved.size.numel(), "chunks": chunks}
 
 
 def read_index(folder: Path) -> CheckpointIndex:

@@ -45,6 +45,13 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint by its name."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
 def partial_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
@@ -60,6 +67,12 @@ def candidates(root: Path) -> list[Path]:
 def has_checkpoints(root: Path) -> bool:
     """Whether a checkpoint was ever complete under `root`, whole or not by now."""
     return any(not path.name.endswith(".partial") for path in candidates(root))
+
+
+def newest_marker(root: Path) -> float | None:
+    """When the last complete checkpoint under `root` was written, by its marker; None where there is none."""
+    times = [(path / MARKER).stat().st_mtime for path in candidates(root) if (path / MARKER).exists()]
+    return max(times, default=None)
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:

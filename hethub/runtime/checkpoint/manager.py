@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from hethub.communicator import World
-from hethub.runtime.checkpoint import dcp, integrity
-from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, Snapshot, held_chunks, owned_chunks, state_of
+from hethub.runtime.checkpoint import integrity
+from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, held_chunks, owned_chunks, snapshot, state_of
+from hethub.runtime.checkpoint.reader import Reader
 from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, LoopState, read_record, write_record
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.runtime.state.optimizer import Optimizer
@@ -30,15 +30,20 @@ Marks = dict[str, tuple[int, str]]  # bytes and checksum by file
 
 
 class CheckpointFolder:
-    """The checkpoints in `folder`, of which the newest `keep` stay: all ranks write one together, or none is there.
+    """The checkpoints in `folder`, of which the newest `keep` stay, and for good those of every `keep_every`th step: all
+    ranks write one together, or none is there.
 
     All ranks build it and make the same calls in the same order; `is_indexed` says that checkpoints have an index of ours,
     which is checked too. Raises BadInput where a rank does not see `folder`.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World, *, is_indexed: bool = True) -> None:
+    def __init__(
+        self, folder: Path, keep: int, world: World, *, keep_every: int | None = None, is_indexed: bool = True
+    ) -> None:
         require_shared(folder, world)
         self.folder, self.keep, self._world, self._is_indexed = folder, keep, world, is_indexed
+        self._keep_every = keep_every
+        self.note: Callable[[str], None] = _log.info  # told of every complete checkpoint, on rank 0
         # A group of its own: what a writing thread sends never meets the training's messages.
         self._group = world.gloo_group(_WRITE_TIMEOUT)
         self._damaged: set[str] = set()
@@ -46,6 +51,9 @@ class CheckpointFolder:
     def write_folder(self, step: int, write: Callable[[Path], None], finish: Callable[[Path], Marks]) -> None:
         """Complete on return. Files first (`write`, then `finish`, which gives this rank's), then the marker, then the
         name. Raises RunFailed on all ranks where one cannot."""
+        # A second of imports, which a run's start need not wait for.
+        from torch.distributed.checkpoint import CheckpointException
+
         partial = integrity.partial_of(integrity.folder_of(self.folder, step))
         what = f"checkpoint of step {step}"
         with self._world.guard(what):
@@ -65,13 +73,20 @@ class CheckpointFolder:
     def _complete(self, partial: Path, files: list[Marks]) -> None:
         if self._world.rank == 0:
             newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
-            _log.info("checkpoint %s is complete", newest)
+            self.note(f"checkpoint {newest} is complete")
             self._damaged.discard(newest.name)
             self._remove_old(newest)
 
     def _remove_old(self, newest: Path) -> None:
-        """Keeps the newest and as many whole ones before it as are wanted; damaged and unfinished ones go too."""
-        others = [path for path in integrity.candidates(self.folder) if path != newest]
+        """Keeps the newest and as many whole ones before it as are wanted; damaged and unfinished ones go too.
+
+        A link is somebody's own, wherever it leads: it stays and counts for nothing.
+        """
+        others = [
+            path
+            for path in integrity.candidates(self.folder)
+            if path != newest and not path.is_symlink() and not self._stays(path)
+        ]
         whole = [p for p in others if (p / integrity.MARKER).exists() and p.name not in self._damaged]
         for path in others:
             if path not in whole[: self.keep - 1]:
@@ -79,6 +94,11 @@ class CheckpointFolder:
                     integrity.remove(path)
                 except OSError as error:  # on a network file system, while someone reads it; the next save tries again
                     _log.warning("the old checkpoint %s could not be removed: %s", path, error)
+
+    def _stays(self, path: Path) -> bool:
+        """Whether a checkpoint is kept for good."""
+        is_whole = (path / integrity.MARKER).exists() and path.name not in self._damaged
+        return self._keep_every is not None and is_whole and integrity.step_of(path) % self._keep_every == 0
 
     def _everywhere(self, what: str, action: Callable[[], Result]) -> list[Result]:
         """Every rank's result of `action`. Raises RunFailed on all ranks where one could not."""
@@ -116,11 +136,10 @@ class CheckpointFolder:
 class CheckpointManager(CheckpointFolder):
     """The checkpoints of a plan's run, written in the background."""
 
-    def __init__(self, folder: Path, keep: int, world: World) -> None:
-        super().__init__(folder, keep, world)
+    def __init__(self, folder: Path, keep: int, world: World, *, keep_every: int | None = None) -> None:
+        super().__init__(folder, keep, world, keep_every=keep_every)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._snapshot: Snapshot | None = None
         self._newest_step: int | None = None
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -134,9 +153,6 @@ class CheckpointManager(CheckpointFolder):
         """
         self.wait()
         if step != self._newest_step:
-            if self._snapshot is None or self._snapshot.optimizer is not optimizer:
-                self._snapshot = Snapshot(optimizer, self._world.device)
-            self._snapshot.take()
             layout = optimizer.storage.state.layout
             record = CheckpointRecord(
                 step=step,
@@ -145,7 +161,8 @@ class CheckpointManager(CheckpointFolder):
                 model=layout.model,
                 extra=extra,
             )
-            self._writing = self._thread.submit(self._write, record, self._snapshot)
+            # The copy's memory goes when it is written: nothing else keeps it.
+            self._writing = self._thread.submit(self._write, record, snapshot(optimizer, self._world.device))
         if blocking:
             self.wait()
 
@@ -155,22 +172,21 @@ class CheckpointManager(CheckpointFolder):
             writing, self._writing = self._writing, None
             writing.result()
 
-    def release(self) -> None:
-        """Returns when no save is under way and nothing of the state that was saved is kept here."""
-        self.wait()
-        self._snapshot = None
-
-    def _write(self, record: CheckpointRecord, snapshot: Snapshot) -> None:
+    def _write(self, record: CheckpointRecord, chunks: list[Chunk]) -> None:
         """Runs in the writing thread on all ranks."""
+        from hethub.runtime.checkpoint import dcp
+
         self.write_folder(
             record.step,
-            lambda partial: dcp.write(partial, snapshot.chunks, self._group),
+            lambda partial: dcp.write(partial, chunks, self._group),
             lambda partial: self._finish_files(partial, record),
         )
         self._newest_step = record.step
 
     def _finish_files(self, partial: Path, record: CheckpointRecord) -> Marks:
         """The checksums of this rank's files, the record among them on rank 0."""
+        from hethub.runtime.checkpoint import dcp
+
         names = dcp.own_files(partial, self._world.rank)
         if self._world.rank == 0:
             write_record(record, partial)
@@ -189,7 +205,7 @@ class CheckpointManager(CheckpointFolder):
         layout = storage.state.layout
         record = read_record(path)
         record.check(layout.model, layout.plan.precision, path)
-        dcp.Reader(path).read([*held_chunks(storage), *_optimizer_chunks(optimizer)])
+        Reader(path).read([*held_chunks(storage), *_optimizer_chunks(optimizer)])
         optimizer.set_updates(record.updates)
         self._newest_step = record.step
         return record.extra

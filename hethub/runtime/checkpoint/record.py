@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from hethub.runtime.state.learning_rate import ScheduleState
 from hethub.spec.accelerator import Positive, Precision
 from hethub.spec.base import Spec, build
 from hethub.spec.documents import Source, read_json, write_whole
@@ -28,6 +29,8 @@ class LoopState(Spec):
     tokens: str  # the data's fingerprint
     loss_scale: Positive
     good_steps: WholeNumber
+    schedule: ScheduleState | None = None  # None, as below: of an earlier version
+    samples: tuple[WholeNumber, ...] | None = None  # that each source of the data has given
 
 
 class CheckpointRecord(Spec):

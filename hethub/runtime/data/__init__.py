@@ -1,6 +1,6 @@
 """Training data: sources of text, tokenizers, and the packed dataset that every rank draws the same batches from.
 
-Start reading: dataset.py, then opening.py.
+Start reading: dataset.py, then stream.py and opening.py.
 May import: spec, runtime.progress.
 """
 

@@ -1,98 +1,151 @@
-"""The packed dataset: samples by (seed, step), whoever asks."""
+"""The samples of a run: by seed and number, whoever asks, from one source or a weighted mixture."""
 
-from dataclasses import dataclass
-from typing import Any
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hethub.runtime.data.fingerprint import fingerprint
-from hethub.runtime.data.order import permuted
+from hethub.runtime.data.mixture import counts, draws, shares_of
+from hethub.runtime.data.stream import Stream
 from hethub.spec.errors import BadInput
+from hethub.spec.layout.tensors import IGNORED
 
 
-@dataclass(frozen=True, kw_only=True)
+class Batch(NamedTuple):
+    """Samples as a model takes them: token ids and what follows each, (samples, seq_len)."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
 class Dataset:
-    """One stream of tokens cut into windows of seq_len + 1; neighbours share a token, so each token is predicted once.
+    """Packed windows of every source, shared out by weight.
 
-    Stateless: which windows a step takes depends on seed and step alone, never on rank, plan or what was asked before.
+    Which windows a step takes depends on the seed and on how many samples came before, never on rank or plan. A run
+    counts its samples per source: `position` is kept with a checkpoint, and `resume` goes on there, whatever the
+    global batch and the weights are now.
     """
 
-    name: str  # where the tokens come from, for messages
-    tokens: NDArray[Any]  # (num_tokens,), in memory or memory-mapped
-    seq_len: int
-    seed: int
-    vocab: int  # of the model
-    max_token: int
-    end_of_document: int | None
-    tokenizer: str  # Tokenizer.identity
+    def __init__(self, streams: Sequence[Stream], weights: Sequence[float] = (1.0,)) -> None:
+        self.streams, self._shares = tuple(streams), shares_of(weights)
+        self._origin = 0  # the step, counted from 0, that `_before` samples come before
+        self._before = 0
+        self._offsets = [0] * len(self.streams)  # what each source has given beyond its share of those
 
-    def __post_init__(self) -> None:
-        if self.num_tokens < self.seq_len + 1:
-            raise BadInput(
-                f"{self.name}: {self.num_tokens:,} tokens are fewer than one window of seq_len + 1 = "
-                f"{self.seq_len + 1:,}; give more text or shorten train.seq_len."
-            )
-        self._check_vocab(self.max_token)
+    @classmethod
+    def one(cls, **stream: Any) -> "Dataset":
+        """Of a single stream."""
+        return cls([Stream(**stream)])
+
+    @property
+    def seq_len(self) -> int:
+        return self.streams[0].seq_len
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return sum(stream.num_tokens for stream in self.streams)
 
     @property
     def num_windows(self) -> int:
-        """Samples in an epoch."""
-        return (self.num_tokens - 1) // self.seq_len
+        """Samples in an epoch of every source."""
+        return sum(stream.num_windows for stream in self.streams)
+
+    @property
+    def max_token(self) -> int:
+        return max(stream.max_token for stream in self.streams)
 
     @property
     def vocab_needed(self) -> int:
         """The smallest model vocabulary that holds every token."""
         return self.max_token + 1
 
+    @property
+    def end_of_document(self) -> int | None:
+        """Of the tokenizer that all sources share."""
+        return self.streams[0].end_of_document
+
+    @property
+    def tokenizer(self) -> str:
+        """The identity of that tokenizer."""
+        return self.streams[0].tokenizer
+
+    def check_epoch(self, num_samples: int, what: str) -> None:
+        """Raises BadInput where the first `num_samples` samples are more than a source has; `what` asks for them."""
+        for stream, taken in zip(self.streams, counts(num_samples, self._shares), strict=True):
+            if taken > stream.num_windows:
+                raise BadInput(
+                    f"{stream.name}: {what} takes {taken:,} samples of it, and it has {stream.num_windows:,} of seq_len "
+                    f"{self.seq_len}, so some would count twice. Give more data, or lower eval.batches."
+                )
+
+    def position(self, steps: int, global_batch: int) -> tuple[int, ...]:
+        """Samples that each source has given when `steps` steps are done."""
+        total = self._before + (steps - self._origin) * global_batch
+        return tuple(offset + taken for offset, taken in zip(self._offsets, counts(total, self._shares), strict=True))
+
+    def resume(self, steps: int, position: Sequence[int]) -> None:
+        """Goes on behind step `steps`, when each source had given `position` samples: none is skipped or repeated."""
+        assert len(position) == len(self.streams)
+        self._origin, self._before = steps, sum(position)
+        self._offsets = [taken - fair for taken, fair in zip(position, counts(self._before, self._shares), strict=True)]
+
     def samples(self, step: int, global_batch: int, start: int, stop: int) -> NDArray[np.int64]:
         """Samples [start, stop) of the step's batch, (stop - start, seq_len + 1); steps count from 0.
 
-        Each epoch takes every window once, in its own order; a batch may reach over the edge of epochs.
+        Each epoch takes every window of a source once, in its own order; a batch may reach over the edge of epochs.
         """
+        rows = np.empty((stop - start, self.seq_len + 1), dtype=np.int64)
+        for stream, chosen, starts in self._drawn(step, global_batch, start, stop):
+            rows[chosen] = stream.rows(starts)
+        return rows
+
+    def batch(self, step: int, global_batch: int, start: int, stop: int) -> Batch:
+        """As `samples`, inputs and targets apart; a target that is not to be learnt is IGNORED."""
+        rows = self.samples(step, global_batch, start, stop)
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self.predicts_all:
+            return Batch(inputs, targets)
+        return Batch(inputs, np.where(self._predicted(step, global_batch, start, stop), targets, IGNORED))
+
+    def _drawn(self, step: int, global_batch: int, start: int, stop: int):  # type: ignore[no-untyped-def]
+        """Each stream with the samples [start, stop) of a step that it gives: which they are, and where they begin."""
         assert 0 <= start <= stop <= global_batch, (start, stop, global_batch)
-        drawn = step * global_batch + np.arange(start, stop, dtype=np.int64)
-        epochs, positions = np.divmod(drawn, self.num_windows)
-        windows = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            windows[chosen] = permuted(positions[chosen], self.num_windows, self.seed, int(epoch))
-        indices = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)  # (samples, seq_len + 1)
-        samples = self.tokens[indices].astype(np.int64)
-        # A token file's header may promise less than the file holds; on a GPU such an id would end in an opaque fault.
-        self._check_vocab(int(samples.max(initial=0)))
-        return samples
+        first = self._before + (step - self._origin) * global_batch
+        sources, places = draws(np.arange(first + start, first + stop, dtype=np.int64), self._shares)
+        for number, stream in enumerate(self.streams):
+            chosen = sources == number
+            if chosen.any():
+                yield stream, chosen, stream.starts(places[chosen] + self._offsets[number])
 
-    def documents(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For every input position the number of its document within the sample, (samples, seq_len), from 0.
+    @property
+    def predicts_all(self) -> bool:
+        """Whether every token counts for the loss, as in text."""
+        return all(stream.trained is None for stream in self.streams)
 
-        `samples` is (samples, seq_len + 1) as `samples` returns it. The end-of-document token belongs to the document
-        it ends. Any rank derives the same from the tokens alone.
-        """
-        assert self.end_of_document is not None, "open_dataset refuses document_mask without an end-of-document token"
-        ends = samples[:, :-1] == self.end_of_document
-        return np.cumsum(ends, axis=1) - ends
+    def _predicted(self, step: int, global_batch: int, start: int, stop: int) -> NDArray[np.bool_]:
+        found = np.empty((stop - start, self.seq_len), dtype=np.bool_)
+        for stream, chosen, starts in self._drawn(step, global_batch, start, stop):
+            found[chosen] = stream.predicted(starts)
+        return found
 
     def valid_tokens(self, step: int, global_batch: int) -> int:
-        """The tokens that the step's loss is averaged over: in packed windows all of them."""
-        return global_batch * self.seq_len
+        """The tokens that the step's loss is averaged over: in packed windows of text all of them."""
+        if self.predicts_all:
+            return global_batch * self.seq_len
+        return int(self._predicted(step, global_batch, 0, global_batch).sum())
+
+    def documents(self, inputs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For every input position the number of its document within the sample, (samples, seq_len), from 0.
+
+        The end-of-document token belongs to the document it ends. Any rank derives the same from the tokens alone.
+        """
+        assert self.end_of_document is not None, "open_dataset refuses document_mask without an end-of-document token"
+        ends = inputs == self.end_of_document
+        return np.cumsum(ends, axis=1) - ends
 
     def fingerprint(self) -> str:
-        """A hash of tokens, tokenizer, seq_len and end of document: equal on ranks that draw equal batches from a seed.
-
-        Whole up to 256 MiB of tokens, by 256 sampled blocks of 1 MiB and the length above.
-        """
-        return fingerprint(
-            self.tokens, tokenizer=self.tokenizer, seq_len=self.seq_len, end_of_document=self.end_of_document
-        )
-
-    def _check_vocab(self, token: int) -> None:
-        if token >= self.vocab:
-            raise BadInput(
-                f"{self.name}: token id {token} does not exist in the model's vocabulary of {self.vocab}. Take a model "
-                f"with vocab >= {token + 1}, or tokenise with the tokenizer that belongs to the model."
-            )
+        """The stream's; of several the hash of all theirs in order. Weights do not count."""
+        found = [stream.fingerprint() for stream in self.streams]
+        return found[0] if len(found) == 1 else hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()

@@ -1,29 +1,113 @@
-"""From the job's `data` section to a dataset."""
+"""From the job's `data` section to a dataset: every source's tokens, from its token file, its cache or its text."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import platform
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hethub.runtime.data.chat import ChatTemplate, conversations
 from hethub.runtime.data.dataset import Dataset
 from hethub.runtime.data.sources import Piece, list_files, pieces, stdlib_pieces
+from hethub.runtime.data.stream import Stream
+from hethub.runtime.data.tables import table_files, table_pieces
 from hethub.runtime.data.token_file import read_token_file, token_file_writer
-from hethub.runtime.data.tokenizer import Tokenizer, encode_stream, load_tokenizer, missing_end
+from hethub.runtime.data.tokenizer import (
+    TokenBatch,
+    Tokenizer,
+    encode_conversations,
+    encode_stream,
+    load_tokenizer,
+    missing_end,
+)
 from hethub.spec.errors import BadInput
-from hethub.spec.job import DataSpec
+from hethub.spec.job import TOKENIZER, DataSpec, SourceSpec
 
 
 class _Tokens(NamedTuple):
     """Tokens and what their reader knows about them."""
 
+    name: str
     array: NDArray[Any]
     max_token: int
     end_of_document: int | None
     tokenizer: str
+    trained: NDArray[Any] | None = None
+
+
+class TextSource:
+    """A source that a tokenizer makes tokens of."""
+
+    def __init__(self, spec: SourceSpec, base: Path, tokenizer: Tokenizer, reference: str) -> None:
+        self.spec, self.tokenizer = spec, tokenizer
+        self.files = source_files(spec, base)
+        self.name = spec.source if spec.path is None else str(base / spec.path)
+        self._template = ChatTemplate(reference, base) if spec.source == "chat" else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it is made anew in a moment, in less than it takes to keep it."""
+        return self.spec.source == "python-stdlib" and self.tokenizer.identity == "bytes"
+
+    def batches(self) -> Iterator[TokenBatch]:
+        """All its tokens, in order."""
+        spec, kind = self.spec, self.spec.source
+        if self._template is not None:
+            return encode_conversations(conversations(self.files, spec.column, self._template), self.tokenizer)
+        texts: Iterator[Piece]
+        if kind == "python-stdlib":
+            texts = stdlib_pieces()
+        elif kind in ("parquet", "hf"):
+            texts = table_pieces(self.files, kind, spec.column)
+        else:
+            texts = pieces(self.files, "jsonl" if kind == "jsonl" else "text", spec.column)
+        return encode_stream(texts, self.tokenizer)
+
+    def kept_in(self, cache: Path) -> Path:
+        """The token file of this text as it is now, there or to be written."""
+        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        what: list[Any] = [self.spec.source, self.tokenizer.identity, stats]
+        if self.spec.source not in ("text", "jsonl") or self.spec.text is not None:
+            what.append([self.spec.column, None if self._template is None else self._template.text])
+        if not self.files:
+            what.append(platform.python_version())
+        return cache / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.bin"
+
+    def empty(self) -> BadInput:
+        return BadInput(empty(self.name))
+
+
+def source_files(spec: SourceSpec, base: Path) -> list[Path]:
+    """The files that a source reads, in order. Raises BadInput."""
+    if spec.path is None:
+        return []
+    path = base / spec.path
+    if spec.source in ("parquet", "hf"):
+        return table_files(path, spec.source)
+    if spec.source == "tokens":
+        return [path]
+    return list_files(path, ".jsonl" if spec.source in ("jsonl", "chat") else "")
+
+
+def text_sources(spec: DataSpec, base: Path) -> list[TextSource]:
+    """The sources that are text. Raises BadInput."""
+    found = [each for each in spec.weighted if each.source != "tokens"]
+    if not found:
+        return []
+    tokenizer = load_tokenizer(spec.tokenizer, base)
+    if spec.document_mask and tokenizer.end_of_document is None:
+        raise BadInput(missing_end(tokenizer, "data.document_mask keeps documents apart"))
+    return [TextSource(each, base, tokenizer, spec.tokenizer) for each in found]
 
 
 def open_dataset(
@@ -31,24 +115,55 @@ def open_dataset(
 ) -> Dataset:
     """The dataset that `spec` describes, paths relative to `base`, for a model of `vocab` token ids.
 
-    With `cache_dir`, text tokenised by a tokenizer.json is kept there and found again while files and tokenizer are
-    unchanged. Raises BadInput where a file is missing, empty, damaged or does not go with the model.
+    With `cache_dir`, tokens made of text are kept there and found again while files and tokenizer are unchanged.
+    Raises BadInput where a file is missing, empty, damaged or does not go with the model.
     """
-    name = spec.source if spec.path is None else str(base / spec.path)
-    if spec.source == "tokens":
-        tokens = _from_token_file(base / str(spec.path), spec, base)
-    else:
-        tokens = _from_text(name, spec, base, cache_dir)
-    return Dataset(
-        name=name,
-        tokens=tokens.array,
-        seq_len=seq_len,
-        seed=seed,
-        vocab=vocab,
-        max_token=tokens.max_token,
-        end_of_document=tokens.end_of_document,
-        tokenizer=tokens.tokenizer,
-    )
+    texts = iter(text_sources(spec, base))
+    found = [
+        _from_token_file(base / str(each.path), spec, base)
+        if each.source == "tokens"
+        else _from_text(next(texts), cache_dir)
+        for each in spec.weighted
+    ]
+    if other := next((tokens for tokens in found if tokens.tokenizer != found[0].tokenizer), None):
+        raise BadInput(
+            f"{other.name}: these tokens were made with another tokenizer than those of {found[0].name}; all sources of a job share "
+            "one. Tokenise the text again with data.tokenizer."
+        )
+    streams = [
+        Stream(
+            name=tokens.name, tokens=tokens.array, seq_len=seq_len, seed=seed, vocab=vocab, max_token=tokens.max_token,
+            end_of_document=tokens.end_of_document, tokenizer=tokens.tokenizer, trained=tokens.trained,
+        )
+        for tokens in found
+    ]  # fmt: skip
+    return Dataset(streams, [each.weight for each in spec.weighted])
+
+
+def check_tokenizer(dataset: Dataset, folder: Path) -> str | None:
+    """Raises BadInput where the data's tokenizer is not that of the Hugging Face folder that training starts from.
+
+    What to say where the folder has none, so that nobody can tell.
+    """
+    if not (folder / TOKENIZER).is_file():
+        name = "bytes" if dataset.tokenizer == "bytes" else "the data's tokenizer"
+        return f"{folder} has no {TOKENIZER}; whether its model was trained on tokens of {name}, nobody can tell"
+    if load_tokenizer(str(folder / TOKENIZER), Path()).identity != dataset.tokenizer:
+        raise BadInput(
+            f"{folder}: the data is tokenised with another tokenizer than the folder's own {TOKENIZER}, whose ids its weights know. "
+            "Leave data.tokenizer out, tokenise the text again with the folder's, or put the one that is meant into the folder."
+        )
+    return None
+
+
+def overlap(training: DataSpec, held_out: DataSpec, base: Path) -> str | None:
+    """What held-out samples share with the training data: a file, or `python-stdlib`; None where they share nothing."""
+
+    def read(spec: DataSpec) -> set[str]:
+        files = {str(file.resolve()) for each in spec.weighted for file in source_files(each, base)}
+        return files | {each.source for each in spec.weighted if each.path is None}
+
+    return min(read(training) & read(held_out), default=None)
 
 
 def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
@@ -63,43 +178,57 @@ def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
             f"{path}: data.document_mask needs an end-of-document token between documents, and these tokens have "
             "none. Set document_mask: false, or tokenise with a tokenizer that has such a token."
         )
-    return _Tokens(array, header.max_token, header.end_of_document, header.tokenizer)
+    return _Tokens(str(path), array, header.max_token, header.end_of_document, header.tokenizer)
 
 
-def _from_text(name: str, spec: DataSpec, base: Path, cache_dir: Path | None) -> _Tokens:
-    tokenizer = load_tokenizer(spec.tokenizer, base)
-    if spec.document_mask and tokenizer.end_of_document is None:
-        raise BadInput(missing_end(tokenizer, "data.document_mask keeps documents apart"))
-    files = [] if spec.path is None else list_files(base / spec.path, ".jsonl" if spec.source == "jsonl" else "")
-    if cache_dir is not None and files and tokenizer.identity != "bytes":
-        header, array = read_token_file(_cached(cache_dir, files, spec, tokenizer))
-        return _Tokens(array, header.max_token, tokenizer.end_of_document, tokenizer.identity)
-    batches = [batch.tokens for batch in encode_stream(_texts(files, spec), tokenizer)]
+def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
+    tokenizer = source.tokenizer
+    if cache_dir is not None and not source.is_cheap:
+        path = keep(source, cache_dir)
+        header, array = read_token_file(path)
+        marks = _marks(path)
+        is_chat = source.spec.source == "chat"
+        trained: NDArray[Any] | None = np.memmap(marks, dtype=np.uint8, mode="r") if is_chat else None
+        return _Tokens(source.name, array, header.max_token, tokenizer.end_of_document, tokenizer.identity, trained)
+    batches = list(source.batches())
     if not batches:
-        raise BadInput(empty(name))
-    array = np.concatenate(batches)
-    return _Tokens(array, int(array.max()), tokenizer.end_of_document, tokenizer.identity)
+        raise source.empty()
+    array = np.concatenate([batch.tokens for batch in batches])
+    marked = [batch.trained for batch in batches if batch.trained is not None]
+    trained = np.concatenate(marked) if marked else None
+    return _Tokens(source.name, array, int(array.max()), tokenizer.end_of_document, tokenizer.identity, trained)
 
 
-def _texts(files: list[Path], spec: DataSpec) -> Iterator[Piece]:
-    if spec.source == "python-stdlib":
-        return stdlib_pieces()
-    return pieces(files, "jsonl" if spec.source == "jsonl" else "text")
+def keep(source: TextSource, cache: Path, advance: Callable[[int], None] = lambda _: None) -> Path:
+    """The token file of a text in `cache`, written now unless it is there; ranks that race write the same, atomically.
 
-
-def _cached(cache_dir: Path, files: list[Path], spec: DataSpec, tokenizer: Tokenizer) -> Path:
-    """The token file of these texts, written now unless it is there; ranks that race write the same, atomically."""
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(json.dumps([spec.source, tokenizer.identity, stats]).encode()).hexdigest()[:32]
-    path = cache_dir / f"{key}.bin"
-    if not path.exists():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with token_file_writer(path, tokenizer) as writer:
-            for batch in encode_stream(_texts(files, spec), tokenizer):
+    `advance` is told the bytes of text that are done, batch by batch.
+    Raises BadInput, RunFailed where the disk fails.
+    """
+    path = source.kept_in(cache)
+    if path.exists():
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    marked = _marks(path).with_name(f".{_marks(path).name}.{os.getpid()}.tmp")
+    try:
+        with token_file_writer(path, source.tokenizer) as writer, marked.open("wb") as marks:
+            for batch in source.batches():
                 writer.append(batch)
+                advance(batch.num_bytes)
+                if batch.trained is not None:
+                    marks.write(batch.trained.data)
             if writer.num_tokens == 0:
-                raise BadInput(empty(str(files[0] if len(files) == 1 else files[0].parent)))
+                raise source.empty()
+            if source.spec.source == "chat":
+                marked.replace(_marks(path))  # before the token file, by which it is found
+    finally:
+        marked.unlink(missing_ok=True)
     return path
+
+
+def _marks(path: Path) -> Path:
+    """Beside a token file of conversations, which tokens are learnt: a byte for each."""
+    return path.with_suffix(".learnt")
 
 
 def empty(name: str) -> str:

@@ -4,7 +4,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hethub.spec.base import describe
 from hethub.spec.documents import parse_json
@@ -13,7 +13,7 @@ from hethub.spec.errors import BadInput
 PIECE_BYTES = 2**20  # larger text files are read, and tokenised, in pieces of whole lines of about this size
 STDLIB_BYTES = 8 * 2**20  # python-stdlib stops before this much, so that a demo starts at once
 
-_LINE_RULE = "Every line of a jsonl file is one object with a string under the key `text`."
+_LINE_RULE = "Every line of a jsonl file is one object with a string under the key `{key}`."
 # Tests, other people's packages, and code tables, which are no text to learn from.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
@@ -39,19 +39,27 @@ def list_files(path: Path, suffix: str = "") -> list[Path]:
         raise BadInput(
             f"{path}: there is no such file or folder of text. A job's data.path is relative to the job file."
         )
-    relative = [file.relative_to(path) for file in path.rglob(f"*{suffix}") if file.is_file()]
+    relative = [file.relative_to(path) for file in _files_below(path) if file.name.endswith(suffix)]
     visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
     if not visible:
         raise BadInput(f"{path}: the folder holds no {suffix or 'visible'} files; name a folder with text in it.")
     return [path / name for name in sorted(visible, key=Path.as_posix)]
 
 
-def pieces(files: Iterable[Path], kind: Literal["text", "jsonl"]) -> Iterator[Piece]:
-    """The text of the files: one document per file, or one per line of JSON Lines. Empty documents are left out."""
-    read = _jsonl_pieces if kind == "jsonl" else _text_pieces
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Every file below the folder, through links to folders too, but not through one to a folder that holds it."""
+    for here, folders, files in os.walk(folder, followlinks=True):
+        above = Path(here).resolve()
+        folders[:] = [name for name in folders if not above.is_relative_to(Path(here, name).resolve())]
+        yield from (path for name in files if (path := Path(here, name)).is_file())
+
+
+def pieces(files: Iterable[Path], kind: Literal["text", "jsonl"], key: str = "text") -> Iterator[Piece]:
+    """The text of the files: one document per file, or one per line of JSON Lines, under `key`. Empty documents are
+    left out."""
     for path in files:
         try:
-            yield from read(path)
+            yield from _jsonl_pieces(path, key) if kind == "jsonl" else _text_pieces(path)
         except OSError as error:
             raise BadInput(f"{path}: cannot be read ({error.strerror}). Check that it is a readable file.") from None
 
@@ -107,34 +115,39 @@ def _decode(block: bytes, path: Path, position: int) -> str:
         ) from None
 
 
-def _jsonl_pieces(path: Path) -> Iterator[Piece]:
+def _jsonl_pieces(path: Path, key: str) -> Iterator[Piece]:
+    for place, num_bytes, text in records(path, key, _LINE_RULE):
+        if not isinstance(text, str):
+            raise BadInput(f"{place}: `{key}` is {describe(text)}; it must be a string.")
+        if not is_utf8(text):
+            raise BadInput(f"{place}: `{key}` holds half a surrogate pair, which is no character; repair the line.")
+        if text:
+            yield Piece(text, True, num_bytes)
+
+
+def records(path: Path, key: str, rule: str) -> Iterator[tuple[str, int, Any]]:
+    """What stands under `key` in each line of JSON Lines: its place for errors, the line's bytes, the value.
+
+    `rule` says what a line must be, `{key}` in it being the key.
+    """
+    rule = rule.format(key=key)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.isspace():
-                text = _text_of(line, f"{path}, line {number}")
-                if text:
-                    yield Piece(text, True, len(line))
+            if line.isspace():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                record = parse_json(line, place, "line")
+            except BadInput as error:
+                raise BadInput(f"{error} {rule}") from None
+            if not isinstance(record, dict):
+                raise BadInput(f"{place}: got {describe(record)}. {rule}")
+            if key not in record:
+                raise BadInput(f"{place}: the object has no key `{key}`; it has {', '.join(record) or 'none'}. {rule}")
+            yield place, len(line), record[key]
 
 
-def _text_of(line: bytes, place: str) -> str:
-    """The value of `text` in a line of JSON Lines; `place` names it in errors."""
-    try:
-        record = parse_json(line, place, "line")
-    except BadInput as error:
-        raise BadInput(f"{error} {_LINE_RULE}") from None
-    if not isinstance(record, dict):
-        raise BadInput(f"{place}: got {describe(record)}. {_LINE_RULE}")
-    if "text" not in record:
-        raise BadInput(f"{place}: the object has no key `text`; it has {', '.join(record) or 'none'}. {_LINE_RULE}")
-    text = record["text"]
-    if not isinstance(text, str):
-        raise BadInput(f"{place}: `text` is {describe(text)}; it must be a string.")
-    if not _is_utf8(text):
-        raise BadInput(f"{place}: `text` holds half a surrogate pair, which is no character; repair the line.")
-    return text
-
-
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -9,13 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hethub.runtime.data.opening import empty
+from hethub.runtime.data.opening import empty, keep, text_sources
 from hethub.runtime.data.sources import Piece, list_files, pieces
 from hethub.runtime.data.token_file import token_file_writer
 from hethub.runtime.data.tokenizer import encode_stream, load_tokenizer
 from hethub.runtime.progress import ProgressDisplay
 from hethub.spec.errors import BadInput
+from hethub.spec.job import DataSpec
 
+SHOWN_BYTES = 2**23  # texts up to this size are through before anybody wonders
 Advance = Callable[[int], None]
 
 
@@ -38,6 +40,19 @@ class TokeniseSummary:
             f"{self.num_files:,} files, {self.text_bytes:,} bytes of text in {self.seconds:.1f} s; train with "
             f"data: {{source: tokens, path: …}} and a model of vocab >= {self.max_token + 1}"
         )
+
+
+def tokenise_data(spec: DataSpec, base: Path, cache: Path, *, progress: bool = True) -> None:
+    """Makes tokens of every text of a job that `cache` does not hold yet, so that `open_dataset` only maps them.
+
+    Raises BadInput, RunFailed where the disk fails.
+    """
+    for source in text_sources(spec, base):
+        if source.is_cheap or source.kept_in(cache).exists():
+            continue
+        shows = progress and source.num_bytes > SHOWN_BYTES
+        with _shown(source.num_bytes, shows, f"tokenise {source.name}") as advance:
+            keep(source, cache, advance)
 
 
 def tokenise(paths: Sequence[Path], tokenizer: str, out: Path, progress: bool = True) -> TokeniseSummary:
@@ -90,17 +105,19 @@ def _counted(texts: Iterator[Piece], advance: Advance) -> Iterator[Piece]:
 
 
 @contextmanager
-def _shown(total_bytes: int, shows: bool) -> Iterator[Advance]:
+def _shown(total_bytes: int, shows: bool, title: str = "tokenise") -> Iterator[Advance]:
     """A function to call with bytes done: a bar on a terminal, else a line every tenth of the way, both on stderr."""
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     total, done = max(1, total_bytes), 0
-    with ProgressDisplay("tokenise", *columns, console=Console(stderr=True), total=total_bytes, shows=shows) as display:
+    with ProgressDisplay(
+        title, *columns, console=Console(stderr=True, soft_wrap=True), total=total_bytes, shows=shows
+    ) as display:
 
         def advance(num_bytes: int) -> None:
             nonlocal done
             before, done = done, done + num_bytes
             is_due = 10 * done // total > 10 * before // total
-            line = f"tokenise: {done:,} of {total:,} bytes ({100 * done // total} %)"
+            line = f"{title}: {done:,} of {total:,} bytes ({100 * done // total} %)"
             display.update(done, line if is_due else None)
 
         yield advance

@@ -4,18 +4,23 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hethub.runtime.data.chat import Conversation
 from hethub.runtime.data.sources import Piece
 from hethub.spec.errors import BadInput
 
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+BYTES_END = "<|endoftext|>"  # what ends a document of `bytes` is called in an exported folder
 _BATCH_BYTES = 8 * 2**20  # a tokenizer needs some thirty times as much memory while it works
 _BATCH_PIECES = 4096
 _MOST_FILE_BYTES = 2**28  # a vocabulary of 256,000 takes some 35 MB
+
+
+Text = TypeVar("Text", Piece, Conversation)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class Tokenizer:
     vocab: int
     end_of_document: int | None
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
+    # The same with the character where each token begins; None where there are no characters (bytes).
+    encode_placed: Callable[[Sequence[str]], list[tuple[NDArray[Any], NDArray[Any]]]] | None = None
+    decode: Callable[[Sequence[int]], str] = lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -35,10 +43,12 @@ class Tokenizer:
 
 
 class TokenBatch(NamedTuple):
-    """A part of the token stream, and how many documents end in it."""
+    """A part of the token stream, how many documents end in it, and what it was made of."""
 
     tokens: NDArray[Any]
     num_documents: int
+    num_bytes: int  # of text
+    trained: NDArray[Any] | None = None  # of conversations: 1 where a token is to be learnt
 
 
 def load_tokenizer(reference: str, base: Path) -> Tokenizer:
@@ -46,6 +56,24 @@ def load_tokenizer(reference: str, base: Path) -> Tokenizer:
     if reference == "bytes":
         return Tokenizer(name="bytes", identity="bytes", vocab=257, end_of_document=256, encode=_encode_bytes)
     return _from_file(base / reference)
+
+
+def byte_tokenizer() -> str:
+    """The tokenizer `bytes` as a tokenizer.json, for who loads an exported folder: every byte a token, 256 the end.
+
+    Its vocabulary names bytes by characters as GPT-2's does (Radford et al. 2019): printable ones by themselves, the
+    others by those from 256 on.
+    """
+    import tokenizers
+
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(names, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([BYTES_END])
+    return str(made.to_str())
 
 
 def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
@@ -60,7 +88,29 @@ def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Toke
             raise BadInput(missing_end(tokenizer, "several documents are packed one after the other"))
         num_documents = sum(piece.ends_document for piece in batch)
         ended += num_documents
-        yield TokenBatch(_pack(batch, tokenizer), num_documents)
+        yield TokenBatch(_pack(batch, tokenizer), num_documents, sum(piece.num_bytes for piece in batch))
+
+
+def encode_conversations(chats: Iterable[Conversation], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
+    """The token stream of all conversations, each followed by the end-of-document token where there is one.
+
+    Learnt are the tokens that begin inside the assistant's turns.
+    """
+    assert tokenizer.encode_placed is not None, "a tokenizer with a chat template is a tokenizer.json"
+    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    for batch in _batches(chats):
+        tokens: list[NDArray[Any]] = []
+        trained: list[NDArray[Any]] = []
+        encoded = tokenizer.encode_placed([chat.text for chat in batch])
+        for chat, (ids, starts) in zip(batch, encoded, strict=True):
+            learnt = np.zeros(len(ids), dtype=np.uint8)
+            for start, stop in chat.learnt:
+                learnt |= (starts >= start) & (starts < stop)
+            tokens += [ids, np.array(end, dtype=tokenizer.dtype)]
+            trained += [learnt, np.zeros(len(end), dtype=np.uint8)]
+        joined = np.concatenate(tokens, dtype=tokenizer.dtype, casting="unsafe")
+        num_bytes = sum(chat.num_bytes for chat in batch)
+        yield TokenBatch(joined, len(batch), num_bytes, np.concatenate(trained))
 
 
 def missing_end(tokenizer: Tokenizer, reason: str) -> str:
@@ -71,9 +121,9 @@ def missing_end(tokenizer: Tokenizer, reason: str) -> str:
     )
 
 
-def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups worth one call of the tokenizer, which works on a group with all cores."""
-    batch: list[Piece] = []
+def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Texts in groups worth one call of the tokenizer, which works on a group with all cores."""
+    batch: list[Text] = []
     size = 0
     for piece in texts:
         batch.append(piece)
@@ -125,12 +175,20 @@ def _from_file(path: Path) -> Tokenizer:
     loaded.no_padding()
     loaded.no_truncation()
 
-    def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encodings(texts: Sequence[str]) -> list[Any]:
         try:
-            encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+            return list(loaded.encode_batch(list(texts), add_special_tokens=False))
         except Exception as error:  # noqa: BLE001  of the Rust binding; a vocabulary without its own unknown token, say
             raise BadInput(f"{path}: this tokenizer cannot encode the text: {error}. Choose another.") from None
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode(texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings(texts)]
+
+    def encode_placed(texts: Sequence[str]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        return [
+            (np.array(found.ids, dtype=np.uint32), np.array([start for start, _ in found.offsets], dtype=np.int64))
+            for found in encodings(texts)
+        ]
 
     ends = (loaded.token_to_id(token) for token in END_OF_DOCUMENT_TOKENS)
     return Tokenizer(
@@ -139,4 +197,6 @@ def _from_file(path: Path) -> Tokenizer:
         vocab=1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=0),
         end_of_document=next((end for end in ends if end is not None), None),
         encode=encode,
+        encode_placed=encode_placed,
+        decode=lambda ids: str(loaded.decode(list(ids))),
     )

@@ -12,7 +12,7 @@ from time import monotonic
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB
-from hethub.predictor.memory.ranks import rank_memory
+from hethub.predictor.memory.ranks import COUNTED, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate.world import EmulatedWorld
 from hethub.runtime.measure.rank_times import RankTimes
@@ -135,7 +135,7 @@ class EmulatedPace(Pace):
     def memory_bytes(self, counted: int) -> int:
         """What the emulated accelerator's allocator would reserve: our count, and what only devices need."""
         parts = self._memory.parts
-        used = counted + sum(parts.get(name, 0) for name in ("framework", "buffers", "logits"))
+        used = counted + sum(size for part, size in parts.items() if part not in COUNTED)
         if used > self._memory.limit:
             raise RunFailed(
                 f"rank {self.rank} ({self._memory.accelerator}, emulated) is out of memory: it needs {used:,} bytes "

@@ -120,6 +120,11 @@ class EmulatedGroup(HethubGroup):
         self._emulation = emulation
         context, members, name = args[:3]
         self._stamps = context.gloo_group(f"stamps/{name}", members)
+        self._name_of_stamps = f"stamps/{name}"
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.context.release(self._name_of_stamps)
 
     def _submit(self, name: str, job: Run, tensors: Tensors, opts: Any = None, chosen: Words | None = None) -> Any:
         entered, end = self._emulation.clock.at, torch.zeros(1, dtype=torch.float64)

@@ -2,17 +2,20 @@
 
 from hethub.kernels.device import Device, choose_device
 from hethub.runtime.launch.launcher_environment import LaunchInfo
+from hethub.runtime.memory.allocator import map_large_blocks
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 
 
 def open_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
-    """This rank's device, made current: a CPU where the cluster or the node's vendor is emulated. Raises BadInput."""
+    """This rank's device, made current: a CPU where the cluster or the node's vendor is emulated. Sets malloc for what
+    comes and goes in host memory. Raises BadInput."""
     if cluster is not None:
         _check_size(cluster, info)
     named = cluster is not None and (cluster.emulated or cluster.places[info.rank].node.vendor is not None)
     device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
     device.activate()
+    map_large_blocks()
     return device
 
 

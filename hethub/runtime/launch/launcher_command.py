@@ -3,22 +3,25 @@
 import os
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from hethub.runtime.launch.launcher_environment import first_host
 from hethub.spec.cluster import ClusterSpec, NodeSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import TOKEN_VARIABLE, choose_interface
 
 LauncherName = Literal["mpirun", "torchrun", "srun", "sbatch"]
 LAUNCHERS: tuple[LauncherName, ...] = ("mpirun", "torchrun", "srun", "sbatch")
 MASTER_PORT = 29400
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to save and exit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +67,22 @@ def _mpirun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
     words = [_beside_python("mpirun"), "--continuous", *(("--oversubscribe", "--bind-to", "none") if local else ())]
     if cluster.network is not None and not local:
         words += ["--prtemca", "prte_if_include", cluster.network]
+    words += _daemon(cluster)
     for index, node in enumerate(cluster.nodes):
         where = () if local else ("--host", ",".join(f"{host}:{node.accelerators}" for host in hosts_of(node)))
         words += [*((":",) if index else ()), "-n", str(node.count * node.accelerators), *where, *_hethub(node), *train]
     return tuple(words)
+
+
+def _daemon(cluster: ClusterSpec) -> list[str]:
+    """Where nodes have other environments than this: Open MPI would start its daemon on all hosts at the path it has
+    here; this starts that of the first environment which a host has."""
+    environments = list(dict.fromkeys(node.environment for node in cluster.nodes if node.environment is not None))
+    if not environments or environments == [sys.prefix]:
+        return []
+    listed = " ".join(shlex.quote(f"{environment}/bin/prted") for environment in environments)
+    find = f'for each in {listed}; do if [ -x "$each" ]; then exec "$each" "$@"; fi; done; exit 127'
+    return ["--prtemca", "prte_launch_agent", f"sh -c {shlex.quote(find)} prted"]
 
 
 def _srun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
@@ -180,4 +195,35 @@ def run_here(commands: Sequence[Command]) -> int:
         )
     (command,) = commands
     environment = {**os.environ, **command.environment}
+    if Path(command.words[0]).name == "mpirun":
+        return _run_mpirun(command.words, environment)
     return subprocess.run(command.words, env=environment, input=command.script, text=True, check=False).returncode
+
+
+def _run_mpirun(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The exit code of mpirun, whose ranks are asked to save and exit when this process is told to end.
+
+    At a Ctrl-C of its own mpirun (Open MPI 5.0) kills its ranks half a second later, so it runs where the terminal's
+    does not reach it; what it hands on is SIGUSR1. The second Ctrl-C ends the ranks at once. Raises RunFailed where it
+    does, and without a word where the ranks were asked and have said why they failed.
+    """
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    asked = ended = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked, ended
+        ended = asked and number != signal.SIGUSR1
+        asked = True
+        process.send_signal(signal.SIGINT if ended else signal.SIGUSR1)
+
+    before = {number: signal.signal(number, ask) for number in _ASKING}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if ended or (asked and code == 1):
+        error = RunFailed("ended at once, as asked; go on from the last checkpoint that was whole with --resume DIR.")
+        error.quiet = not ended
+        raise error
+    return code

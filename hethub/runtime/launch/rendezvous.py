@@ -6,10 +6,8 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +16,12 @@ from hethub.communicator import Rendezvous
 from hethub.communicator.joining import pmix
 from hethub.communicator.joining.mpi_library import end_mpi, import_mpi, start_mpi
 from hethub.communicator.joining.rendezvous import agree_on_token
-from hethub.communicator.joining.segments import remove_dead_segments
+from hethub.communicator.joining.segments import (
+    BACKING_VARIABLE,
+    SHARED_MEMORY,
+    backing_folder,
+    remove_dead_segments,
+)
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, place_of
 from hethub.runtime.launch.store import join_store, meet_at_master, serve_store
@@ -33,7 +36,6 @@ _GREETING_BYTES = 512
 _SPARE_SECONDS = 1.0
 _NEWS_SECONDS = 10.0  # for rank 0's word of who has not come to reach a rank that came before it
 _MPI_SEGMENT_BYTES = 16 << 20  # what Open MPI 5 asks for, for a rank; without it MPI_Init aborts
-_MPI_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +113,8 @@ def _answering(info: LaunchInfo, timeout_seconds: float) -> Iterator[None]:
             yield
     except (dist.DistError, OSError) as error:
         reason = str(error).splitlines()[0]
+        if info.rank == 0:
+            raise RunFailed(f"rank 0 cannot open what the ranks meet at: {reason}.") from None
         raise RunFailed(
             f"rank {info.rank} ends because rank 0 is gone: its store does not answer ({reason})."
         ) from None
@@ -183,15 +187,16 @@ def _place_mpi_segments(info: LaunchInfo) -> None:
 
     What the user has set stays. Our own relay shares memory that has no place in a file system.
     """
-    shared = Path("/dev/shm")
     needed = info.local_size * _MPI_SEGMENT_BYTES
-    if _MPI_SEGMENTS in os.environ or not shared.is_dir() or shutil.disk_usage(shared).free >= needed:
+    if BACKING_VARIABLE in os.environ or not SHARED_MEMORY.is_dir() or shutil.disk_usage(SHARED_MEMORY).free >= needed:
         return
-    os.environ[_MPI_SEGMENTS] = tempfile.gettempdir()
+    os.environ[BACKING_VARIABLE] = str(backing_folder())
     if info.local_rank == 0:
         _log.warning(
-            "/dev/shm has less than the %d MiB that Open MPI shares here, so it takes %s instead; a larger /dev/shm "
+            "%s has less than the %d MiB that Open MPI shares here, so it takes %s instead; a larger %s "
             "(--shm-size of a container) is faster.",
+            SHARED_MEMORY,
             needed >> 20,
-            tempfile.gettempdir(),
+            backing_folder(),
+            SHARED_MEMORY,
         )

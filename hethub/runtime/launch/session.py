@@ -18,12 +18,11 @@ from hethub.spec.job import CommunicatorSpec, Job
 
 @contextmanager
 def session(
-    job: Job | None, communicator: CommunicatorSpec | None = None, num_lanes: int = 1
+    job: Job | None, communicator: CommunicatorSpec | None = None, num_lanes: int | None = None
 ) -> Iterator[tuple[World, ClusterSpec]]:
     """The connected world and its cluster: the job's, or what the ranks find (HETHUB_ISLANDS emulates islands).
 
-    The network is the job's, too; relay, wire and timeout are `communicator`'s, and `num_lanes` connections per pair
-    carry gloo's large messages.
+    The network is the job's, too; relay, wire, lanes and timeout are `communicator`'s, but for `num_lanes`.
     Raises BadInput where the ranks do not fit together or the cluster, RunFailed where one fails later.
     """
     info = launch_info()
@@ -34,7 +33,7 @@ def session(
         bridged = communicator or CommunicatorSpec()
         world = connect(
             meeting, device=device, islands=list(found.islands.values()), relay=bridged.relay, wire=bridged.wire,
-            timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes,
+            timeout_seconds=bridged.timeout_seconds, num_lanes=num_lanes or bridged.lanes,
         )  # fmt: skip
         with watched(world, "measure"):
             yield world, found

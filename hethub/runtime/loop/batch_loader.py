@@ -1,8 +1,14 @@
 """A rank's microbatches, from the dataset to its device."""
 
-import torch
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hethub.kernels.device import is_gpu
 from hethub.runtime.data import Dataset
+from hethub.runtime.model.layers import Documents
 from hethub.runtime.model.stage import MicrobatchInput, Stage
 from hethub.spec.schedule.microbatches import MicrobatchRange
 
@@ -22,9 +28,21 @@ class BatchLoader:
         samples = microbatch.samples
         if not self._needs_tokens:
             return MicrobatchInput(batch=samples.size)
-        rows = self._dataset.samples(step - 1, self._global_batch, *samples)  # (batch, seq + 1)
-        tokens = torch.from_numpy(rows).to(self._device)
-        segments = None
-        if self._document_mask:
-            segments = torch.from_numpy(self._dataset.documents(rows)).to(self._device)
-        return MicrobatchInput(batch=samples.size, tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=segments)
+        inputs, targets = self._dataset.batch(step - 1, self._global_batch, *samples)
+        documents = self._documents(self._dataset.documents(inputs)) if self._document_mask else None
+        return MicrobatchInput(
+            batch=samples.size, tokens=self._on_device(inputs), targets=self._on_device(targets), documents=documents
+        )
+
+    def _documents(self, segments: NDArray[np.int64]) -> Documents:
+        """Of the number of every token's document within its sample, (samples, seq_len)."""
+        sizes = np.concatenate([np.bincount(row) for row in segments])
+        starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+        return Documents(sizes=tuple(sizes.tolist()), starts=self._on_device(starts))
+
+    def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
+        """On its way there: a device copies from pinned memory while the host goes on."""
+        host = torch.from_numpy(values)
+        if not is_gpu(self._device):
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)

@@ -35,7 +35,7 @@ def connect_ranks(
     }  # fmt: skip
     if cluster.emulated:
         return connect_emulated(meeting, ClusterNetwork(cluster, profile), **options)
-    return connect(meeting, stored_relays=relays, **options)
+    return connect(meeting, stored_relays=relays, num_lanes=spec.lanes, **options)
 
 
 def build(

@@ -6,8 +6,6 @@ from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from hethub.runtime.progress import ProgressDisplay
 from hethub.runtime.run_folder import StepMetrics
 
-PLAIN_LINES = 20  # about so many lines over a whole run, where there is no terminal
-
 
 class TrainingDisplay(ProgressDisplay):
     """The progress of a run, with what its steps came to."""
@@ -17,12 +15,13 @@ class TrainingDisplay(ProgressDisplay):
         first_step: int,
         last_step: int,
         *,
+        every: int = 1,
+        num_ranks: int = 1,
         shows: bool = True,
         console: Console | None = None,
         items: str = "tokens",
     ) -> None:
-        self._first, self._last, self._items = first_step, last_step, items
-        self._every = max(1, (last_step - first_step + 1) // PLAIN_LINES)
+        self._last, self._items, self._every, self._num_ranks = last_step, items, every, num_ranks
         columns = (
             MofNCompleteColumn(),
             TextColumn(f"loss {{task.fields[loss]}}  {{task.fields[rate]}} {items}/s"),
@@ -32,19 +31,25 @@ class TrainingDisplay(ProgressDisplay):
             "training", *columns, console=console, total=last_step, done=first_step - 1, shows=shows, loss="…", rate="…"
         )
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Takes in a step that is done."""
-        is_due = (metrics.step - self._first) % self._every == 0 or metrics.step == self._last
-        line = describe(metrics, self._last, self._items) if is_due else None
+    def step(self, metrics: StepMetrics) -> str | None:
+        """Takes in a step that is done; its line, where one is due."""
+        is_due = metrics.step % self._every == 0 or metrics.step == self._last
+        line = describe(metrics, self._last, self._num_ranks, self._items) if is_due else None
         self.update(metrics.step, line, loss=show_loss(metrics), rate=f"{metrics.tokens_per_second:,.0f}")
+        return line
 
 
-def describe(metrics: StepMetrics, last_step: int, items: str = "tokens") -> str:
+def describe(metrics: StepMetrics, last_step: int, num_ranks: int, items: str = "tokens") -> str:
     """A step as one line."""
     norm = "skipped: fp16 overflow" if metrics.grad_norm is None else f"grad norm {metrics.grad_norm:.3f}"
+    predicted = metrics.predicted_step_seconds
+    beside = "" if predicted is None else f" (predicted {predicted:.3f})"
+    rate = metrics.tokens_per_second
+    mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1f} %"
     return (
-        f"step {metrics.step}/{last_step}  loss {show_loss(metrics)}  {norm}  "
-        f"{metrics.step_seconds:.3f} s  {metrics.tokens_per_second:,.0f} {items}/s"
+        f"step {metrics.step}/{last_step}  loss {show_loss(metrics)}  lr {metrics.lr:.2e}  {norm}  "
+        f"{metrics.step_seconds:.3f} s{beside}  {rate:,.0f} {items}/s ({rate / num_ranks:,.0f} each){mfu}  "
+        f"{metrics.memory_bytes / 2**30:.2f} GiB"
     )
 
 

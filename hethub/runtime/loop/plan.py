@@ -10,6 +10,7 @@ from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, profile_for
 from hethub.runtime.checkpoint import has_checkpoints
+from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
@@ -17,7 +18,7 @@ from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder, default_run_folder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
-from hethub.spec.job import Job, load_plan_of
+from hethub.spec.job import Job, JobSpec, load_plan_of
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.plan import PlanSpec, load_plan
@@ -50,6 +51,7 @@ def choose_plan(
     run_dir: Path | None,
     resume: Path | None,
     claim: RunClaim,
+    accept_changes: bool = False,
 ) -> Planned:
     """The plan named or found, its prediction and its run folder, the same on every rank, or BadInput on every rank.
 
@@ -63,7 +65,7 @@ def choose_plan(
         cluster, profile, lines = measured.cluster, measured.profile, measured.lines
 
     def decide() -> dict[str, Any]:
-        opened = open_folder(job, run_dir, resume, claim)
+        opened = open_folder(job, run_dir, resume, claim, accept_changes=accept_changes)
         return _decide(job, cluster, profile, plan_path, opened)
 
     found = broadcast(meeting, "plan", decide, patience_seconds=_PLANNING_SECONDS)
@@ -72,10 +74,16 @@ def choose_plan(
         prediction=found["prediction"],
         folder=RunFolder(Path(found["folder"])),
         profile=profile,
-        notes=[*lines, *found["notes"]],
+        notes=[*lines, *found["notes"], *_left_at_defaults(job, facts)],
         resumes=found["resumes"],
         relays=found["relays"],
     )
+
+
+def _left_at_defaults(job: Job, facts: Sequence[Facts]) -> list[str]:
+    """Warnings where ranks are devices and the job is a laptop's."""
+    on_devices = any(own.vendor != "cpu" for own in facts)
+    return [f"warning: {text}" for text in _defaults_of_laptops(job.spec)] if on_devices else []
 
 
 def _ranks_measure(job: Job, cluster: ClusterSpec, facts: Sequence[Facts]) -> bool:
@@ -100,7 +108,9 @@ class OpenedFolder(NamedTuple):
     notes: list[str]
 
 
-def open_folder(job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim) -> OpenedFolder:
+def open_folder(
+    job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim, *, accept_changes: bool = False
+) -> OpenedFolder:
     """The folder named, or a new one. What a run left that was cut off before its first checkpoint is begun again."""
     named, note = resume or run_dir, None
     if resume is not None and not resume.is_dir():
@@ -117,6 +127,8 @@ def open_folder(job: Job, run_dir: Path | None, resume: Path | None, claim: RunC
     notes = [] if note is None else [note]
     if was_cut_off:
         notes.append(f"{folder.path}: the run here was cut off before its first checkpoint; it begins again at step 1")
+    elif resume is not None:
+        notes += check_unchanged(folder, job, accepted=accept_changes)
     return OpenedFolder(folder, resume is not None, resume is not None and not was_cut_off, notes)
 
 
@@ -168,3 +180,18 @@ def _plan_file(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
     return folder.plan if (saved.cluster, len(saved.ranks)) == (cluster.name, cluster.size) else None
+
+
+def _defaults_of_laptops(spec: JobSpec) -> list[str]:
+    """What a job leaves at defaults that are meant for a laptop, a warning each: on devices nobody wants them."""
+    train, checkpoint = spec.train, spec.checkpoint
+    left = []
+    if "precision" not in train.model_fields_set:
+        left.append(f"train.precision is left at {train.precision}; devices compute in bf16 many times as fast")
+    if "steps" not in train.model_fields_set:
+        left.append(f"train.steps is left at {train.steps}; say how long to train")
+    if "every_steps" not in checkpoint.model_fields_set:
+        left.append(
+            f"checkpoint.every_steps is left at {checkpoint.every_steps}; a large model's take long, and hundreds of steps lie between"
+        )
+    return left

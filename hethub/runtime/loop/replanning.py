@@ -7,6 +7,7 @@ from typing import Any
 from hethub.communicator import World
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.runtime.measure.measured_speeds import MeasuredSpeeds
 from hethub.runtime.measure.rank_times import planned_seconds
 from hethub.runtime.measure.straggler import (
     WORTHWHILE_PERCENT,
@@ -37,6 +38,7 @@ class Replanner:
         self._job, self._profile = job, profile
         self._factors: dict[int, float] = {}  # of the ranks that are slow, beside what the job's profile says
         self._remedy: Remedy | None = None
+        self._speeds = MeasuredSpeeds()
         self.follow(layout)
 
     def follow(self, layout: Layout) -> None:
@@ -46,7 +48,12 @@ class Replanner:
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
         planned = planned_seconds(layout, self._profile, self._factors)
-        self._watch = StragglerDetector(planned, self._job.spec.drift, self._factors)
+        self._usual = planned_seconds(layout, self._profile) if self._factors else planned
+        kinds = []  # ranks whose predictions err alike: of one device type, in layers of one size
+        for own in layout.assignments:
+            replica = layout.replica(own.stage, own.replica)
+            kinds.append((layout.cluster.places[own.rank].accelerator.name, replica.tp, replica.micro_batch))
+        self._watch = StragglerDetector(planned, self._job.spec.drift, self._factors, kinds)
 
     def note(self, step: int, busy_seconds: Sequence[dict[str, float] | None], *, plans: bool) -> list[dict[str, Any]]:
         """Takes in a step; what there is to say of it, a row each. The rank that `plans` looks for a better plan."""
@@ -54,6 +61,7 @@ class Replanner:
         if len(known) < len(busy_seconds):
             return []
         self._looked_at.append(step)
+        self._speeds.note(self._layout, known, self._usual)
         noted = self._watch.note(known)
         if not noted.slow and not noted.recovered:
             return []
@@ -75,6 +83,10 @@ class Replanner:
             {**row, "step": step, "text": f"step {step}: {row['text']}; {gain}", "gain_percent": percent}
             for row in rows
         ]
+
+    def measured(self) -> ProfileSpec | None:
+        """What the run has shown of every device type's speed; None before any step was looked at."""
+        return self._speeds.profile(self._layout, self._profile)
 
     def _slow_row(self, straggler: Straggler) -> dict[str, Any]:
         return {

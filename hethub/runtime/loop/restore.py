@@ -17,7 +17,7 @@ def restore(
     BadInput on every rank."""
 
     def opened() -> tuple[CheckpointManager, int]:
-        store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world)
+        store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world, keep_every=spec.keep_every)
         return store, _restore_newest(store, trainer) if resumes else 0
 
     return consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)

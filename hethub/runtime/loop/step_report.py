@@ -7,8 +7,6 @@ from hethub.communicator import World
 from hethub.communicator.counters import since
 from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.state.gradient_norm import global_norm, ordered_sum
-from hethub.runtime.state.learning_rate import learning_rate
-from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import Layout
 
 
@@ -48,8 +46,8 @@ def gather_outcome(
 class StepReporter:
     """Makes the lines of metrics.jsonl; it remembers what was communicated before, so that a line has its step's."""
 
-    def __init__(self, world: World, layout: Layout, train: TrainSpec) -> None:
-        self._world, self._train = world, train
+    def __init__(self, world: World, layout: Layout) -> None:
+        self._world = world
         self._tokens = layout.plan.global_batch * layout.plan.seq_len
         self._communicated = world.counters()
 
@@ -60,6 +58,7 @@ class StepReporter:
         *,
         step_seconds: float,
         predicted_step_seconds: float | None,
+        lr: float,
         loss_scale: float,
         time_scale: float | None,
     ) -> StepMetrics:
@@ -75,7 +74,7 @@ class StepReporter:
             predicted_step_seconds=predicted_step_seconds,
             tokens_per_second=self._tokens / step_seconds,
             grad_norm=outcome.grad_norm,
-            lr=learning_rate(self._train, step),
+            lr=lr,
             memory_bytes=outcome.memory_bytes,
             loss_scale=loss_scale,
         )

@@ -3,26 +3,32 @@
 import gc
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from hethub.communicator import World
+from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds
 from hethub.predictor.pipeline.timeline import Span
 from hethub.runtime.checkpoint import CheckpointManager
-from hethub.runtime.data import Dataset
 from hethub.runtime.loop.build import make_trainer
 from hethub.runtime.loop.display import TrainingDisplay
 from hethub.runtime.loop.plan import Planned
+from hethub.runtime.loop.read import Data
 from hethub.runtime.loop.replanning import make_replanner
+from hethub.runtime.loop.step_report import StepOutcome
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.clock import clock_offset
 from hethub.runtime.pace import Pace, StepPace
+from hethub.runtime.run_folder import RunFolder, StepMetrics, perplexity
+from hethub.runtime.sinks import Sinks, StepProfiler
+from hethub.spec.accelerator import Precision
+from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
-from hethub.spec.job import Job
+from hethub.spec.job import Job, LogSpec
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
 
@@ -31,8 +37,8 @@ SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """How a run ended, on rank 0; `spans` are every rank's actions of the last steps, on rank 0's clock."""
+class Ended:
+    """How a run ended, on rank 0."""
 
     folder: Path
     last_step: int
@@ -41,53 +47,217 @@ class RunSummary:
     last_loss: float
     predicted_step_seconds: float
     measured_step_seconds: float  # median
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary(Ended):
+    """`spans` are every rank's actions of the last steps, on rank 0's clock."""
+
     layout: Layout
     emulation: dict[str, Any] | None  # how the pace was kept, where accelerators were emulated
     spans: list[Span] = field(repr=False)
 
 
-class TrainingLoop:
-    """A trainer with its weights in place, `done` steps behind them; rank 0 writes the run folder and speaks."""
+def assumed_note(cluster: ClusterSpec, precision: Precision, profile: ProfileSpec | None = None) -> list[str]:
+    """What is to be said beside a prediction that rests on accelerators of unknown speed."""
+    assumed = assumed_speeds(cluster, precision, profile)
+    return [f"the speed of {', '.join(assumed)} is assumed, not measured (hethub profile)"] if assumed else []
 
-    def __init__(
-        self,
-        world: World,
-        job: Job,
-        dataset: Dataset,
-        planned: Planned,
-        trainer: Trainer,
-        store: CheckpointManager,
-        done: int,
-    ) -> None:
-        self.world, self.job, self.dataset, self.planned = world, job, dataset, planned
-        self.trainer, self.store, self.done, self.last = trainer, store, done, job.spec.train.steps
-        self._replanner = make_replanner(job, world.device, planned.layout, planned.profile)
-        self._begun = done  # the step behind which the present trainer began
+
+class StepLoop:
+    """The steps of any run on one rank, `done` steps behind it; rank 0 writes the run folder and speaks.
+
+    What a plan of layers and a program do unlike each other, they fill in below.
+    """
+
+    trainer: Any
+    items = "tokens"  # what a rate counts
+
+    def __init__(self, world: World, job: Job, data: Data | None, folder: RunFolder, done: int) -> None:
+        self.world, self.job, self.data, self.folder, self.done = world, job, data, folder, done
+        self.last = job.spec.train.steps
         self._losses: list[float] = []
         self._seconds: list[float] = []
-        self._spans: list[list[Span]] = []
-        self._paces: list[StepPace] = []
+
+    # -- what a kind of run fills in -------------------------------------------------------------------------------
+
+    @property
+    def _prediction(self) -> dict[str, Any]:
+        """What prediction.json has."""
+        raise NotImplementedError
+
+    def _start_folder(self, chosen: dict[str, Any]) -> None:
+        """Begins the run folder, or goes on in it; `chosen`: how the ranks are connected."""
+        raise NotImplementedError
+
+    def _told(self) -> list[str]:
+        """What is to be said of the plan."""
+        raise NotImplementedError
+
+    def _save(self, step: int, *, ends: bool) -> str:
+        """Saves the state behind `step`, complete on return where the run ends with it; what the log says of it."""
+        raise NotImplementedError
+
+    def _elapsed(self, seconds: float) -> float:
+        """Seconds of a step that took so many."""
+        return seconds
+
+    def _note(self, step: int, outcome: StepOutcome, display: TrainingDisplay) -> None:
+        """After a step's line."""
+
+    def _saved(self, step: int, display: TrainingDisplay) -> None:
+        """After a checkpoint behind which the run goes on."""
+
+    # -- what all do -----------------------------------------------------------------------------------------------
 
     @property
     def _speaks(self) -> bool:
         return self.world.rank == 0
 
-    def run(self, warnings: Sequence[str] = ()) -> RunSummary | None:
-        """Trains up to the job's last step, or until a signal asks to save and exit."""
+    @property
+    def _predicted_seconds(self) -> float:
+        return float(self._prediction["step_seconds"])
+
+    def _train(self, warnings: Sequence[str], told: Sequence[str]) -> tuple[int, bool]:
+        """Trains up to the job's last step, or until a signal asks to save and exit: the last step, and whether it
+        came too early."""
         first, stopped, step = self.done + 1, False, self.done
-        display = TrainingDisplay(first, self.last, shows=self._speaks)
+        log = self.job.spec.log
+        display = TrainingDisplay(
+            first, self.last, every=log.every_steps, num_ranks=self.world.size, shows=self._speaks, items=self.items
+        )
         notes = self._open() if self._speaks else []
-        before = clock_offset(self.world)
-        with StopSignal() as signals, display:
-            for line in self._opening([*warnings, *notes]):
+
+        def warn(text: str) -> None:
+            self._say(text, display)
+
+        self._profiler = StepProfiler(log.profile_steps, self.folder.path, self.world.rank, warn)
+        wanted = log if self._speaks else LogSpec()
+        self._sinks = Sinks(wanted, self.folder.path, self.job.spec.to_dict(), warn)
+        with StopSignal(speaks=self._speaks) as signals, display, self._sinks:
+            for line in self._opening([*warnings, *notes], told):
                 self._say(line, display)
             with self._saving():
                 for step in range(first, self.last + 1):
                     stopped = self._step(step, signals, display)
                     if stopped:
                         break
+        return step, stopped and step < self.last
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Around all steps: a kind of run whose checkpoints go on beside them waits here."""
+        return nullcontext()
+
+    def _open(self) -> list[str]:
+        """Begins the run folder, or goes on in it; what is to be said of losses there."""
+        self._start_folder({"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()})
+        return self.folder.cut_metrics(self.done)
+
+    def _opening(self, warnings: Sequence[str], told: Sequence[str]) -> list[str]:
+        lines = [f"warning: {warning}" for warning in warnings]
+        lines += [*told, f"run folder {self.folder.path}", *self._told()]
+        if self.done:
+            lines.append(f"resumed behind step {self.done}")
+            lines += self.trainer.schedule.notes
+        if self.done >= self.last:
+            lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
+        return lines
+
+    def _say(self, text: str, display: TrainingDisplay) -> None:
+        """To whoever watches, and to log.txt."""
+        display.say(text)
+        if self._speaks:
+            self.folder.log(text)
+
+    def _step(self, step: int, signals: StopSignal, display: TrainingDisplay) -> bool:
+        self._profiler.before(step)
+        start = monotonic()
+        outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
+        seconds = self._elapsed(monotonic() - start)
+        self._losses.append(outcome.loss)
+        self._seconds.append(seconds)
+        ends = outcome.stop_requested or step == self.last
+        self._profiler.behind(step, ends=ends)
+        held_out = self._evaluate(step, display)
+        if self._speaks:
+            metrics = self.trainer.metrics(step, outcome, seconds, self._predicted_seconds)
+            metrics = metrics if held_out is None else metrics.with_evaluation(held_out)
+            self._show(replace(metrics, mfu=self._mfu(seconds)), display)
+        self._note(step, outcome, display)
+        every = self.job.spec.checkpoint.every_steps
+        if ends or (every is not None and step % every == 0):
+            text = self._save(step, ends=ends)
+            if self._speaks:
+                self.folder.log(text)
+            if not ends:
+                self._saved(step, display)
+        return bool(outcome.stop_requested)
+
+    def _show(self, metrics: StepMetrics, display: TrainingDisplay) -> None:
+        """A step's line wherever it goes."""
+        self.folder.append(metrics)
+        line = display.step(metrics)
+        if line is not None:
+            self.folder.log(line)
+            self._sinks.write(metrics.to_dict())
+
+    def _mfu(self, seconds: float) -> float | None:
+        """As predicted, over a step that took so many seconds."""
+        predicted = self._prediction["mfu"]
+        return None if predicted is None else float(predicted) * self._predicted_seconds / seconds
+
+    def _evaluate(self, step: int, display: TrainingDisplay) -> float | None:
+        """The loss on held-out samples, where the job wants it behind this step."""
+        wanted = self.job.spec.eval
+        if self.data is None or self.data.held_out is None or wanted is None:
+            return None
+        if step % wanted.every_steps and step != self.last:
+            return None
+        loss: float = self.trainer.evaluate(self.data.held_out, wanted.batches)
+        self._say(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.6g}", display)
+        return loss
+
+    def _ended(self, last_step: int, stopped: bool) -> dict[str, Any]:
+        """The fields of `Ended`."""
+        return {
+            "folder": self.folder.path,
+            "last_step": last_step,
+            "stopped_early": stopped,
+            "first_loss": self._losses[0],
+            "last_loss": self._losses[-1],
+            "predicted_step_seconds": self._predicted_seconds,
+            "measured_step_seconds": statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
+        }
+
+
+class TrainingLoop(StepLoop):
+    """A trainer with its weights in place."""
+
+    def __init__(
+        self,
+        world: World,
+        job: Job,
+        data: Data,
+        planned: Planned,
+        trainer: Trainer,
+        store: CheckpointManager,
+        done: int,
+    ) -> None:
+        super().__init__(world, job, data, planned.folder, done)
+        self.planned, self.trainer, self.store = planned, trainer, store
+        self._replanner = make_replanner(job, world.device, planned.layout, planned.profile)
+        self._begun = done  # the step behind which the present trainer began
+        self._spans: list[list[Span]] = []
+        self._paces: list[StepPace] = []
+
+    def run(self, warnings: Sequence[str] = ()) -> RunSummary | None:
+        """Trains up to the job's last step, or until a signal asks to save and exit."""
+        if self._speaks:
+            self.store.note = self.folder.log
+        before = clock_offset(self.world)
+        step, stopped = self._train(warnings, self.planned.notes)
         offset = (before + clock_offset(self.world)) / 2
-        return self._finish(step, stopped and step < self.last, offset) if self._losses else None
+        return self._finish(step, stopped, offset) if self._losses else None
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -100,67 +270,47 @@ class TrainingLoop:
             raise
         self.store.wait()
 
-    def _open(self) -> list[str]:
-        """Begins the run folder, or goes on in it; what is to be said of losses there."""
-        folder = self.planned.folder
-        chosen = {"islands": self.world.islands, "relays": self.world.relays, **self.world.counters()}
-        folder.start(self.job, self.planned.layout, self.planned.prediction, chosen)
-        if self.planned.profile is not None:
-            folder.write_profile(self.planned.profile.to_dict())
-        return folder.cut_metrics(self.done)
+    @property
+    def _prediction(self) -> dict[str, Any]:
+        return self.planned.prediction
 
-    def _opening(self, warnings: Sequence[str]) -> list[str]:
-        plan, prediction, folder = self.planned.layout.plan, self.planned.prediction, self.planned.folder
+    def _start_folder(self, chosen: dict[str, Any]) -> None:
+        self.folder.start(self.job, self.planned.layout, self.planned.prediction, chosen)
+        if self.planned.profile is not None:
+            self.folder.write_profile(self.planned.profile.to_dict())
+
+    def _told(self) -> list[str]:
+        plan, prediction = self.planned.layout.plan, self.planned.prediction
         stages = "; ".join(
             f"layers [{stage.layers[0][0]}, {stage.layers[-1][1]}) on ranks {' and '.join(str(list(r.ranks)) for r in stage.replicas)}"
             for stage in plan.stages
         )
-        lines = [f"warning: {warning}" for warning in warnings]
-        lines += self.planned.notes
-        lines.append(f"run folder {folder.path}")
-        lines.append(f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}")
+        lines = [f"plan ({prediction['strategy']}), schedule {plan.schedule}: {stages}"]
         lines.append(f"predicted {prediction['step_seconds']:.4g} s a step")
+        lines += assumed_note(self.planned.layout.cluster, plan.precision, self.planned.profile)
         if self.trainer.pace.time_scale is not None:
             lines.append(f"emulated on CPUs: every emulated second takes {self.trainer.pace.time_scale:g} real ones")
-        if self.done:
-            lines.append(f"resumed behind step {self.done}")
-        if self.done >= self.last:
-            lines.append(f"all {self.last} steps are trained already; raise train.steps to go on")
         return lines
 
-    def _say(self, text: str, display: TrainingDisplay) -> None:
-        """To whoever watches, and to log.txt."""
-        display.say(text)
-        if self._speaks:
-            self.planned.folder.log(text)
+    def _elapsed(self, seconds: float) -> float:
+        return self.trainer.pace.seconds(seconds)
 
-    def _step(self, step: int, signals: StopSignal, display: TrainingDisplay) -> bool:
-        start = monotonic()
-        outcome = self.trainer.run_step(step, stop_requested=lambda: signals.requested)
-        seconds = self.trainer.pace.seconds(monotonic() - start)
+    def _note(self, step: int, outcome: StepOutcome, display: TrainingDisplay) -> None:
         if self.trainer.step_pace is not None:
             self._paces.append(self.trainer.step_pace)
-        self._losses.append(outcome.loss)
-        self._seconds.append(seconds)
         self._spans = [*self._spans[-TRACED_STEPS + 1 :], self.trainer.spans]
-        if self._speaks:
-            metrics = self.trainer.metrics(step, outcome, seconds, self.planned.prediction["step_seconds"])
-            self.planned.folder.append(metrics)
-            display.step(metrics)
         if self._replanner is not None and step - self._begun > SETTLING_STEPS:
             for row in self._replanner.note(step, outcome.busy_seconds, plans=self._speaks):
                 self._say(row["text"], display)
                 if self._speaks:
-                    self.planned.folder.append_straggler(row)
-        ends = outcome.stop_requested or step == self.last
-        every = self.job.spec.checkpoint.every_steps
-        if ends or (every is not None and step % every == 0):
-            self.trainer.save(self.store, step, blocking=ends)
-            if self._speaks:
-                self.planned.folder.log(f"checkpoint of step {step}{'' if ends else ' begun'}")
-            if not ends:
-                self._replan(step, display)
-        return outcome.stop_requested
+                    self.folder.append_straggler(row)
+
+    def _save(self, step: int, *, ends: bool) -> str:
+        self.trainer.save(self.store, step, blocking=ends)
+        return f"checkpoint of step {step}{'' if ends else ' begun'}"
+
+    def _saved(self, step: int, display: TrainingDisplay) -> None:
+        self._replan(step, display)
 
     def _replan(self, step: int, display: TrainingDisplay) -> None:
         """Goes on from the checkpoint just begun under a better plan, where ranks turned out slower and the job wants
@@ -168,13 +318,14 @@ class TrainingLoop:
         found = self._replanner.chosen(self.world) if self._replanner is not None else None
         if self._replanner is None or found is None:
             return
-        self.store.release()
+        self.store.wait()
         self.world.barrier()
-        pace = self._drop_trainer()
+        pace, data = self._drop_trainer(), self.data
+        assert data is not None
         layout = bind(PlanSpec.model_validate(found["plan"]), self.job.model, self.planned.layout.cluster)
         prediction = {"strategy": "replanned", **found["prediction"]}
         self.planned = replace(self.planned, layout=layout, prediction=prediction)
-        self.trainer = make_trainer(layout, self.world, self.job, self.dataset, pace.on(layout))
+        self.trainer = make_trainer(layout, self.world, self.job, data.training, pace.on(layout))
         path = self.store.latest()
         assert path is not None
         self.trainer.restore(self.store, path)
@@ -182,8 +333,8 @@ class TrainingLoop:
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
         self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", display)
         if self._speaks:
-            self.planned.folder.write_plan(layout, prediction)
-            self.planned.folder.append_straggler({"step": step, "text": "new plan", "prediction": prediction})
+            self.folder.write_plan(self.job, layout, prediction)
+            self.folder.append_straggler({"step": step, "text": "new plan", "prediction": prediction})
 
     def _drop_trainer(self) -> Pace:
         """The trainer's pace; the trainer is gone and its memory free: two states need not fit on a device."""
@@ -205,17 +356,14 @@ class TrainingLoop:
         emulation = self._emulation()
         if not self._speaks:
             return None
-        self.planned.folder.write_counters(counters)
+        self.folder.write_counters(counters)
+        measured = None if self._replanner is None else self._replanner.measured()
+        if measured is not None:
+            self.folder.write_calibration(measured.to_dict())
         if emulation is not None:
-            self.planned.folder.write_emulation(emulation)
+            self.folder.write_emulation(emulation)
         return RunSummary(
-            folder=self.planned.folder.path,
-            last_step=last_step,
-            stopped_early=stopped,
-            first_loss=self._losses[0],
-            last_loss=self._losses[-1],
-            predicted_step_seconds=self.planned.prediction["step_seconds"],
-            measured_step_seconds=statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
+            **self._ended(last_step, stopped),
             layout=self.planned.layout,
             emulation=emulation,
             spans=[Span(*span) for row in rows for span in row],

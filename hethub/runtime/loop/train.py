@@ -1,18 +1,21 @@
-"""A whole run on one rank, in a line: read, meet, agree, plan, build, restore, loop."""
+"""A whole run on one rank, in a line: read, meet, agree, compare, plan, build, restore, loop."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from hethub.kernels.bodies import choose
+from hethub.runtime.going_on import folder_to_resume
 from hethub.runtime.launch.consensus import consensus, one_voice_per_node
 from hethub.runtime.launch.launcher_environment import launch_info
-from hethub.runtime.launch.preflight import agree
+from hethub.runtime.launch.preflight import agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import build, connect_ranks
 from hethub.runtime.loop.plan import choose_plan
-from hethub.runtime.loop.read import open_inputs, read_job
+from hethub.runtime.loop.read import check_job, read_data, read_job, told
 from hethub.runtime.loop.restore import restore
 from hethub.runtime.loop.steps import RunSummary, TrainingLoop
+from hethub.runtime.parity.makers import check_makers
 from hethub.runtime.run_claim import RunClaim
 
 
@@ -24,6 +27,7 @@ def train(
     profile_path: Path | None = None,
     run_dir: Path | None = None,
     resume: Path | None = None,
+    accept_changes: bool = False,
 ) -> RunSummary | None:
     """Runs the job on this rank; the summary on rank 0, None elsewhere and where no step was left to train.
 
@@ -34,18 +38,23 @@ def train(
         read = read_job(job_path, overrides, info)
         meeting = meet(info, read.cluster, read.timeout_seconds)
     with watched_meeting(meeting), RunClaim() as claim:
-        job, device, dataset, own = consensus(meeting, "job", lambda: open_inputs(read.job, info))
-        agreed = agree(meeting, own, job.cluster)
+        job, device = consensus(meeting, "job", lambda: check_job(read.job, info))
+        choose(job.spec.train.compile)
+        data = read_data(meeting, job, info, job.model.vocab)
+        agreed = agree(meeting, own_facts(info, device, read=told(job), tokens=data.fingerprint), job.cluster)
+        compared = check_makers(meeting, job, device, agreed.facts)
+        resume = folder_to_resume(meeting, job, run_dir, resume)
         planned = choose_plan(
             meeting, job, device, agreed.cluster, agreed.facts,
             plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume, claim=claim,
+            accept_changes=accept_changes,
         )  # fmt: skip
         layout, profile, resumes = planned.layout, planned.profile, planned.resumes
         world = connect_ranks(meeting, job.spec.communicator, device, layout.cluster, profile, planned.relays)
         with watched(world, "train"):
             seconds = planned.prediction["step_seconds"]
-            trainer = build(meeting, world, job, dataset, layout, profile, seconds, fills=not resumes)
+            trainer = build(meeting, world, job, data.training, layout, profile, seconds, fills=not resumes)
             store, done = restore(meeting, world, trainer, job.spec.checkpoint, planned.folder, resumes=resumes)
-            loop = TrainingLoop(world, job, dataset, planned, trainer, store, done)
+            loop = TrainingLoop(world, job, data, planned, trainer, store, done)
             del trainer  # the loop alone keeps it: it may build another, and two need not fit on a device
-            return loop.run(agreed.warnings)
+            return loop.run([*data.warnings, *agreed.warnings, *compared])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from hethub.communicator import World
@@ -17,9 +17,11 @@ from hethub.runtime.model.initial import initialise
 from hethub.runtime.model.stage import Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup
 from hethub.runtime.pace import Pace, StepPace
+from hethub.runtime.pipeline.evaluator import Evaluator
 from hethub.runtime.pipeline.executor import Executor
 from hethub.runtime.run_folder import StepMetrics
-from hethub.runtime.state.gradient_norm import clip_scale
+from hethub.runtime.state.gradient_norm import clip_scale, ordered_sum
+from hethub.runtime.state.learning_rate import Schedule
 from hethub.runtime.state.loss_scale import LossScale
 from hethub.runtime.state.optimizer import Optimizer
 from hethub.runtime.state.reduction import Reducer, build_groups
@@ -55,12 +57,13 @@ class Trainer:
         self.step_pace: StepPace | None = None  # of the last step of an emulation
         assignment, state = layout.assignments[world.rank], StateMap(layout)
         verify_owners(world, state)
-        self._reporter = StepReporter(world, layout, train)
+        self._assignment, self._document_mask = assignment, document_mask
+        self._reporter = StepReporter(world, layout)
         replica = layout.replica(assignment.stage, assignment.replica)
         group_of = build_groups(world, state)
         self.arena = HostArena(world.device, self.pace)
         self.storage = FlatStorage(state, assignment, layout.plan.precision, world.device.torch_device, self.arena)
-        tensor_group = TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None)
+        tensor_group = TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None, self.pace)
         self.stage = Stage(layout, assignment, self.storage, tensor_group)
         self._batches = BatchLoader(dataset, self.stage, document_mask=document_mask)
         self.reducer = Reducer(state, self.storage, group_of, replica.ranks)
@@ -96,7 +99,9 @@ class Trainer:
         valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
         # A device's allocator knows its peak.
         with nullcontext() if self.world.device.is_gpu else self._meter.counting_step():
-            loss = self.executor.run_step(partial(self._batches.load, step), self.loss_scale.value / valid_tokens)
+            loss = self.executor.run_step(
+                partial(self._batches.load, step), self.loss_scale.value / max(1, valid_tokens)
+            )
         with self.executor.timed(Kind.STEP):
             outcome = gather_outcome(
                 self.world,
@@ -116,6 +121,27 @@ class Trainer:
             verify_copies(self.world, self.reducer, step)
         self.step_pace = self.pace.end_step()
         return outcome
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        """Made by all ranks together, which connect for it."""
+        manager = ZeroManager(self.reducer, self._meter, trains=False)
+        return Evaluator(self.layout, self._assignment, self.world, self.stage, manager, Pace())
+
+    def evaluate(self, held_out: Dataset, batches: int) -> float:
+        """The mean loss over the tokens of the first `batches` batches of held-out samples, on all ranks; nothing that
+        is trained changes."""
+        self.stepping.flush()
+        global_batch = self.layout.plan.global_batch
+        batch_of = BatchLoader(held_out, self.stage, document_mask=self._document_mask)
+        own = sum(self._evaluator.run(partial(batch_of.load, number + 1)) for number in range(batches))
+        losses = self.world.all_gather_objects(own if self._speaks_for_loss else 0.0)
+        valid_tokens = sum(held_out.valid_tokens(number, global_batch) for number in range(batches))
+        return ordered_sum(losses) / max(1, valid_tokens)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.optimizer.schedule
 
     @property
     def spans(self) -> list[Span]:
@@ -152,6 +178,7 @@ class Trainer:
             outcome,
             step_seconds=step_seconds,
             predicted_step_seconds=predicted,
+            lr=self.schedule.rate(step),
             loss_scale=self.loss_scale.value,
             time_scale=self.pace.time_scale,
         )
@@ -165,6 +192,8 @@ class Trainer:
             tokens=self.dataset.fingerprint(),
             loss_scale=self.loss_scale.value,
             good_steps=self.loss_scale.good_steps,
+            schedule=self.schedule.state,
+            samples=self.dataset.position(step, self.layout.plan.global_batch),
         )
         checkpoints.save(step, self.optimizer, extra, blocking=blocking)
 
@@ -180,5 +209,9 @@ class Trainer:
                     f"{path}: the checkpoint was trained with {key} {getattr(extra, key)}, the job has {own}; the batches would not go on "
                     "where they stopped. Give the same data, train.seq_len and train.seed, or start a new run from exported weights."
                 )
+        if extra.schedule is not None:
+            self.schedule.resume(extra.schedule, extra.step)
+        if extra.samples is not None:
+            self.dataset.resume(extra.step, extra.samples)
         self.loss_scale.value, self.loss_scale.good_steps = extra.loss_scale, extra.good_steps
         return extra.step

@@ -51,18 +51,22 @@ class MeasurementCache:
 
     def save(self, profile: DeviceProfile) -> str | None:
         """Keeps the measurements, whole or not at all; where it cannot, what to tell the user, for the run goes on."""
-        data: dict[str, Any] = {"facts": self._facts, "profile": profile.to_dict()}
-        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            unfinished.replace(self.path)
-        except OSError as error:
-            return (
-                f"measurements are not remembered: {self.path.parent} cannot be written ({error.strerror}); name a folder that "
-                "can be in HETHUB_CACHE."
-            )
-        return None
+        return keep(self.path, {"facts": self._facts, "profile": profile.to_dict()}, "measurements are")
+
+
+def keep(path: Path, data: dict[str, Any], what: str) -> str | None:
+    """Writes a file of the cache, whole or not at all; where it cannot, what to tell the user of `what`."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        return (
+            f"{what} not remembered: {path.parent} cannot be written ({error.strerror}); name a folder that "
+            "can be in HETHUB_CACHE."
+        )
+    return None
 
 
 def cache_folder() -> Path:

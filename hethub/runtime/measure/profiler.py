@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hethub
 from hethub.communicator import World
-from hethub.kernels.device import Device
+from hethub.kernels.device import Clock, Device
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec, merge
 from hethub.runtime.measure.link_profiler import measure_links
 from hethub.runtime.model.initial import initialise
@@ -19,9 +19,11 @@ from hethub.runtime.model.layers import TokenLayout, rms_norm
 from hethub.runtime.model.loss import head_loss
 from hethub.runtime.model.stage import Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup, embed
+from hethub.runtime.state.optimizer import fused_adamw
 from hethub.runtime.state.storage import DTYPES, FlatStorage
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import TrainSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.layout.state import StateMap
 from hethub.spec.layout.tensors import tp_degrees
@@ -132,37 +134,45 @@ class _Bench:
         return torch.randint(0, held, (batch, self.stage.seq_len), device=self.stage.storage.weights.device)
 
     def _repeated(self, run: Callable[[], Tensor], grad: Tensor | None) -> tuple[float, float]:
+        clock = Clock(self.device)
+
         def once() -> tuple[float, float]:
-            start = self._now()
+            self.device.synchronize()
+            start = clock.stamp()
             result = run()
-            middle = self._now()
+            middle = clock.stamp()
             result.backward(grad)
-            return middle - start, self._now() - middle
+            end = clock.stamp()
+            return clock.between(start, middle), clock.between(middle, end)
 
         run().backward(grad)  # the first pass allocates
         forward, backward = repeated(once, self.seconds)
         return forward, backward
 
-    def _now(self) -> float:
-        self.device.synchronize()
-        return perf_counter()
+
+LEAST_STATE, MOST_STATE = 2**22, 2**27  # elements that an optimizer's step is timed on: far more than caches hold
+STATE_BYTES = 40  # of an element, at most (fp64): weight, master, gradient, two moments
+STATE_SHARE = 0.25  # of the device's free memory
 
 
-def _optimizer(device: Device, precision: Precision, seconds: float, numel: int = 2**20) -> float:
-    """Seconds per parameter of what a step does to a rank's own state: norm, AdamW, the weight written back."""
+def _optimizer(device: Device, precision: Precision, seconds: float) -> float:
+    """Seconds per parameter of what a step does to a rank's own state: norm, the fused AdamW that training calls, the
+    weight written back."""
+    free = device.free_memory_bytes()
+    numel = LEAST_STATE if free is None else max(LEAST_STATE, min(MOST_STATE, int(STATE_SHARE * free) // STATE_BYTES))
     weights = torch.zeros(numel, dtype=DTYPES[precision], device=device.torch_device)
     wide = torch.promote_types(weights.dtype, torch.float32)
-    master = torch.zeros(numel, dtype=wide, device=device.torch_device).requires_grad_()
-    master.grad = torch.ones_like(master)
-    optimizer = torch.optim.AdamW([master], lr=1e-3)
+    state = [torch.zeros(numel, dtype=wide, device=device.torch_device) for _ in range(3)]
+    grad = torch.ones(numel, dtype=wide, device=device.torch_device)
+    updates, train, clock = torch.zeros((), device=device.torch_device), TrainSpec(), Clock(device)
 
     def once() -> tuple[float, ...]:
-        start = perf_counter()
-        torch.linalg.vector_norm(master.grad)
-        optimizer.step()
-        weights.copy_(master.detach())
         device.synchronize()
-        return (perf_counter() - start,)
+        start = clock.stamp()
+        torch.linalg.vector_norm(grad)
+        fused_adamw([state], [grad], [updates], train, lr=train.lr, decays=True)
+        weights.copy_(state[0])
+        return (clock.between(start, clock.stamp()),)
 
     once()
     (found,) = repeated(once, seconds)

@@ -1,22 +1,23 @@
 """Stragglers: ranks that take longer for their work than planned, and what a new plan for their true speeds would bring.
 
-What a rank computes in a step is laid over what was planned for it, by kind of action. Predictions err alike for all
-ranks, so a rank counts as slow where it exceeds its plan, and by more than the others do.
+What a rank computes in a step is laid over what was planned for it, by kind of action, communication in neither.
+Predictions err alike for ranks that are alike, so a rank counts as slow where it takes longer for its plan than those
+do, whether they keep theirs or not; one that is alone of its kind, where it exceeds its plan by more than every other
+kind does.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hethub
 from hethub.predictor import Prediction, predict
-from hethub.predictor.cost.layer import LayerCost, PassSeconds
-from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec
+from hethub.predictor.cost.profile import ProfileSpec
+from hethub.runtime.measure.measured_speeds import estimated
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.runtime.measure.speed_classes import tell_apart
-from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec, Job, JobSpec, StragglerSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -49,14 +50,20 @@ class Noted(NamedTuple):
 class StragglerDetector:
     """Notes what every rank computed, step by step; all ranks are told the same and so find the same.
 
-    `known` are the factors by which ranks are planned to be slow already.
+    `known` are the factors by which ranks are planned to be slow already; ranks of one `kind` err alike (None: all).
     """
 
     def __init__(
-        self, planned: Sequence[Seconds], spec: StragglerSpec, known: Mapping[int, float] | None = None
+        self,
+        planned: Sequence[Seconds],
+        spec: StragglerSpec,
+        known: Mapping[int, float] | None = None,
+        kinds: Sequence[Hashable] | None = None,
     ) -> None:
         self._planned, self._limit = planned, 1.0 + spec.threshold
         self._known = dict(known or {})
+        self._rank_kinds = kinds or [None] * len(planned)
+        self._judges = [rank not in self._known for rank in range(len(planned))]
         self._steps: deque[Sequence[Seconds]] = deque(maxlen=spec.steps)
         self._factors: deque[list[float]] = deque(maxlen=spec.steps)
         self._reported: set[int] = set()
@@ -64,7 +71,7 @@ class StragglerDetector:
     def note(self, busy: Sequence[Seconds]) -> Noted:
         """Takes in a step; the ranks that have now been slow for long enough, or no longer, each told once."""
         self._steps.append(busy)
-        self._factors.append(against_others(busy, self._planned, PASSES))
+        self._factors.append(self._against_others(busy, PASSES))
         noted = Noted([], {})
         if len(self._factors) < (self._factors.maxlen or 0):
             return noted
@@ -83,21 +90,40 @@ class StragglerDetector:
     def _straggler(self, rank: int, factor: float) -> Straggler:
         medians = [{kind: median(step[r].get(kind, 0.0) for step in self._steps) for kind in planned}
                    for r, planned in enumerate(self._planned)]  # fmt: skip
-        excess = {kind: against_others(medians, self._planned, [kind])[rank] for kind in self._planned[rank]}
+        excess = {kind: self._against_others(medians, [kind])[rank] for kind in self._planned[rank]}
         return Straggler(rank, factor, max(excess, key=excess.__getitem__), medians[rank], dict(self._planned[rank]))
 
+    def _against_others(self, busy: Sequence[Seconds], actions: Sequence[str]) -> list[float]:
+        return against_others(busy, self._planned, actions, self._rank_kinds, self._judges)
 
-def against_others(busy: Sequence[Seconds], planned: Sequence[Seconds], kinds: Sequence[str]) -> list[float]:
-    """By rank, how many times its plan these kinds took, what most ranks exceed theirs by taken out.
 
-    Ranks faster than planned make no other slow: what is taken out is 1 at least. The lower middle counts as usual, so
-    of two ranks the one nearer to its plan. A rank with none of these kinds has 1.
+def against_others(
+    busy: Sequence[Seconds],
+    planned: Sequence[Seconds],
+    actions: Sequence[str],
+    kinds: Sequence[Hashable],
+    judges: Sequence[bool],
+) -> list[float]:
+    """By rank, how many times its plan these actions took, what is usual for ranks of its kind taken out.
+
+    The lower middle counts as usual, so of two ranks the faster one: a rank may be slow, none is fast. Those that do not
+    judge are planned as slow and may have recovered. A rank alone of its kind has nobody whose prediction errs alike: it
+    is held against its plan, or the most that is usual for another kind. A rank with none of these actions has 1.
     """
-    sums = [(sum(b.get(kind, 0.0) for kind in kinds), sum(p.get(kind, 0.0) for kind in kinds))
+    sums = [(sum(b.get(action, 0.0) for action in actions), sum(p.get(action, 0.0) for action in actions))
             for b, p in zip(busy, planned, strict=True)]  # fmt: skip
-    ratios = [measured / expected if expected else 1.0 for measured, expected in sums]
-    usual = max(1.0, sorted(ratios)[(len(ratios) - 1) // 2])
-    return [ratio / usual for ratio in ratios]
+    ratios = [measured / expected if measured and expected else 1.0 for measured, expected in sums]
+    of_kind: dict[Hashable, list[float]] = {}
+    for kind, ratio, judging in zip(kinds, ratios, judges, strict=True):
+        if judging and kinds.count(kind) > 1:
+            of_kind.setdefault(kind, []).append(ratio)
+    usual = {kind: _lower_middle(own) for kind, own in of_kind.items()}
+    beyond = max(1.0, max(usual.values(), default=_lower_middle(ratios)))
+    return [ratio / usual.get(kind, beyond) for kind, ratio in zip(kinds, ratios, strict=True)]
+
+
+def _lower_middle(ratios: Sequence[float]) -> float:
+    return sorted(ratios)[(len(ratios) - 1) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,44 +176,11 @@ def slowed(layout: Layout, profile: ProfileSpec | None, factors: dict[int, float
     for place, planned in zip(told.places, cluster.places, strict=True):
         name, number = place.accelerator.name, classes[place.rank]
         if number and (name, precision) not in devices:
-            known = devices.get((planned.accelerator.name, precision)) or _estimated(layout, planned.accelerator)
-            devices[name, precision] = _slower(known, name, levels[number - 1])
+            known = devices.get((planned.accelerator.name, precision)) or estimated(layout, planned.accelerator)
+            devices[name, precision] = known.slower(levels[number - 1], name)
     content = {"date": "", "hethub": hethub.__version__, "software": "stragglers", "model": layout.model}
     base = profile or ProfileSpec(**content, devices=tuple(devices.values()))
     return told, base.replace(devices=tuple(devices.values()))
-
-
-def _estimated(layout: Layout, accelerator: AcceleratorSpec) -> DeviceProfile:
-    """What the predictor expects of an accelerator, as if measured from the smallest to the largest micro-batch there
-    can be: only ratios to it count."""
-    cost = LayerCost(layout.model, accelerator, layout.plan.seq_len, layout.plan.precision)
-    sizes = sorted({1, layout.plan.global_batch})
-
-    def timing(micro_batch: int, passes: PassSeconds) -> dict[str, Any]:
-        place = {"micro_batch": micro_batch, "seq_len": layout.plan.seq_len}
-        return {**place, "forward_seconds": passes.forward, "backward_seconds": passes.backward}
-
-    embedding = [PartTiming(part="embedding", **timing(size, cost.embedding(size))) for size in sizes]
-    head = [PartTiming(part="head", **timing(size, cost.head(size))) for size in sizes]
-    return DeviceProfile(
-        accelerator=accelerator.name,
-        precision=layout.plan.precision,
-        layers=tuple(LayerTiming(**timing(size, cost.layer(size))) for size in sizes),
-        parts=(*embedding, *head),
-    )
-
-
-def _slower(measured: DeviceProfile, name: str, factor: float) -> DeviceProfile:
-    """A device's measurements, all times `factor`, under another name."""
-
-    def times(timing: Any) -> Any:
-        return timing.replace(
-            forward_seconds=timing.forward_seconds * factor, backward_seconds=timing.backward_seconds * factor
-        )
-
-    return measured.replace(
-        accelerator=name, layers=tuple(map(times, measured.layers)), parts=tuple(map(times, measured.parts))
-    )
 
 
 def describe(layout: Layout, straggler: Straggler, steps: Sequence[int]) -> str:

@@ -46,6 +46,7 @@ class OffloadedLayer:
     def end(self) -> None:
         """Lets the device's copies go."""
         self._leaving.clear()
+        self._arena.trim()
 
     def pack(self, tensor: Tensor) -> Any:
         """Starts copying a tensor to the host; masks and what is counted as fixed stay where they are."""
@@ -68,6 +69,8 @@ class OffloadedLayer:
 
     def prefetch(self) -> None:
         """Starts bringing everything back, once."""
+        if not self._coming:
+            self._arena.trim()
         for key, host in self._hosts.items():
             if key not in self._coming:
                 self._coming[key] = self._arena.fetch(host)

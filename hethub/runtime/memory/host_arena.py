@@ -1,9 +1,11 @@
 """Host memory that state and activations are offloaded to, and the side stream that carries them there and back.
 
 On an accelerator host memory is pinned and copies overlap with compute; on a CPU the same calls copy into a second
-arena, which is counted alike, and are done when they return.
+arena, which is counted alike, and are done when they return. There it lies in mappings of its own, which
+/proc/PID/smaps tells apart by their name.
 """
 
+import os
 import weakref
 from dataclasses import dataclass
 
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor
 
 from hethub.kernels.device import Device, Event
+from hethub.runtime.memory.allocator import return_free_pages
 from hethub.runtime.pace import Pace
+
+MAPPING_NAME = "hethub-host"
 
 
 class HostArena:
@@ -26,7 +31,7 @@ class HostArena:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor (numel,) in host memory."""
-        buffer = self.device.host_buffer(numel * dtype.itemsize).view(dtype)
+        buffer = host_memory(self.device, numel * dtype.itemsize).view(dtype)
         self.live_bytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(buffer.untyped_storage(), self._given_back, buffer.nbytes)
@@ -34,6 +39,11 @@ class HostArena:
 
     def _given_back(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
+
+    def trim(self) -> None:
+        """On a CPU: returns what freed copies on the device's side leave in malloc's heap."""
+        if not self.device.is_gpu:
+            return_free_pages()
 
     def store(self, host: Tensor, values: Tensor) -> None:
         """Starts copying `values`, a result of the current stream, to `host`; later fetches of `host` come after it."""
@@ -59,6 +69,18 @@ class HostArena:
     def synchronize(self) -> None:
         """Returns when every copy started is done: the host may read what was stored."""
         self._stream.record().synchronize()
+
+
+def host_memory(device: Device, num_bytes: int) -> Tensor:
+    """An uninitialised uint8 tensor (num_bytes,) in host memory: pinned for a GPU, a mapping by name on a CPU."""
+    if device.is_gpu or not num_bytes or not hasattr(os, "memfd_create"):
+        return device.host_buffer(num_bytes)
+    descriptor = os.memfd_create(MAPPING_NAME, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)  # the mapping stays until the tensor's storage dies
 
 
 @dataclass(frozen=True)

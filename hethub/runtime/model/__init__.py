@@ -1,5 +1,5 @@
 """The Llama on one rank's shards: layers, loss, initial values, Hugging Face folders.
 
 Start reading: stage.py, then layers.py.
-May import: spec, runtime.state.
+May import: kernels, spec, runtime.pace, runtime.state.
 """

@@ -149,7 +149,7 @@ def write_folder(
     model: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
-    tokenizer_source: Path | None = None,
+    tokenizer_source: Path | str | None = None,
     *,
     end_of_document: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -157,39 +157,64 @@ def write_folder(
     """Writes a folder that transformers loads: config.json, safetensors shards, the tokenizer's files.
 
     `tensors` yields every tensor of the model once, in any order, in Hugging Face's shape; at most one shard of them
-    is held. `tokenizer_source` is a tokenizer.json or a Hugging Face folder, whose special token ids are kept too; else
-    `end_of_document` becomes eos_token_id. `folder` appears complete or not at all. Raises BadInput where it already
-    holds something or the tokenizer is missing, RunFailed where the disk fails.
+    is held. `tokenizer_source` is a tokenizer.json, the text of one, or a Hugging Face folder, whose special token ids
+    are kept too; else `end_of_document` becomes eos_token_id. What lies beside a tokenizer.json (its config, chat
+    template, how to generate) comes with it, and is written where it does not. `folder` appears complete or not at
+    all. Raises BadInput where it already holds something or the tokenizer is missing, RunFailed where the disk fails.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: is there already; name a new or an empty folder to write to.")
-    if tokenizer_source is not None and not tokenizer_source.exists():
+    if isinstance(tokenizer_source, Path) and not tokenizer_source.exists():
         raise BadInput(f"{tokenizer_source}: there is no such tokenizer.json or Hugging Face folder to take it from.")
     with _appearing(folder) as temporary:
-        config = config_of(model, str(dtype).removeprefix("torch.")) | _token_ids(tokenizer_source, end_of_document)
+        ids = _token_ids(tokenizer_source, end_of_document)
+        config = config_of(model, str(dtype).removeprefix("torch.")) | ids
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _copy_tokenizer(tokenizer_source, temporary)
+        _write_tokenizer(tokenizer_source, temporary, ids)
         _write_weights(temporary, model, tensors, dtype, max_shard_bytes)
 
 
-def _token_ids(source: Path | None, end_of_document: int | None) -> dict[str, Any]:
+def _token_ids(source: Path | str | None, end_of_document: int | None) -> dict[str, Any]:
     """bos, eos and pad; named even where there are none, since transformers would take 1 and 2."""
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
-    if source is not None and (source / "config.json").is_file():
+    if isinstance(source, Path) and (source / "config.json").is_file():
         config = read_json(source / "config.json", "Hugging Face config")
         ids = {key: config.get(key) for key in ids}
     return ids
 
 
-def _copy_tokenizer(source: Path | None, folder: Path) -> None:
-    if source is None:
-        return
-    if source.is_file():
-        shutil.copyfile(source, folder / "tokenizer.json")
-        return
-    for name in _COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def _write_tokenizer(source: Path | str | None, folder: Path, ids: dict[str, Any]) -> None:
+    """The tokenizer with what belongs to it, and the file that `generate` of transformers looks into."""
+    tokenizer = folder / "tokenizer.json"
+    if isinstance(source, str):
+        tokenizer.write_text(source, encoding="utf-8")
+    elif source is not None:
+        beside = source if source.is_dir() else source.parent
+        for name in _COPIED_FILES:
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, folder / name)
+        if source.is_file():
+            shutil.copyfile(source, tokenizer)  # whatever its name is
+    given = {key: value for key, value in ids.items() if value is not None}
+    _write_unless_there(folder / "generation_config.json", given)
+    if tokenizer.is_file():
+        known = {added["id"]: added["content"] for added in _added_tokens(tokenizer)}
+        names = {
+            key.removesuffix("_id"): known[value]
+            for key, value in given.items()
+            if isinstance(value, int) and value in known
+        }
+        _write_unless_there(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
+    content = read_json(tokenizer, "tokenizer")
+    return content.get("added_tokens") or [] if isinstance(content, dict) else []
+
+
+def _write_unless_there(path: Path, content: dict[str, Any]) -> None:
+    if not path.exists():
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_weights(

@@ -1,6 +1,7 @@
 """A Llama's layer on one rank's shards: norm, attention and MLP."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,37 +9,81 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hethub.kernels.bodies import Body
 from hethub.runtime.model.rope import rotate
 from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, row_parallel
 from hethub.runtime.state.parameter import Parameter
 from hethub.spec.plan import Recompute
 
 
-class _RMSNorm(torch.autograd.Function):
-    """x (tokens, hidden) over its root mean square, times the weight; statistics in at least fp32."""
+@Body
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x over its root mean square, times the weight, and the root's inverse (tokens, 1)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight, scale
+
+
+@Body
+def _added_and_normed(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch, and of it what `_normed` gives."""
+    total = x + branch
+    return total, *_normed.function(total, weight, eps)
+
+
+@Body
+def _norm_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, grad_x: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight, from that of the normed x and what x receives beside it."""
+    normed = x.to(scale.dtype) * scale
+    wide = grad.to(scale.dtype)
+    grad_weight = (wide * normed).sum(0)
+    wide = wide * weight
+    mean = torch.linalg.vecdot(wide, normed).unsqueeze(-1) / x.shape[-1]
+    found = wide.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype)
+    return found if grad_x is None else found.add_(grad_x), grad_weight
+
+
+class _Norm(torch.autograd.Function):
+    """x (tokens, hidden), with a branch added to it where one is given; and that over its root mean square, times the
+    weight; statistics in at least fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (tokens, 1)
-        ctx.save_for_backward(x, scale)
-        ctx.weight = weight
-        return (wide * scale).to(x.dtype) * weight.weight
+    def forward(ctx: Any, x: Tensor, branch: Tensor | None, weight: Parameter, eps: float) -> tuple[Tensor, Tensor]:
+        if branch is None:
+            total, (normed, scale) = x.view_as(x), _normed(x, weight.weight, eps)
+        else:
+            total, normed, scale = _added_and_normed(x, branch, weight.weight, eps)
+        ctx.save_for_backward(total if branch is not None else x, scale)
+        ctx.weight, ctx.has_branch = weight, branch is not None
+        ctx.set_materialize_grads(False)
+        return total, normed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        wide = grad.to(scale.dtype)
-        ctx.weight.add((wide * normed).sum(0))
-        wide = wide * ctx.weight.weight
-        mean = torch.linalg.vecdot(wide, normed).unsqueeze(-1) / x.shape[-1]
-        return wide.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype), None, None
+        grad_x, grad_weight = _norm_backward(grad, x, scale, ctx.weight.weight, grad_total)
+        ctx.weight.add(grad_weight)
+        return grad_x, grad_x if ctx.has_branch else None, None, None
 
 
 def rms_norm(x: Tensor, weight: Parameter, eps: float) -> Tensor:
     """x (tokens, hidden) normalised by its root mean square and scaled by `weight` (hidden,)."""
-    return _RMSNorm.apply(x, weight, eps)
+    return _Norm.apply(x, None, weight, eps)[1]
+
+
+@Body
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate).mul_(up)
+
+
+@Body
+def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    slope = silu.sub(silu * sigmoid).add_(sigmoid)  # sigmoid + silu (1 - sigmoid)
+    return slope.mul_(up).mul_(grad), silu.mul_(grad)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -47,15 +92,19 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _swiglu(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        slope = silu.sub(silu * sigmoid).add_(sigmoid)  # sigmoid + silu (1 - sigmoid)
-        return slope.mul_(up).mul_(grad), silu.mul_(grad)
+        return _swiglu_backward(grad, *ctx.saved_tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """The documents of a microbatch, one sample's behind the other's; attention stays inside each."""
+
+    sizes: tuple[int, ...]  # tokens of each, known on the host
+    starts: Tensor  # (documents + 1,) int32, on the device: the first token of each, then the number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +115,23 @@ class TokenLayout:
     seq_len: int
     cos: Tensor  # (seq, head_dim)
     sin: Tensor
-    mask: Tensor | None = None  # (batch, 1, seq, seq) bool; None: plain causal
+    documents: Documents | None = None  # None: every sample is one
+    past: "KeyValues | None" = None  # of the tokens before these, where text is generated token by token
+
+
+class KeyValues:
+    """Keys and values of tokens that went before, by layer: each (batch, seq, heads, head_dim)."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def extended(self, layer: str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all tokens so far, the layer's new ones behind the others."""
+        if layer in self._of:
+            before = self._of[layer]
+            key, value = torch.cat((before[0], key), 1), torch.cat((before[1], value), 1)
+        self._of[layer] = key, value
+        return key, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +142,7 @@ class LlamaLayer:
     """
 
     head_dim: int
+    window: int | None  # tokens that attention sees, the token itself among them; None: all before it
     eps: float
     group: TensorGroup
     recompute: Recompute
@@ -97,18 +163,23 @@ class LlamaLayer:
 
     def __call__(self, x: Tensor, tokens: TokenLayout) -> Tensor:
         """x and result (tokens, hidden)."""
-        x = x + self._attention(rms_norm(x, self.attention_norm, self.eps), tokens)
-        return x + self._mlp(rms_norm(x, self.mlp_norm, self.eps))
+        x, normed = _Norm.apply(x, None, self.attention_norm, self.eps)
+        x, normed = _Norm.apply(x, self._attention(normed, tokens), self.mlp_norm, self.eps)
+        return x + self._mlp(normed)
 
     def _attention(self, x: Tensor, tokens: TokenLayout) -> Tensor:
         projected = column_parallel(x, self.group, (self.query, self.key, self.value))
         heads = (tokens.batch, tokens.seq_len, -1, self.head_dim)
         query, key, value = (t.view(heads) for t in projected)  # (batch, seq, heads, head_dim)
-        query, key = rotate(query, tokens.cos, tokens.sin), rotate(key, tokens.cos, tokens.sin)
+        query, key = rotate(query, key, tokens.cos, tokens.sin)
+        if tokens.past is not None:
+            key, value = tokens.past.extended(self.key.name, key, value)
         if self.recompute == "selective":
-            mixed = checkpoint(_mix, query, key, value, tokens.mask, use_reentrant=False, preserve_rng_state=False)
+            mixed = checkpoint(
+                _mix, query, key, value, tokens.documents, self.window, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            mixed = _mix(query, key, value, tokens.mask)
+            mixed = _mix(query, key, value, tokens.documents, self.window)
         return row_parallel(mixed, self.group, self.output)
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -116,17 +187,84 @@ class LlamaLayer:
         return row_parallel(_SwiGLU.apply(gate, up), self.group, self.down)
 
 
-def _mix(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of (batch, seq, heads, head_dim) inputs, as (batch * seq, heads * head_dim)."""
+def _mix(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int | None = None) -> Tensor:
+    """Causal attention of (batch, seq, heads, head_dim) inputs, as (batch * seq, heads * head_dim), to the last
+    `window` tokens where that is fewer than all.
+
+    Documents and windows take one kernel where there is one for sequences of unlike lengths, and else a call for each
+    document or window; neither makes a mask of the whole sequence, nor computes what one would leave out.
+    """
+    batch, seq, keys = *query.shape[:2], key.shape[1]
+    window = None if window is None or window >= keys else window
+    whole = documents is None or len(documents.sizes) == batch
+    if whole and window is None:
+        return _causal(query, key, value)
+    if window is not None and seq < keys:  # the last token alone
+        return _causal(query, key[:, -window:], value[:, -window:])
+    flat = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)  # (tokens, heads, head_dim)
+    if _attends_to_unlike_lengths(query.device, query.dtype, query.shape[-1]):
+        return _varlen(*flat, documents or _samples(batch, seq, query.device), window).flatten(1)
+    if documents is None:
+        return _windowed(query, key, value, window)
+    each = zip(*(tensor.unsqueeze(0).split(documents.sizes, 1) for tensor in flat), strict=True)
+    return torch.cat([_windowed(q, k, v, window) for q, k, v in each])
+
+
+def _samples(batch: int, seq: int, device: torch.device) -> Documents:
+    """Every sample as one document."""
+    starts = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
+    return Documents(sizes=(seq,) * batch, starts=starts)
+
+
+def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """As `_mix`, of whole samples: as many queries as the window has tokens at a time, beside the keys that they see."""
+    batch, seq = query.shape[:2]
+    if window is None or window >= seq:
+        return _causal(query, key, value)
+    found = []
+    for start in range(0, seq, window):
+        stop, first = min(start + window, seq), max(0, start - window + 1)
+        seen = None
+        if start:
+            behind = torch.arange(start, stop, device=query.device).unsqueeze(1) - torch.arange(
+                first, stop, device=query.device
+            )
+            seen = (behind >= 0) & (behind < window)
+        part = _causal(query[:, start:stop], key[:, first:stop], value[:, first:stop], seen)
+        found.append(part.view(batch, stop - start, -1))
+    return torch.cat(found, 1).flatten(0, 1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
+    """As `_mix`, of whole samples, each query seeing what `seen` (queries, keys) says or all keys before it; a single
+    query is the last token, which sees all keys."""
     mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, is_causal=mask is None,
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        attn_mask=seen,
+        is_causal=seen is None and query.shape[1] > 1,
         enable_gqa=query.shape[2] != key.shape[2],
     )  # fmt: skip
     return mixed.transpose(1, 2).reshape(query.shape[0] * query.shape[1], -1)
 
 
-def document_mask(segments: Tensor) -> Tensor:
-    """Causal attention inside documents: (batch, 1, seq, seq) bool from segment ids (batch, seq)."""
-    seq = segments.shape[1]
-    same = segments.unsqueeze(2) == segments.unsqueeze(1)
-    return same.logical_and_(torch.ones(seq, seq, dtype=torch.bool, device=segments.device).tril()).unsqueeze(1)
+def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None = None) -> Tensor:
+    """Causal attention of (tokens, heads, head_dim) inputs inside documents, in one kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, longest = documents.starts, max(documents.sizes)
+    before = -1 if window is None else window - 1
+    gqa = query.shape[1] != key.shape[1]
+    found = varlen_attn(query, key, value, starts, starts, longest, longest, window_size=(before, 0), enable_gqa=gqa)
+    assert isinstance(found, Tensor)
+    return found
+
+
+@cache
+def _attends_to_unlike_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch has that kernel there: FlashAttention's, for half precisions on devices that it knows."""
+    x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
+    try:
+        _varlen(x, x, x, Documents(sizes=(1, 1), starts=torch.arange(3, dtype=torch.int32, device=device)))
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return True

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from hethub.kernels.bodies import Body
 from hethub.spec.model import Llama3Rope, ModelSpec
 
 
@@ -32,23 +33,33 @@ def _stretch(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     return torch.where(wavelengths < longest_kept, frequencies, slowed)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (batch, seq, heads, head_dim) turned by its positions; cos and sin (seq, head_dim)."""
-    return _Rotate.apply(x, cos, sin)
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both (batch, seq, heads, head_dim) turned by their positions; cos and sin (seq, head_dim)."""
+    return _Rotate.apply(query, key, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):
     """The turn is orthogonal, so the gradient is turned back: nothing but the tables is needed for it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         ctx.tables = cos, sin
-        return _turn(x, cos, sin)
+        return _turned(query, key, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        cos, sin = ctx.tables
-        return _turn(grad, cos, -sin), None, None
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
+        return *_turned_back(*grads, *ctx.tables), None, None
+
+
+@Body
+def _turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _turn(query, cos, sin), _turn(key, cos, sin)
+
+
+@Body
+def _turned_back(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    sin = -sin
+    return _turn(query, cos, sin), _turn(key, cos, sin)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,28 +1,32 @@
 """One rank's part of the model: its stage's layers on its shards, with embedding and head where they belong."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hethub.runtime.model.layers import LlamaLayer, TokenLayout, document_mask, rms_norm
-from hethub.runtime.model.loss import head_loss
+from hethub.runtime.model.layers import Documents, LlamaLayer, TokenLayout, rms_norm
+from hethub.runtime.model.loss import head_loss, summed_loss
 from hethub.runtime.model.rope import rope_table
 from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, embed
 from hethub.runtime.state.parameter import Parameter
 from hethub.runtime.state.storage import FlatStorage
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, RankShares
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchInput:
-    """What a microbatch brings from the data: token ids and targets (batch, seq), documents where they are masked."""
+    """What a microbatch brings from the data: token ids and targets (batch, seq), documents where attention stays
+    inside them."""
 
     batch: int
     tokens: Tensor | None = None
     targets: Tensor | None = None
-    segments: Tensor | None = None
+    documents: Documents | None = None
 
 
 class Stage:
@@ -52,16 +56,8 @@ class Stage:
         parameter.uses += 1
         return parameter
 
-    def _layer(self, layer: int, recompute: str) -> LlamaLayer:
-        def use(name: str) -> Parameter:
-            return self._use(f"model.layers.{layer}.{name}.weight")
-
-        return LlamaLayer(
-            head_dim=self.layout.model.head_size, eps=self.eps, group=self.group, recompute=recompute,  # type: ignore[arg-type]
-            query=use("self_attn.q_proj"), key=use("self_attn.k_proj"), value=use("self_attn.v_proj"),
-            output=use("self_attn.o_proj"), gate=use("mlp.gate_proj"), up=use("mlp.up_proj"), down=use("mlp.down_proj"),
-            attention_norm=use("input_layernorm"), mlp_norm=use("post_attention_layernorm"),
-        )  # fmt: skip
+    def _layer(self, layer: int, recompute: Recompute) -> LlamaLayer:
+        return llama_layer(self.layout.model, layer, self._use, self.group, recompute)
 
     def is_end(self, layer: int) -> bool:
         """Whether the head follows this layer of the stage."""
@@ -75,8 +71,7 @@ class Stage:
 
     def token_layout(self, data: MicrobatchInput) -> TokenLayout:
         """What every layer must know of the microbatch's tokens."""
-        mask = None if data.segments is None else document_mask(data.segments)
-        return TokenLayout(batch=data.batch, seq_len=self.seq_len, cos=self.cos, sin=self.sin, mask=mask)
+        return TokenLayout(batch=data.batch, seq_len=self.seq_len, cos=self.cos, sin=self.sin, documents=data.documents)
 
     def loss(self, x: Tensor, data: MicrobatchInput, scale: float) -> Tensor:
         """The summed token losses times `scale` (0-d) of the last layer's hidden states; the last stage only."""
@@ -84,6 +79,12 @@ class Stage:
         assert data.targets is not None
         first = self.shares.vocab.start
         return head_loss(self._normed(x), data.targets.reshape(-1), first, scale, self.group, self.head)
+
+    def held_out_loss(self, x: Tensor, data: MicrobatchInput) -> Tensor:
+        """The summed token losses (0-d) as `loss` has them, nothing noted for a backward."""
+        assert self.head is not None
+        assert data.targets is not None
+        return summed_loss(self._normed(x), data.targets.reshape(-1), self.shares.vocab.start, self.group, self.head)
 
     def _normed(self, x: Tensor) -> Tensor:
         assert self.norm is not None
@@ -98,3 +99,19 @@ class Stage:
         for layer in self.layers:
             x = layer(x, tokens)
         return column_parallel(self._normed(x), self.group, (self.head,))[0]
+
+
+def llama_layer(
+    model: ModelSpec, layer: int, use: Callable[[str], Parameter], group: TensorGroup, recompute: Recompute = "none"
+) -> LlamaLayer:
+    """A layer on the parameters that `use` gives by name."""
+
+    def own(name: str) -> Parameter:
+        return use(f"model.layers.{layer}.{name}.weight")
+
+    return LlamaLayer(
+        head_dim=model.head_size, window=model.sliding_window, eps=model.norm_eps, group=group, recompute=recompute,
+        query=own("self_attn.q_proj"), key=own("self_attn.k_proj"), value=own("self_attn.v_proj"),
+        output=own("self_attn.o_proj"), gate=own("mlp.gate_proj"), up=own("mlp.up_proj"), down=own("mlp.down_proj"),
+        attention_norm=own("input_layernorm"), mlp_norm=own("post_attention_layernorm"),
+    )  # fmt: skip

@@ -11,28 +11,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hethub.runtime.pace import Pace
 from hethub.runtime.state.parameter import Parameter
 
 
 class TensorGroup:
-    """The ranks of a replica; sums over them, and does nothing where the replica is one rank."""
+    """The ranks of a replica; sums over them, and does nothing where the replica is one rank.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    `pace` is told, so that what a rank computes can be timed without what it waits for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, pace: Pace | None = None) -> None:
+        self.group, self._pace = group, pace or Pace()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` summed in place over the group."""
         if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
+            with self._pace.communicating():
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> "dist.Work | None":
-        """As `sum`, without waiting; wait for the work that is returned, if any."""
-        return None if self.group is None else dist.all_reduce(tensor, group=self.group, async_op=True)
+        """As `sum`, without waiting; `finish` does."""
+        if self.group is None:
+            return None
+        with self._pace.communicating() as waits:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            if waits and work is not None:
+                work.wait()
+        return work
+
+    def finish(self, work: "dist.Work | None") -> None:
+        """Waits for what `start_sum` began."""
+        if work is not None:
+            with self._pace.communicating():
+                work.wait()
 
     def max(self, tensor: Tensor) -> Tensor:
         if self.group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+            with self._pace.communicating():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
 
@@ -57,8 +75,7 @@ class _ColumnParallel(torch.autograd.Function):
         work = ctx.group.start_sum(grad_x)
         for grad, weight in zip(grads, ctx.weights, strict=True):
             weight.add_product(grad.t(), x)
-        if work is not None:
-            work.wait()
+        ctx.group.finish(work)
         return grad_x, None, *(None for _ in ctx.weights)
 
 

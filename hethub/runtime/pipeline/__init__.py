@@ -1,5 +1,5 @@
 """One step's actions on one rank: microbatches through layers, forward and back, and messages between stages.
 
 Start reading: executor.py, then itinerary.py and passes.py.
-May import: spec, predictor, communicator, runtime.memory, runtime.model, runtime.pace, runtime.state.
+May import: spec, kernels.device, predictor, communicator, runtime.memory, runtime.model, runtime.pace, runtime.state.
 """

@@ -1,6 +1,6 @@
 """Runs one rank's actions of a step: microbatches through the stage's model chunks, forward and back, and reductions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,7 +14,7 @@ from hethub.runtime.pace import Pace
 from hethub.runtime.pipeline.itinerary import Itinerary, Visit
 from hethub.runtime.pipeline.passes import MicrobatchPass
 from hethub.runtime.pipeline.spans import SpanLog
-from hethub.runtime.pipeline.transport import WINDOW, Transport
+from hethub.runtime.pipeline.transport import DIRECTIONS, WINDOW, Transport
 from hethub.runtime.state.zero import ZeroManager
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Action, Kind, actions
@@ -36,21 +36,26 @@ class _Step:
 class Executor:
     """One rank's interpreter of the schedule. `run_step` executes all compute actions and reductions."""
 
+    directions: Sequence[Kind] = DIRECTIONS  # in which it goes through the layers
+
     def __init__(
         self, layout: Layout, assignment: Assignment, world: World, stage: Stage, zero_manager: ZeroManager, pace: Pace
     ) -> None:
         self.layout, self.assignment, self.stage = layout, assignment, stage
         self.zero_manager, self.pace = zero_manager, pace
         self._by_chunk = layout.plan.steps_chunk_by_chunk
-        listed = actions(layout, assignment.stage, assignment.replica)
-        self._actions = [action for action in listed if action.is_compute or self._by_chunk]
+        self._actions = self._chosen(actions(layout, assignment.stage, assignment.replica))
         # Layers of each model chunk, counted in the stage.
         self._chunks = from_sizes(chunk.size for chunk in layout.chunks(assignment.stage))
         self._itinerary = Itinerary(zero_manager, self._visits(), pace)
-        self._transport = Transport(layout, assignment, world, stage)
+        self._transport = Transport(layout, assignment, world, stage, self.directions)
         self.microbatches = layout.microbatches_of(assignment.stage, assignment.replica)
         self._splits_backward = layout.plan.schedule == "zero_bubble"
-        self.log = SpanLog(assignment.rank)
+        self.log = SpanLog(assignment.rank, world.device)
+
+    def _chosen(self, listed: list[Action]) -> list[Action]:
+        """What of the stage's actions is executed one by one."""
+        return [action for action in listed if action.is_compute or self._by_chunk]
 
     def _layers(self, action: Action) -> range:
         """The layers of an action's chunk, in the order in which it passes them."""

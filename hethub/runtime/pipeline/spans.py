@@ -2,28 +2,35 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
 
+from hethub.kernels.device import Clock, Device, Stamp
 from hethub.predictor.pipeline.timeline import Span, stream_of
 from hethub.spec.layout.execution import Action
 
 
 class SpanLog:
-    """The spans of one step of one rank, in seconds of the monotonic clock.
+    """The spans of one step of one rank, in seconds of the monotonic clock: from when the device came to an action until
+    it was through with it."""
 
-    The host's clock: on a device, where work is only submitted, a span ends when the host is through with it.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.spans: list[Span] = []
+    def __init__(self, rank: int, device: Device) -> None:
+        self._rank, self._clock = rank, Clock(device)
+        self._stamped: list[tuple[Action, Stamp, Stamp]] = []
 
     def start_step(self) -> None:
-        self.spans = []
+        self._stamped = []
 
     @contextmanager
     def timed(self, action: Action) -> Iterator[None]:
         """Notes when the block ran, under the action's name."""
-        start = monotonic()
+        start = self._clock.stamp()
         yield
-        self.spans.append(Span(self._rank, stream_of(action.kind), action.name, start, monotonic()))
+        self._stamped.append((action, start, self._clock.stamp()))
+
+    @property
+    def spans(self) -> list[Span]:
+        """Those of the step so far; waits for the device to be through with them."""
+        seconds = self._clock.seconds
+        return [
+            Span(self._rank, stream_of(action.kind), action.name, seconds(start), seconds(end))
+            for action, start, end in self._stamped
+        ]

@@ -1,7 +1,7 @@
 """What microbatches hand from model chunk to model chunk: messages between stages, and tensors kept here where the next
 chunk is of the same stage."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,14 +12,51 @@ from torch import Tensor
 from hethub.communicator import World
 from hethub.runtime.model.stage import Stage
 from hethub.spec.layout.bind import Assignment, Layout
-from hethub.spec.layout.execution import Action, Kind
+from hethub.spec.layout.execution import Action, Kind, actions
 from hethub.spec.ranges import Range
 from hethub.spec.schedule.microbatches import MicrobatchRange, Transfer
 
+DIRECTIONS = (Kind.FORWARD, Kind.BACKWARD)
 LOOKAHEAD = 2  # microbatches whose receives are posted before they are needed, in each direction
 WINDOW = 12  # actions among which those microbatches are looked for
 
 Place = tuple[Kind, int, MicrobatchRange]  # what a microbatch is about to do, in which model chunk of the stage
+
+
+Transfers = dict[Place, list[Transfer]]
+
+
+def transfers_of(layout: Layout, stage: int, replica: int) -> tuple[Transfers, Transfers]:
+    """What a replica receives and what it sends, by microbatch, model chunk and direction."""
+    own = set(layout.microbatches_of(stage, replica))
+    incoming, outgoing = defaultdict[Place, list[Transfer]](list), defaultdict[Place, list[Transfer]](list)
+    for source, target, transfers in layout.boundaries:
+        if stage not in (source.stage, target.stage):
+            continue
+        for transfer in transfers:
+            if transfer.source in own:
+                outgoing[Kind.FORWARD, source.chunk, transfer.source].append(transfer)
+                incoming[Kind.BACKWARD, source.chunk, transfer.source].append(transfer)
+            elif transfer.target in own:
+                incoming[Kind.FORWARD, target.chunk, transfer.target].append(transfer)
+                outgoing[Kind.BACKWARD, target.chunk, transfer.target].append(transfer)
+    return incoming, outgoing
+
+
+def peer_of(layout: Layout, kind: Kind, transfer: Transfer, *, sends: bool) -> int:
+    """The rank that a transfer goes to (`sends`) or comes from, going forward or back."""
+    return layout.leader(transfer.target if sends == (kind is Kind.FORWARD) else transfer.source)
+
+
+def sending_order(layout: Layout, stage: int, replica: int) -> list[tuple[Kind, Transfer]]:
+    """What a replica sends in a step, in order."""
+    _, outgoing = transfers_of(layout, stage, replica)
+    return [
+        (action.kind, transfer)
+        for action in actions(layout, stage, replica)
+        if action.microbatch is not None
+        for transfer in outgoing.get((action.kind, action.chunk, action.microbatch), [])
+    ]
 
 
 @dataclass
@@ -33,55 +70,92 @@ class _Arrival:
 class Transport:
     """One rank's receives and sends of a step. Hidden states go forward, their gradients back, by the same transfers.
 
-    The leader of a microbatch sends and receives for its replica, which then broadcasts inside.
+    The leader of a microbatch sends and receives for its replica, which then broadcasts inside. Where nothing goes back,
+    `kinds` is FORWARD alone.
     """
 
-    def __init__(self, layout: Layout, assignment: Assignment, world: World, stage: Stage) -> None:
+    def __init__(
+        self, layout: Layout, assignment: Assignment, world: World, stage: Stage, kinds: Sequence[Kind] = DIRECTIONS
+    ) -> None:
         self.layout, self.assignment, self.world, self.stage = layout, assignment, world, stage
         self._group_ranks = sorted(layout.replica(assignment.stage, assignment.replica).ranks)
-        self._incoming: dict[Place, list[Transfer]] = {}
-        self._outgoing: dict[Place, list[Transfer]] = {}
-        self._find_transfers()
+        self._incoming, self._outgoing = (
+            {place: transfers for place, transfers in found.items() if place[0] in kinds}
+            for found in transfers_of(layout, assignment.stage, assignment.replica)
+        )
+        self._kinds = kinds
         # Gradients cross the same boundaries as activations; their tags follow after all of those.
         self._gradient_tags = sum(map(len, layout.transfers))
         self._arrivals: dict[Place, _Arrival] = {}
         self._handed: dict[Place, Tensor] = {}
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._expected = self._find_expected()
+        """By sender what it will send here, in its order: that is how receives are posted."""
+        self._turns = {
+            (place[0], transfer.tag): turn
+            for found in self._expected.values()
+            for turn, (place, transfer) in enumerate(found)
+        }
+        self._num_posted = dict.fromkeys(self._expected, 0)
+        self._posted: set[Place] = set()
+        sends = {
+            peer_of(layout, kind, transfer, sends=True)
+            for (kind, _, microbatch), found in self._outgoing.items()
+            for transfer in found
+            if layout.leader(microbatch) == assignment.rank
+        }
+        world.connect_messages(sorted(sends), sorted(self._expected))
 
-    def _find_transfers(self) -> None:
-        """Finds the transfers that this replica takes part in, by microbatch, model chunk and direction."""
-        own = set(self.layout.microbatches_of(self.assignment.stage, self.assignment.replica))
-        for source, target, transfers in self.layout.boundaries:
-            if self.assignment.stage not in (source.stage, target.stage):
-                continue
-            for transfer in transfers:
-                if transfer.source in own:
-                    self._outgoing.setdefault((Kind.FORWARD, source.chunk, transfer.source), []).append(transfer)
-                    self._incoming.setdefault((Kind.BACKWARD, source.chunk, transfer.source), []).append(transfer)
-                elif transfer.target in own:
-                    self._incoming.setdefault((Kind.FORWARD, target.chunk, transfer.target), []).append(transfer)
-                    self._outgoing.setdefault((Kind.BACKWARD, target.chunk, transfer.target), []).append(transfer)
+    def _find_expected(self) -> dict[int, list[tuple[Place, Transfer]]]:
+        layout, own = self.layout, self.assignment.rank
+        places = {(place[0], transfer.tag): place for place, found in self._incoming.items() for transfer in found}
+        senders = {
+            (source.stage, source.replica)
+            for (kind, *_), found in self._incoming.items()
+            for transfer in found
+            for source in [transfer.source if kind is Kind.FORWARD else transfer.target]
+        }
+        expected = defaultdict[int, list[tuple[Place, Transfer]]](list)
+        for stage, replica in sorted(senders):
+            for kind, transfer in sending_order(layout, stage, replica):
+                if kind in self._kinds and peer_of(layout, kind, transfer, sends=True) == own:
+                    source = peer_of(layout, kind, transfer, sends=False)
+                    expected[source].append((places[kind, transfer.tag], transfer))
+        return expected
 
     def post_receives(self, upcoming: Sequence[Action]) -> None:
         """Posts the receives of the next few microbatches in each direction, so that data moves while we compute."""
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             soon = [(kind, act.chunk, act.microbatch) for act in upcoming if act.kind is kind and act.microbatch]
             for place in soon[:LOOKAHEAD]:
-                if place in self._incoming and place not in self._arrivals:
-                    self._arrivals[place] = self._expect(place)
+                if place in self._incoming and place not in self._posted:
+                    self._posted.add(place)
+                    self._expect(place)
 
-    def _expect(self, place: Place) -> _Arrival:
-        """A buffer for a microbatch's input, its receives posted on the replica's leader."""
+    def _expect(self, place: Place) -> None:
+        """Posts a microbatch's receives on the replica's leader, behind those of all that their senders send before."""
         kind, _, microbatch = place
-        weights = self.stage.storage.weights
-        shape = (microbatch.samples.size * self.stage.seq_len, self.stage.hidden)
-        arrival = _Arrival(torch.empty(shape, dtype=weights.dtype, device=weights.device))
-        if self.layout.leader(microbatch) == self.assignment.rank:
-            for transfer in self._incoming[place]:
-                peer = self.layout.leader(transfer.source if kind is Kind.FORWARD else transfer.target)
-                rows = self._rows(arrival.buffer, microbatch, transfer.samples)
-                arrival.works.append(self.world.receive(rows, peer, self._tag(kind, transfer)))
-        return arrival
+        self._arrival(place)
+        if self.layout.leader(microbatch) != self.assignment.rank:
+            return
+        for transfer in self._incoming[place]:
+            peer = peer_of(self.layout, kind, transfer, sends=False)
+            for earlier in range(self._num_posted[peer], self._turns[kind, transfer.tag] + 1):
+                self._receive(*self._expected[peer][earlier], peer)
+                self._num_posted[peer] += 1
+
+    def _receive(self, place: Place, transfer: Transfer, peer: int) -> None:
+        arrival = self._arrival(place)
+        rows = self._rows(arrival.buffer, place[2], transfer.samples)
+        arrival.works.append(self.world.receive(rows, peer, self._tag(place[0], transfer)))
+
+    def _arrival(self, place: Place) -> _Arrival:
+        """The microbatch's input, with a buffer that its receives write."""
+        if place not in self._arrivals:
+            weights, microbatch = self.stage.storage.weights, place[2]
+            shape = (microbatch.samples.size * self.stage.seq_len, self.stage.hidden)
+            self._arrivals[place] = _Arrival(torch.empty(shape, dtype=weights.dtype, device=weights.device))
+        return self._arrivals[place]
 
     def _rows(self, tensor: Tensor, microbatch: MicrobatchRange, samples: Range) -> Tensor:
         """The rows of a microbatch's (batch * seq, hidden) that belong to `samples`."""
@@ -121,7 +195,7 @@ class Transport:
             self._sends.popleft()
         kind, _, microbatch = place
         for transfer in self._outgoing[place]:
-            peer = self.layout.leader(transfer.target if kind is Kind.FORWARD else transfer.source)
+            peer = peer_of(self.layout, kind, transfer, sends=True)
             rows = self._rows(tensor, microbatch, transfer.samples)
             self._sends.append((self.world.send(rows, peer, self._tag(kind, transfer)), rows))
 
@@ -129,6 +203,9 @@ class Transport:
         """Returns when everything sent is on its way."""
         assert not self._arrivals
         assert not self._handed
+        assert self._num_posted == {peer: len(found) for peer, found in self._expected.items()}
+        self._num_posted = dict.fromkeys(self._expected, 0)
+        self._posted.clear()
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()

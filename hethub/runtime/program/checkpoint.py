@@ -38,7 +38,7 @@ _IN_METADATA = {
         "MetadataIndex", "StorageMeta",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {"Size", "float32", "float64"},
+    "torch": {"Size", "float32", "float64", "int64"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
@@ -60,8 +60,8 @@ class Part(NamedTuple):
 class ProgramCheckpoints(CheckpointFolder):
     """The checkpoints of a program's run."""
 
-    def __init__(self, folder: Path, keep: int, world: World) -> None:
-        super().__init__(folder, keep, world, is_indexed=False)
+    def __init__(self, folder: Path, keep: int, world: World, *, keep_every: int | None = None) -> None:
+        super().__init__(folder, keep, world, keep_every=keep_every, is_indexed=False)
 
     def save(self, step: int, parts: Sequence[Part], record: dict[str, Any]) -> None:
         """Writes every rank's parts and `record`, complete on return. Raises RunFailed on all ranks where one cannot."""

@@ -2,15 +2,14 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from hethub.runtime.program.subject import Subject
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import STRATEGIES, ConstraintsSpec, Job
-from hethub.spec.program import ProgramPlanSpec
+from hethub.spec.program import ProgramFor, ProgramPlanSpec
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.planning import baselines, memory_limits, plan_model, pose
+from hethub.synthesis.planning import baselines, plan_model, pose
 from hethub.synthesis.search import Search
 from hethub.synthesis.trace import trace
 
@@ -67,37 +66,6 @@ def plan_program(
     plan = ProgramPlanSpec(
         strategy="hap", model=subject.name, cluster=cluster.name, global_batch=train.global_batch, seq_len=train.seq_len,
         precision=train.precision, program=program.to_spec(),
+        job=ProgramFor(cluster=cluster, reserve=limits.reserve, items=subject.items),
     )  # fmt: skip
     return PlannedProgram(plan=plan, search_seconds=searched, baselines=baselines(model) if explain else {})
-
-
-def prediction_of(plan: ProgramPlanSpec, cluster: ClusterSpec, reserve: float, items: str) -> dict[str, Any]:
-    """What is predicted of a plan, as JSON-able data; what a program has no figure for is null."""
-    program, step = plan.program, plan.program.predicted_seconds
-    communicating = sum(operator.collective_seconds for operator in program.operators)
-    limits = memory_limits(cluster, reserve)
-    names = [place.accelerator.name for place in cluster.places]
-    rows = zip(names, program.memory_bytes, limits, strict=True)
-    tokens = plan.global_batch * plan.seq_len / step if items == "tokens" else None
-    return {
-        "strategy": "hap",
-        "fits": all(used <= limit for used, limit in zip(program.memory_bytes, limits, strict=True)),
-        "step_seconds": step,
-        "step_seconds_interval": None,
-        "tokens_per_second": tokens,
-        "samples_per_second": plan.global_batch / step,
-        "mfu": None,
-        "percent_of_upper_bound": None,
-        "upper_bound_tokens_per_second": None,
-        "percent_of_ceiling": None,
-        "breakdown": {
-            "compute": step - communicating - program.optimizer_seconds,
-            "communication": communicating,
-            "optimizer": program.optimizer_seconds,
-        },
-        "memory": [
-            {"rank": rank, "accelerator": name, "bytes": used, "limit": limit}
-            for rank, (name, used, limit) in enumerate(rows)
-        ],
-        "proved_optimal": program.proved_optimal,
-    }

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode
 from hethub.runtime.program.llama import Llama, fill
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
+from hethub.spec.program import Items
 
 Batch = tuple[Tensor, ...]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -69,7 +70,7 @@ class Subject:
     batches: Batches | None  # None: tokens of the job's data
 
     @property
-    def items(self) -> str:
+    def items(self) -> Items:
         """What a rate counts."""
         return "tokens" if self.batches is None else "samples"
 
@@ -111,6 +112,11 @@ def _described(job: Job, example: Batch, *, with_values: bool) -> Subject:
         raise BadInput(
             f"{job.path}: model '{model.name}' is of family {model.family}; strategy 'hap' knows the code of llama only. Give "
             "other models as python:package.module:factory."
+        )
+    if model.sliding_window is not None:
+        raise BadInput(
+            f"{job.path}: model '{model.name}' has a sliding_window; the Llama of strategy 'hap' attends to all tokens before. Leave "
+            "sliding_window out, or take another strategy."
         )
     allocating = nullcontext() if with_values else FakeTensorMode(allow_non_fake_inputs=True)
     with _default(DTYPES[job.spec.train.precision]), allocating:

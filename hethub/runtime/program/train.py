@@ -1,18 +1,17 @@
 """A run under a program on one rank, in a line: read, meet, agree, trace, plan, build, restore, loop."""
 
 import hashlib
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
 
 from hethub.communicator import Rendezvous, World
 from hethub.kernels.device import Device
-from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data import Dataset
+from hethub.runtime.going_on import folder_to_resume
 from hethub.runtime.launch.consensus import all_gather, broadcast, consensus, one_voice_per_node
 from hethub.runtime.launch.device import open_device
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
@@ -20,12 +19,11 @@ from hethub.runtime.launch.preflight import Agreed, Facts, agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
-from hethub.runtime.loop.display import TrainingDisplay
 from hethub.runtime.loop.plan import OpenedFolder, open_folder
-from hethub.runtime.loop.read import read_job
-from hethub.runtime.loop.stop_signal import StopSignal
+from hethub.runtime.loop.read import Data, read_data, read_job, told
+from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.checkpoint import ProgramCheckpoints
-from hethub.runtime.program.planned import check_plannable, plan_program, prediction_of, trace_job
+from hethub.runtime.program.planned import check_plannable, plan_program, trace_job
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer
 from hethub.runtime.run_claim import RunClaim
@@ -33,28 +31,35 @@ from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
-from hethub.spec.program import ProgramPlanSpec, is_program_plan, load_program_plan, program_plan_text
+from hethub.spec.program import (
+    ProgramFor,
+    ProgramPlanSpec,
+    is_program_plan,
+    load_program_plan,
+    prediction_of,
+    program_plan_text,
+)
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step, fingerprint
 from hethub.synthesis.program import Program
 
-SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
 ANY_TOKEN = 2**31  # a module of the user's says itself which tokens it knows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramSummary:
-    """How a run ended, on rank 0."""
+class ProgramSummary(Ended):
+    """How a run under a program ended, on rank 0."""
 
-    folder: Path
-    last_step: int
-    stopped_early: bool
-    first_loss: float
-    last_loss: float
-    predicted_step_seconds: float
-    measured_step_seconds: float  # median
     items: str
     items_per_step: int
+
+
+class _Made(NamedTuple):
+    """A module made, and where it will run."""
+
+    job: Job
+    device: Device
+    subject: Subject
 
 
 class _Opened(NamedTuple):
@@ -63,7 +68,7 @@ class _Opened(NamedTuple):
     job: Job
     device: Device
     subject: Subject
-    dataset: Dataset | None
+    data: Data | None
     graph: Graph
     facts: Facts
 
@@ -84,6 +89,7 @@ def train_program(
     plan_path: Path | None = None,
     run_dir: Path | None = None,
     resume: Path | None = None,
+    accept_changes: bool = False,
 ) -> ProgramSummary | None:
     """Runs the job under a program on this rank; the summary on rank 0, None elsewhere and where nothing was left to
     train. Raises BadInput (on all ranks, quiet on all but one) before anything is written, RunFailed afterwards."""
@@ -92,12 +98,19 @@ def train_program(
         read = read_job(job_path, overrides, info)
         meeting = meet(info, read.cluster, read.timeout_seconds)
     with watched_meeting(meeting), RunClaim() as claim:
-        opened = consensus(meeting, "job", lambda: _open(read.job, info), patience_seconds=BUILDING_SECONDS)
+        made = consensus(meeting, "job", lambda: _make(read.job, info), patience_seconds=BUILDING_SECONDS)
+        data = None
+        if made.subject.batches is None:
+            vocab = ANY_TOKEN if made.job.described is None else made.job.described.vocab
+            data = read_data(meeting, made.job, info, vocab)
+        opened = consensus(meeting, "graph", lambda: _open(made, data, info), patience_seconds=BUILDING_SECONDS)
         agreed = agree(meeting, opened.facts, opened.job.cluster)
         _same_start(meeting, opened)
+        resume = folder_to_resume(meeting, opened.job, run_dir, resume)
         planned = _plan(
-            meeting, opened, agreed.cluster, plan_path, lambda: open_folder(opened.job, run_dir, resume, claim)
-        )
+            meeting, opened, agreed.cluster, plan_path,
+            lambda: open_folder(opened.job, run_dir, resume, claim, accept_changes=accept_changes),
+        )  # fmt: skip
         real = agreed.cluster.replace(emulated=False)  # its links and accelerators are not emulated under a program
         world = connect_ranks(meeting, opened.job.spec.communicator, opened.device, real, None, planned.relays)
         with watched(world, "train"):
@@ -107,29 +120,39 @@ def train_program(
             return _Loop(world, opened, agreed, planned, trainer, meeting).run()
 
 
-def _open(job: Job | BadInput, info: LaunchInfo) -> _Opened:
+def _make(job: Job | BadInput, info: LaunchInfo) -> _Made:
     if isinstance(job, BadInput):
         raise job
     check_plannable(job)
     device = open_device(job.cluster, info)
     subject = open_subject(job, with_values=True)
-    train, dataset = job.spec.train, None
-    if subject.batches is None:
-        vocab = ANY_TOKEN if job.described is None else job.described.vocab
-        dataset = open_dataset(job.spec.data, job.base, seq_len=train.seq_len, seed=train.seed, vocab=vocab)
+    if job.spec.eval is not None and subject.batches is not None:
+        raise BadInput(
+            f"{job.path}: eval reads tokens, but model {job.spec.model} brings batches of its own. Remove eval, or return the module "
+            "alone."
+        )
+    return _Made(job, device, subject)
+
+
+def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
+    job, device, subject = made
     subject.module.to(device.torch_device)
     subject = replace(subject, example=tuple(value.to(device.torch_device) for value in subject.example))
     graph = trace_job(job, subject)
-    if dataset is not None:
+    for dataset in () if data is None else (data.training, *([] if data.held_out is None else [data.held_out])):
         _check_tokens(job, graph, dataset)
-    described = None if job.described is None else job.described.to_dict()
-    read = [job.spec.to_dict(), described, None if job.cluster is None else job.cluster.to_dict()]
-    facts = own_facts(info, device, read=read, tokens="" if dataset is None else dataset.fingerprint())
-    return _Opened(job, device, subject, dataset, graph, facts)
+    facts = own_facts(info, device, read=told(job), tokens="" if data is None else data.fingerprint)
+    return _Opened(job, device, subject, data, graph, facts)
 
 
 def _check_tokens(job: Job, graph: Graph, dataset: Dataset) -> None:
-    """Raises BadInput where the module looks tokens of the data up in a table that is too short for them."""
+    """Raises BadInput where the module looks tokens of the data up in a table that is too short for them, or would
+    learn what is only to be read."""
+    if not dataset.predicts_all:
+        raise BadInput(
+            f"{job.path}: data source chat learns some of its tokens only; a program of strategy 'hap' averages the loss over all. Take "
+            "another source, or a plan of layers."
+        )
     for operator in graph.operators:
         if operator.key == "aten.embedding.default" and operator.inputs[1] in graph.inputs:
             rows = graph.tensors[operator.inputs[0]].shape[0]
@@ -173,10 +196,12 @@ def _plan(
 
     def decide() -> dict[str, Any]:
         folder, goes_on, resumes, notes = claim()
-        plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on)
+        reserve = opened.job.spec.constraints.reserve
+        made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
+        plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on).replace(cluster=cluster.name, job=made_for)
         return {
             "plan": plan.model_dump(mode="json", by_alias=True),
-            "prediction": prediction_of(plan, cluster, opened.job.spec.constraints.reserve, opened.subject.items),
+            "prediction": prediction_of(plan, made_for),
             "folder": str(folder.path.resolve()),
             "relays": folder.relays() if goes_on else None,
             "resumes": resumes,
@@ -214,97 +239,55 @@ def _build(world: World, opened: _Opened, planned: _Planned) -> ProgramTrainer:
     program = Program.from_spec(planned.plan.program)
     step = Step(opened.subject.module, opened.graph, program, world.default_group)
     opened.subject.module.to("meta")  # the rank has its shards; the whole weights' memory is free again
-    return ProgramTrainer(world, opened.subject, opened.dataset, step, opened.job.spec.train)
+    return ProgramTrainer(
+        world, opened.subject, None if opened.data is None else opened.data.training, step, opened.job.spec.train
+    )
 
 
-class _Loop:
-    """The steps of a run on one rank; rank 0 writes the run folder and speaks."""
+class _Loop(StepLoop):
+    """The steps of a run under a program."""
 
     def __init__(
         self, world: World, opened: _Opened, agreed: Agreed, planned: _Planned, trainer: ProgramTrainer,
         meeting: Rendezvous,
     ) -> None:  # fmt: skip
-        self._world, self._job, self._agreed, self._planned = world, opened.job, agreed, planned
-        self._trainer, self._items = trainer, opened.subject.items
-        self._store, self._done = consensus(
-            meeting, "checkpoint", lambda: self._restored(planned.resumes), patience_seconds=BUILDING_SECONDS
+        self._agreed, self._planned, self.trainer, self.items = agreed, planned, trainer, opened.subject.items
+        kept = opened.job.spec.checkpoint
+        self._store = ProgramCheckpoints(planned.folder.checkpoints, kept.keep, world, keep_every=kept.keep_every)
+        done = consensus(
+            meeting,
+            "checkpoint",
+            lambda: trainer.restore(self._store.latest()) if planned.resumes else 0,
+            patience_seconds=BUILDING_SECONDS,
         )
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-
-    def _restored(self, resumes: bool) -> tuple[ProgramCheckpoints, int]:
-        store = ProgramCheckpoints(self._planned.folder.checkpoints, self._job.spec.checkpoint.keep, self._world)
-        return store, self._trainer.restore(store.latest()) if resumes else 0
-
-    @property
-    def _speaks(self) -> bool:
-        return self._world.rank == 0
+        super().__init__(world, opened.job, opened.data, planned.folder, done)
 
     def run(self) -> ProgramSummary | None:
         """Trains up to the job's last step, or until a signal asks to save and exit."""
-        last, step, stopped = self._job.spec.train.steps, self._done, False
-        display = TrainingDisplay(self._done + 1, last, shows=self._speaks, items=self._items)
-        notes = [*self._planned.notes, *(self._open_folder() if self._speaks else [])]
-        with StopSignal() as signals, display:
-            for line in [*notes, *self._opening(last)]:
-                self._say(line, display)
-            for step in range(self._done + 1, last + 1):
-                stopped = self._step(step, last, signals, display)
-                if stopped:
-                    break
-        return self._summary(step, stopped and step < last) if self._losses and self._speaks else None
+        step, stopped = self._train(
+            [*([] if self.data is None else self.data.warnings), *self._agreed.warnings], self._planned.notes
+        )
+        if not (self._losses and self._speaks):
+            return None
+        return ProgramSummary(**self._ended(step, stopped), items=self.items, items_per_step=self.trainer.num_items)
 
-    def _open_folder(self) -> list[str]:
-        folder = self._planned.folder
-        chosen = {"islands": self._world.islands, "relays": self._world.relays, **self._world.counters()}
+    @property
+    def _prediction(self) -> dict[str, Any]:
+        return self._planned.prediction
+
+    def _start_folder(self, chosen: dict[str, Any]) -> None:
         text = program_plan_text(self._planned.plan)
-        folder.open(self._job, self._agreed.cluster, text, self._planned.prediction, chosen)
-        return folder.cut_metrics(self._done)
+        self.folder.open(self.job, self._agreed.cluster, text, self._planned.prediction, chosen)
 
-    def _opening(self, last: int) -> list[str]:
-        plan, lines = self._planned.plan, [f"warning: {warning}" for warning in self._agreed.warnings]
-        lines.append(f"run folder {self._planned.folder.path}")
-        lines.append(f"program (hap) for {plan.program.ranks} ranks: {len(plan.program.operators)} operators")
-        lines.append(f"predicted {plan.program.predicted_seconds:.4g} s a step")
+    def _told(self) -> list[str]:
+        program = self._planned.plan.program
+        lines = [f"program (hap) for {program.ranks} ranks: {len(program.operators)} operators"]
+        lines.append(f"predicted {program.predicted_seconds:.4g} s a step")
+        lines += assumed_note(self._agreed.cluster, self._planned.plan.precision)
         if self._agreed.cluster.emulated:
             lines.append("the cluster is emulated; programs run at this machine's own speed, so times will differ")
-        if self._done:
-            lines.append(f"resumed behind step {self._done}")
-        if self._done >= last:
-            lines.append(f"all {last} steps are trained already; raise train.steps to go on")
         return lines
 
-    def _say(self, text: str, display: TrainingDisplay) -> None:
-        display.say(text)
-        if self._speaks:
-            self._planned.folder.log(text)
-
-    def _step(self, step: int, last: int, signals: StopSignal, display: TrainingDisplay) -> bool:
-        start = monotonic()
-        outcome = self._trainer.run_step(step, lambda: signals.requested)
-        seconds = monotonic() - start
-        self._losses.append(outcome.loss)
-        self._seconds.append(seconds)
-        if self._speaks:
-            metrics = self._trainer.metrics(step, outcome, seconds, self._planned.plan.program.predicted_seconds)
-            self._planned.folder.append(metrics)
-            display.step(metrics)
-        every = self._job.spec.checkpoint.every_steps
-        if outcome.stop_requested or step == last or (every is not None and step % every == 0):
-            self._trainer.save(self._store, step)
-            if self._speaks:
-                self._planned.folder.log(f"checkpoint of step {step}")
-        return outcome.stop_requested
-
-    def _summary(self, step: int, stopped: bool) -> ProgramSummary:
-        return ProgramSummary(
-            folder=self._planned.folder.path,
-            last_step=step,
-            stopped_early=stopped,
-            first_loss=self._losses[0],
-            last_loss=self._losses[-1],
-            predicted_step_seconds=self._planned.plan.program.predicted_seconds,
-            measured_step_seconds=statistics.median(self._seconds[SETTLING_STEPS:] or self._seconds),
-            items=self._items,
-            items_per_step=self._trainer.num_items,
-        )
+    def _save(self, step: int, *, ends: bool) -> str:
+        self.trainer.save(self._store, step)
+        return f"checkpoint of step {step}"

@@ -10,12 +10,15 @@ from torch import Tensor
 from hethub.communicator import World
 from hethub.communicator.counters import since
 from hethub.runtime.data import Dataset
+from hethub.runtime.data.dataset import Batch as TokenBatch
 from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
 from hethub.runtime.program.checkpoint import Part, ProgramCheckpoints, load, read_record
 from hethub.runtime.program.subject import Batch, Subject
 from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.state.gradient_norm import clip_scale
-from hethub.runtime.state.learning_rate import learning_rate
+from hethub.runtime.state.learning_rate import Schedule, ScheduleState
+from hethub.spec.base import build
+from hethub.spec.documents import Source
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TrainSpec
 from hethub.synthesis.lower import Step
@@ -28,7 +31,7 @@ class ProgramTrainer:
 
     def __init__(self, world: World, subject: Subject, dataset: Dataset | None, step: Step, train: TrainSpec) -> None:
         self._world, self._subject, self._dataset, self._train = world, subject, dataset, train
-        self.step = step
+        self.step, self.schedule = step, Schedule(train)
         shards = [shard for shard in step.parameters() if shard.numel()]
         groups = [
             {"params": [shard for shard in shards if shard.dim() > 1], "weight_decay": train.weight_decay},
@@ -38,6 +41,7 @@ class ProgramTrainer:
             [group for group in groups if group["params"]] or [{"params": []}], lr=train.lr, betas=train.betas, eps=train.eps, fused=True
         ) if shards else None  # fmt: skip
         self._updates = 0
+        self._samples = train.global_batch  # of the last step; a factory's batches may differ
         self._communicated = world.counters()
 
     @property
@@ -52,9 +56,11 @@ class ProgramTrainer:
             batch: Batch = self._subject.batches.at(step)
         else:
             count = self._train.global_batch
-            rows = torch.from_numpy(self._dataset.samples(step - 1, count, 0, count))  # (batch, seq + 1)
-            batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+            return self._moved(self._dataset.batch(step - 1, count, 0, count))
         return tuple(value.to(self._world.device.torch_device) for value in batch)
+
+    def _moved(self, rows: TokenBatch) -> Batch:
+        return tuple(torch.from_numpy(each).contiguous().to(self._world.device.torch_device) for each in rows)
 
     def run_step(self, step: int, stop_requested: Callable[[], bool]) -> StepOutcome:
         """Trains step `step` (counted from 1); what all ranks agree on. Raises RunFailed where the loss is not
@@ -62,7 +68,9 @@ class ProgramTrainer:
         shards = dict(self.step.named_parameters())
         for shard in shards.values():
             shard.grad = None
-        loss = float(self.step(*self._batch(step)))
+        batch = self._batch(step)
+        self._samples = len(batch[0])
+        loss = float(self.step(*batch))
         outcome = gather_outcome(
             self._world,
             loss=loss if self._world.rank == 0 else 0.0,
@@ -81,6 +89,15 @@ class ProgramTrainer:
         self._update(step, shards, clip_scale(outcome.grad_norm, self._train.grad_clip))
         return outcome
 
+    def evaluate(self, held_out: Dataset, batches: int) -> float:
+        """The mean loss of the first `batches` batches of held-out samples, on all ranks. The program computes gradients
+        on the way, which nobody takes."""
+        count = self._train.global_batch
+        losses = [
+            float(self.step.loss(*self._moved(held_out.batch(number, count, 0, count)))) for number in range(batches)
+        ]
+        return sum(losses) / batches
+
     def _square_sum(self, shards: dict[str, torch.nn.Parameter]) -> float:
         """Of the gradients that this rank counts: its pieces, and on rank 0 what every rank has whole."""
         total = torch.zeros((), dtype=torch.float64)
@@ -98,7 +115,7 @@ class ProgramTrainer:
         self._updates += 1
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate(self._train, step)
+                group["lr"] = self.schedule.rate(step)
             self._optimizer.step()
 
     @property
@@ -110,15 +127,16 @@ class ProgramTrainer:
     def metrics(self, step: int, outcome: StepOutcome, seconds: float, predicted: float) -> StepMetrics:
         """The line of metrics.jsonl for a step."""
         before, self._communicated = self._communicated, self._world.counters()
+        items = self.num_items * self._samples // self._train.global_batch
         return StepMetrics(
             step=step,
             loss=outcome.loss,
-            tokens=self.num_items,
+            tokens=items,
             step_seconds=seconds,
             predicted_step_seconds=predicted,
-            tokens_per_second=self.num_items / seconds,
+            tokens_per_second=items / seconds,
             grad_norm=outcome.grad_norm,
-            lr=learning_rate(self._train, step),
+            lr=self.schedule.rate(step),
             memory_bytes=outcome.memory_bytes,
             communication=since(before, self._communicated),
         )
@@ -128,6 +146,9 @@ class ProgramTrainer:
     def save(self, checkpoints: ProgramCheckpoints, step: int) -> None:
         """Saves the state behind `step`, complete on return."""
         record = {"strategy": "hap", "step": step, "updates": self._updates, **self._origin()}
+        record["schedule"] = self.schedule.state.to_dict()
+        if self._dataset is not None:
+            record["samples"] = self._dataset.position(step, self._train.global_batch)
         checkpoints.save(step, list(self._parts(to_save=True)), record)
 
     def restore(self, path: Path) -> int:
@@ -142,6 +163,12 @@ class ProgramTrainer:
         with torch.no_grad():
             load(path, list(self._parts(to_save=False)))
         self._updates = int(record["updates"])
+        if "schedule" in record:
+            source = Source(f"{path}, record")
+            saved = build(ScheduleState, record["schedule"], source, "schedule", ("schedule",))
+            self.schedule.resume(saved, int(record["step"]))
+        if self._dataset is not None and "samples" in record:
+            self._dataset.resume(int(record["step"]), record["samples"])
         for _, state in self._states():
             state["step"].fill_(float(self._updates))
         return int(record["step"])
@@ -175,3 +202,5 @@ class ProgramTrainer:
             for kind, tensor in values.items():
                 for offsets, view in self.step.chunks(name, tensor):
                     yield Part(f"{kind}/{name}", self.step.shape(name), offsets, view)
+        for name, buffer in self.step.statistics().items() if not (to_save and self._world.rank) else ():
+            yield Part(f"{WEIGHTS}/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer)

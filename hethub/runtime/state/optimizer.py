@@ -10,12 +10,43 @@ from torch.optim.adamw import adamw
 
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import Fetch, HostArena
-from hethub.runtime.state.learning_rate import learning_rate
+from hethub.runtime.state.learning_rate import Schedule
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import FlatStorage, Held
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.state import Bucket
 from hethub.spec.ranges import Range
+
+
+def fused_adamw(
+    state: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    train: TrainSpec,
+    *,
+    lr: float,
+    decays: bool,
+    grad_scale: Tensor | None = None,
+) -> None:
+    """torch's fused AdamW, in place: `state` is weight, first and second moment of each tensor, `updates` how often it
+    was updated before (0-d, fp32), which counts on; gradients are divided by `grad_scale` on the way."""
+    adamw(
+        [each[0] for each in state],
+        list(grads),
+        [each[1] for each in state],
+        [each[2] for each in state],
+        [],
+        list(updates),
+        fused=True,
+        grad_scale=grad_scale,
+        amsgrad=False,
+        maximize=False,
+        beta1=train.betas[0],
+        beta2=train.betas[1],
+        lr=lr,
+        weight_decay=train.weight_decay * decays,
+        eps=train.eps,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,7 +87,7 @@ class Optimizer:
         arena: HostArena | None = None,
         meter: MemoryMeter | None = None,
     ) -> None:
-        self.storage, self.train = storage, train
+        self.storage, self.train, self.schedule = storage, train, Schedule(train)
         self.updates = 0  # steps taken, on every rank, also one that steps nothing
         self.keeps_masters = storage.dtype != storage.grad_dtype
         offload = storage.state.layout.stages[storage.assignment.stage].offload
@@ -185,25 +216,24 @@ class Optimizer:
                 self.arena.store(home, values)
 
     def _update(self, runs: Sequence[OwnedRun], state: Sequence[Sequence[Tensor]], step: int, scale: float) -> None:
-        """One fused update of each run with its state on the device; weights that have masters follow them."""
+        """One fused update of each run with its state on the device; weights that have masters follow them.
+
+        The update scales gradients on its way, but by an fp32 number: too coarse for fp64.
+        """
+        dtype, inverse = self.storage.grad_dtype, None
+        if scale != 1.0 and dtype == torch.float32:
+            inverse = torch.full((), 1.0 / scale, dtype=dtype, device=self.storage.device)
         for decays in (True, False):
             chosen = [(run, each) for run, each in zip(runs, state, strict=True) if run.bucket.decays == decays]
             grads = [self.gradient(run) for run, _ in chosen]
-            adamw(
-                [each[0] for _, each in chosen],
-                [grad if scale == 1.0 else grad.mul_(scale) for grad in grads],
-                [each[1] for _, each in chosen],
-                [each[2] for _, each in chosen],
-                [],
+            fused_adamw(
+                [each for _, each in chosen],
+                grads if scale == 1.0 or inverse is not None else [grad.mul_(scale) for grad in grads],
                 [run.updates for run, _ in chosen],
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                beta1=self.train.betas[0],
-                beta2=self.train.betas[1],
-                lr=learning_rate(self.train, step),
-                weight_decay=self.train.weight_decay * decays,
-                eps=self.train.eps,
+                self.train,
+                lr=self.schedule.rate(step),
+                decays=decays,
+                grad_scale=inverse,
             )
         if self.keeps_masters:
             for run, (master, _, _) in zip(runs, state, strict=True):

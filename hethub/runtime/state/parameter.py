@@ -2,9 +2,22 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@cache
+def _accumulates_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrix products of half precision add to fp32 there without rounding in between; on CPUs they do not."""
+    half, wide = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(wide, half, half, out=wide, out_dtype=torch.float32)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
 
 
 class Parameter:
@@ -45,12 +58,13 @@ class Parameter:
         if self._deferred_wgrad is not None:
             self._deferred_wgrad.append((self, left, right))
             return
-        if left.dtype != self.grad.dtype:
+        wide: dict[str, Any] = {} if left.dtype == self.grad.dtype else {"out_dtype": self.grad.dtype}
+        if wide and not _accumulates_wide(left.device, left.dtype):
             self._add(left @ right)
         elif self._fresh:
-            torch.mm(left, right, out=self.grad)
+            torch.mm(left, right, out=self.grad, **wide)
         else:
-            self.grad.addmm_(left, right)
+            torch.addmm(self.grad, left, right, out=self.grad, **wide)
         self._contributed(completes)
 
     def add(self, value: Tensor) -> None:

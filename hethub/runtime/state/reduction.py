@@ -33,6 +33,7 @@ class LocalPiece:
     grads: tuple[Range, ...]
     weights: tuple[Range, ...]
     own: Range  # of the joined runs, what this rank steps; empty where others step all of it
+    home: Range  # where that lies in what stays of the unit (`owned_grads`, `owned_weights`); empty without a unit
     group: dist.ProcessGroup | None  # None where this rank is the only contributor
 
     @property
@@ -59,8 +60,8 @@ class Reducer:
 
     `start_step` arms the parameters whose gradients are held for the whole step; those then start the reductions in
     one fixed order. `finish` returns when every such piece's owned part of `storage.grads` is the sum over replicas.
-    `gather` spreads the owners' weights. What comes and goes is reduced and gathered by ZeroGradients and ZeroWeights,
-    with the pieces of `units`.
+    `gather` spreads the owners' weights, and `finish_gather` returns when a layer has them. What comes and goes is
+    reduced and gathered by ZeroGradients and ZeroWeights, with the pieces of `units`.
     """
 
     def __init__(self, state: StateMap, storage: FlatStorage, group_of: GroupOf, replica: tuple[int, ...]) -> None:
@@ -86,6 +87,7 @@ class Reducer:
         self._missing: list[int] = []
         self._launched = 0
         self._works: list[tuple[dist.Work | None, LocalPiece, Tensor]] = []
+        self._gathers: list[tuple[dist.Work, LocalPiece, Tensor]] = []
 
     def _moves_gradients(self, bucket: Bucket) -> bool:
         return self.storage.shards_gradients and bucket.unit is not None
@@ -94,15 +96,19 @@ class Reducer:
         storage, pieces = self.storage, []
         grads: FlatMap = storage.grad_map
         weights: FlatMap = storage.weight_map
+        owned: FlatMap | None = None
         if bucket.unit is not None and bucket.stage == storage.assignment.stage:
             grads = storage.unit_maps[bucket.unit] if storage.shards_gradients else grads
             weights = storage.unit_maps[bucket.unit] if storage.moves_weights else weights
+            owned = storage.owned_maps[bucket.unit]
         for piece in bucket.pieces:
             ranks = piece.group.contributors
             if self.rank in ranks:
                 group = group_of(ranks) if len(ranks) > 1 else None
                 places = tuple(grads.locals(piece.runs)), tuple(weights.locals(piece.runs))
-                pieces.append(LocalPiece(piece, bucket, *places, piece.cuts[ranks.index(self.rank)], group))
+                own = piece.cuts[ranks.index(self.rank)]
+                (home,) = owned.locals(piece.owned_runs(self.rank)) if own and owned is not None else [Range(0, 0)]
+                pieces.append(LocalPiece(piece, bucket, *places, own, home, group))
         return pieces
 
     def _copied_norms(self):  # type: ignore[no-untyped-def]
@@ -154,17 +160,31 @@ class Reducer:
         self._works = left
 
     def gather(self, pieces: list[LocalPiece], chunks: set[int | None]) -> None:
-        """Sends the owners' new weights of `pieces`, held for the whole run, to all holders; norms of `chunks` too."""
-        flats = [(take(self.storage.weights, piece.weights), piece) for piece in pieces]
-        works = [(piece.start_gather(flat), piece, flat) for flat, piece in flats]
-        for work, piece, flat in works:
-            if work is not None:
-                work.wait()
-                put(self.storage.weights, piece.weights, flat)
+        """Begins to send the owners' new weights of `pieces`, held for the whole run, to all holders, those first that
+        the next forward needs first. Norms are there on return, those of `chunks` on all ranks of a replica."""
+        for piece in sorted(pieces, key=lambda piece: (piece.bucket.decays, piece.bucket.layer)):
+            flat = take(self.storage.weights, piece.weights)
+            if (work := piece.start_gather(flat)) is not None:
+                self._gathers.append((work, piece, flat))
+        self._finish_gathers(lambda bucket: not bucket.decays)
         for chunk, norms in self.norms.items():
             if chunk in chunks:
                 values = self.storage.weights[norms.start : norms.stop]
                 dist.broadcast(values, group=self._replica_group, group_src=sorted(self.replica).index(self.replica[0]))
+
+    def finish_gather(self, layer: int | None = None) -> None:
+        """Returns when a layer of the stage has its new weights; by default, when all have."""
+        self._finish_gathers(lambda bucket: layer is None or bucket.layer <= layer)
+
+    def _finish_gathers(self, due: Callable[[Bucket], bool]) -> None:
+        left = []
+        for work, piece, flat in self._gathers:
+            if due(piece.bucket):
+                work.wait()
+                put(self.storage.weights, piece.weights, flat)
+            else:
+                left.append((work, piece, flat))
+        self._gathers = left
 
 
 def _launch_order(state: StateMap, rank: int) -> list[Bucket]:

@@ -58,7 +58,7 @@ class Stepping:
             self._step_runs(self._runs(chunk), self._step, 1.0)
 
     def gather_chunk(self, chunk: int) -> None:
-        """Sends the weights that `step_chunk` made."""
+        """Begins to send the weights that `step_chunk` made."""
         if not self._waits:
             self._gather([chunk])
 
@@ -74,20 +74,22 @@ class Stepping:
             self._pending = {chunk: (self._step, scale) for chunk in self._chunks if chunk is not None}
 
     def gather(self) -> None:
-        """Sends the weights that `conclude` made."""
+        """Begins to send the weights that `conclude` made; the next forward waits for them, layer by layer."""
         self._gather([None] if self._per_chunk else self._chunks)
 
     def catch_up(self, chunk: Chunk) -> None:
-        """Steps a chunk that waited for the norm, and sends its weights."""
+        """Steps a chunk that waited for the norm, and begins to send its weights."""
         if chunk in self._pending:
             step, scale = self._pending.pop(chunk)
             self._step_runs(self._runs(chunk), step, scale)
             self._gather([chunk])
 
     def flush(self) -> None:
-        """Returns when no update is pending and what is offloaded may be read; a call of all the stage's ranks."""
+        """Returns when no update is pending, all weights are here, and what is offloaded may be read; a call of all the
+        stage's ranks."""
         for chunk in self._chunks:
             self.catch_up(chunk)
+        self._reducer.finish_gather()
         if self._optimizer.arena is not None:
             self._optimizer.arena.synchronize()
 

@@ -3,9 +3,10 @@
 The executor says which layer it is about to enter, which comes next, and when it is through with one; the answer
 depends on where the stage's state lives:
 
-- ZeRO 0 and 1: weights and gradients of all layers stay; nothing happens here.
-- ZeRO 2: gradients of a layer's matrices live in one full buffer (at least fp32) from `acquire` to the end of their
-  reduction. Two such buffers at most, beside the head's, which fills from the last layer's forward on.
+- ZeRO 0: weights and gradients of all layers stay; nothing happens here.
+- ZeRO 1: they stay, too, but a step's first visit of a layer waits for the weights that other ranks have stepped.
+- ZeRO 2: likewise, and gradients of a layer's matrices live in one full buffer (at least fp32) from `acquire` to the
+  end of their reduction. Two such buffers at most, beside the head's, which fills from the last layer's forward on.
 - ZeRO 3: weights likewise, in the run's precision, from `prefetch` to `release`: the layer that computes and the next.
 - Offloaded parameters come and go like ZeRO 3's weights, from host memory.
 - Offloaded activations are in host memory between a layer's forward and its backward: on the device are those of the
@@ -48,6 +49,8 @@ class ZeroManager:
         meter: MemoryMeter,
         stepping: Stepping | None = None,
         arena: HostArena | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         self.reducer, self._meter, self.stepping = reducer, meter, stepping
         storage = reducer.storage
@@ -57,7 +60,7 @@ class ZeroManager:
         self._closing = Kind.WEIGHT if layout.plan.schedule == "zero_bubble" else Kind.BACKWARD
         self._arena = arena if "activations" in self._spec.offload else None
         self.weights = ZeroWeights(reducer, meter) if storage.moves_weights else None
-        self.gradients = ZeroGradients(reducer, meter) if storage.shards_gradients else None
+        self.gradients = ZeroGradients(reducer, meter) if storage.shards_gradients and trains else None
         if stepping is not None:
             stepping.weights = self.weights
         self._visitors: Counter[int] = Counter()  # by unit, the visits under way that use its weights
@@ -97,6 +100,7 @@ class ZeroManager:
         """Returns when the layer's weights (backward: and gradient buffers) may be used."""
         self._next = ()
         self._bring(kind, layer)
+        self.reducer.finish_gather(layer)
         for unit in self._weights_for(kind, layer):
             assert self.weights is not None
             self.weights.finish(unit)

@@ -13,7 +13,6 @@ from torch import Tensor
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import shaped, take
-from hethub.spec.ranges import from_sizes
 
 
 @dataclass
@@ -81,11 +80,10 @@ class ZeroGradients:
         while len(self._reducing) > left:
             reducing = self._reducing.popleft()
             owned = self._storage.owned_grads[reducing.unit]
-            places = from_sizes(piece.own.size for _, piece, _ in reducing.works)
-            for (work, piece, flat), place in zip(reducing.works, places, strict=True):
+            for work, piece, flat in reducing.works:
                 if work is not None:
                     work.wait()
-                home = owned[place.start : place.stop]
+                home = owned[piece.home.start : piece.home.stop]
                 own = flat[piece.own.start : piece.own.stop]
                 home.add_(own) if reducing.unit in self._landed else home.copy_(own)
             self._landed.add(reducing.unit)

@@ -15,7 +15,6 @@ from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import Fetch
 from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import put, shaped, take
-from hethub.spec.ranges import from_sizes
 
 
 @dataclass
@@ -62,9 +61,9 @@ class ZeroWeights:
 
     def _start_gather(self, unit: int, present: _Present) -> None:
         owned, pieces, arena = self._storage.owned_weights[unit], self._reducer.units[unit], self._storage.arena
-        for piece, place in zip(pieces, from_sizes(piece.own.size for piece in pieces), strict=True):
+        for piece in pieces:
             flat = take(present.buffer, piece.weights)
-            own, kept = flat[piece.own.start : piece.own.stop], owned[place.start : place.stop]
+            own, kept = flat[piece.own.start : piece.own.stop], owned[piece.home.start : piece.home.stop]
             own.copy_(kept) if arena is None else arena.fetch(kept, own).wait()
             present.works.append((piece.start_gather(flat), piece, flat))
 

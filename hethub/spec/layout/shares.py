@@ -1,6 +1,7 @@
 """State shares: how much of each group of elements every owner steps, so that the totals are the plan's fractions."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hethub.spec.errors import BadInput
@@ -27,17 +28,24 @@ def owner_fractions(
     """
     if not shares and len(groups) == 1:
         return [{rank: 1 / len(groups[0][0]) for rank in groups[0][0]}]
+    return list(_solved(stage, tuple(groups), total, tuple(shares.items())))
+
+
+@lru_cache(maxsize=256)  # a plan's memory and seconds ask for each rank
+def _solved(
+    stage: int, groups: tuple["Owners", ...], total: int, shares: tuple[tuple[int, float], ...]
+) -> tuple[dict[int, float], ...]:
     # Here, since most plans name no shares, and numpy takes its time.
     from hethub.spec.layout.share_optimization import ShareOptimization
 
-    optimization = ShareOptimization(groups, total, shares)
+    optimization = ShareOptimization(groups, total, dict(shares))
     amounts = optimization.solve()
     if amounts is None:
         raise BadInput(optimization.explain(stage))
-    return [
+    return tuple(
         {rank: max(0.0, amounts[column]) / max(size, 1) for rank, column in zip(owners, columns, strict=True)}
         for (owners, size), columns in zip(groups, optimization.columns, strict=True)
-    ]
+    )
 
 
 def cut_buckets(sizes: Sequence[int], fractions: Sequence[float]) -> list[list[Range]]:

@@ -76,7 +76,8 @@ class Piece:
 class Bucket:
     """Neighbouring tensors reduced together: matrices or norms of one chunk of a stage, of one unit where units move.
 
-    `unit` is given where the stage's matrices come and go (`StateMap.moves`).
+    `unit` is given where the stage's matrices come and go (`StateMap.moves`); `layer` is the first of the stage's layers
+    that computes with it, norms and a tied embedding counted to the first.
     """
 
     stage: int
@@ -85,6 +86,7 @@ class Bucket:
     pieces: tuple[Piece, ...]
     unit: int | None
     chunk: int | None
+    layer: int
 
 
 def slice_runs(runs: Sequence[Range], cut: Range) -> list[Range]:
@@ -291,7 +293,9 @@ class StateMap:
             pieces.append(Piece(group, tuple(runs), tuple(next(cuts[group]) if group.sharded else whole)))
         first, span = tensors[0], Range(tensors[0].span.start, tensors[-1].span.stop)
         unit = first.unit if self.moves(first.stage) else None
-        return Bucket(first.stage, span, first.info.decays, tuple(pieces), unit, first.chunk)
+        num_layers = self.layout.stages[first.stage].num_layers
+        layer = min(t.unit if t.unit is not None and t.unit < num_layers else 0 for t in tensors)
+        return Bucket(first.stage, span, first.info.decays, tuple(pieces), unit, first.chunk, layer)
 
 
 def both_ends_step(layout: Layout) -> bool:

@@ -13,6 +13,7 @@ Axis = Literal["query", "kv", "ffn", "vocab"]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+IGNORED = -100  # a target that counts for nothing, as torch and Hugging Face have it
 LOSS_CHUNK_TOKENS = 1024  # tokens whose logits the head holds at once
 
 

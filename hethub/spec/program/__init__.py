@@ -6,7 +6,9 @@ May import: spec.accelerator, spec.base, spec.cluster, spec.documents, spec.erro
 
 from hethub.spec.program.plan_file import (
     AxisSpec,
+    Items,
     OperatorSpec,
+    ProgramFor,
     ProgramPlanSpec,
     ProgramSpec,
     is_program_plan,
@@ -14,16 +16,22 @@ from hethub.spec.program.plan_file import (
     program_plan_text,
     save_program_plan,
 )
-from hethub.spec.program.table import modules_json, program_notes, program_table, show_ratios
+from hethub.spec.program.prediction import memory_limits, prediction_of
+from hethub.spec.program.table import module_rows, modules_json, program_notes, program_table, show_ratios
 
 __all__ = [
     "AxisSpec",
+    "Items",
     "OperatorSpec",
+    "ProgramFor",
     "ProgramPlanSpec",
     "ProgramSpec",
     "is_program_plan",
     "load_program_plan",
+    "memory_limits",
+    "module_rows",
     "modules_json",
+    "prediction_of",
     "program_notes",
     "program_plan_text",
     "program_table",

@@ -3,16 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
 from hethub.spec.base import Spec, load
-from hethub.spec.cluster import NonNegative
+from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import dump_yaml, read_yaml, write_whole
 from hethub.spec.errors import BadInput
 from hethub.spec.model import Count
 
 Atoms = Annotated[int, Field(ge=0)]
+Items = Literal["tokens", "samples"]
 
 
 class AxisSpec(Spec):
@@ -55,6 +56,15 @@ class ProgramSpec(Spec):
     operators: tuple[OperatorSpec, ...]
 
 
+class ProgramFor(Spec):
+    """What a program was made for, so that its file stands alone. The model is not in it: a model of Python is
+    described by its code alone, and the program has every operator."""
+
+    cluster: ClusterSpec
+    reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory
+    items: Items = "samples"  # what a rate counts
+
+
 class ProgramPlanSpec(Spec):
     """A plan file of strategy `hap`: a program and what it was made for."""
 
@@ -65,6 +75,17 @@ class ProgramPlanSpec(Spec):
     seq_len: Count
     precision: Precision
     program: ProgramSpec
+    job: ProgramFor | None = None  # a job given beside the plan counts instead
+
+    @model_validator(mode="after")
+    def _is_for_what_it_names(self) -> "ProgramPlanSpec":
+        cluster = None if self.job is None else self.job.cluster
+        if cluster is not None and (cluster.name, cluster.size) != (self.cluster, self.program.ranks):
+            raise ValueError(
+                f"the program is for {self.program.ranks} ranks of cluster '{self.cluster}', but job.cluster describes "
+                f"'{cluster.name}' with {cluster.size}; correct one, or take `job` out."
+            )
+        return self
 
 
 def is_program_plan(path: Path) -> bool:
@@ -83,7 +104,9 @@ def load_program_plan(path: Path) -> ProgramPlanSpec:
 
 def program_plan_text(plan: ProgramPlanSpec) -> str:
     """The plan as `load_program_plan` reads it."""
-    return dump_yaml(plan.model_dump(mode="json", by_alias=True))
+    own = plan.model_dump(mode="json", by_alias=True, exclude={"job"})
+    job = {} if plan.job is None else {"job": plan.job.model_dump(mode="json", exclude_unset=True, exclude_none=True)}
+    return dump_yaml({**own, **job})
 
 
 def save_program_plan(plan: ProgramPlanSpec, path: Path) -> None:

@@ -23,7 +23,7 @@ INTEGERS = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 TYPES = FLOATS | INTEGERS
 OPERATIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BXOR"]
 SIZES = [0, 1, 2, 3, 7, 61, 127, 509, 1021, 4099, 10_007]
-SMALL_LIMITS = Tuning(chunk_bytes=1000, unchunked_bytes=1500, small_bytes=300, lag=2)
+SMALL_LIMITS = Tuning(chunk_bytes=1000, small_bytes=300, lag=2)
 
 
 @st.composite

@@ -1,6 +1,9 @@
 """Which relay carries what: by pair and size, stored and taken up again; and MPI that takes device memory."""
 
+import gc
+import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ import torch.distributed as dist
 
 from hethub.communicator.relays import choice
 from hethub.communicator.relays.choice import RelayChoice, faster_by_size
-from hethub.communicator.relays.mpi import ask_open_mpi, is_gpu_aware
+from hethub.communicator.relays.mpi import MpiRelay, ask_open_mpi, is_gpu_aware
+from hethub.communicator.relays.relay import PeerError
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 from tests.support.ranks import run_ranks, start_ranks
@@ -119,3 +123,20 @@ def reduce_from_device_memory(world):
 def test_a_relay_that_takes_device_memory_gets_it(islands):
     options = {"islands": islands, "staged_ranks": [0, 1, 2], "device": NoHostBuffers(vendor="cpu")}
     assert max(run_ranks(3, reduce_from_device_memory, relay="gloo", **options)) < 1e-6
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_memory_that_mpi_may_still_write_to_is_held(arrives):
+    request = SimpleNamespace(Test=lambda: arrives)
+    comm = SimpleNamespace(Get_attr=lambda _: 1 << 20, Irecv=lambda *_: request)
+    relay = MpiRelay(SimpleNamespace(TAG_UB=0, BYTE=0), comm, timeout_seconds=0.01)
+    tensor = torch.empty(4)
+    held, transfer = weakref.ref(tensor), relay.receive(tensor, 1, 5)
+    if arrives:
+        transfer.wait()
+    else:
+        with pytest.raises(PeerError, match="no answer"):
+            transfer.wait()
+    del tensor, transfer
+    gc.collect()
+    assert (held() is None) == arrives

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hethub.communicator.relays import shm
 from hethub.communicator.relays.relay import PeerError
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
+from hethub.kernels.device import Device
 from tests.support.ranks import run_ranks
 
 
@@ -18,7 +19,7 @@ from tests.support.ranks import run_ranks
 def relays():
     """Two ends of one link."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pair = [ShmRelay({1 - rank: ShmLink(end, 1 - rank)}) for rank, end in enumerate(ends)]
+    pair = [ShmRelay({1 - rank: ShmLink(end, 1 - rank, Device(vendor="cpu"))}) for rank, end in enumerate(ends)]
     yield pair
     for relay in pair:
         relay.close()

@@ -20,7 +20,7 @@ from tests.support.privileges import laid_down, lay_down
 
 STEPS, NEWEST = 6, 4
 CHECKPOINT = ("COMPLETE", "record.json", "index.json", ".metadata", "__0_0.distcp")
-OPTIONAL = ("profile.json", "drift.jsonl", "rehearsal.json")  # this run has had none of these
+OPTIONAL = ("profile.json", "calibration.json", "drift.jsonl", "rehearsal.json")  # this run has had none of these
 
 
 def truncated(path: Path) -> None:

@@ -1,6 +1,10 @@
-"""A run killed between any two of its writes is started again, or resumed, by the same command, and loses nothing."""
+"""A run killed between any two of its writes, or whose disk is full from one on, is started again, or resumed, by the
+same command, and loses nothing."""
 
+import builtins
+import errno
 import functools
+import io
 import json
 import os
 from pathlib import Path
@@ -45,6 +49,34 @@ def kill_before(call: str, name: str, rank: int) -> None:
         return original(source, target, **named)
 
     setattr(os, call, watched)
+
+
+def fill_at(number: int, rank: int) -> None:
+    """From the `number`-th time on that Python makes a file or folder, adds to one or syncs it, there is no room."""
+    count = 0
+
+    def refuse(path: Any) -> None:
+        nonlocal count
+        count += 1
+        if count >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def refused(original: Any) -> Any:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            refuse(path)
+            return original(path, *arguments, **named)
+
+        return call
+
+    original_open = io.open
+
+    def opened(path: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if not isinstance(path, int) and set(mode) & set("wxa"):
+            refuse(path)
+        return original_open(path, mode, *arguments, **named)
+
+    io.open = builtins.open = opened  # type: ignore[assignment]
+    os.mkdir, os.fsync = refused(os.mkdir), refused(os.fsync)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +133,7 @@ def test_a_run_killed_while_it_writes_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_killed_at_any_write_goes_on(job: Path, wanted: list[float], tmp_path: Path) -> None:
     number, ended = 0, Ended(exit_code=KILLED, stdout="", stderr="")
     while ended.exit_code == KILLED:
@@ -119,3 +152,25 @@ def test_a_resumed_start_that_was_cut_off_goes_on_too(job: Path, wanted: list[fl
     ended, _ = start(job, run, "--resume", run)
     assert ended.exit_code == 0, ended.stderr
     assert losses(run) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_disk_that_is_full_from_any_write_on_is_named_and_the_run_goes_on(
+    job: Path, wanted: list[float], tmp_path: Path
+) -> None:
+    number, code, codes = 0, 1, set()
+    while code != 0:
+        number += 1
+        ended, run = start(job, tmp_path / str(number), hook=functools.partial(fill_at, number))
+        code = ended.exit_code
+        codes.add(code)
+        if code != 0:
+            assert code in (1, 2), (number, ended.stderr)
+            (said,) = ended.paragraphs
+            assert "No space left on device" in said, (number, said)
+            assert "Traceback" not in ended.stderr, (number, ended.stderr)
+            go_on(job, run)
+        assert losses(run) == wanted, number
+    assert codes == {0, 1, 2}
+    assert number > 20

@@ -1,5 +1,6 @@
 """Full disks, short limits, closed folders: a paragraph, the exit code of the interface, the last checkpoint whole."""
 
+import functools
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ import pytest
 from hethub.runtime.checkpoint import newest_intact
 from tests.support.command import HETHUB, MPIRUN, Ended, Running, needs_mpirun, one, ranks
 from tests.support.job_files import write_job, write_pair_job
-from tests.support.privileges import lay_down
+from tests.support.privileges import SMALL_SHARED_MEMORY, lay_down, needs_mounts
 
 
 @pytest.fixture
@@ -85,8 +86,8 @@ def short_files(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
 
 
-def few_files(rank: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+def few_files(number: int, rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
 
 
 def little_memory(rank: int) -> None:
@@ -105,11 +106,25 @@ def test_a_write_that_is_refused_is_named(job: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
-def test_few_open_files_are_enough_or_named(size: int, job: Path) -> None:
-    for ended in train(job, "--run-dir", job.parent / "run", size=size, hook=few_files):
-        assert "Traceback" not in ended.stderr
-        assert ended.exit_code in (0, 1, 2)
-        assert ended.exit_code == 0 or ended.paragraphs
+def test_64_open_files_are_enough_for_two_ranks(size: int, job: Path) -> None:
+    results = train(job, "--run-dir", job.parent / "run", size=size, hook=functools.partial(few_files, 64))
+    assert [ended.exit_code for ended in results] == [0] * size, results[0].stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "number"), [(1, 24), (1, 40), (2, 40), (2, 48), (4, 64)])
+def test_too_few_open_files_are_named_with_the_remedy(size: int, number: int, tmp_path: Path) -> None:
+    """Every rank ends; each says why, or leaves it to one that says what all found."""
+    cluster = {1: {"cluster_name": "detect", "plan": "auto"}, 2: {}, 4: {}}[size]
+    job = (write_pair_job if size == 2 else write_job)(
+        tmp_path / "job", train={"steps": 6}, communicator={"timeout_seconds": 20}, **cluster
+    )
+    results = train(job, "--run-dir", tmp_path / "run", size=size, hook=functools.partial(few_files, number))
+    assert not any("Traceback" in ended.stderr for ended in results)
+    assert {ended.exit_code for ended in results} in ({1}, {2}), [ended.stderr for ended in results]
+    said = [line for ended in results for line in ended.paragraphs]
+    assert len(said) == (1 if results[0].exit_code == 2 else size), said
+    assert any("Too many open files" in line and "ulimit -n" in line for line in said), said
 
 
 @pytest.mark.slow
@@ -128,14 +143,9 @@ def test_a_closed_folder_is_named(job: Path) -> None:
     assert "cannot write there (Permission denied)" in text
 
 
-SMALL = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
-
-
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="runs as root, which may mount a /dev/shm of its own"
-)
+@needs_mounts
 def test_a_small_shared_memory_is_gone_around_in_one_line(tmp_path: Path) -> None:
     job = write_pair_job(tmp_path / "job")
     launch = [
@@ -152,7 +162,7 @@ def test_a_small_shared_memory_is_gone_around_in_one_line(tmp_path: Path) -> Non
         tmp_path / "run",
     ]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended = Running(["unshare", "-m", "sh", "-c", SMALL, "sh", *map(str, launch)], tmp_path, as_root).end()
+    ended = Running([*SMALL_SHARED_MEMORY, *launch], tmp_path, as_root).end()
     assert ended.exit_code == 0, ended.stderr
     (line,) = ended.paragraphs
     assert "/dev/shm has less than the 32 MiB that Open MPI shares" in line

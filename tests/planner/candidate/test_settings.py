@@ -5,7 +5,7 @@ import math
 from hethub.planner.candidate.settings import MOST_DEGREES, degree_choices, degrees_by_kind, micro_batch_choices
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
-from tests.oracle.test_auto import MODEL, random_cluster
+from tests.oracle.question import MODEL, random_cluster
 
 
 def test_where_kinds_are_many_not_every_combination_is_made() -> None:

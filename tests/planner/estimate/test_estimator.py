@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.estimate.stage_times import Placed, StageTimes
+from hethub.planner.estimate.stage_figures import Placed
+from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.spec.job import ConstraintsSpec
@@ -88,7 +89,7 @@ def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
     asked = problem(zero=3)
     times = StageTimes(asked, UnitCosts(asked))
     stages = [
-        Placed(one, place, even, "1f1b")
+        Placed(one, place, even, Pattern("1f1b"))
         for one in (
             stage(4, SLOW),
             stage(5, SLOW, FAST, zero=3),
@@ -104,5 +105,5 @@ def test_stages_of_unlike_widths_are_estimated_together_as_alone() -> None:
         width = len(one.stage.groups)
         assert division.taken[index, :width].tolist() == alone[1].taken[0].tolist()
         for sort, group in enumerate(one.stage.groups):
-            allowed = times.room(one.stage, group, one.place, one.schedule, slack=1.02)
+            allowed = times.room(one.stage, group, one.place, one.pattern, slack=1.02)
             assert [figure[index, sort] for figure in room] == pytest.approx(list(allowed))

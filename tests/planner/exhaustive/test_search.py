@@ -15,7 +15,7 @@ from hethub.planner.exhaustive.chains import Chains
 from hethub.planner.exhaustive.points import Branch, Point, branches_below, promising_floors, step_bound
 from hethub.planner.exhaustive.replay import nodes_of
 from hethub.planner.exhaustive.search import search_exhaustively, step_seconds
-from hethub.planner.exhaustive.shapes import is_small, shapes_of
+from hethub.planner.exhaustive.shapes import excess, shapes_of
 from hethub.planner.exhaustive.stages import (
     Cuts,
     StageBounds,
@@ -36,9 +36,9 @@ from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.plan import PlanSpec, ReplicaSpec, ScheduleName, StageSpec
 from tests.oracle.grid import exhaustive
-from tests.oracle.restricted import grid_incumbent
-from tests.oracle.test_auto import MODEL, grid_problem, random_cluster
+from tests.oracle.question import MODEL, random_cluster, random_question
 from tests.planner.problems import incumbent_of
+from tests.planner.search.restricted import grid_incumbent, grid_problem
 
 
 def random_point(costs: StageCosts, draw: random.Random) -> Point:
@@ -123,7 +123,10 @@ def test_with_nothing_known_the_best_plan_of_the_grid_is_found(seed: int) -> Non
     problem = grid_problem(seed, 3)
     incumbent = grid_incumbent(problem)
     search_exhaustively(problem, incumbent)
-    assert incumbent.best_seconds == exhaustive(problem, start=incumbent.best_seconds * (1 + 1e-9)).seconds
+    assert (
+        incumbent.best_seconds
+        == exhaustive(random_question(seed, 3), start=incumbent.best_seconds * (1 + 1e-9)).seconds
+    )
     assert incumbent.space_bound_seconds == incumbent.best_seconds
 
 
@@ -150,11 +153,11 @@ def test_a_search_in_small_windows_finds_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_answer_says_what_no_plan_of_a_small_space_is_below() -> None:
-    found = plan(MODEL, random_cluster(0, 3), Batch(6, 512, "bf16"), with_bounds=False)
+    found = plan(MODEL, random_cluster(0, 3), Batch(6, 512, "bf16"), strategy="exhaustive", with_bounds=False)
     assert found.space_bound_seconds is not None
     assert found.lower_bound_seconds <= found.prediction.step_seconds <= found.space_bound_seconds
     assert found.to_dict()["space_bound_seconds"] == found.space_bound_seconds
-    assert plan(MODEL, random_cluster(0, 3), Batch(96, 512, "bf16"), with_bounds=False).space_bound_seconds is None
+    assert plan(MODEL, random_cluster(0, 3), Batch(6, 512, "bf16"), with_bounds=False).space_bound_seconds is None
 
 
 @pytest.mark.parametrize("even", [False, True])
@@ -211,8 +214,8 @@ def test_constraints_leave_a_part_of_the_space(
 
 
 def test_a_real_job_is_not_tiny() -> None:
-    assert is_small(_problem(ConstraintsSpec()))
-    assert not is_small(pose(MODEL.replace(layers=32), random_cluster(1, 4), Batch(512, 512, "bf16")))
+    assert excess(_problem(ConstraintsSpec())) is None
+    assert excess(pose(MODEL.replace(layers=32), random_cluster(1, 4), Batch(512, 512, "bf16"))) is not None
 
 
 def _problem(constraints: ConstraintsSpec, seed: int = 1, tied: bool = False) -> Problem:

@@ -17,6 +17,7 @@ from hethub.planner.generate.families.whole import (
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.predictor import predict
+from hethub.predictor.memory.surroundings import PROCESS_BYTES
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.layout.bind import Layout, bind
@@ -28,8 +29,10 @@ MODEL = ModelSpec(name="small", layers=8, hidden=256, heads=8, kv_heads=8, ffn=7
 
 
 def cpu(name: str, tflops: float, memory_gb: float) -> dict[str, object]:
+    """A CPU with so much memory beside what a process takes, of which too a part stays free."""
+    beside = memory_gb + PROCESS_BYTES / 2**30 / (1 - ConstraintsSpec().reserve)
     return {
-        "name": name, "vendor": "cpu", "memory_gb": memory_gb, "memory_gbytes_per_second": 200 * tflops,
+        "name": name, "vendor": "cpu", "memory_gb": beside, "memory_gbytes_per_second": 200 * tflops,
         "fp32_tflops": tflops, "link_gbytes_per_second": 20,
     }  # fmt: skip
 

@@ -56,6 +56,7 @@ def test_a_table_of_mixed_plans_that_is_none_is_bad_input(tmp_path: Path) -> Non
 def test_plans_on_mixed_clusters_are_predicted() -> None:
     result = validate(DATA / "mixed_cases.json")
     assert result["covered_percent"] == 100
-    errors = [goal["value"] for goal in result["goals"] if goal["what"].startswith("mean error")]
-    assert errors
-    assert max(errors) < 20
+    errors = {goal["what"]: goal["value"] for goal in result["goals"] if goal["what"].startswith("mean error")}
+    (of_amp,) = (error for name, error in errors.items() if "AMP" in name)
+    assert of_amp < 20  # Sailor's machines' link is not published, and none is chosen on its cases
+    assert not result["contradictory"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hethub.predictor.cost.constants import ASSUMED, family, packaged
+from hethub.predictor.cost.constants import ASSUMED, family, packaged, peak_flops
 from hethub.predictor.cost.layer import Device
 from hethub.predictor.cost.links import Network, host_gbytes_per_second
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
@@ -13,11 +13,18 @@ from hethub.spec.accelerator import catalogue, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 
 
-def test_a_family_never_measured_takes_its_predecessors_scales() -> None:
-    constants = packaged()
-    assert "blackwell fp16" not in constants.families
+def test_a_familys_scales_are_on_top_of_its_predecessors() -> None:
+    own = {"log_scale": 0.1, "throttle": 0.0, "log_attention": -0.2}
+    constants = replace(packaged(), families={**packaged().families, "blackwell fp16": own}, accelerators={})
     new, old = (constants.efficiency(find_accelerator(name), "bf16") for name in ("B200-SXM", "H100-PCIe-80GB"))
-    assert (new.scale, new.attention) == (old.scale, old.attention)
+    assert new.scale == pytest.approx(old.scale * math.exp(0.1))
+    assert new.attention == pytest.approx(old.attention * math.exp(-0.2))
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", 2500), ("fp8", 5000), ("mxfp8", 5000), ("nvfp4", 15000)])
+def test_narrow_precisions_have_peaks_of_their_own(precision: MathPrecision, expected: float) -> None:
+    assert peak_flops(find_accelerator("GB300"), precision) == expected * 1e12
+    assert peak_flops(find_accelerator("A100-SXM4-80GB"), precision) == 312e12  # has none of them
 
 
 def test_an_accelerator_of_nobodys_family_is_predicted_from_its_data_sheet() -> None:

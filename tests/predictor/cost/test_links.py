@@ -7,6 +7,7 @@ from hethub.predictor.cost.links import Network, through_host
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.predictor.predict import predict
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -58,6 +59,22 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
     assert forward == pytest.approx(packaged().links["overlap_cost"] * sum(costs.state.gather_seconds(0, portion)))
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(("gbps", "hides"), [(10, False), (400, True)])
+def test_new_weights_come_beside_the_next_forward(gbps: int, hides: bool, zero: int) -> None:
+    """All that its layers but the first do not hide is added to a step, the first bucket's at least."""
+    on = cluster(("A100-SXM4-80GB", 2, 1), gbps=gbps)
+    layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=2, batch=16, seq=8192, zero=zero)
+    beside, behind = (
+        PlanCosts(layout, HETHUB if overlaps else Software(overlapped_gather=False), packaged())
+        for overlaps in (True, False)
+    )
+    gather, forward = behind.state.reduction(0).gather_seconds, behind.microbatch(0, 0, 1).forward.total
+    first, hidden = gather * BUCKET_BYTES / (4 * LLAMA_8B.parameters), forward * (LLAMA_8B.layers - 1) / LLAMA_8B.layers
+    assert (first > gather - hidden) is hides
+    assert beside.state.reduction(0).gather_seconds == pytest.approx(max(first, gather - hidden))
+
+
 @pytest.mark.parametrize("emulated", [False, True])
 def test_cpus_that_are_not_emulated_compute_and_communicate_by_turns(emulated: bool) -> None:
     """A gather before every pass through a layer, a sum behind its backward, and nothing of either beside compute."""
@@ -106,6 +123,14 @@ def test_bridged_sums_share_the_bridge_as_messages_do() -> None:
     assert one == pytest.approx(wire, rel=0.01)
 
 
+def test_of_a_bridged_sum_only_what_islands_exchange_leaves_a_machine() -> None:
+    """An island's own ring stays inside it; all of the bytes were priced over the card, twice what a shaped link carried."""
+    nodes = [{**node, "nics": 1, "gbps_per_nic": 10} for node in TWO_MAKERS]
+    found = network(*nodes, staging={"gbytes_per_second": 50})
+    wire = 0.5e9 / (10e9 / 8 * packaged().links["between_nodes_fraction"])
+    assert found.reduce_scatter(found.group([0, 8]), 1e9) == pytest.approx(wire, rel=0.01)
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_who_shares_does_not_depend_on_a_profile(measured: bool) -> None:
     """Cards are shared, what two accelerators have between them is not."""
@@ -134,15 +159,30 @@ def profile(links: list[LinkTiming]) -> ProfileSpec:
     return ProfileSpec.model_validate({**about, "links": links})
 
 
-@pytest.mark.parametrize(("ranks", "measured"), [(16, 338.8), (64, 319.7), (128, 285.8), (512, 225.3)])
-def test_a_ring_of_many_ranks_is_as_slow_as_it_was_measured(ranks: int, measured: float) -> None:
-    """All-gathers of 2 GB on B200s with eight cards of 400 Gbit/s a node: GB/s of bus bandwidth (Together AI,
-    dgxc-benchmarking). With steps counted up to 134 ranks only, 512 ranks kept what 64 had."""
+@pytest.mark.parametrize(
+    ("operation", "num_bytes", "ranks", "measured"),
+    [
+        ("all_gather", 2e9, 16, 338.8),
+        ("all_gather", 2e9, 64, 319.7),
+        ("all_gather", 2e9, 128, 285.8),
+        ("all_gather", 2e9, 512, 225.3),
+        ("all_reduce", 2e9, 512, 223.8),  # by a ring; NVLS and trees 244.3
+        ("all_reduce", 2**20, 32, 5.37),
+        ("all_reduce", 2**24, 32, 64.43),
+    ],
+)
+def test_a_ring_of_many_ranks_is_as_slow_as_it_was_measured(
+    operation: str, num_bytes: float, ranks: int, measured: float
+) -> None:
+    """B200s with eight cards of 400 Gbit/s a node: GB/s of bus bandwidth (Together AI, dgxc-benchmarking; 32 ranks:
+    ml-engineering book). With steps counted up to 134 ranks only, 512 ranks kept what 64 had; with a tree's steps, an
+    all-reduce of 1 MiB over 32 ranks took a third of what it was measured to."""
     found = network(
         {"name": "b", "count": 64, "accelerator": "B200-SXM", "accelerators": 8, "nics": 8, "gbps_per_nic": 400}
     )
-    seconds = found.all_gather(found.group(range(ranks)), 2e9)
-    assert 2 * (ranks - 1) / ranks / seconds == pytest.approx(measured, rel=0.2)
+    seconds, passes = getattr(found, operation)(found.group(range(ranks)), num_bytes), {"all_reduce": 2}
+    bus = passes.get(operation, 1) * num_bytes * (ranks - 1) / ranks / seconds / 1e9
+    assert bus == pytest.approx(measured, rel=0.2)
 
 
 def test_a_racks_uplink_is_shared_by_all_that_leaves_it() -> None:

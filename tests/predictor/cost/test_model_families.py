@@ -8,6 +8,7 @@ import pytest
 
 from hethub.predictor import predict
 from hethub.predictor.calibration.validation.validate import validate
+from hethub.predictor.cost.operators import model_flops
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.model import ModelSpec
@@ -23,6 +24,16 @@ SHEET: dict[str, Any] = {
 
 def of_family(family: str, **changes: Any) -> ModelSpec:
     return ModelSpec(name=family, family=family, tied_head=family != "llama", **{**SHAPE, **changes})
+
+
+@pytest.mark.parametrize(("seq", "window"), [(2048, 128), (2048, 2048), (100, 4096), (7, 3)])
+def test_a_window_costs_what_its_queries_see(seq: int, window: int) -> None:
+    """Counted query by query; the query's own key is half counted, as where the whole sequence counts half."""
+    windowed, plain = of_family("llama", sliding_window=window), of_family("llama")
+    seen = sum(min(query + 1, window) for query in range(seq)) - min(seq, window) / 2
+    attention = 12 * windowed.layers * windowed.heads * windowed.head_size
+    no_attention = model_flops(plain, 1, seq) - attention * seq * seq / 2
+    assert model_flops(windowed, 1, seq) == pytest.approx(no_attention + attention * seen)
 
 
 def on_own(description: dict[str, Any]) -> ClusterSpec:

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 
 from hethub.planner.estimate.costs import rank_parameters
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.parameters import StageParameters, rank_widths, stepped
 from hethub.predictor.memory.ranks import rank_memory
-from hethub.predictor.pipeline.state_costs import StateCosts
+from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.state import StateMap
 from hethub.spec.layout.tensors import EMBEDDING
@@ -33,7 +32,7 @@ def held_by_rank(layout: Layout) -> dict[Assignment, tuple[int, int, int]]:
 @given(case=any_cases())
 def test_every_rank_holds_what_the_state_map_says(case: Case) -> None:
     layout = case.layout()
-    costs = StateCosts(layout, HETHUB, Network(layout.cluster, packaged(), None))
+    costs = PlanCosts(layout, HETHUB, packaged()).state
     held = held_by_rank(layout)
     for assignment, (total, norms, apart) in held.items():
         replica = layout.replica(assignment.stage, assignment.replica)

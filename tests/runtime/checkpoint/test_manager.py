@@ -4,6 +4,8 @@ import json
 import logging
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,3 +220,9 @@ def test_pytorchs_own_tools_read_a_checkpoint(written: Path, tmp_path: Path) -> 
     for name, values in weights.items():
         assert torch.equal(state[f"weights/{name}"], values)
         assert np.any(state[f"exp_avg_sq/{name}"].numpy())
+
+
+def test_a_run_starts_without_the_writers_import() -> None:
+    """torch.distributed.checkpoint takes a second of every rank's start, and is needed at the first save only."""
+    code = "import sys, hethub.runtime.loop.train; print('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

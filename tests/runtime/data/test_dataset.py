@@ -20,7 +20,7 @@ SEQ_LEN = 8
 def dataset(num_tokens: int = 1000, seed: int = 1, seq_len: int = SEQ_LEN, vocab: int = 2**16) -> Dataset:
     """Tokens that are their own positions, so that a sample says where it was taken from."""
     tokens = np.arange(num_tokens, dtype="<u2")
-    return Dataset(
+    return Dataset.one(
         name="counting",
         tokens=tokens,
         seq_len=seq_len,
@@ -94,7 +94,7 @@ def test_a_batch_does_not_depend_on_its_size_in_other_steps() -> None:
 
 def test_documents_are_numbered_from_the_end_tokens() -> None:
     samples = np.array([[1, 5, 2, 3, 5, 5, 4, 9, 9], [5, 1, 1, 1, 1, 1, 1, 5, 1]])
-    assert dataset().documents(samples).tolist() == [[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    assert dataset().documents(samples[:, :-1]).tolist() == [[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
 
 
 def test_all_tokens_of_packed_windows_are_valid() -> None:
@@ -142,8 +142,8 @@ def test_python_stdlib_is_text_of_documents() -> None:
     assert 2**20 < data.num_tokens < 9 * 2**20
     assert data.end_of_document == 256
     assert data.vocab_needed == 257
-    assert (data.tokens == 256).sum() > 100
-    start = bytes(data.tokens[: int(np.argmax(data.tokens == 256))].astype(np.uint8))
+    assert (data.streams[0].tokens == 256).sum() > 100
+    start = bytes(data.streams[0].tokens[: int(np.argmax(data.streams[0].tokens == 256))].astype(np.uint8))
     compile(start, "first module", "exec")
     again = open_dataset(DataSpec(), Path("/"), seq_len=128, seed=2, vocab=300)
     assert again.fingerprint() == data.fingerprint()

@@ -39,7 +39,7 @@ def save_tokenizer(path: Path, end: str | None = "</s>", **changes: Any) -> Path
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("héé\r\n".encode())
     data = opened(tmp_path, source="text", path="a.txt")
-    assert data.tokens.tolist() == [*"héé\r\n".encode(), END]
+    assert data.streams[0].tokens.tolist() == [*"héé\r\n".encode(), END]
 
 
 def test_a_folder_is_its_visible_files_in_order_of_path(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_folder_is_its_visible_files_in_order_of_path(tmp_path: Path) -> None:
     for name, text in {"b/a.md": "2", "a.txt": "1", "c": "3", "empty": "", ".hidden": "x", ".git/x": "y"}.items():
         (tmp_path / name).write_text(text)
     data = opened(tmp_path, source="text", path=".")
-    assert data.tokens.tolist() == [ord("1"), END, ord("2"), END, ord("3"), END]
+    assert data.streams[0].tokens.tolist() == [ord("1"), END, ord("2"), END, ord("3"), END]
 
 
 def test_large_files_are_read_in_pieces_of_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +56,13 @@ def test_large_files_are_read_in_pieces_of_whole_lines(tmp_path: Path, monkeypat
     text = "".join(f"line {i} é\n" for i in range(200)) + "no newline at the end"
     (tmp_path / "a.txt").write_text(text)
     assert len(list(sources_module.pieces([tmp_path / "a.txt"], "text"))) > 10
-    assert opened(tmp_path, source="text", path="a.txt").tokens.tolist() == [*text.encode(), END]
+    assert opened(tmp_path, source="text", path="a.txt").streams[0].tokens.tolist() == [*text.encode(), END]
 
 
 def test_every_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n\n{"text": "", "x": 1}\n{"meta": {}, "text": "\\u00e9"}')
     data = opened(tmp_path, source="jsonl", path="a.jsonl")
-    assert data.tokens.tolist() == [*b"ab", END, *"é".encode(), END]
+    assert data.streams[0].tokens.tolist() == [*b"ab", END, *"é".encode(), END]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_tokenizer_file_gives_whole_documents_and_their_ends(tmp_path: Path) -
     save_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "a.jsonl").write_text('{"text": "a b c a"}\n{"text": "c"}\n')
     data = opened(tmp_path, source="jsonl", path="a.jsonl", tokenizer="tokenizer.json", vocab=8, document_mask=True)
-    assert data.tokens.tolist() == [1, 2, 3, 1, 7, 3, 7], "neither truncated nor padded"
+    assert data.streams[0].tokens.tolist() == [1, 2, 3, 1, 7, 3, 7], "neither truncated nor padded"
     assert data.end_of_document == 7
 
 
@@ -131,7 +131,7 @@ def test_an_end_of_document_is_asked_for_only_where_it_is_needed(tmp_path: Path)
     (tmp_path / "one.txt").write_text("a b c a")
     (tmp_path / "two.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     one = {"source": "text", "path": "one.txt", "tokenizer": "tokenizer.json"}
-    assert opened(tmp_path, **one).tokens.tolist() == [1, 2, 3, 1]
+    assert opened(tmp_path, **one).streams[0].tokens.tolist() == [1, 2, 3, 1]
     with pytest.raises(BadInput, match=r"document_mask keeps documents apart.*</s>"):
         opened(tmp_path, **one, document_mask=True)
     with pytest.raises(BadInput, match="several documents are packed"):
@@ -165,7 +165,19 @@ def test_cached_tokens_are_found_again_until_the_text_changes(tmp_path: Path) ->
     assert first.fingerprint() == fresh.fingerprint()
     (written,) = cache.iterdir()
     before = written.stat().st_mtime_ns
-    assert isinstance(opened(tmp_path, **spec, cache_dir=cache).tokens, np.memmap)
+    assert isinstance(opened(tmp_path, **spec, cache_dir=cache).streams[0].tokens, np.memmap)
     assert written.stat().st_mtime_ns == before
     text.write_text(json.dumps({"text": "b b b b b"}))
-    assert opened(tmp_path, **spec, cache_dir=cache).tokens.tolist() == [2, 2, 2, 2, 2, 7]
+    assert opened(tmp_path, **spec, cache_dir=cache).streams[0].tokens.tolist() == [2, 2, 2, 2, 2, 7]
+
+
+def test_folders_are_read_through_links(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep" / "a.jsonl").write_text('{"text": "1"}\n')
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "b.jsonl").write_text('{"text": "2"}\n')
+    (tmp_path / "corpus" / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "deep" / "back").symlink_to(tmp_path / "elsewhere")  # a link to a folder that holds it
+    (tmp_path / "corpus" / "gone").symlink_to(tmp_path / "nowhere")
+    data = opened(tmp_path, source="jsonl", path="corpus")
+    assert data.streams[0].tokens.tolist() == [ord("1"), END, ord("2"), END]

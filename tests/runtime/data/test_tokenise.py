@@ -17,6 +17,7 @@ from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC
 from hethub.runtime.data.tokenise import tokenise
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
+from tests.support.command import HANG_SECONDS
 
 END = 256
 
@@ -53,8 +54,8 @@ def test_texts_and_jsonl_become_one_mapped_stream(texts: Path, tmp_path: Path) -
     summary = tokenise([texts], "bytes", out, progress=False)
     expected = [*b"first", END, *b"second", END, *b"third", END]
     data = opened(out, document_mask=True)
-    assert isinstance(data.tokens, np.memmap)
-    assert data.tokens.tolist() == expected
+    assert isinstance(data.streams[0].tokens, np.memmap)
+    assert data.streams[0].tokens.tolist() == expected
     assert (summary.num_files, summary.num_documents, summary.num_tokens) == (2, 3, len(expected))
     assert (summary.dtype, summary.max_token, data.vocab_needed) == ("uint16", END, END + 1)
     assert out.stat().st_size == HEADER_BYTES + 2 * len(expected)
@@ -180,7 +181,7 @@ def test_tokens_outside_the_vocabulary_are_refused_at_open_and_at_use(token_file
 
 def test_tokenising_needs_no_torch() -> None:
     program = "import sys, hethub.runtime.data.tokenise; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_SECONDS)
 
 
 def test_large_vocabularies_take_uint32(tmp_path: Path) -> None:
@@ -193,4 +194,4 @@ def test_large_vocabularies_take_uint32(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a a a a")
     summary = tokenise([tmp_path / "a.txt"], str(tmp_path / "tokenizer.json"), tmp_path / "out", progress=False)
     assert summary.dtype == "uint32"
-    assert opened(tmp_path / "out", vocab=70_002).tokens.tolist() == [70_000] * 4 + [70_001]
+    assert opened(tmp_path / "out", vocab=70_002).streams[0].tokens.tolist() == [70_000] * 4 + [70_001]

@@ -77,7 +77,7 @@ def test_a_scale_that_is_too_small_is_refused_with_the_one_it_needs(tmp_path):
 def test_a_device_that_has_less_memory_than_the_run_counts_fails_by_name():
     pace = EmulatedPace.__new__(EmulatedPace)
     pace.rank = 3
-    pace._memory = RankMemory(3, "T4", 900, 1000, {"framework": 500, "weights": 400})
+    pace._memory = RankMemory(3, "T4", 900, 1000, {"framework": 500, "weights": 400}, 0, {})
     assert pace.memory_bytes(500) == 1000
     with pytest.raises(RunFailed, match=r"rank 3 \(T4, emulated\) is out of memory: it needs 1,001 bytes"):
         pace.memory_bytes(501)

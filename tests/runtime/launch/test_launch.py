@@ -2,11 +2,10 @@
 
 import pytest
 
-from tests.support.command import HETHUB, Running, needs_mpirun
+from tests.support.command import AS_ROOT, HETHUB, Running, needs_mpirun
 from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import write_job, write_pair_job
 
-MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MANY_STEPS = {"steps": 100_000}
 
 
@@ -15,7 +14,7 @@ MANY_STEPS = {"steps": 100_000}
 def test_launch_runs_the_job_over_loopback_only(tmp_path, launcher):
     job, run = write_pair_job(tmp_path, train=MANY_STEPS), tmp_path / "run"
     command = [HETHUB, "launch", job, "--with", launcher, "--run-dir", run]
-    running = Running(command, tmp_path, {**MPI, "PYTHONWARNINGS": "ignore"})
+    running = Running(command, tmp_path, {**AS_ROOT, "PYTHONWARNINGS": "ignore"})
     try:
         running.wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0)
         found = {rank: listening_addresses(running.rank_pid(rank)) for rank in range(2)}
@@ -27,6 +26,7 @@ def test_launch_runs_the_job_over_loopback_only(tmp_path, launcher):
 def test_launch_hands_on_what_was_asked(tmp_path):
     job = write_job(tmp_path)
     command = [HETHUB, "launch", job, "--dry-run", "--set", "train.steps=7", "--resume", "run", "--plan", "plan.yaml"]
+    command += ["--profile", "measured.json", "--accept-changes"]
     ended = Running(command, tmp_path, {}).end()
     assert ended.exit_code == 0, ended.stderr
-    assert "--set train.steps=7 --plan plan.yaml --resume run" in ended.stdout
+    assert "--set train.steps=7 --plan plan.yaml --profile measured.json --resume run --accept-changes" in ended.stdout

@@ -1,6 +1,8 @@
 """`hethub launch --dry-run` prints what starts a cluster; `hethub doctor` says what a machine has."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,8 +37,28 @@ LAPTOP = ClusterSpec.model_validate(
 def test_mpirun_starts_every_node_in_its_own_environment() -> None:
     (command,) = launch_commands(JOB, TWO_MAKERS, "mpirun", ["--set", "train.steps=5"])
     first, second = " ".join(command.words).split(" : ")
-    assert "--continuous -n 16 --host nv1:8,nv2:8 /opt/cuda/bin/hethub train job.yaml --set train.steps=5" in first
+    assert "-n 16 --host nv1:8,nv2:8 /opt/cuda/bin/hethub train job.yaml --set train.steps=5" in first
     assert second == "-n 8 --host amd1:8 /opt/rocm/bin/hethub train job.yaml --set train.steps=5"
+
+
+def test_open_mpi_starts_the_daemon_of_the_environment_that_a_host_has(tmp_path: Path) -> None:
+    """It knows one path for all hosts, and would not find its daemon where environments lie elsewhere."""
+    environments = [tmp_path / "of this host's maker", tmp_path / "rocm"]
+    nodes = [
+        {**node.to_dict(), "environment": str(environment)}
+        for node, environment in zip(TWO_MAKERS.nodes, environments, strict=True)
+    ]
+    (command,) = launch_commands(JOB, TWO_MAKERS.replace(nodes=tuple(nodes)), "mpirun")
+    agent = command.words[command.words.index("prte_launch_agent") + 1]
+    daemon = environments[1] / "bin" / "prted"
+    daemon.parent.mkdir(parents=True)
+    daemon.write_text('#!/bin/sh\necho "$0" "$@"\n')
+    daemon.chmod(0o755)
+    said = subprocess.run(["sh", "-c", f"{agent} --prtemca a 'b c'"], capture_output=True, text=True, check=True).stdout
+    assert said.split() == [str(daemon), "--prtemca", "a", "b", "c"]
+    at_home = [{**node.to_dict(), "environment": sys.prefix} for node in TWO_MAKERS.nodes]
+    (command,) = launch_commands(JOB, TWO_MAKERS.replace(nodes=tuple(at_home)), "mpirun")
+    assert "prte_launch_agent" not in command.words
 
 
 def test_torchrun_is_one_command_per_machine() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -136,18 +135,9 @@ def test_a_device_without_a_description_is_refused():
 # -- consensus --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def meeting(rank, store):
-    """Three ranks that have met; when all goes well they part together, as rank 0 serves the store."""
-    yield Rendezvous.on_one_host(store, rank, 3)
-    store.set(f"done/{rank}", "")
-    if rank == 0:
-        store.wait([f"done/{other}" for other in range(3)])
-
-
 def gather_ranks(rank, store):
-    with meeting(rank, store) as here:
-        return all_gather(here, "rank", {"rank": rank})
+    here = Rendezvous.on_one_host(store, rank, 3)
+    return all_gather(here, "rank", {"rank": rank})
 
 
 def test_every_rank_hears_all():
@@ -161,8 +151,8 @@ def refuse_on_some(rank, store, faults):
         return rank
 
     try:
-        with meeting(rank, store) as here:
-            return consensus(here, "files", prepare)
+        here = Rendezvous.on_one_host(store, rank, 3)
+        return consensus(here, "files", prepare)
     except BadInput as error:
         return str(error), error.quiet, error.agreed
 
@@ -187,14 +177,14 @@ def read_late(rank, store):
     def decide():
         raise BadInput("no plan.")
 
-    with meeting(rank, store) as here:
-        if rank == 2:
-            time.sleep(1.0)
-        try:
-            broadcast(here, "plan", decide, patience_seconds=30)
-        except BadInput as error:
-            os.write(2, f"{error} {error.quiet}".encode())
-            os._exit(2)
+    here = Rendezvous.on_one_host(store, rank, 3)
+    if rank == 2:
+        time.sleep(1.0)
+    try:
+        broadcast(here, "plan", decide, patience_seconds=30)
+    except BadInput as error:
+        os.write(2, f"{error} {error.quiet}".encode())
+        os._exit(2)
 
 
 def test_rank_0_decides_and_waits_until_all_have_heard():
@@ -204,8 +194,8 @@ def test_rank_0_decides_and_waits_until_all_have_heard():
 
 
 def decide_for_all(rank, store):
-    with meeting(rank, store) as here:
-        return broadcast(here, "plan", lambda: {"by": rank}, patience_seconds=30)
+    here = Rendezvous.on_one_host(store, rank, 3)
+    return broadcast(here, "plan", lambda: {"by": rank}, patience_seconds=30)
 
 
 def test_what_rank_0_decides_holds_on_all():
@@ -217,8 +207,8 @@ def fail_on_one(rank, store, failing):
         if rank == failing:
             raise KeyError("a bug")
 
-    with meeting(rank, store) as here:
-        consensus(here, "files", prepare)
+    here = Rendezvous.on_one_host(store, rank, 3)
+    consensus(here, "files", prepare)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -238,8 +228,8 @@ def one_stays_silent(rank, store):
         Rendezvous.on_one_host(store, rank, 3)
         time.sleep(3.0)
         os._exit(0)
-    with meeting(rank, store) as here:
-        consensus(here, "files", lambda: None, patience_seconds=2.0)
+    here = Rendezvous.on_one_host(store, rank, 3)
+    consensus(here, "files", lambda: None, patience_seconds=2.0)
 
 
 def test_a_rank_that_does_not_answer_is_named():

@@ -59,3 +59,21 @@ def test_passes_of_a_process_held_to_a_part_of_a_core_count_with_the_time_it_sta
 
     assert profiler.repeated(once, 30.0) == ((2.0, 7.0) if stands_still else (1.0, 7.0))
     assert len(passes) == 15
+
+
+def test_the_optimizer_that_is_timed_is_the_one_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused, on as many elements as no cache holds."""
+    from hethub.kernels.device import Device
+    from hethub.runtime.measure import profiler
+
+    sizes: list[int] = []
+    step = profiler.fused_adamw
+
+    def counted(state: Any, *rest: Any, **options: Any) -> None:
+        sizes.append(state[0][0].numel())
+        step(state, *rest, **options)
+
+    monkeypatch.setattr(profiler, "fused_adamw", counted)
+    assert profiler._optimizer(Device(vendor="cpu"), "bf16", 0.0) > 0
+    assert len(sizes) == 4
+    assert set(sizes) == {2**22}

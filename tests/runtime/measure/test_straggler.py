@@ -52,10 +52,23 @@ def test_what_all_ranks_have_in_common_makes_no_straggler(error, planned):
     assert all(watch.note(forward(*(error * seconds for seconds in planned))) == NOTHING for _ in range(5))
 
 
-def test_a_rank_faster_than_planned_makes_no_other_slow():
-    watch = StragglerDetector(forward(1.0, 1.0), SPEC)
+def test_a_rank_slower_than_its_like_is_named_though_all_are_faster_than_planned():
+    watch = StragglerDetector(forward(1.0, 1.0, 2.0), SPEC)
+    assert all(watch.note(forward(0.3, 0.3, 0.6)) == NOTHING for _ in range(5))
+    (found,) = [watch.note(forward(0.3, 0.39, 0.6)) for _ in range(3)][-1].slow
+    assert (found.rank, found.factor) == (1, pytest.approx(1.3))
+
+
+def test_a_rank_faster_than_planned_makes_none_of_another_kind_slow():
+    watch = StragglerDetector(forward(1.0, 1.0), SPEC, kinds=["T4", "A40"])
     assert all(watch.note(forward(0.5, 1.1)) == NOTHING for _ in range(5))
     assert [watch.note(forward(0.5, 1.3)) for _ in range(3)][-1].slow[0].factor == pytest.approx(1.3)
+
+
+def test_a_rank_that_recovered_makes_no_other_slow():
+    watch = StragglerDetector(forward(1.0, 2.0), SPEC, {1: 2.0})
+    noted = [watch.note(forward(0.5, 0.5)) for _ in range(9)]
+    assert [each for each in noted if each != NOTHING] == [Noted([], {1: 1.0})]
 
 
 def test_the_kind_that_exceeds_its_plan_the_most_is_named():

@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from hethub.predictor.memory.ranks import rank_memory
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.parameters import rank_widths
+from hethub.predictor.memory.ranks import COUNTED, rank_memory
+from hethub.predictor.memory.shards import Shard
+from hethub.predictor.memory.surroundings import joined_bytes
+from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -59,9 +64,49 @@ def counted_bytes(world: Any, case: Case) -> tuple[int, int]:
 def test_counted_memory_is_the_plans(case: Case) -> None:
     precision = "fp32" if case.precision == "fp64" else case.precision
     model = MODEL if case.model.name == "tiny" else case.model
-    case = Case(**{**vars(case), "precision": precision, "model": model, "seq_len": 32})
+    case = Case(
+        **{**vars(case), "precision": precision, "model": model, "seq_len": 32, "bucket_elements": BUCKET_ELEMENTS}
+    )
     foreseen = rank_memory(case.layout())
     counted = run_ranks(case.size, counted_bytes, case)
     for rank, (entry, (device, host)) in enumerate(zip(foreseen, counted, strict=True)):
-        assert entry.bytes == pytest.approx(device, rel=0.05), f"rank {rank}: {entry.parts}"
-        assert entry.host_bytes == pytest.approx(host, rel=0.05), f"rank {rank}"
+        assert sum(entry.parts[part] for part in COUNTED) == pytest.approx(device, rel=0.05), (
+            f"rank {rank}: {entry.parts}"
+        )
+        offloaded = entry.host_bytes - entry.host_parts["checkpoint"]  # of which none is written here
+        assert offloaded == pytest.approx(host, rel=0.05), f"rank {rank}"
+
+
+MIXED = Case(
+    name="tp 2 beside tp 1",
+    stages=[stage((0, 6), replica([0, 1], 4, 2), replica([2], 4, 2), zero=1)],
+    model=MODEL,
+    precision="fp32",
+    bucket_elements=BUCKET_ELEMENTS,
+)
+
+
+def joined_gradients(world: Any) -> int:
+    """Bytes that this rank copies of its gradients to reduce them."""
+    trainer, found = build_trainer(world, MIXED), []
+    finish, own = trainer.reducer.finish, trainer.storage.grads.untyped_storage().data_ptr()
+
+    def look(chunk: int | None = None) -> None:
+        trainer.reducer._launch_full()
+        flats = [flat for _, _, flat in trainer.reducer._works if flat.untyped_storage().data_ptr() != own]
+        found.append(sum(flat.nbytes for flat in flats))
+        finish(chunk)
+
+    trainer.reducer.finish = look  # type: ignore[method-assign]
+    trainer.run_step(1)
+    return found[0]
+
+
+def test_gradients_that_lie_apart_are_joined_in_copies() -> None:
+    layout = MIXED.layout()
+    width, software = 4, HETHUB
+    foreseen = []
+    for rank, cut in enumerate((*rank_widths(MODEL, 2), *rank_widths(MODEL, 1))):
+        foreseen.append(joined_bytes(Shard(layout, 0, cut, software, width), layout.assignments[rank]))
+    assert run_ranks(3, joined_gradients) == pytest.approx(foreseen, rel=0.01)
+    assert foreseen[0] == foreseen[1] == 0 < foreseen[2]

@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from hethub.runtime.model.huggingface import INDEX_FILE, SINGLE_FILE, open_weights, write_folder
 from hethub.spec.errors import BadInput, RunFailed
-from hethub.spec.hugging_face import from_hugging_face
+from hethub.spec.hugging_face import config_of, from_hugging_face
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range, split
@@ -131,6 +131,26 @@ def test_a_config_of_either_generation_means_the_same(tmp_path: Path) -> None:
         (tmp_path / "ours" / "config.json").write_text(json.dumps(kept))
         assert from_hugging_face(tmp_path / "ours").replace(name="theirs") == model
         assert LlamaConfig.from_pretrained(tmp_path / "ours").rope_parameters == LLAMA_31
+
+
+@pytest.mark.parametrize("window", [7, None])
+def test_a_mistral_is_a_llama_with_a_window(tmp_path: Path, window: int | None) -> None:
+    MistralConfig(sliding_window=window, hidden_size=64, num_attention_heads=8).save_pretrained(tmp_path)
+    model = from_hugging_face(tmp_path)
+    assert model.sliding_window == window
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model, "float32")))
+    assert from_hugging_face(tmp_path) == model
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert (loaded.model_type, getattr(loaded, "sliding_window", None)) == ("mistral" if window else "llama", window)
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(model, "float32"), "model_type": "qwen2"}))
+    with pytest.raises(BadInput, match="model_type is 'qwen2'; hethub implements 'llama' and 'mistral' only"):
+        from_hugging_face(tmp_path)
+
+
+def test_a_window_left_out_is_the_one_of_transformers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    assert from_hugging_face(folder).sliding_window == MistralConfig.from_pretrained(folder).sliding_window
 
 
 def test_an_epsilon_left_out_is_the_one_of_transformers(folder: Path) -> None:

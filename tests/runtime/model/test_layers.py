@@ -1,6 +1,6 @@
 """Our backward functions against autograd of a plain implementation, in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hethub.kernels.bodies import choose
+from hethub.runtime.model import layers, rope
 from hethub.runtime.model import loss as loss_module
-from hethub.runtime.model.layers import LlamaLayer, TokenLayout, document_mask, rms_norm
+from hethub.runtime.model.layers import Documents, LlamaLayer, TokenLayout, rms_norm
 from hethub.runtime.model.layers import _SwiGLU as SwiGLU
 from hethub.runtime.model.loss import IGNORED, head_loss
 from hethub.runtime.model.rope import rope_table, rotate
@@ -85,10 +87,11 @@ def test_swiglu() -> None:
 
 
 def test_rotate_turns_complex_pairs() -> None:
-    x = random(2, 5, 3, 8)
+    x, key = random(2, 5, 3, 8), random(2, 5, 1, 8, seed=1)
     cos, sin = rope_table(MODEL.replace(head_dim=8), 5, torch.float64, torch.device("cpu"))
-    assert_close(ours(lambda x: rotate(x, cos, sin), x), gradients(plain.rotate, x), **EXACT)
-    assert_close(rotate(rotate(x, cos, sin), cos, -sin), x, **EXACT)
+    assert_close(ours(lambda x: rotate(x, key, cos, sin)[0], x), gradients(plain.rotate, x), **EXACT)
+    assert_close(ours(lambda key: rotate(x, key, cos, sin)[1], key), gradients(plain.rotate, key), **EXACT)
+    assert_close(rotate(*rotate(x, key, cos, sin), cos, -sin), (x, key), **EXACT)
 
 
 def test_products_and_embedding() -> None:
@@ -187,6 +190,7 @@ def test_gradients_of_bf16_weights_are_kept_in_fp32() -> None:
 # -- a whole layer -----------------------------------------------------------------------------------------------------
 
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+DOCUMENTS = Documents(sizes=(2, 3, 1, 6), starts=torch.tensor([0, 2, 5, 6, 12], dtype=torch.int32))
 SHAPES = {"query": (32, 32), "key": (16, 32), "value": (16, 32), "output": (32, 32), "gate": (48, 32), "up": (48, 32),
           "down": (48, 32), "attention_norm": (32,), "mlp_norm": (32,)}  # fmt: skip
 
@@ -195,44 +199,104 @@ def layer_weights() -> dict[str, Tensor]:
     return {name: random(*shape, seed=i) * 0.2 for i, (name, shape) in enumerate(SHAPES.items())}
 
 
-def our_layer(recompute: str, segments: Tensor | None) -> list[Tensor]:
+def allowed(segments: Tensor | None, window: int | None, seq: int) -> Tensor:
+    """(batch or 1, seq, seq): which keys a query may see, beside those behind it."""
+    positions = torch.arange(seq)
+    near = (positions.unsqueeze(1) - positions < (window or seq)).unsqueeze(0)
+    return near if segments is None else near & (segments.unsqueeze(2) == segments.unsqueeze(1))
+
+
+def our_layer(recompute: str, segments: Tensor | None, window: int | None = None) -> list[Tensor]:
     weights = {name: parameter(value) for name, value in layer_weights().items()}
-    layer = LlamaLayer(head_dim=4, eps=1e-5, group=ALONE, recompute=recompute, **weights)  # type: ignore[arg-type]
+    layer = LlamaLayer(head_dim=4, window=window, eps=1e-5, group=ALONE, recompute=recompute, **weights)  # type: ignore[arg-type]
     cos, sin = rope_table(MODEL, 6, torch.float64, torch.device("cpu"))
-    mask = None if segments is None else document_mask(segments)
-    tokens = TokenLayout(batch=2, seq_len=6, cos=cos, sin=sin, mask=mask)
+    tokens = TokenLayout(batch=2, seq_len=6, cos=cos, sin=sin, documents=None if segments is None else DOCUMENTS)
     return ours(lambda x: layer(x, tokens), random(12, 32, seed=50), *weights.values())
 
 
-def plain_layer(x: Tensor, *values: Tensor, segments: Tensor | None) -> Tensor:
+def plain_layer(x: Tensor, *values: Tensor, segments: Tensor | None, window: int | None = None) -> Tensor:
     w = dict(zip(SHAPES, values, strict=True))
     normed = plain.rms_norm(x, w["attention_norm"], 1e-5)
     query, key, value = ((normed @ w[name].t()).view(2, 6, -1, 4) for name in ("query", "key", "value"))
-    allowed = None if segments is None else segments.unsqueeze(2) == segments.unsqueeze(1)
-    mixed = plain.attention(plain.rotate(query), plain.rotate(key), value, allowed).reshape(12, -1)
+    mixed = plain.attention(plain.rotate(query), plain.rotate(key), value, allowed(segments, window, 6)).reshape(12, -1)
     x = x + mixed @ w["output"]
     normed = plain.rms_norm(x, w["mlp_norm"], 1e-5)
     return x + (torch.nn.functional.silu(normed @ w["gate"].t()) * (normed @ w["up"].t())) @ w["down"]
 
 
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "documents"])
-def test_a_layer_equals_plain_autograd_and_recompute_changes_no_bit(segments: Tensor | None) -> None:
-    kept = our_layer("none", segments)
+def test_a_layer_equals_plain_autograd_and_recompute_changes_no_bit(
+    segments: Tensor | None, window: int | None
+) -> None:
+    kept = our_layer("none", segments, window)
     expected = gradients(
-        lambda *args: plain_layer(*args, segments=segments), random(12, 32, seed=50), *layer_weights().values()
+        lambda *args: plain_layer(*args, segments=segments, window=window),
+        random(12, 32, seed=50),
+        *layer_weights().values(),
     )
     assert_close(kept, expected, rtol=1e-10, atol=1e-12)
     for recompute in ("selective", "full"):
-        assert all(torch.equal(a, b) for a, b in zip(kept, our_layer(recompute, segments), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(kept, our_layer(recompute, segments, window), strict=True))
 
 
-def test_the_document_mask_is_causal_inside_documents() -> None:
-    mask = document_mask(SEGMENTS)
-    assert mask.shape == (2, 1, 6, 6)
-    for sample, segments in enumerate(SEGMENTS.tolist()):
-        for query in range(6):
-            seen = [key for key in range(6) if mask[sample, 0, query, key]]
-            assert seen == [key for key in range(query + 1) if segments[key] == segments[query]]
+@pytest.mark.parametrize("seq", [1, 5, 12, 13])
+@pytest.mark.parametrize("window", [1, 3, 4, 12, 99])
+def test_a_window_ends_wherever_the_sequence_does(seq: int, window: int) -> None:
+    query, key, value = (random(2, seq, heads, 4, seed=heads) for heads in (4, 2, 2))
+    whole = plain.attention(query, key, value, allowed(None, window, seq)).reshape(2 * seq, -1)
+    assert_close(layers._mix(query, key, value, None, window), whole, **EXACT)
+    token = layers._mix(query[:, -1:], key, value, None, window)  # as text is generated
+    assert_close(token, whole.view(2, seq, -1)[:, -1], **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cpu_attends_document_by_document(dtype: torch.dtype) -> None:
+    """It has no kernel for sequences of unlike lengths; a device that has one takes it (test_gpu)."""
+    assert not layers._attends_to_unlike_lengths(torch.device("cpu"), dtype, 4)
+    query, key, value = (random(2, 6, heads, 4, seed=heads, dtype=dtype) for heads in (4, 2, 2))
+    mixed = layers._mix(query, key, value, DOCUMENTS)
+    wide = query.double(), key.double(), value.double()
+    whole = plain.attention(*wide, SEGMENTS.unsqueeze(2) == SEGMENTS.unsqueeze(1)).reshape(12, -1)
+    assert_close(mixed.double(), whole, **(EXACT if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_device_attends_to_all_documents_in_one_kernel(window: int | None) -> None:
+    where = torch.device("cuda", 0)
+    assert layers._attends_to_unlike_lengths(where, torch.bfloat16, 64)
+    documents = Documents(sizes=DOCUMENTS.sizes, starts=DOCUMENTS.starts.to(where))
+    query, key, value = (random(2, 6, heads, 64, seed=heads, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    moved = query.to(where), key.to(where), value.to(where)
+    for ours, theirs in ((documents, DOCUMENTS), (None, None)):
+        expected = layers._mix(query, key, value, theirs, window)
+        assert_close(layers._mix(*moved, ours, window).cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    choose(True)
+    yield
+    choose(None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_compiled_a_layer_and_the_loss_equal_plain_autograd(compiled: None) -> None:
+    expected = gradients(
+        lambda *args: plain_layer(*args, segments=None), random(12, 32, seed=50), *layer_weights().values()
+    )
+    assert_close(our_layer("none", None), expected, rtol=1e-10, atol=1e-12)
+    x, weight, own = 3 * random(7, 5), random(17, 5, seed=1), parameter(random(17, 5, seed=1))
+    result = ours(lambda x: head_loss(x, TARGETS, 0, 0.25, ALONE, own), x, own)
+    expected = gradients(lambda x, w: plain_loss(x, w, TARGETS, 0.25), x, weight)
+    expected[2] /= random(seed=99)
+    assert_close(result, expected, **EXACT)
+    used = (layers._normed, layers._added_and_normed, layers._norm_backward, layers._swiglu, layers._swiglu_backward)
+    used += (rope._turned, rope._turned_back, loss_module._statistics, loss_module._to_gradient)
+    assert all(body._programs for body in used)
 
 
 # -- shards over ranks -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Against transformers' LlamaForCausalLM and torch's AdamW on the same tokens: logits, five losses, export."""
+"""Against transformers' LlamaForCausalLM, MistralForCausalLM and torch's AdamW on the same tokens: logits, five losses, export."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ DP2 = [stage((0, 4), replica([0], 6, 2), replica([1], 2), zero=1)]
 
 
 def tiny(**changes: Any) -> LlamaForCausalLM:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+    mistral = "sliding_window" in changes
+    config_class, model_class = (MistralConfig, MistralForCausalLM) if mistral else (LlamaConfig, LlamaForCausalLM)
     shape = {
         "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
         "num_key_value_heads": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.1,
     }  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**shape, **changes}))
+    return model_class(config_class(**{**shape, **changes}))  # type: ignore[return-value]
 
 
 def case_of(stages: list[dict[str, Any]], model: ModelSpec) -> Case:
@@ -104,8 +106,9 @@ def theirs(model: LlamaForCausalLM, case: Case) -> tuple[NDArray[np.float32], li
         ({}, [ALONE, DP2]),
         ({"num_key_value_heads": 4, "rope_parameters": LLAMA_31}, [ALONE, TP2]),
         ({"tie_word_embeddings": True, "num_key_value_heads": 2}, [ALONE, PP2]),
+        pytest.param({"sliding_window": 5, "num_key_value_heads": 4}, [ALONE, TP2], marks=pytest.mark.slow),
     ],
-    ids=["plain, dp2", "grouped with llama 3.1 rope, tp2", "tied head, pp2"],
+    ids=["plain, dp2", "grouped with llama 3.1 rope, tp2", "tied head, pp2", "mistral's window, tp2"],
 )
 def test_training_is_that_of_transformers(
     tmp_path: Path, changes: dict[str, Any], layouts: list[list[dict[str, Any]]]
@@ -138,6 +141,7 @@ def check_export(run: Path, to: Path, held: list[Shards], case: Case) -> None:
     assert export(run, to) == f"step 5 of {run}"
     loaded = AutoModelForCausalLM.from_pretrained(to)
     assert loaded.config.tie_word_embeddings == case.model.tied_head
+    assert getattr(loaded.config, "sliding_window", None) == case.model.sliding_window
     weights = dict(loaded.named_parameters())
     seen = set()
     for name, start, stop, values in (shard for own in held for shard in own):

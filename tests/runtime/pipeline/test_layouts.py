@@ -135,3 +135,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case) -> None:
     check_against_one_process(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_compiled_bodies_train_the_model_of_one_process_that_compiles_nothing() -> None:
+    stages = [stage((0, 4), replica([0, 1], 6, 2), replica([2], 2), zero=1)]
+    case = Case(name="tp2 beside tp1, compiled", stages=stages, train={"compile": True})
+    check_against_one_process(case, timeout_seconds=900)

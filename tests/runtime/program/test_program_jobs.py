@@ -8,29 +8,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 
 from hethub.cli import run
+from hethub.runtime.program.subject import open_subject
 from hethub.runtime.state.learning_rate import learning_rate
+from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job
+from tests.runtime.data.test_chat import CHAT, save_tokenizer
 from tests.support.command import check_refused, ranks
 from tests.support.job_files import ALONE, plan, write_job, write_yaml
 
 CODE = """
+import itertools
+
 import torch
 from torch import nn
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 4))
+        self.layers = nn.Sequential(nn.Linear(16, 24, bias=False), nn.SyncBatchNorm(24), nn.GELU(), nn.Linear(24, 4))
 
     def forward(self, values, labels):
         return nn.functional.cross_entropy(self.layers(values), labels)
 
 def batches(train):
     draw = torch.Generator().manual_seed(train.seed)
-    while True:
-        yield torch.randn(train.global_batch, 16, generator=draw), torch.randint(4, (train.global_batch,), generator=draw)
+    for count in itertools.cycle((train.global_batch, train.global_batch - 3)):
+        yield torch.randn(count, 16, generator=draw), torch.randint(4, (count,), generator=draw)
 
 def make(train):
     return Net(), batches(train)
@@ -67,6 +73,9 @@ UNLIKE = [
     {"name": "amd", "vendor": "amd", "accelerator": "CPU-core", "accelerators": 1, "gbps_per_nic": 800},
     {"name": "nvidia", "vendor": "nvidia", "accelerator": "CPU-core", "accelerators": 2, "gbps_per_nic": 800},
 ]
+
+
+HELD_OUT = {"every_steps": 2, "batches": 2, "data": {"source": "text", "path": "text.txt"}}
 
 
 def write_program_job(folder: Path, made: str, *, size: int = 3, train: dict[str, Any] | None = None) -> Path:
@@ -168,17 +177,25 @@ def test_a_llama_trains_under_hap_as_under_a_plan_of_layers(tmp_path: Path) -> N
         cluster={"nodes": nodes},
         plan_file=plan(stages, precision="fp64"),
         train=settings,
+        eval=HELD_OUT,
     )
     train(1, alone, "--run-dir", tmp_path / "one", cwd=tmp_path)
     cut = write_job(
-        tmp_path / "cut", model=small, cluster={"nodes": [{**n, "accelerators": 1} for n in UNLIKE]}, train=settings, plan="hap"
+        tmp_path / "cut", model=small, cluster={"nodes": [{**n, "accelerators": 1} for n in UNLIKE]}, train=settings, plan="hap",
+        eval=HELD_OUT,
     )  # fmt: skip
     train(2, cut, "--run-dir", tmp_path / "two", cwd=tmp_path)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
+    one, two = (
+        {row["step"]: row["eval_loss"] for row in rows(tmp_path / name) if "eval_loss" in row}
+        for name in ("one", "two")
+    )
+    assert one.keys() == {2, 4}
+    assert two == pytest.approx(one, rel=1e-10)
 
 
 def test_a_program_is_planned_shown_predicted_and_drawn_without_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = write_program_job(tmp_path / "planned", "Words", size=64)
     assert run(["plan", str(job), "--strategy", "hap", "--out", str(tmp_path / "plan.yaml"), "--json"]) == 0
@@ -194,8 +211,23 @@ def test_a_program_is_planned_shown_predicted_and_drawn_without_devices(
     shown = capsys.readouterr().out
     assert "head" in shown
     assert "samples/s" in shown
-    assert run(["report", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "page.html")]) == 0
+    shutil.rmtree(job.parent)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert run(["predict", "plan.yaml", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    for key in ("step_seconds", "fits", "memory", "tokens_per_second", "samples_per_second", "breakdown"):
+        assert alone[key] == answer[key], key
+    assert run(["report", "plan.yaml", "--out", "page.html"]) == 0
     assert "head.weight" in (tmp_path / "page.html").read_text()
+
+
+def test_the_plan_of_a_run_stands_alone(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["predict", str(trained[1] / "plan.yaml"), "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    kept = json.loads((trained[1] / "prediction.json").read_text())
+    assert {key: predicted[key] for key in kept} == kept
+    assert "the speed of CPU-core is assumed, not measured" in (trained[1] / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +253,12 @@ def test_bad_models_are_refused_in_one_paragraph(
     assert not (tmp_path / "plan.yaml").exists()
 
 
+def test_a_llama_with_a_window_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "window", model={"sliding_window": 8}, plan="hap")
+    with pytest.raises(BadInput, match="has a sliding_window"):
+        open_subject(load_job(job), with_values=False)
+
+
 def test_a_module_that_is_not_there_and_other_strategies_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +271,25 @@ def test_a_module_that_is_not_there_and_other_strategies_are_refused(
     ):
         assert run(["plan", str(job), "--set", change]) == 2
         assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("made", "job", "words"),
+    [
+        ("make", {"eval": HELD_OUT}, "brings batches of its own"),
+        (
+            "Words",
+            {"data": {"source": "chat", "path": "chats.jsonl", "tokenizer": "tokenizer.json"}},
+            "source chat learns some",
+        ),
+    ],
+)
+def test_data_that_programs_do_not_take_is_refused(tmp_path: Path, made: str, job: dict[str, Any], words: str) -> None:
+    path = write_program_job(tmp_path / f"data_{made}", made, size=2)
+    save_tokenizer(path.parent)
+    (path.parent / "chats.jsonl").write_text(json.dumps({"messages": CHAT * 3}) + "\n")
+    write_yaml(path, {**yaml.safe_load(path.read_text()), **job})
+    check_refused(ranks(2, "train", path, "--run-dir", tmp_path / "run", cwd=tmp_path), words)
 
 
 def test_tokens_beyond_an_embedding_are_refused_on_all_ranks(tmp_path: Path) -> None:

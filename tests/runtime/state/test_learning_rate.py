@@ -1,12 +1,15 @@
-"""The learning rate is torch's schedule, and defined at its edges."""
+"""The learning rate is torch's schedule, defined at its edges, and not lifted by a run that grows longer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hethub.runtime.state.learning_rate import learning_rate
-from hethub.spec.job import TrainSpec
+from hethub.runtime.state.learning_rate import Schedule, learning_rate
+from hethub.spec.errors import BadInput
+from hethub.spec.job import TrainSpec, load_job
+from tests.support.job_files import write_job
 
 TRAIN = TrainSpec(steps=100, warmup_steps=10, lr=1e-2, min_lr=1e-3)
 
@@ -31,3 +34,88 @@ def test_the_rate_is_defined_at_the_edges(changes: dict[str, Any]) -> None:
     assert all(0 < rate <= train.lr for rate in rates)
     if train.warmup_steps == 0 and train.steps > 1:
         assert rates[0] == pytest.approx(train.lr, rel=1e-3)
+
+
+def followed(train: TrainSpec, theirs: Any, first: int, last: int) -> None:
+    """Whether our rate is that of torch's scheduler, which starts at step `first`."""
+    for step in range(first, last + 1):
+        assert learning_rate(train, step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9), step
+        theirs.optimizer.step()
+        theirs.step()
+
+
+def scheduler(kind: str, **more: Any) -> Any:
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=TRAIN.lr)
+    return getattr(torch.optim.lr_scheduler, kind)(sgd, **more)
+
+
+def test_every_schedule_is_torchs() -> None:
+    floor = TRAIN.min_lr / TRAIN.lr
+    linear = scheduler("LinearLR", start_factor=1.0, end_factor=floor, total_iters=90)
+    followed(TRAIN.replace(schedule="linear"), linear, 10, 120)
+    short = scheduler("CosineAnnealingLR", T_max=40, eta_min=TRAIN.min_lr)
+    followed(TRAIN.replace(decay_steps=40), short, 10, 50)
+    falls = scheduler("LinearLR", start_factor=1.0, end_factor=floor, total_iters=25)
+    wsd = TRAIN.replace(schedule="wsd", decay_steps=25)
+    assert {learning_rate(wsd, step) for step in range(10, 76)} == {TRAIN.lr}
+    followed(wsd, falls, 75, 120)
+    assert (
+        learning_rate(TRAIN.replace(schedule="wsd"), 90) == TRAIN.lr > learning_rate(TRAIN.replace(schedule="wsd"), 91)
+    )
+    assert {learning_rate(TRAIN.replace(schedule="constant"), step) for step in range(10, 200)} == {TRAIN.lr}
+
+
+def resumed(train: TrainSpec, step: int, **changes: Any) -> Schedule:
+    """The schedule of a run that is resumed behind `step` under a changed job."""
+    schedule = Schedule(train.replace(**changes))
+    schedule.resume(Schedule(train).state, step)
+    return schedule
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("step", [5, 10, 60, 95, 100])
+def test_more_steps_alone_never_lift_the_rate(kind: str, step: int) -> None:
+    train = TRAIN.replace(schedule=kind)
+    longer = resumed(train, step, steps=400)
+    reached = train.lr if step <= train.warmup_steps else learning_rate(train, step)
+    assert all(longer.rate(later) <= reached for later in range(step + 1, 401))
+    assert longer.rate(step) == learning_rate(train, step)
+    # A second resume does not lift it either.
+    again = Schedule(train.replace(steps=800))
+    again.resume(longer.state, 300)
+    assert again.rate(301) <= longer.rate(300)
+
+
+def test_a_fall_that_has_not_begun_begins_before_the_new_end() -> None:
+    longer = resumed(TRAIN.replace(schedule="wsd"), 60, steps=400)
+    assert longer.rate(360) == TRAIN.lr > longer.rate(361)
+    assert longer.notes == []
+
+
+def test_who_asks_gets_another_schedule() -> None:
+    assert resumed(TRAIN, 100, steps=400, decay_steps=390).rate(101) == pytest.approx(
+        learning_rate(TRAIN.replace(steps=400), 101)
+    )
+    (note,) = resumed(TRAIN, 100, steps=400).notes
+    assert "step 100" in note
+    assert "train.decay_steps" in note
+
+
+def test_the_schedule_may_be_a_mapping(tmp_path: Path) -> None:
+    train = load_job(write_job(tmp_path, train={"schedule": {"kind": "wsd", "decay_steps": 3}})).spec.train
+    assert (train.schedule, train.decay_steps) == ("wsd", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": "cosin"}, "train.schedule"),
+        ({"schedule": {"decay_steps": 3}}, "`kind`"),
+        ({"schedule": {"kind": "wsd", "decay_steps": 3}, "decay_steps": 4}, "nowhere else"),
+        ({"schedule": "constant", "decay_steps": 4}, "constant has none"),
+        ({"decay_steps": 0}, "train.decay_steps"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        load_job(write_job(tmp_path, train=given))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hethub.runtime.state.learning_rate import learning_rate
 from hethub.spec.errors import RunFailed
@@ -119,3 +120,42 @@ def test_a_step_is_torchs_adamw_on_the_clipped_gradient() -> None:
     weights, moments = run_ranks(1, adamw_by_hand, Case(name="adamw", stages=ONE))[0]
     assert weights <= 1e-14
     assert moments <= 1e-12
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def clipped_step(world: Any, case: Case) -> tuple[bool, float]:
+    """Whether a step with a scale has a pass over gradients of its own, and how far its weights are from torch's step of
+    gradients that were scaled before."""
+    trainer, scale, worst = build_trainer(world, case), 0.37, 0.0
+    optimizer, grads = trainer.optimizer, trainer.storage.grads
+    grads.copy_(torch.randn(grads.shape, generator=torch.Generator().manual_seed(0), dtype=grads.dtype))
+    plain = [run.master.detach().clone().requires_grad_() for run in optimizer.runs]
+    for leaf, run in zip(plain, optimizer.runs, strict=True):
+        leaf.grad = optimizer.gradient(run) * scale
+    with Operations() as operations:
+        optimizer.step(1, scale)
+    train = trainer.train
+    for leaf, run in zip(plain, optimizer.runs, strict=True):
+        decay = train.weight_decay * run.bucket.decays
+        torch.optim.AdamW(
+            [leaf], lr=optimizer.schedule.rate(1), betas=train.betas, eps=train.eps, weight_decay=decay
+        ).step()
+        worst = max(worst, float((leaf - run.master).abs().max() / leaf.detach().abs().max()))
+    return "aten::mul_" in operations.names, worst
+
+
+def test_a_step_scales_gradients_on_its_way() -> None:
+    """In one pass; fp64 in one of its own, since torch's fused step takes the scale in fp32."""
+    for precision, apart, tolerance in (("fp32", False, 1e-6), ("bf16", False, 1e-6), ("fp64", True, 1e-14)):
+        ((own_pass, worst),) = run_ranks(1, clipped_step, Case(name="clip", stages=ONE, precision=precision))
+        assert own_pass == apart
+        assert worst <= tolerance

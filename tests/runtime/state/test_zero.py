@@ -9,6 +9,7 @@ import pytest
 from hethub.runtime.state.verify import verify_copies
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.execution import check_executable
+from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.ranges import Range, merge
 from tests.support.layouts import (
     MODEL,
@@ -235,6 +236,15 @@ def check_against_one_process(case: Case, **connect: Any) -> list[dict[str, Any]
 def test_layout_equals_one_process(case: Case) -> None:
     """Three steps: the third begins with weights, moments and norms of a step that itself began with another's."""
     check_against_one_process(replace(case, steps=3))
+
+
+WIDE = MODEL.replace(name="wide", hidden=512, ffn=4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_layers_wider_than_the_products_buckets_equal_one_process(zero: int) -> None:
+    check_against_one_process(Case(name="wide", stages=alike(2, zero), model=WIDE, bucket_elements=BUCKET_ELEMENTS))
 
 
 OVER_ISLANDS = [case for case in CASES if case.vendors]

@@ -1,9 +1,11 @@
 """Two network namespaces joined by a link of 1 Gbit/s, which can be taken down: two hosts on one machine."""
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,34 @@ class Namespaces:
     def set_link(self, state: str) -> None:
         """Takes the link "up" or "down"."""
         _run(f"ip -n {self.names[0]} link set {self.devices[0]} {state}")
+
+    def set_gbps(self, gbps: float) -> None:
+        """Shapes both ways of the link, with a queue that loses nothing."""
+        for name, device in zip(self.names, self.devices, strict=True):
+            shape = f"tbf rate {round(gbps * 1e6)}kbit burst 64kb limit 16mb"
+            _run(f"ip netns exec {name} tc qdisc replace dev {device} root {shape}")
+
+    def iperf3(self, seconds: int) -> tuple[float, float] | None:
+        """Bits of payload a second that iperf3 carries from the first to the second and back, both at once; None
+        without iperf3."""
+        if shutil.which("iperf3") is None:
+            return None
+        near, far = (f"ip netns exec {name} iperf3" for name in self.names)
+        server = subprocess.Popen(f"{far} -s -1".split(), stdout=subprocess.DEVNULL)
+        try:
+            time.sleep(0.5)  # until it listens
+            said = json.loads(_run(f"{near} -c {ADDRESSES[1]} --bidir -t {seconds} -J"))["end"]
+        finally:
+            server.kill()
+            server.wait()
+        return said["sum_received"]["bits_per_second"], said["sum_received_bidir_reverse"]["bits_per_second"]
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """What the link has carried from each side, as the kernel's token bucket counts it, headers too."""
+        return tuple(
+            json.loads(_run(f"ip netns exec {name} tc -s -j qdisc show dev {device}"))[0]["bytes"]
+            for name, device in zip(self.names, self.devices, strict=True)
+        )
 
 
 def why_no_namespaces() -> str | None:
@@ -68,5 +98,5 @@ def namespaces(prefix: str) -> Iterator[Namespaces]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, text=True)
+def _run(command: str) -> str:
+    return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout

@@ -5,6 +5,7 @@ Components of a het-job never share a node, so one host must pass for two.
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,13 +22,14 @@ NUM_CPUS = 8  # claimed, whatever the machine has: the test's ranks share its co
 
 _CONFIGURATION = """
 ClusterName=hethub-test
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 CredType=cred/munge
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
@@ -69,7 +71,9 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "munge.key").chmod(0o400)
     (folder / "state").mkdir()
     ports = {f"{name}_port": free_port() for name in ("controller", *NODES)}
-    text = _CONFIGURATION.format(host=host, folder=folder, cpus=NUM_CPUS, **ports)
+    # The store's port follows from the job's number: Slurms of tests beside this one shall number theirs otherwise.
+    first_job = 1 + secrets.randbelow(60_000)
+    text = _CONFIGURATION.format(host=host, folder=folder, cpus=NUM_CPUS, first_job=first_job, **ports)
     (folder / "slurm.conf").write_text(text)
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _SEARCHED}
     munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key"]
@@ -80,7 +84,11 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
             if command is munged:
                 _wait_until((folder / "munge.socket").exists, folder)
         _wait_until(lambda: _nodes_are_idle(environment), folder)
-        yield environment
+        try:
+            yield environment
+        finally:  # the tasks of a job outlive the daemons
+            _asked(["scancel", "--user=root"], environment)
+            _wait_until(lambda: not _asked(["squeue", "--noheader"], environment), folder)
 
 
 @contextlib.contextmanager
@@ -99,21 +107,33 @@ def _daemon(command: list[str], environment: dict[str, str], folder: Path) -> It
 
 
 def _nodes_are_idle(environment: dict[str, str]) -> bool:
-    asked = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%T"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    return asked.stdout.split() == ["idle"] * len(NODES)
+    return _asked(["sinfo", "--noheader", "--Node", "--format=%T"], environment).split() == ["idle"] * len(NODES)
 
 
-def _wait_until(is_so: Callable[[], bool], folder: Path, seconds: float = 30.0) -> None:
+def _asked(command: list[str], environment: dict[str, str]) -> str:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=30, check=False
+    ).stdout.strip()  # fmt: skip
+
+
+def tasks_with(*words: str | Path) -> list[int]:
+    """The living Python processes of Slurm's tasks with these words in their command, in the order of their start."""
+    wanted = {os.fsencode(word) for word in words}
+    found = []
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            own = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted <= set(own) and b"python" in os.path.basename(own[0]):
+            found.append(int(entry.name))
+    return found
+
+
+def _wait_until(is_so: Callable[[], bool], folder: Path, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
             said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.log")))
-            raise AssertionError(f"Slurm did not start within {seconds:g} s\n{said}")
+            raise AssertionError(f"Slurm has not got there within {seconds:g} s\n{said}")
         time.sleep(0.1)

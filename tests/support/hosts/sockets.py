@@ -31,6 +31,11 @@ def free_port() -> int:
 
 def listening_addresses(process: int | str = "self") -> set[str]:
     """The addresses on which `process` accepts TCP connections (0.0.0.0 or :: for every interface)."""
+    return local_addresses(process)[0]
+
+
+def local_addresses(process: int | str = "self") -> tuple[set[str], set[str]]:
+    """The addresses of this host on which `process` accepts TCP connections, and those that its connections have."""
     own = set()
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         try:
@@ -39,13 +44,13 @@ def listening_addresses(process: int | str = "self") -> set[str]:
             continue  # the descriptor of this very listing
         if target.startswith("socket:["):
             own.add(target[8:-1])
-    found = set()
+    listening, connected = set[str](), set[str]()
     for table in ("tcp", "tcp6"):
         for row in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
             words = row.split()
-            if words[3] == _LISTEN and words[9] in own:
-                found.add(_address(words[1].split(":")[0]))
-    return found
+            if words[9] in own:
+                (listening if words[3] == _LISTEN else connected).add(_address(words[1].split(":")[0]))
+    return listening, connected
 
 
 def _address(text: str) -> str:
@@ -53,4 +58,5 @@ def _address(text: str) -> str:
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    return str(ipaddress.ip_address(socket.inet_ntop(family, packed)))
+    found = ipaddress.ip_address(socket.inet_ntop(family, packed))
+    return str(getattr(found, "ipv4_mapped", None) or found)  # an IPv4 connection of an IPv6 socket

@@ -4,20 +4,24 @@ It stands behind the device layer (`hethub/kernels/device.py`) where there is no
 work that is not waited for. Streams are queues; a thread runs what is at their heads, in an order and after pauses drawn
 from a seed. What the host reads too early it finds poisoned, NaN in floats; so it does what was freed, or reused without
 being kept for the stream that still reads it, on the device and in pinned memory alike. Collectives of the native
-library run one at a time, in whatever order streams allow, and only when all ranks have come: launched in unlike orders
-on two ranks they never end. What the device computes, torch computes on the CPU.
+library run one at a time, in the order in which they were launched, and only when all ranks have come: launched in
+unlike orders on two ranks they never end. Messages run beside them. What the device computes, torch computes on the CPU.
 """
 
 import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hethub.communicator import torch_private
+from hethub.communicator.context import Context
+from hethub.communicator.groups import backend
+from hethub.communicator.groups.native import watch_group, watched
 from hethub.kernels.device import Device, Stream
-from tests.support.late.engine import Item, LateStream, Point, engine, is_started, start
+from tests.support.late.engine import COLLECTIVES, Item, LateStream, Point, engine, is_started, start
 from tests.support.late.tensor import make_empty, make_empty_strided, near
 
 
@@ -51,6 +55,12 @@ class LateDevice(Device):
     def host_buffer(self, num_bytes: int) -> Tensor:
         return engine().pinned.buffer(num_bytes)
 
+    def pin(self, memory: Tensor) -> None:
+        engine().pinned.add(memory)
+
+    def unpin(self, memory: Tensor) -> None:
+        return None
+
     def stream_pointer(self) -> int:
         return 0
 
@@ -63,6 +73,7 @@ class LateNative:
         self._size = size
         self._stream = LateStream(engine())
         self.ended = ""
+        self._moves = False
         natives.append(self)
 
     def size(self) -> int:
@@ -80,11 +91,63 @@ class LateNative:
     def _allgather_base(self, whole: Tensor, part: Tensor, *opts: Any) -> "LateWork":
         return self._launch("_allgather_base", whole, part, *opts)
 
-    def _launch(self, name: str, *args: Any) -> "LateWork":
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> "LateWork":
+        return self._launch("send", tensors, peer, tag, worker=self._messages())
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> "LateWork":
+        return self._launch("recv", tensors, peer, tag, worker=self._messages())
+
+    def _messages(self) -> object:
+        """Messages of each group have a thread of their own: they block their stream only, not the device's other work."""
+        if not self._moves:
+            self._moves = True
+            engine().start_worker(self)
+        return self
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> "LateWork":
+        return self._launch("reduce", tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> "LateWork":
+        return self._launch("broadcast", tensors, opts)
+
+    def alltoall_base(self, *args: Any) -> "LateWork":
+        return self._launch("alltoall_base", *args)
+
+    def _launch(self, name: str, *args: Any, worker: object = COLLECTIVES) -> "LateWork":
         places = near(args)
         self._stream.wait(engine().current().record())
-        self._stream.submit(Item(lambda: getattr(self._gloo, name)(*places).wait(), is_collective=True))
+        self._stream.submit(Item(lambda: getattr(self._gloo, name)(*places).wait(), worker=worker))
         return LateWork(self._stream.record(), args)
+
+
+class LateGroup(torch_private.GroupBase):
+    """A group inside an island of late devices, as `backend.with_native_backends` makes one of NCCL."""
+
+    def __init__(self, native: LateNative, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._native = native
+
+    def getBackendName(self) -> str:
+        return "late"
+
+    def _allreduce(self, tensors: list[Tensor], opts: Any) -> "LateWork":
+        return self._native._launch("allreduce", tensors, opts)
+
+    def _broadcast(self, tensors: list[Tensor], opts: Any) -> "LateWork":
+        return self._native._launch("broadcast", tensors, opts)
+
+    allreduce = watched("allreduce", _allreduce, "w")
+    broadcast = watched("broadcast", _broadcast, "w")
+
+
+def make_group(group: Any, context: Context, options: Any) -> LateGroup:
+    store, rank, size = dist.PrefixStore("late", options.store), options.group_rank, options.group_size
+    native = LateNative(store, rank, size, options.timeout.total_seconds())
+    native.ended = "left to torch"
+    context.watch_nccl(native, options.group_id)
+    made = LateGroup(native, rank, size)
+    watch_group(made, context.turn_of)
+    return made
 
 
 natives: list[LateNative] = []
@@ -112,6 +175,7 @@ def install(seed: int = 0) -> LateDevice:
         library.impl("empty_strided", make_empty_strided, "PrivateUse1")
         _kept.append(library)
         torch_private.create_nccl_group = LateNative
+        backend.with_native_backends = make_group
     return LateDevice(vendor="nvidia")
 
 
@@ -122,6 +186,12 @@ def reseed(seed: int) -> None:
     """Other pauses and another order from here on; nothing where this process has no late device."""
     if is_started():
         engine().reseed(seed)
+
+
+def dawdle(seconds: float) -> None:
+    """This thread is late, now and then."""
+    if is_started() and engine().random.random() < 0.25:
+        time.sleep(seconds)
 
 
 def fall_behind(seconds: float) -> None:

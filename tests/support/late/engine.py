@@ -19,6 +19,10 @@ STUCK_SECONDS = 20.0
 _CLASS_BYTES = 512
 
 
+COPIES, COLLECTIVES = "copies and sums", "collectives"
+"""What runs a stream's work: a thread for all copies and sums, one for all collectives, one for each direction of messages."""
+
+
 class Point(Event):
     """A point in a stream's work."""
 
@@ -42,10 +46,10 @@ class Item:
         run: Callable[[], None],
         after: Point | None = None,
         *,
-        is_collective: bool = False,
+        worker: object = COPIES,
         is_point: bool = False,
     ) -> None:
-        self.run, self.after, self.is_collective, self.is_point = run, after, is_collective, is_point
+        self.run, self.after, self.worker, self.is_point = run, after, worker, is_point
 
 
 class LateStream(Stream):
@@ -61,6 +65,8 @@ class LateStream(Stream):
     def submit(self, item: Item) -> None:
         with self._engine.lock:
             self.queue.append(item)
+            if item.worker is COLLECTIVES:
+                self._engine.launched.append(item)
             if len(self.queue) == 1:
                 self._engine.wake(item)
 
@@ -93,15 +99,23 @@ class Engine:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self._idle = {is_collective: threading.Condition(self.lock) for is_collective in (False, True)}
+        self._idle: dict[object, threading.Condition] = {}
         self.streams: list[LateStream] = []
         self.local = threading.local()
         self.error: Exception | None = None
         self._free: dict[tuple[int, int], list[Tensor]] = {}
+        self.launched: deque[Item] = deque()
+        """The collectives still to come, in the order in which they were launched, which is that of the device."""
         self._default = LateStream(self)
         self.pinned = PinnedMemory()
-        for is_collective in (False, True):
-            threading.Thread(target=self._work, args=(is_collective,), name="late-device", daemon=True).start()
+        for worker in (COPIES, COLLECTIVES):
+            self.start_worker(worker)
+
+    def start_worker(self, worker: object) -> None:
+        """A thread for the items that name it."""
+        with self.lock:
+            self._idle[worker] = threading.Condition(self.lock)
+        threading.Thread(target=self._work, args=(worker,), name="late-device", daemon=True).start()
 
     def reseed(self, seed: int) -> None:
         """Other pauses and another order from here on."""
@@ -112,7 +126,7 @@ class Engine:
 
     def wake(self, item: Item) -> None:
         """The thread that can run it has something to look at."""
-        self._idle[item.is_collective].notify()
+        self._idle[item.worker].notify()
 
     def current(self) -> LateStream:
         return getattr(self.local, "stream", self._default)
@@ -157,12 +171,12 @@ class Engine:
         aside.submit(Item(give_back))
         aside.submit(Item(lambda: self.streams.remove(aside)))
 
-    def _work(self, is_collective: bool) -> None:
+    def _work(self, worker: object) -> None:
         torch.set_grad_enabled(False)
         while True:
             with self.lock:
-                while (stream := self._ready(is_collective)) is None:
-                    self._idle[is_collective].wait()
+                while (stream := self._ready(worker)) is None:
+                    self._idle[worker].wait()
                 item = stream.queue[0]
                 pause = self.random.choice((0, 0, 0, 1e-4, 4e-4)) if item.after is None else 0
             if pause:
@@ -173,19 +187,22 @@ class Engine:
                 self.error = self.error or error
             with self.lock:
                 stream.queue.popleft()
+                if item.worker is COLLECTIVES:
+                    self.launched.popleft()
                 if stream.queue:
                     self.wake(stream.queue[0])
                 if item.is_point:
                     for idle in self._idle.values():
                         idle.notify()
 
-    def _ready(self, is_collective: bool) -> LateStream | None:
+    def _ready(self, worker: object) -> LateStream | None:
         """The stream whose head runs next: mostly the most urgent one, whose urgency the seed has drawn."""
         ready = [
             stream
             for stream in self.streams
             if stream.queue
-            and stream.queue[0].is_collective == is_collective
+            and stream.queue[0].worker is worker
+            and (worker is not COLLECTIVES or stream.queue[0] is self.launched[0])
             and ((after := stream.queue[0].after) is None or after.is_done())
         ]
         if not ready:
@@ -220,6 +237,10 @@ class PinnedMemory:
         # Copies under way hold the handle, as CUDA's allocator waits for them before it gives memory out again.
         weakref.finalize(handle, self._give_back, memory)
         return torch.from_numpy(handle)
+
+    def add(self, memory: Tensor) -> None:
+        """Memory of another allocator, which is given out and taken back there."""
+        self._starts.add(memory.untyped_storage().data_ptr())
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._starts

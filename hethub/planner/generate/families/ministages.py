@@ -5,12 +5,13 @@ With ZeRO-2 inside a group and, where memory asks for it, what layers keep, para
 memory: what is resident is then a chunk or two, not the stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from hethub.planner.candidate import samples as division
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, assign_units
+from hethub.planner.candidate.materialize import chunked
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import MIDDLE
@@ -163,7 +164,7 @@ def _in_chunks(
     workers = _workers(candidate, problem, unit_costs)
     if workers is None:
         return None
-    layers = _chunks([stage.layers for stage in candidate.stages], chunks)
+    layers = chunked([stage.layers for stage in candidate.stages], chunks)
     for offload in _offloads(problem, candidate.stages[0].recompute):
         stages = [
             WholeStage(own, loads, zero, stage.recompute, offload)
@@ -200,15 +201,3 @@ def _curve(stage: CandidateStage, kind: int, micro_batch: int, unit_costs: UnitC
     rates = (unit_costs.rate(kind, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
     microbatches = accumulate((rate.microbatch(stage.layers, False, False).total for rate in rates), max)
     return division.Worker(micro_batch, tuple(microbatches))
-
-
-def _chunks(layers: Sequence[int], chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Per stage its chunks [start, stop), chunk by chunk over the stages."""
-    sizes = [[part.size for part in split(own, chunks)] for own in layers]
-    found: list[list[tuple[int, int]]] = [[] for _ in layers]
-    start = 0
-    for chunk in range(chunks):
-        for stage, own in enumerate(sizes):
-            found[stage].append((start, start + own[chunk]))
-            start += own[chunk]
-    return [tuple(own) for own in found]

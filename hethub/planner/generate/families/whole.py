@@ -56,13 +56,12 @@ class WholeStage(NamedTuple):
 
 def levels(problem: Problem) -> tuple[int, ...]:
     """The ZeRO levels that families may use."""
-    chosen = problem.constraints.zero
-    return problem.capabilities.family_zero if chosen is None else (chosen,)
+    return problem.zeros
 
 
 def offers(problem: Problem, schedule: ScheduleName) -> bool:
     """Whether a family's own schedule may be used: it is executable, and the job asks for no other."""
-    return schedule in problem.capabilities.family_schedules and problem.constraints.schedule in (None, schedule)
+    return schedule in problem.schedules
 
 
 def ranks_by_kind(problem: Problem) -> list[tuple[int, int]]:

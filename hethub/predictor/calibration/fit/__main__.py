@@ -1,9 +1,8 @@
-"""`python -m hethub.predictor.calibration.fit [DATA] [--out FILE]`: the packaged constants from measured data, with
-residuals.
+"""`python -m hethub.predictor.calibration.fit [DATA] [--out FILE]`: the packaged constants from measured data.
 
-DATA holds `layer_times.csv` and `measured_steps.csv` (default ../shared/data). Constants are fitted by architecture
-family, accelerator, precision and link level, with one factor per software stack; none belongs to a source, model or
-row. Cross-validation leaves out a fifth of the (model × accelerator) groups at a time.
+DATA holds `layer_times.csv`, `microbenchmarks.csv`, `measured_steps.csv` and `measured_steps_2.csv` (default
+../shared/data). Constants are fitted by architecture family, accelerator, precision and link level, with one factor per
+software stack; none belongs to a source, model or row. What it prints leaves out families of sources, then sources.
 """
 
 import argparse
@@ -16,33 +15,23 @@ import numpy as np
 
 from hethub.predictor.calibration.evaluate import Repricer
 from hethub.predictor.calibration.fit.layers import fit_layers
-from hethub.predictor.calibration.fit.report import (
-    FOLDS,
-    coverage,
-    folds,
-    leave_sources_out,
-    report_accelerators,
-    report_layers,
-    report_steps,
-)
-from hethub.predictor.calibration.fit.steps import fit_steps, refit_without
+from hethub.predictor.calibration.fit.report import as_record, report_intervals, report_unseen, unseen
+from hethub.predictor.calibration.fit.steps import fit_steps, price
 from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable, read_layer_times
+from hethub.predictor.calibration.sources.products import read_products
 from hethub.predictor.calibration.sources.single_node import read_single_node
 from hethub.predictor.calibration.sources.training_steps import Case, read_table
+from hethub.predictor.calibration.validation.families import family_of, log_measured, percent, quantile
 from hethub.predictor.cost.constants import Constants, packaged
-from hethub.predictor.cost.intervals import half_width, widths
+from hethub.predictor.cost.intervals import half_width
 
-# Of vTrain's composed steps (sources.single_node) one of each layer shape, every second of those: 30 rows.
-COMPOSED_LAYERS, COMPOSED_STRIDE = 24, 2
-
-
-# AMD's half-precision products reach less of the sheet's peak than others': power-capped clocks. From published GEMM
-# benchmarks: MI300X 620 to 750 of 1,307 TFLOP/s in bf16 (SemiAnalysis, December 2024; ROCm release notes since), an
-# MI250X GCD about 145 of 191; CDNA 4 assumed between. Fused attention: a third of the peak at best.
+TABLES = ("measured_steps.csv", "measured_steps_2.csv")
+# What no table of ours tells of AMD's: a GCD's products reach about 145 of 191 TFLOP/s (AMD's and Frontier's published
+# GEMM benchmarks); fused attention 329 of 1,307 on MI300X where 180 of 312 on A100 (Azure AI benchmarking guide).
 ASSUMED_FAMILIES = {
-    "cdna fp16": {"log_scale": 0.15, "throttle": 0.0, "log_attention": -0.4},
-    "cdna3 fp16": {"log_scale": 0.4, "throttle": 0.0, "log_attention": -0.2},
-    "cdna4 fp16": {"log_scale": 0.3, "throttle": 0.0, "log_attention": -0.2},
+    "cdna fp16": {"log_scale": 0.0, "throttle": 0.0, "log_matmul": -0.27, "log_attention": -0.4},
+    "cdna3 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": -0.65},
+    "cdna4 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": -0.65},
 }
 
 
@@ -53,45 +42,87 @@ def start_constants() -> Constants:
     return replace(old, families=families, accelerators={}, stacks={}, interval={}, residuals={})
 
 
+def read_cases(data: Path) -> list[Case]:
+    """The sound rows of both tables of steps."""
+    cases, skipped = [], []
+    for name in TABLES:
+        found, refused = read_table(data / name)
+        cases += [case for case in found if not case.suspect]
+        skipped += refused
+    inferred = sum(bool(case.inferred) for case in cases)
+    print(
+        f"{len(cases)} steps, suspects left out; {len(skipped)} skipped: {'; '.join(sorted({row['why'] for row in skipped}))}"
+    )
+    print(f"{inferred} of them leave open what is inferred as their makers would have set it")
+    return cases
+
+
+def read_composed(data: Path) -> list[Case]:
+    """One step of every shape of a layer in vTrain's single-node set: learned from, as layer times of that software,
+    but not among the steps that predictions are judged by."""
+    shapes: dict[tuple[str, ...], Case] = {}
+    for case in read_single_node(data / "single_node_steps_a100.csv")[0]:
+        shapes.setdefault(tuple(case.row[key] for key in ("hidden", "tp", "micro_batch")), case)
+    return list(shapes.values())
+
+
+def repricers_of(cases: Sequence[Case], constants: Constants) -> list[Repricer]:
+    """One for each row; rows that differ in nothing but their time share theirs."""
+    shared: dict[tuple[str, ...], Repricer] = {}
+    found = []
+    for case in cases:
+        ignored = ("id", "source", "note", "step_seconds", "peak_memory_gib", "derived")
+        key = tuple(value for column, value in case.row.items() if column not in ignored)
+        if key not in shared:
+            shared[key] = Repricer(case, constants)
+        found.append(shared[key])
+    return found
+
+
 def fit_all(data: Path) -> Constants:
-    """The constants fitted on a folder of tables; prints residuals on the way."""
+    """The constants fitted on a folder of tables; prints what they are worth on the way."""
     layers = [row for row in read_layer_times(data / "layer_times.csv") if row.is_transformer]
-    base = fit_layers(start_constants(), layers)
-    unseen_accelerator, figures = report_layers(start_constants(), layers, base)
-    cases, skipped = read_table(data / "measured_steps.csv")
-    cases = [case for case in cases if not case.suspect]
-    cases += composed_cases(data / "single_node_steps_a100.csv")
-    print(f"\nmeasured_steps.csv: {len(cases)} rows, {len(skipped)} skipped, suspects left out")
-    repricers = [Repricer(case, base) for case in cases]
-    constants, linear = fit_steps(base, cases, repricers)
-    fold = folds([case.group for case in cases])
-    inside = log_errors(constants, cases, repricers, np.arange(len(cases)))
-    crossed = np.zeros(len(cases))
-    for number in range(FOLDS):
-        out = np.flatnonzero(fold == number)
-        held = refit_without(base, linear, cases, repricers, out)
-        crossed[out] = log_errors(held, cases, repricers, out)
-    unseen = leave_sources_out(base, linear, cases, repricers)
-    figures |= report_steps(cases, inside, crossed, unseen)
-    report_accelerators(base, linear, cases, repricers)
-    stacks = [case.software.stack for case in cases]
-    figures["coverage"] = 100.0 * coverage(crossed, stacks, fold)
-    print(f"  80 % intervals, their widths from the other folds, cover {figures['coverage']:.0f} % of the rows")
-    interval = widths(crossed.tolist(), stacks, unseen[1].tolist(), unseen_accelerator.tolist())
+    products = read_products(data / "microbenchmarks.csv")
+    base = fit_layers(start_constants(), layers, products)
+    table = LayerTable.of(layers)
+    in_fit = float(percent(np.log(table.predict(base).sum(0) / table.measured.sum(0))).mean())
+    print(f"{len(layers)} layer times and {len(products)} matrix products: layers within {in_fit:.1f} % in the fit")
+    cases = read_cases(data)
+    repricers = repricers_of(cases, base)
+    learned = cases + read_composed(data)
+    all_repricers = repricers + repricers_of(learned[len(cases) :], base)
+    constants, linear = fit_steps(base, learned, all_repricers)
+    all_sources = [case.source for case in learned]
+    all_families = [family_of(source) for source in all_sources]
+    sources, families = all_sources[: len(cases)], all_families[: len(cases)]
+    inside = price(repricers, constants, range(len(cases))) - log_measured(cases)
+    by_family = unseen(base, linear, learned, all_repricers, all_families)[: len(cases)]
+    by_source = unseen(base, linear, learned, all_repricers, all_sources)[: len(cases)]
+    figures = report_unseen(cases, by_family, by_source) | {"layer times, in the fit": in_fit}
+    figures |= report_intervals(by_family, families)
+    alone = only_of_one_family(cases, families)
+    interval = {
+        "known": quantile(by_source, sources),
+        "unseen stack": quantile(by_family, families),
+        "unseen accelerator": quantile(by_family[alone], [families[row] for row in np.flatnonzero(alone)]),
+        "profiled": profiled_width(layers, base, cases, inside),
+    }
     return replace(
         constants,
-        interval=interval | {"profiled": profiled_width(layers, base, cases, inside)},
-        residuals={key: round(value, 3) for key, value in figures.items()},
-        provenance=f"fitted by hethub.predictor.calibration.fit on {len(layers)} layer times and {len(cases)} training steps, "
-        "published measurements",
+        interval=interval,
+        residuals=as_record(figures),
+        provenance=f"fitted by hethub.predictor.calibration.fit on {len(layers)} layer times, {len(products)} matrix "
+        f"products and {len(cases)} training steps, published measurements",
     )
 
 
-def log_errors(
-    constants: Constants, cases: Sequence[Case], repricers: Sequence[Repricer], rows: np.ndarray
-) -> np.ndarray:
-    """Logarithms of predicted over measured seconds of some rows."""
-    return np.array([np.log(repricers[row].seconds(constants) / cases[row].measured_seconds) for row in rows])
+def only_of_one_family(cases: Sequence[Case], families: Sequence[str]) -> np.ndarray:
+    """Rows whose accelerator no other family ran on: with theirs left out, no step on it was seen."""
+    names = [case.layouts[0].cluster.places[0].accelerator.name for case in cases]
+    own: dict[str, set[str]] = {}
+    for name, one in zip(names, families, strict=True):
+        own.setdefault(name, set()).add(one)
+    return np.array([len(own[name]) == 1 for name in names])
 
 
 def profiled_width(rows: Sequence[LayerRow], constants: Constants, cases: Sequence[Case], inside: np.ndarray) -> float:
@@ -124,12 +155,6 @@ def interpolation_errors(rows: Sequence[LayerRow], constants: Constants) -> list
             for i in range(1, len(sizes) - 1)
         ]
     return errors
-
-
-def composed_cases(path: Path) -> list[Case]:
-    """Composed steps of one rank or one tensor-parallel group: what they tell of layers and their launches."""
-    rows = [case for case in read_single_node(path)[0] if case.row["dp"] == case.row["pp"] == "1"]
-    return [case for case in rows if int(case.row["layers"]) == COMPOSED_LAYERS][::COMPOSED_STRIDE]
 
 
 def main() -> None:

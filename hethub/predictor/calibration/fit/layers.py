@@ -6,6 +6,7 @@ import numpy as np
 
 from hethub.predictor.calibration.fit.least_squares import Parameter, attention_scales, common, scales, solve
 from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable
+from hethub.predictor.calibration.sources.products import ProductRow, log_errors
 from hethub.predictor.cost.constants import Constants, family, precision_class
 
 ROOFLINE = [
@@ -24,6 +25,7 @@ ROOFLINE = [
     common("narrow", 40.0, 0.5),
     common("burst_seconds", 0.1, 1.0),
     common("wave_area", 3e5, 0.7),
+    common("misaligned", 0.1, 0.5),
 ]
 
 
@@ -36,14 +38,23 @@ def layer_parameters(rows: Iterable[LayerRow]) -> list[Parameter]:
     return [*ROOFLINE, *by_family, *scales("accelerators", accelerators, 0.06, 0.3)]
 
 
-def fit_layers(base: Constants, rows: list[LayerRow]) -> Constants:
-    """The constants that price the rows best; residuals are logarithms."""
-    table = LayerTable.of(rows)
+def fit_layers(base: Constants, rows: list[LayerRow], products: list[ProductRow] | None = None) -> Constants:
+    """The constants that price the rows best, and measured products where there are some; residuals are logarithms."""
+    table, products = LayerTable.of(rows), products or []
+    parameters = [*layer_parameters(rows), *product_parameters(products)]
 
     def residuals(constants: Constants) -> np.ndarray:
-        return np.log(table.predict(constants) / table.measured).ravel()
+        layers = np.log(table.predict(constants) / table.measured).ravel()
+        return np.concatenate([layers, log_errors(products, constants)])
 
-    return solve(base, layer_parameters(rows), residuals, f_scale=0.1)
+    return solve(base, parameters, residuals, f_scale=0.1)
+
+
+def product_parameters(products: list[ProductRow]) -> list[Parameter]:
+    """What of its peak each accelerator's products reach, and narrower ones relative to half precision's."""
+    names = sorted({f"{row.accelerator.name} fp16" for row in products})
+    found = [Parameter("accelerators", key, "log_matmul", 0.0, 0.3, False) for key in names]
+    return [*found, common("fp8_matmul", 0.95, 0.1)] if found else []
 
 
 def cross_validate(base: Constants, rows: list[LayerRow], folds: dict[str, int], key: str) -> np.ndarray:

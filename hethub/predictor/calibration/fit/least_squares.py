@@ -63,7 +63,7 @@ def apply(base: Constants, parameters: list[Parameter], vector: np.ndarray) -> C
         if parameter.table in tables:
             tables[parameter.table][parameter.key] = value
         else:
-            entry = nested[parameter.table].setdefault(parameter.key, {"log_scale": 0.0, "throttle": 0.0})
+            entry = nested[parameter.table].setdefault(parameter.key, {})
             entry[parameter.field] = entry.get(parameter.field, 0.0) + value
     return replace(
         base,

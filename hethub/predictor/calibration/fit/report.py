@@ -1,125 +1,119 @@
-"""What a fit prints: how well rows are priced that it saw, that it did not, and sources and accelerators left out."""
+"""What a fit prints: families, sources and accelerators that it had not seen, beside one utilisation per accelerator."""
 
-import random
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from hethub.predictor.calibration.evaluate import Repricer
-from hethub.predictor.calibration.fit.layers import cross_validate
-from hethub.predictor.calibration.fit.steps import Linear, refit_without
-from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable
+from hethub.predictor.calibration.fit.steps import Linear, price, refit_without
 from hethub.predictor.calibration.sources.training_steps import Case
-from hethub.predictor.calibration.validation.errors import sweeps
-from hethub.predictor.calibration.validation.goals import group_means
+from hethub.predictor.calibration.validation.families import (
+    anchored,
+    baseline,
+    family_of,
+    inside,
+    interval_score,
+    leave_out,
+    log_measured,
+    macro,
+    order,
+    percent,
+    quantile,
+    repeated,
+)
+from hethub.predictor.calibration.validation.goals import OF_FAMILY
 from hethub.predictor.cost.constants import Constants
-from hethub.predictor.cost.intervals import widths
 
-FOLDS = 5
-
-
-def folds(groups: list[str], seed: int = 0) -> np.ndarray:
-    """A fold for every row; equal groups share one."""
-    names = sorted(set(groups))
-    random.Random(seed).shuffle(names)
-    number = {name: index % FOLDS for index, name in enumerate(names)}
-    return np.array([number[group] for group in groups])
+FINEST_WIDTHS = 60  # constant widths tried, from a hundredth of the widest error
 
 
-def coverage(errors: np.ndarray, stacks: list[str], fold: np.ndarray) -> float:
-    """The fraction of rows inside intervals whose widths come from the other folds."""
-    inside = np.zeros(len(errors), dtype=bool)
-    for number in range(FOLDS):
-        others = np.flatnonzero(fold != number)
-        table = widths(errors[others].tolist(), [stacks[row] for row in others], [0.0], [0.0])
-        for row in np.flatnonzero(fold == number):
-            inside[row] = abs(errors[row]) <= table.get(f"stack {stacks[row]}", table["known"])
-    return float(inside.mean())
+def unseen(
+    base: Constants, linear: Linear, cases: Sequence[Case], repricers: Sequence[Repricer], groups: Sequence[str]
+) -> np.ndarray:
+    """Log errors of every row by a fit without its group."""
+
+    def estimate(_: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return price(repricers, refit_without(base, linear, cases, out), out)
+
+    return leave_out(groups, estimate) - log_measured(cases)
 
 
-def report_layers(start: Constants, rows: list[LayerRow], constants: Constants) -> tuple[np.ndarray, dict[str, float]]:
-    """Prints how well layers are priced; returns the log errors of rows whose accelerator was left out, and figures.
-
-    `start` is what a fit begins with.
-    """
-    measured = LayerTable.of(rows).measured
-    grouped = {row.group: fold for row, fold in zip(rows, folds([row.group for row in rows]), strict=True)}
-    names = sorted({row.accelerator.name for row in rows})
-    seen = LayerTable.of(rows).predict(constants)
-    crossed = cross_validate(start, rows, grouped, "group")
-    left_out = cross_validate(start, rows, {name: index for index, name in enumerate(names)}, "accelerator")
-    print(f"layer_times.csv: {len(rows)} transformer rows; mean |error| of forward + backward")
-    figures = {}
-    for what, key, seconds in (
-        ("in the fit", "layer times, in the fit", seen),
-        ("cross-validated by model x accelerator", "layer times", crossed),
-        ("accelerator left out", "layer times, accelerator left out", left_out),
-    ):
-        total = np.abs(seconds.sum(0) / measured.sum(0) - 1)
-        figures[key] = 100 * float(total.mean())
-        single = np.abs(seconds / measured - 1).mean()
-        print(f"  {what:<40} {100 * total.mean():5.1f} %   (forward and backward apart {100 * single:.1f} %)")
-    errors = np.log(left_out.sum(0) / measured.sum(0))
-    for name in names:
-        own = [index for index, row in enumerate(rows) if row.accelerator.name == name]
-        print(f"    without {name:<20} {100 * np.abs(np.expm1(errors[own])).mean():5.1f} %  ({len(own)} rows)")
-    return errors, figures
-
-
-def leave_sources_out(
-    base: Constants, linear: Linear, cases: list[Case], repricers: list[Repricer]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log errors of every row by a fit without its source: with its stack factor set on three rows, and with
-    nothing."""
-    measured = np.log([case.measured_seconds for case in cases])
-    factored, nothing = np.zeros(len(cases)), np.zeros(len(cases))
-    for source in sorted({case.source for case in cases}):
-        out = np.array([index for index, case in enumerate(cases) if case.source == source])
-        held = refit_without(base, linear, cases, repricers, out)
-        error = np.log([repricers[row].seconds(held) for row in out]) - measured[out]
-        three = sorted(range(len(out)), key=lambda index: cases[out[index]].id)[:3]
-        nothing[out], factored[out] = error, error - np.median(error[three])
-    return factored, nothing
+def report_unseen(cases: Sequence[Case], by_family: np.ndarray, by_source: np.ndarray) -> dict[str, float]:
+    """Prints all figures of errors with families and with sources left out; returns those that stay on record."""
+    sources = [case.source for case in cases]
+    families = [family_of(source) for source in sources]
+    even = leave_out(families, baseline(cases)) - log_measured(cases)
+    even_source = leave_out(sources, baseline(cases)) - log_measured(cases)
+    mean, each = macro(by_family, families)
+    even_mean, even_each = macro(even, families)
+    print("a family of sources left out, nothing anchored: mean |error|, one utilisation beside it")
+    for name in each:
+        members = sorted({source for source, own in zip(sources, families, strict=True) if own == name})
+        print(
+            f"  {name:<15} {families.count(name):4} rows {each[name]:6.1f} % {even_each[name]:6.1f} %   "
+            f"{'; '.join(member[:40] for member in members)}"
+        )
+    worst = max(each, key=lambda name: each[name])
+    print(f"  families alike {mean:.1f} %, one utilisation {even_mean:.1f} %, ratio {mean / even_mean:.2f}; rows alike "
+          f"{percent(by_family).mean():.1f} %, {percent(even).mean():.1f} %; worst family {worst}")  # fmt: skip
+    by_accelerator(cases, by_family, even)
+    source_mean, source_each = macro(by_source, sources)
+    print(f"a source left out: {source_mean:.1f} %, one utilisation {macro(even_source, sources)[0]:.1f} %, "
+          f"worst {max(source_each, key=lambda name: source_each[name])} {max(source_each.values()):.1f} %")  # fmt: skip
+    figures = {
+        "family out": mean,
+        "family out, baseline": even_mean,
+        "family out, ratio": mean / even_mean,
+        "source out": source_mean,
+        "source out, baseline": macro(even_source, sources)[0],
+    }
+    figures |= {f"{OF_FAMILY}{name}": value for name, value in each.items()}
+    for count in (1, 3):
+        own, plain = (fmean(anchored(errors, sources, count).values()) for errors in (by_source, even_source))
+        figures |= {f"anchored by {count}": own, f"anchored by {count}, baseline": plain}
+        print(f"anchored by {count}: {own:.1f} %, one utilisation {plain:.1f} %")
+    figures["repeated"] = repeated(cases)
+    print(f"rows that are alike in all but their time differ by {figures['repeated']:.1f} %: the floor")
+    ranked = order(cases, by_family)
+    print(f"order of plans in sweeps: {ranked['right']:.1f} % of {ranked['pairs']} pairs right (one utilisation "
+          f"{order(cases, even)['right']:.1f} %), regret {ranked['regret']:.1f} % at worst")  # fmt: skip
+    return figures | {"pairs in order": ranked["right"], "regret, worst": ranked["regret"]}
 
 
-def report_steps(
-    cases: list[Case], inside: np.ndarray, crossed: np.ndarray, unseen: tuple[np.ndarray, np.ndarray]
-) -> dict[str, float]:
-    """Prints the mean |error| of every source in per cent, and the sweeps; returns the figures that stay on record."""
-    print(f"  {'source':<44} rows   in fit   cross-validated   left out, stack set on 3   left out")
-    figures, table = {}, {}
-    for source in sorted({case.source for case in cases}):
-        own = [index for index, case in enumerate(cases) if case.source == source]
-        row = [100 * float(np.abs(np.expm1(errors[own])).mean()) for errors in (inside, crossed, *unseen)]
-        figures[f"{source} (cross-validated MAPE, %)"] = row[1]
-        print(f"  {source[:44]:<44} {len(own):4} {row[0]:8.1f} {row[1]:17.1f} {row[2]:26.1f} {row[3]:10.1f}")
-        if not source.endswith("single node"):  # composed, not measured
-            table[source] = row
-    print(
-        f"  {'mean of the measured sources':<49} " + " ".join(f"{x:8.1f}" for x in np.mean([*table.values()], axis=0))
-    )
-    figures |= group_means({source: row[1] for source, row in table.items()})
-    factored = [row[2] for row in table.values()]
-    figures |= {"source left out": float(np.mean(factored)), "source left out, worst": max(factored)}
-    seconds = np.exp(crossed) * [case.measured_seconds for case in cases]
-    ranked = [
-        sweep
-        for sweep in sweeps(list(zip(cases, seconds.tolist(), strict=True)))
-        if not sweep["source"].endswith("single node")
-    ]
-    for sweep in ranked:
-        print(f"  sweep {sweep['source'][:20]:<20} {sweep['model']:<16} {sweep['plans']:3} plans: rank correlation "
-              f"{sweep['spearman']:.3f}, regret {sweep['regret_percent']:.1f} %")  # fmt: skip
-    correlations = [sweep["spearman"] for sweep in ranked]
-    figures |= {"spearman, mean": float(np.mean(correlations)), "spearman, worst": min(correlations)}
-    return figures | {"regret, worst": max(sweep["regret_percent"] for sweep in ranked)}
+def by_accelerator(cases: Sequence[Case], errors: np.ndarray, even: np.ndarray) -> None:
+    """Prints the errors with families left out by accelerator, and of AMD's together."""
+    devices = [case.layouts[0].cluster.places[0].accelerator for case in cases]
+    groups: dict[str, list[int]] = {}
+    for row, device in enumerate(devices):
+        groups.setdefault(device.name, []).append(row)
+    amd = [row for row, device in enumerate(devices) if device.vendor == "amd"]
+    for name, rows in (*sorted(groups.items()), ("all of AMD", amd)):
+        print(f"    {name:<22} n {len(rows):4} {percent(errors[rows]).mean():6.1f} %, one utilisation {percent(even[rows]).mean():6.1f} %, "
+              f"bias {100 * np.expm1(np.median(errors[rows])):+.0f} %")  # fmt: skip
 
 
-def report_accelerators(base: Constants, linear: Linear, cases: list[Case], repricers: list[Repricer]) -> None:
-    """Prints how well steps are priced on accelerators that no step of the fit ran on (layer times may know them)."""
-    names = sorted({case.row["accelerator"] for case in cases})
-    for name in names:
-        out = np.array([index for index, case in enumerate(cases) if case.row["accelerator"] == name])
-        held = refit_without(base, linear, cases, repricers, out)
-        ratio = np.array([repricers[row].seconds(held) / cases[row].measured_seconds for row in out])
-        print(f"    steps without {name:<24} {100 * np.abs(ratio - 1).mean():5.1f} %, mean {100 * (ratio.mean() - 1):+.1f} %"
-              f"  ({len(out)} rows)")  # fmt: skip
+def report_intervals(errors: np.ndarray, families: Sequence[str]) -> dict[str, float]:
+    """Prints how 80 % intervals hold on families that did not set their width, beside the best constant width."""
+    widths, names = np.zeros(len(errors)), np.array(families)
+    for name in sorted(set(families)):
+        others = names != name
+        widths[names == name] = quantile(errors[others], names[others].tolist())
+    covered, score = inside(errors, widths, families), interval_score(errors, widths, families)
+    tried = np.linspace(0.01, 1.0, FINEST_WIDTHS) * np.abs(errors).max()
+    best = min(interval_score(errors, np.full(len(errors), one), families) for one in tried)
+    median = 100.0 * float(np.expm1(np.median(widths)))
+    print(f"80 % intervals, widths from the other families: {covered:.0f} % of rows inside, median half width "
+          f"{median:.0f} %, interval score {score:.2f} (best constant width {best:.2f})")  # fmt: skip
+    return {
+        "coverage": covered,
+        "interval half width": median,
+        "interval score": score,
+        "interval score, constant": best,
+    }
+
+
+def as_record(figures: dict[str, Any]) -> dict[str, float]:
+    """Three digits behind the point."""
+    return {key: round(float(value), 3) for key, value in figures.items()}

@@ -1,6 +1,7 @@
 """The second half of the fit: links, launches, software stacks and the accelerators of whole training steps."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +17,15 @@ from hethub.predictor.calibration.fit.least_squares import (
     stack,
 )
 from hethub.predictor.calibration.sources.training_steps import Case
+from hethub.predictor.calibration.validation.families import family_of
 from hethub.predictor.cost.constants import Constants, family, precision_class
 from hethub.spec.accelerator import AcceleratorSpec
 
 F_SCALE = 0.1  # residuals beyond about 10 % count less and less
 STEP = 0.02  # of a logarithm, for derivatives
-REACH = 0.5  # how far one linear model is trusted
-NEW_DERIVATIVES, NEW_VALUES = 3, 2  # rounds: of linear models, and within each of values priced anew
+SOURCE_SIGMA = 0.2  # of a logarithm: how far sources lie apart that ran alike
+REWEIGHTED = 30  # rounds of robust least squares
+NEW_VALUES = 2  # rounds of values priced anew; derivatives, which change little, are kept
 
 
 def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
@@ -38,10 +41,17 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
         link("overlap_cost", 0.4, 0.5, upper=1.0),
         link("hosted_latency_seconds", 1e-4, 0.5),
         common("launch_seconds", 1.5e-5, 0.4),
+        common("slow_host", 2.0, 0.5),
         common("kernel_seconds", base.common["kernel_seconds"], 0.3),
         common("logit_bytes", 12.0, 0.4),
         common("wave_area", base.common["wave_area"], 0.7),
-        *[stack(name) for name in sorted({case.software.stack for case in cases})],
+        link("tensor_parallel_shown", 0.4, 0.5, upper=1.0),
+        common("tuned_attention", 1.6, 0.2, upper=2.0),
+        common("cast_bytes", 1.0, 0.5),
+        common("misaligned", base.common["misaligned"], 0.5),
+        common("fp4_matmul", 0.8, 0.2),
+        Parameter("common", "stack_mean", "", 0.0, 0.2, False),
+        *[stack(name, 1.0, 0.15) for name in sorted({case.software.stack for case in cases})],
         *scales("accelerators", accelerators, 0.1, None),
         *scales("families", [name for name in families if name not in base.families], 0.1, None),
         *attention_scales(fused, 0.4),
@@ -89,55 +99,74 @@ def linearise(
     cases: Sequence[Case],
     repricers: Sequence[Repricer],
 ) -> Linear:
-    """Derivatives by differences, only of the rows that a parameter can change."""
-    constants = apply(base, parameters, point)
-    values = np.log([repricer.seconds(constants) for repricer in repricers])
-    slopes = np.zeros((len(cases), len(parameters)))
-    for column, parameter in enumerate(parameters):
+    """Derivatives by differences, only of the rows that a parameter can change. All that scale device time have the
+    same one, so it is asked once."""
+    everything = np.arange(len(cases))
+    values = price(repricers, apply(base, parameters, point), everything)
+
+    def slope(column: int, rows: np.ndarray) -> np.ndarray:
         moved = point.copy()
         moved[column] -= STEP
-        constants = apply(base, parameters, moved)
-        for row in _affected(parameter, cases):
-            slopes[row, column] = (values[row] - np.log(repricers[row].seconds(constants))) / STEP
+        return np.asarray((values[rows] - price(repricers, apply(base, parameters, moved), rows)) / STEP)
+
+    slopes = np.zeros((len(cases), len(parameters)))
+    for column, parameter in enumerate(parameters):
+        rows = _affected(parameter, cases)
+        slopes[rows, column] = slope(column, rows)
     return Linear(parameters, point, values, slopes)
 
 
+def weights(sources: Sequence[str]) -> np.ndarray:
+    """A weight for each row: families of sources count alike, and in them sources; rows by the root of their number."""
+    rows, families = Counter(sources), [family_of(source) for source in sources]
+    members = Counter(family_of(source) for source in set(sources))
+    found = np.array([(rows[s] * members[f]) ** -0.5 for s, f in zip(sources, families, strict=True)])
+    return np.asarray(found / found.mean())
+
+
 def improve(linear: Linear, cases: Sequence[Case], rows: np.ndarray) -> np.ndarray:
-    """The vector that fits `rows` best as far as the linear model is trusted; every source counts alike."""
-    from scipy.optimize import least_squares
+    """The vector that fits `rows` best by the linear model: robust least squares of logarithms, with its priors.
 
-    measured = np.log([cases[row].measured_seconds for row in rows])
-    sources = [cases[row].source for row in rows]
-    weight = np.array([sources.count(source) ** -0.5 for source in sources])
-    weight /= weight.mean()
-    prior = start(linear.parameters)
-    sigma = np.array([p.sigma for p in linear.parameters])
-    upper = np.array([np.log(p.upper) if p.log else p.upper for p in linear.parameters])
-
-    def cost(vector: np.ndarray) -> np.ndarray:
-        seconds = linear.values[rows] + linear.slopes[rows] @ (vector - linear.point)
-        return np.concatenate([weight * (seconds - measured), (vector - prior) / sigma * F_SCALE])
-
-    bounds = (linear.point - REACH, np.maximum(np.minimum(linear.point + REACH, upper), linear.point + 1e-9))
-    return np.asarray(least_squares(cost, linear.point, bounds=bounds, loss="soft_l1", f_scale=F_SCALE).x)
-
-
-def revalue(
-    linear: Linear,
-    base: Constants,
-    point: np.ndarray,
-    cases: Sequence[Case],
-    repricers: Sequence[Repricer],
-    rows: np.ndarray,
-) -> Linear:
-    """The linear model moved to another point: what `rows` take is priced anew there, the derivatives are kept.
-
-    An eighteenth of the work of new derivatives, which hardly change where values have converged.
+    Every source has an offset of its own beside (its machine, its year, how it counted), which no prediction uses: what
+    sets one publisher apart moves no accelerator's constants. Errors beyond `F_SCALE` count less and less (soft L1), by
+    least squares of reweighted rows.
     """
-    constants = apply(base, linear.parameters, point)
-    values = linear.values + linear.slopes @ (point - linear.point)
-    values[rows] = np.log([repricers[row].seconds(constants) for row in rows])
-    return linear._replace(point=point, values=values)
+    sources = [cases[row].source for row in rows]
+    measured, weight = np.log([cases[row].measured_seconds for row in rows]), weights(sources)
+    of_source = (np.array(sources)[:, None] == np.array(sorted(set(sources)))).astype(float)
+    prior = np.concatenate([start(linear.parameters), np.zeros(of_source.shape[1])])
+    sigma = np.concatenate([[p.sigma for p in linear.parameters], np.full(of_source.shape[1], SOURCE_SIGMA)])
+    bounds = [np.log(p.upper) if p.log else p.upper for p in linear.parameters]
+    upper = np.concatenate([bounds, np.full(of_source.shape[1], np.inf)])
+    slopes = np.hstack([linear.slopes[rows], of_source])
+    slopes = np.vstack([weight[:, None] * slopes, np.diag(F_SCALE / sigma)])
+    fixed = measured - linear.values[rows] + linear.slopes[rows] @ linear.point
+    wanted = np.concatenate([weight * fixed, prior / sigma * F_SCALE])
+    vector = np.minimum(prior, upper)
+    for _ in range(REWEIGHTED):
+        counts = (1.0 + ((slopes @ vector - wanted) / F_SCALE) ** 2) ** -0.5
+        vector = _bounded(slopes.T @ (counts[:, None] * slopes), slopes.T @ (counts * wanted), upper)
+    return np.asarray(vector[: len(linear.parameters)])
+
+
+def _bounded(matrix: np.ndarray, target: np.ndarray, upper: np.ndarray) -> np.ndarray:
+    """The solution of normal equations; what would be beyond its bound stays on it."""
+    held = np.zeros(len(target), dtype=bool)
+    vector = np.linalg.solve(matrix, target)
+    while (beyond := (vector > upper) & ~held).any():
+        held |= beyond
+        vector[held] = upper[held]
+        free = ~held
+        rest = target[free] - matrix[np.ix_(free, held)] @ upper[held]
+        vector[free] = np.linalg.solve(matrix[np.ix_(free, free)], rest)
+    return vector
+
+
+def price(repricers: Sequence[Repricer], constants: Constants, rows: Iterable[int]) -> np.ndarray:
+    """Logarithms of the seconds of some rows; equal plans are priced once."""
+    own = [repricers[row] for row in rows]
+    seconds = {repricer: repricer.seconds(constants) for repricer in dict.fromkeys(own)}
+    return np.log([seconds[repricer] for repricer in own])
 
 
 def fit_steps(base: Constants, cases: Sequence[Case], repricers: Sequence[Repricer]) -> tuple[Constants, Linear]:
@@ -145,28 +174,16 @@ def fit_steps(base: Constants, cases: Sequence[Case], repricers: Sequence[Repric
     parameters = step_parameters(cases, base)
     everything = np.arange(len(cases))
     linear = linearise(base, parameters, start(parameters), cases, repricers)
-    for _ in range(NEW_DERIVATIVES):
-        point = _settle(linear, base, cases, repricers, everything)
-        linear = linearise(base, parameters, point, cases, repricers)
+    for _ in range(NEW_VALUES):
+        point = improve(linear, cases, everything)
+        linear = linear._replace(point=point, values=price(repricers, apply(base, parameters, point), everything))
     return apply(base, parameters, linear.point), linear
 
 
-def _settle(
-    linear: Linear, base: Constants, cases: Sequence[Case], repricers: Sequence[Repricer], rows: np.ndarray
-) -> np.ndarray:
-    """The vector that fits `rows` best, values priced anew on the way."""
-    point = improve(linear, cases, rows)
-    for _ in range(NEW_VALUES):
-        point = improve(revalue(linear, base, point, cases, repricers, rows), cases, rows)
-    return point
-
-
-def refit_without(
-    base: Constants, linear: Linear, cases: Sequence[Case], repricers: Sequence[Repricer], out: np.ndarray
-) -> Constants:
+def refit_without(base: Constants, linear: Linear, cases: Sequence[Case], out: np.ndarray) -> Constants:
     """The constants of a fit that never saw the rows `out`: a stack or accelerator only they have stays at its prior.
 
-    Of all rows it takes the derivatives only.
+    Of all rows it takes the point around which the linear model was made, and no more.
     """
     rows = np.setdiff1d(np.arange(len(cases)), out)
-    return apply(base, linear.parameters, _settle(linear, base, cases, repricers, rows))
+    return apply(base, linear.parameters, improve(linear, cases, rows))

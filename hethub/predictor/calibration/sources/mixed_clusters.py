@@ -4,8 +4,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hethub.predictor.calibration.sources.software_stacks import HALF_GRADIENT_BYTES
 from hethub.predictor.calibration.sources.training_steps import (
-    HALF_GRADIENT_BYTES,
     LARGEST,
     WITH_OWN_HEAD,
     Case,
@@ -118,7 +118,7 @@ def _sailor(row: dict[str, Any], name: str) -> Case:
             ranks = tuple(range(rank, rank + replica["tp"]))
             replicas.append(ReplicaSpec(ranks=ranks, micro_batch=row["micro_batch"], samples=samples))
             nodes.append({"name": f"n{len(nodes)}", "accelerator": find_accelerator(replica["accelerator"]), "accelerators": replica["tp"],
-                          "gbps_per_nic": SAILOR_GBPS})  # fmt: skip
+                          "gbps_per_nic": WORKSTATION_GBPS})  # fmt: skip
             rank += replica["tp"]
         stages.append(StageSpec(layers=((first, first + count),), replicas=tuple(replicas)))
         first += count
@@ -127,7 +127,7 @@ def _sailor(row: dict[str, Any], name: str) -> Case:
     return _case(row, name, model, cluster, tuple(stages), software)
 
 
-SAILOR_GBPS = 0.13  # between the machines of Sailor's mixed cluster: not published; what its three cases agree on
+WORKSTATION_GBPS = 10.0  # between machines of consumer cards where nothing is published: their Ethernet
 
 
 def _case(

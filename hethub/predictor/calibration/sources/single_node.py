@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hethub.predictor.calibration.sources.training_steps import Case, collect, read_lines, read_row
 
+LAYERS_ALONE = "megatron-deepspeed, layers alone"  # no load of a whole step behind what was timed
 ITERATION_TIME = "iteration time (ms)"
 _SINGLE_NODE = {
     "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
@@ -30,7 +31,7 @@ def _single_node_row(name: str, line: Mapping[str, str]) -> Case:
     fixed = {
         "id": name, "source": "vTrain, single node", "family": "gpt", "model": f"GPT-{row['layers']}x{row['hidden']}",
         "ffn": str(4 * int(row["hidden"])), "vocab": "51200", "accelerator": "A100-SXM4-80GB", "n_accelerators": ranks,
-        "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": "megatron-deepspeed", "flash_attention": "0",
+        "per_node": ranks, "precision": "fp16", "recompute": "full", "stack": LAYERS_ALONE, "flash_attention": "0",
         "step_seconds": str(float(line[ITERATION_TIME]) / 1e3),
     }  # fmt: skip
     return read_row({**row, **fixed})

@@ -2,12 +2,16 @@
 
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
-from hethub.predictor.cost.software import MathPrecision, Software
+from hethub.predictor.calibration.sources.software_stacks import HALF_GRADIENT_BYTES, Stack, server_of, stack_of
+from hethub.predictor.cost.constants import NARROW, peak_flops
+from hethub.predictor.cost.operators import model_flops
+from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -18,13 +22,11 @@ from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 REQUIRED = ("id", "source", "family", "layers", "hidden", "heads", "ffn", "vocab", "seq", "accelerator", "n_accelerators",
             "tp", "pp", "dp", "global_batch", "precision", "step_seconds")  # fmt: skip
 IN_NODE_NICS = 8
+FAR_BEYOND, NEAR = 1.3, 0.2  # measured peak memory over that of the named precision, and from that of tf32
+LONG_PIPELINE, FEW_MICROBATCHES = 8, 4  # stages, and micro-batches for each, that programs interleave
 LARGEST = 10**7  # of any count in a table: larger ones are slips, and would be laid out one by one
-HALF_GRADIENT_BYTES = 6.0  # gradients kept in half precision: the new and the old one read, the sum written
-# What sources' published programs say and their tables do not. Sailor's launch scripts ask for no half precision,
-# neither of Megatron (--fp16) nor in DeepSpeed's configuration, though the table says fp16; NVIDIA's container
-# computes fp32 products in tf32; its ports of OPT and GPT-Neo have no dropout in attention and a head of their own
-# (github.com/eth-easl/sailor). The rows' peak memory agrees.
-RAN_IN: Mapping[str, MathPrecision] = {"Sailor": "tf32"}
+# What sources' published programs say and their tables do not: Sailor's ports of OPT and GPT-Neo have no dropout in
+# attention and a head of their own (github.com/eth-easl/sailor). The rows' peak memory agrees.
 WITHOUT_ATTENTION_DROPOUT = WITH_OWN_HEAD = ("Sailor",)
 
 
@@ -41,6 +43,7 @@ class Case:
     measured_memory_bytes: float | None
     suspect: bool
     row: Mapping[str, str]
+    inferred: Mapping[str, str] = field(default_factory=dict)  # what the row leaves open and its makers would have set
 
     @property
     def open_choice(self) -> str | None:
@@ -80,7 +83,9 @@ def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str,
     missing."""
     columns = columns_of(path)
     if missing := [name for name in required if name not in columns]:
-        raise BadInput(f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns.")
+        raise BadInput(
+            f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns (docs/plans.md has an example)."
+        )
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
@@ -90,7 +95,31 @@ def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str,
 
 
 def read_row(row: Mapping[str, str]) -> Case:
-    """One row as a case. Raises ValueError saying what is inconsistent."""
+    """One row as a case. Raises ValueError saying what is inconsistent.
+
+    A row in half precision whose measured peak memory is far beyond it, and is that of fp32 weights and activations,
+    ran in tf32: NVIDIA's containers compute fp32 products so.
+    """
+    named = row["precision"]
+    if named not in get_args(MathPrecision):
+        raise ValueError(f"precision {named} is unknown")
+    case = _read_in(row, named)  # type: ignore[arg-type]
+    held, device = case.measured_memory_bytes, case.layouts[0].cluster.places[0].accelerator
+    if held is None or named not in ("fp16", "bf16") or not device.tf32_tflops or held < FAR_BEYOND * _peak(case):
+        return case
+    wide = _read_in(row, "tf32")
+    if abs(_peak(wide) / held - 1.0) > NEAR:
+        return case
+    return replace(wide, inferred={**wide.inferred, "precision": f"tf32 by its peak memory, not {named}"})
+
+
+def _peak(case: Case) -> float:
+    """Predicted bytes of the fullest rank."""
+    return max(used.bytes for used in rank_memory(case.layouts[0], case.software))
+
+
+def _read_in(row: Mapping[str, str], precision: MathPrecision) -> Case:
+    """One row as a case whose products ran in `precision`."""
     number = _Numbers(row)
     model = _model(row, number)
     tp, pp, cp, dp = number("tp"), number("pp"), number("cp", 1), number("dp")
@@ -102,43 +131,58 @@ def read_row(row: Mapping[str, str]) -> Case:
     seconds = number.positive("step_seconds") or 0.0
     if not 0 < seconds < 1e7:
         raise ValueError(f"step_seconds {row['step_seconds'] or 'is empty and'} is no positive time")
-    precision = _math_of(row)
     given = number("micro_batch", 0)
     sizes = [given] if given else [1 << i for i in range(8) if batch // dp % (1 << i) == 0]
     if given > batch // dp:
         raise ValueError(f"micro_batch {given} is more than the {batch // dp} samples of a replica")
-    cluster = _cluster(row, number, total)
+    stack, inferred = stack_of(row.get("stack") or "unknown"), dict[str, str]()
+    cluster = _cluster(row, number, total, inferred)
+    zero = number("zero", 0)
+    if not row.get("zero"):
+        zero = stack.zero
+        inferred["zero"] = str(zero)
+    if zero == 2 and pp > 1 and stack.reduces_once:
+        zero = 1
+        inferred["zero"] = "2, which sums gradients once a step in this pipeline, as 1 does"
+    if not zero and precision in stack.shards_states:
+        zero = 1
+        inferred["zero"] = "0, whose optimizer shards its states in this precision, as 1 does"
     layers = _layers_per_stage(row, model.layers, pp)
-    stages = [
-        stage_specs(layers, tp * cp, dp, size, batch, number("zero", 0), row.get("recompute") or "none")
-        for size in sizes
-    ]
-    plan_precision: Any = {"fp8": "bf16", "tf32": "fp32"}.get(precision, precision)
+    stages = [stage_specs(layers, tp * cp, dp, size, batch, zero, row.get("recompute") or "none") for size in sizes]
+    plan_precision: Any = "bf16" if precision in NARROW else {"tf32": "fp32"}.get(precision, precision)
     plans = [
         PlanSpec.model_construct(model=model.name, cluster=cluster.name, global_batch=batch, seq_len=seq, precision=plan_precision,
                                  schedule="1f1b", stages=stage)
         for stage in stages
     ]  # fmt: skip
+    _check_rate(model, cluster, batch, seq, seconds, precision)
     memory = number.positive("peak_memory_gib")
     return Case(
         id=row["id"],
         source=row["source"],
         group=f"{row.get('model') or model.name} x {row['accelerator']}",
         layouts=tuple(Layout(plan, model, cluster) for plan in plans),
-        software=_software(row, number, cp),
+        software=_software(row, number, precision, zero, stack, inferred),
         measured_seconds=seconds,
         measured_memory_bytes=None if memory is None else memory * 2**30,
         suspect=row.get("suspect") == "1",
         row=row,
+        inferred=inferred,
     )
 
 
-def _math_of(row: Mapping[str, str]) -> MathPrecision:
-    """What the row's products ran in: the precision it names, unless its source is known to have run another."""
-    named = row["precision"]
-    if named not in get_args(MathPrecision):
-        raise ValueError(f"precision {named} is unknown")
-    return next((ran for source, ran in RAN_IN.items() if row["source"].startswith(source)), named)  # type: ignore[arg-type]
+def _check_rate(
+    model: ModelSpec, cluster: ClusterSpec, batch: int, seq: int, seconds: float, precision: MathPrecision
+) -> None:
+    """Raises ValueError where the step would be faster than its products alone at the accelerators' peak."""
+    math: tuple[MathPrecision, ...] = ("fp32", "tf32") if precision == "fp32" else (precision,)  # tables mix these two
+    peak = sum(max(peak_flops(n.device, each) for each in math) * n.accelerators * n.count for n in cluster.nodes)
+    least = model_flops(model, batch, seq) / peak
+    if seconds < least:
+        raise ValueError(
+            f"step_seconds {seconds:g} is beyond physics: the products alone take {least:.3g} s at the peak of "
+            f"{len(cluster.places):,} accelerators; look at its unit (seconds), global_batch (sequences) and precision"
+        )
 
 
 class _Numbers:
@@ -169,7 +213,7 @@ class _Numbers:
         try:
             return float(self.row.get(key) or 0.0)
         except ValueError:
-            raise ValueError(f"{key} is {self.row[key]!r}; a number is needed") from None
+            raise ValueError(f"{key} is {self.row[key]!r}; a number is needed, without its unit") from None
 
 
 def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
@@ -189,21 +233,36 @@ def _model(row: Mapping[str, str], number: _Numbers) -> ModelSpec:
     )
 
 
-def _cluster(row: Mapping[str, str], number: _Numbers, total: int) -> ClusterSpec:
-    per_node = min(number("per_node", 0) or min(total, 8), total)
-    accelerator = find_accelerator(row["accelerator"])
+def _cluster(row: Mapping[str, str], number: _Numbers, total: int, inferred: dict[str, str]) -> ClusterSpec:
+    """The machines of a row; what it does not say of them is as their makers build them."""
+    accelerator, usual = find_accelerator(row["accelerator"]), server_of(row["accelerator"])
+    per_node = min(number("per_node", 0) or min(total, usual.accelerators if usual else 8), total)
+    gbps, machines = number.positive("inter_node_gbps"), 1
+    if usual and usual.domain:
+        machines = _machines_in_domain(per_node, total, usual.domain)
+        inferred["fast_domain"] = f"{machines * per_node} accelerators"
+    if gbps is None and usual and total > per_node:
+        gbps = usual.gbps
+        inferred["inter_node_gbps"] = f"{gbps:g}"
+    per_node *= machines
     node: dict[str, Any] = {
         "name": "node",
         "accelerator": accelerator,
         "count": total // per_node,
         "accelerators": per_node,
     }
-    if (gbps := number.positive("inter_node_gbps")) is not None:
-        node |= {"nics": min(IN_NODE_NICS, per_node), "gbps_per_nic": gbps / min(IN_NODE_NICS, per_node)}
+    if gbps is not None:
+        nics = min(IN_NODE_NICS * machines, per_node)
+        node |= {"nics": nics, "gbps_per_nic": gbps * machines / nics}
     nodes = [node]
     if total % per_node:
         nodes.append({**node, "name": "last", "count": 1, "accelerators": total % per_node})
     return ClusterSpec.model_validate({"name": f"{total} {row['accelerator']}", "nodes": nodes})
+
+
+def _machines_in_domain(per_node: int, total: int, domain: int) -> int:
+    """How many machines one fast switch joins where the job cuts its accelerators evenly."""
+    return max(count for count in range(1, domain // per_node + 1) if total % (count * per_node) == 0 or count == 1)
 
 
 def _layers_per_stage(row: Mapping[str, str], layers: int, pp: int) -> list[int]:
@@ -262,36 +321,57 @@ def stage_specs(
     return tuple(stages)
 
 
-def _sums_in_fp32(row: Mapping[str, str], stack: str) -> bool:
+def _interleaving(row: Mapping[str, str], number: _Numbers) -> int:
+    """Chunks per stage where a row leaves them open: two where it says "interleaved"; chunks of two layers, as recipes
+    have, where eight stages or more get few micro-batches; else one."""
+    stages = number("pp")
+    if "interleaved" in (row.get("note") or "") and stages > 1:
+        return 2
+    few = number("global_batch") // number("dp") // number("micro_batch", 1) <= FEW_MICROBATCHES * stages
+    return max(1, -(-number("layers") // stages) // 2) if stages >= LONG_PIPELINE and few else 1
+
+
+def _sums_in_fp32(row: Mapping[str, str], stack: str, math: MathPrecision) -> bool:
     """Whether gradients travel in fp32: AMP's DeepSpeed and torchtitan by default, Composer unless its mode is PURE."""
     by_default = stack == "deepspeed" or "torchtitan" in stack or "mode DEFAULT" in (row.get("note") or "")
-    return by_default or _math_of(row) in ("fp32", "tf32")
+    return by_default or math in ("fp32", "tf32")
 
 
-def _software(row: Mapping[str, str], number: _Numbers, cp: int) -> Software:
+def _software(
+    row: Mapping[str, str], number: _Numbers, math: MathPrecision, zero: int, known: Stack, inferred: dict[str, str]
+) -> Software:
     """What the stack's name and the row's flags say of the execution; facts about the software, not fitted figures."""
     stack = row.get("stack") or "unknown"
     sharded = "fsdp" in stack or "titan" in stack
-    virtual = number("virtual_stages", 0) or (2 if "interleaved" in (row.get("note") or "") and number("pp") > 1 else 1)
+    virtual = number("virtual_stages", 0)
+    if not virtual:
+        virtual = _interleaving(row, number)
+        inferred["virtual_stages"] = str(virtual)
+    if stack == HETHUB.stack:
+        return replace(HETHUB, math=math, interleave=virtual)
+    fused = row.get("flash_attention") == "1"
+    if not row.get("flash_attention"):
+        fused = known.fused_attention
+        inferred["flash_attention"] = str(int(fused))
     return Software(
         stack=stack,
-        math=_math_of(row),
-        fused_attention=row.get("flash_attention") == "1",
-        fused_softmax="eager" not in stack,
-        fused_activation="eager" not in stack or row["family"] != "gpt",
+        math=math,
+        fused_attention=fused,
+        fused_activation=known.fused_activation or row["family"] != "gpt",
         attention_dropout=not row["source"].startswith(WITHOUT_ATTENTION_DROPOUT),
-        fused_elementwise=any(name in stack for name in ("compile", "megatron", "deepspeed", "composer")),
-        spread_boundaries="megatron" in stack or "deepspeed" in stack,
-        overlapped_reduction=sharded,
         gathers_ahead=False,
         one_tied_copy=False,
-        keeps_gate_activation=True,
-        gradient_pass_bytes=HALF_GRADIENT_BYTES,
-        gradient_wire_bytes=4 if _sums_in_fp32(row, stack) else 2,
+        keeps_gate_activation=not known.fused_gate,
+        gradient_pass_bytes=None if known.autocast else HALF_GRADIENT_BYTES,
+        gradient_wire_bytes=4 if known.autocast or _sums_in_fp32(row, stack, math) else 2,
         sequence_parallel=row.get("sequence_parallel") == "1",
-        context_parallel=cp,
+        context_parallel=number("cp", 1),
         interleave=virtual,
         selective_fraction=0.4 if sharded else None,
         chunked_loss=False,
         optimizer_included=row.get("optimizer_included") != "0",
+        half_gradients=math in known.half_gradients,
+        kept_products="all" if row.get("recompute") else known.kept_products,
+        layers_in_host=known.layers_in_host * (zero == 3),
+        **known.facts(),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hethub.predictor.calibration.validation.errors import summary
+from hethub.predictor.cost.constants import Constants
 from hethub.predictor.predict import predict
 from hethub.spec.cluster import load_cluster
 from hethub.spec.documents import read_json
@@ -17,7 +18,7 @@ from hethub.spec.plan import PlanSpec, load_plan
 CASE_FILES = ("cluster.yaml", "plan.yaml", "measured.json")
 
 
-def validate_folders(folder: Path) -> dict[str, Any]:
+def validate_folders(folder: Path, constants: Constants | None = None) -> dict[str, Any]:
     """The predictions for a case folder, or for every case folder inside it, as `validate` gives them.
 
     measured.json holds `step_seconds` and, where known, `peak_memory_bytes` of the fullest rank. Raises BadInput where
@@ -36,7 +37,7 @@ def validate_folders(folder: Path) -> dict[str, Any]:
     skipped = []
     for case in folders:
         try:
-            rows.append(_row(case))
+            rows.append(_row(case, constants))
         except BadInput as error:
             skipped.append({"id": case.name, "why": str(error)})
     if not rows:
@@ -54,10 +55,10 @@ def validate_folders(folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(case: Path) -> dict[str, Any]:
+def _row(case: Path, constants: Constants | None) -> dict[str, Any]:
     measured = _measured(case / "measured.json")
     plan, cluster = load_plan(case / "plan.yaml"), load_cluster(case / "cluster.yaml")
-    prediction = predict(bind(plan, _model(case, plan), cluster))
+    prediction = predict(bind(plan, _model(case, plan), cluster), constants=constants)
     row: dict[str, Any] = {
         "id": case.name,
         "source": case.parent.name,

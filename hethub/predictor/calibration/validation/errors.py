@@ -7,6 +7,8 @@ from typing import Any
 from hethub.predictor.calibration.sources.training_steps import Case
 
 SWEEP_COLUMNS = ("source", "model", "accelerator", "n_accelerators", "global_batch", "seq", "precision")
+MEASURED = ("id", "step_seconds", "peak_memory_gib", "note")  # columns that do not say what was run
+MOST_SPREAD = 1.5  # between the times of rows that are alike otherwise
 ENOUGH_PLANS = 5  # in a sweep, for its ranking to mean something
 
 
@@ -49,6 +51,20 @@ def sweeps(cases: Sequence[tuple[Case, float]]) -> list[dict[str, Any]]:
                 }
             )
     return result
+
+
+def contradictory(cases: Sequence[Case]) -> list[list[str]]:
+    """The names of rows that say the same of their step, but for a time that differs by more than a half."""
+    alike: dict[tuple[tuple[str, str], ...], list[Case]] = {}
+    for case in cases:
+        key = tuple((column, value) for column, value in case.row.items() if column not in MEASURED)
+        alike.setdefault(key, []).append(case)
+    found = []
+    for own in alike.values():
+        seconds = [case.measured_seconds for case in own]
+        if max(seconds) > MOST_SPREAD * min(seconds):
+            found.append([case.id for case in own])
+    return found
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:

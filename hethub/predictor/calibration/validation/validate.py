@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hethub.predictor.calibration.evaluate import Outcome, evaluate
@@ -9,11 +10,13 @@ from hethub.predictor.calibration.sources.mixed_clusters import read_mixed
 from hethub.predictor.calibration.sources.single_node import ITERATION_TIME, read_single_node
 from hethub.predictor.calibration.sources.training_steps import Case, columns_of, read_table
 from hethub.predictor.calibration.validation.case_folders import validate_folders
-from hethub.predictor.calibration.validation.errors import summary, sweeps
-from hethub.predictor.calibration.validation.goals import fit_goals, table_goals
+from hethub.predictor.calibration.validation.errors import contradictory, summary, sweeps
+from hethub.predictor.calibration.validation.goals import family_out, fit_goals, table_goals
 from hethub.predictor.calibration.validation.layers import LAYER_TIME, validate_layers
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.spec.errors import BadInput
+
+MUCH_BELOW = 5.0  # per cent of a measured peak: a plan so far below might not run
 
 
 def validate(path: Path, by: str = "source", constants: Constants | None = None) -> dict[str, Any]:
@@ -25,9 +28,9 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
     Errors are percents of the measured time. Rows marked suspect are predicted and listed, but stay out of all means;
     rows whose micro-batch the table leaves open are a group of their own.
     """
-    if path.is_dir():
-        return validate_folders(path)
     constants = constants or packaged()
+    if path.is_dir():
+        return validate_folders(path, constants)
     mixed = path.suffix == ".json"
     if not mixed and LAYER_TIME in columns_of(path):
         return validate_layers(path, by, constants)
@@ -52,10 +55,12 @@ def validate(path: Path, by: str = "source", constants: Constants | None = None)
         "suspects": [case.id for case, _ in outcomes if case.suspect],
         "skipped": skipped,
         "covered_percent": 100.0 * len(outcomes) / (len(outcomes) + len(skipped)),
+        "contradictory": [] if mixed else contradictory([case for case, _ in sound]),
         "memory": _memory(sound, group),
         "sweeps": sweeps([(case, outcome.seconds) for case, outcome in sound]),
         "constants": constants.count,
         "fitted_on": constants.provenance,
+        "family_out": (unseen := family_out(constants.residuals)) and unseen._asdict(),
     }
     goals = [*table_goals(result, mixed), *([] if mixed else fit_goals(constants.residuals))]
     return {**result, "goals": [goal.to_dict() for goal in goals]}
@@ -89,14 +94,21 @@ def _row(case: Case, outcome: Outcome) -> dict[str, Any]:
     }
     if case.open_choice:
         row["chosen"] = {"micro_batch": outcome.micro_batch, "virtual_stages": case.software.interleave}
-    if (ran_in := case.software.math) and ran_in != case.row["precision"]:
-        row["computed_in"] = ran_in
+    if case.inferred:
+        row["inferred"] = dict(case.inferred)
     if case.measured_memory_bytes is not None:
         row |= {"measured_bytes": case.measured_memory_bytes, "predicted_bytes": outcome.bytes}
     return row
 
 
 def _memory(cases: Sequence[tuple[Case, Outcome]], group: Callable[[Case], str]) -> dict[str, Any]:
+    """Errors of predicted peaks; measured rows that ran and would be refused as too large."""
     measured = [(case, outcome) for case, outcome in cases if case.measured_memory_bytes]
     errors = [100.0 * (outcome.bytes / (case.measured_memory_bytes or 1.0) - 1.0) for case, outcome in measured]
-    return summary(errors, [group(case) for case, _ in measured])
+    below = [error < -MUCH_BELOW for error in errors]
+    return {
+        **summary(errors, [group(case) for case, _ in measured]),
+        "below_percent": 100.0 * fmean(below) if below else None,
+        "refused": [case.id for case, outcome in cases if not outcome.fits],
+        "refused_percent": 100.0 * fmean(not outcome.fits for _, outcome in cases) if cases else None,
+    }

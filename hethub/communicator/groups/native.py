@@ -1,0 +1,176 @@
+"""Native groups: one launch order with all others, and tensors of any layout.
+
+What is not plain memory is copied, and results are copied back.
+
+torch's Gloo takes a tensor's memory as it lies, whatever its strides: all-reduce, reduce, broadcast, scatter and
+reduce-scatter of `base[::2]` end without an error and with wrong numbers (torch 2.13). NCCL and RCCL refuse most such
+tensors, but add two ranks' memory as it lies where one rank's is contiguous and the other's is channels-last. Groups
+over islands stage every layout themselves.
+
+Collectives of device tensors launch in a turn (`bridge.launch_order`). Messages take none: they have communicators of
+their own, and a send that waited for a turn could be what another rank needs before it submits what the turn waits for.
+"""
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hethub.communicator.bridge.staging import is_plain
+from hethub.communicator.work import WaitedWork
+
+_WRITTEN = {
+    "allreduce": "w",
+    "allreduce_coalesced": "w",
+    "reduce": "w",
+    "broadcast": "w",
+    "reduce_scatter": "wr",
+    "_reduce_scatter_base": "wr",
+    "reduce_scatter_single": "wr",
+    "reduce_scatter_tensor_coalesced": "wr",
+    "reduce_scatter_single_coalesced": "wr",
+    "allgather": "wr",
+    "allgather_coalesced": "wr",
+    "_allgather_base": "wr",
+    "all_gather_single": "wr",
+    "allgather_into_tensor_coalesced": "wr",
+    "all_gather_single_coalesced": "wr",
+    "gather": "wr",
+    "scatter": "wr",
+    "alltoall": "wr",
+    "alltoall_base": "wr",
+    "all_to_all_single": "wr",
+    "barrier": "",
+    "send": "r",
+    "recv": "w",
+    "recv_anysource": "w",
+}
+"""The first arguments of each operation: tensors, or lists of them, that are written (w) or only read (r)."""
+
+_MESSAGES = {"send", "recv", "recv_anysource"}
+
+TurnOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
+"""The turn to launch a collective of these tensors in."""
+
+_ours: "weakref.WeakKeyDictionary[dist.ProcessGroup, TurnOf]" = weakref.WeakKeyDictionary()
+
+
+def watch_group(group: dist.ProcessGroup, turn_of: TurnOf) -> None:
+    """From here on the native group's operations take tensors of any layout, and its collectives launch in turn.
+
+    A native group is torch's own class (`backend` says why), so the methods of that class are replaced, once; what they
+    do to groups that others have made stays as it was.
+    """
+    if not _ours:
+        for name, uses in _WRITTEN.items():
+            native = getattr(dist.ProcessGroup, name, None)
+            if native is not None and not isinstance(native, types.FunctionType):
+                setattr(dist.ProcessGroup, name, watched(name, native, uses))
+    _ours[group] = turn_of
+
+
+def watched(name: str, native: Callable[..., Any], uses: str) -> Callable[..., Any]:
+    """The operation of a native group, with what this file adds for groups of ours."""
+
+    def method(self: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
+        if self not in _ours:
+            return native(self, *args, **named)
+        given = args[: len(uses)]
+        tensors = list(_tensors(given))
+        with nullcontext() if name in _MESSAGES else _ours[self](tensors):
+            if all(_is_plain(tensor) for tensor in tensors):
+                return native(self, *args, **named)
+            written: list[tuple[torch.Tensor, torch.Tensor]] = []
+            with torch.no_grad():
+                passed = [_copied(each, written if use == "w" else []) for each, use in zip(given, uses, strict=False)]
+                return CopiedBack(native(self, *passed, *args[len(uses) :], **named), written)
+
+    # A class derived from torch's in Python reaches this through C++, which tells such a call from an override by the
+    # name of the calling function's code.
+    method.__code__ = method.__code__.replace(co_name=name)
+    return method
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout != torch.strided or is_plain(tensor)
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from _tensors(each)
+
+
+def _copied(given: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """The tensors of `given` as plain memory; `copies` gets each with its copy."""
+    if isinstance(given, list | tuple):
+        return [_copied(each, copies) for each in given]
+    if not isinstance(given, torch.Tensor) or _is_plain(given):
+        return given
+    plain = given.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    copies.append((given, plain))
+    return plain
+
+
+class CopiedBack(WaitedWork):
+    """An operation on copies; when it is seen to be done, the results are where they were asked for."""
+
+    def __init__(self, inner: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._given = {id(plain): (given, plain) for given, plain in copies}
+        self._copies = copies
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._inner.wait() if timeout is None else self._inner.wait(timeout)
+        self._copy()
+        return True
+
+    def is_completed(self) -> bool:
+        done = bool(self._inner.is_completed())
+        if done and self._inner.is_success():
+            self._copy()
+        return done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    _source_rank = source_rank
+
+    def result(self) -> Any:
+        return self._as_given(self._inner.result())
+
+    def get_future(self) -> Any:
+        def copied(done: Any) -> Any:
+            value = done.value()
+            self._copy()
+            return self._as_given(value)
+
+        return self._inner.get_future().then(copied)
+
+    def _copy(self) -> None:
+        with self._lock, torch.no_grad():
+            copies, self._copies = self._copies, []
+            for given, plain in copies:
+                given.copy_(plain)
+
+    def _as_given(self, value: Any) -> Any:
+        """A result in which the caller's tensors stand for their copies."""
+        if isinstance(value, list | tuple):
+            return [self._as_given(each) for each in value]
+        return self._given.get(id(value), (value, None))[0]

@@ -1,0 +1,156 @@
+"""How a plan does where figures are off: its step over sixteen fixed scenarios, the mean of which plans are chosen by.
+
+The scenarios differ in what tells plans apart: how much of their rate links deliver, how fast each device type is beside
+the others, and what communication takes from the compute beside it. An error that all plans share, as of all
+accelerators' speed at once, cancels and is left out. Every figure takes each of sixteen equally likely values once, in
+an order of its own (Latin hypercube), so that two plans meet the same scenarios and a question has one answer.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import exp, log
+from random import Random
+from statistics import NormalDist, fmean, quantiles
+from typing import NamedTuple
+
+from hethub.planner.evaluate.layouts import layout_of
+from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.scaled import Scale, scaled
+from hethub.predictor.cost.constants import Constants, packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.step import step_times
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout.bind import Layout
+from hethub.spec.plan import PlanSpec
+
+SCENARIOS = 16
+LEAST_LINKS = 0.6  # of their rate, up to all of it: no measured spread of links is in the predictor's table yet
+OVERLAP = 2.0  # times more or less, as two standard deviations
+EIGHTY = NormalDist().inv_cdf(0.9)  # standard deviations that the predictor's 80 % intervals reach to either side
+
+
+class Errors(NamedTuple):
+    """What the predictor may be off by: the part of their rate that links deliver at least, and standard deviations, in
+    logarithms, of a device type's speed and of the cost of overlap."""
+
+    least_links: float
+    compute: dict[str, float]
+    overlap: float
+
+
+def errors_of(problem: Problem) -> Errors:
+    """The errors of a question's figures. This is the one place that reads them: compute from the cross-validated
+    residuals of the predictor's table, more of device types that it was not fitted on, and less of those that were
+    measured."""
+    known, table = packaged(), packaged().interval
+    precision = HETHUB.math_precision(problem.batch.precision)
+    compute = {}
+    for kind in problem.kinds:
+        name = kind.accelerator.name
+        half = table["known"]
+        if problem.profile is not None and problem.profile.device(name, problem.batch.precision):
+            half = table["profiled"]
+        elif not known.knows(name, precision):
+            half = (half**2 + table["unseen accelerator"] ** 2) ** 0.5
+        compute[name] = half / EIGHTY
+    return Errors(LEAST_LINKS, compute, 0.5 * log(OVERLAP))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Seconds of a plan's step: the mean over the scenarios (J), the span of eight tenths of them, and what becomes of
+    it where links deliver 60 % of their rate and all else is as predicted."""
+
+    objective_seconds: float
+    p10_seconds: float
+    p90_seconds: float
+    links_at_60_percent_seconds: float
+
+
+class Scenario(NamedTuple):
+    """A cluster and constants with other figures."""
+
+    cluster: ClusterSpec
+    constants: Constants
+
+
+class Outlooks:
+    """The scenarios of a question, and plans under them, each asked once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._known: dict[str, Outlook] = {}
+
+    def of(self, plan: PlanSpec) -> Outlook:
+        """The plan's outlook. It must bind."""
+        key = plan.model_dump_json()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._look(plan)
+        return found
+
+    def known(self, plan: PlanSpec) -> Outlook | None:
+        """The same, if it was asked for before."""
+        return self._known.get(plan.model_dump_json())
+
+    def in_the_middle(self, plan: PlanSpec) -> float:
+        """The step where links deliver what they do in the mean of the scenarios, and all else is as predicted: of one
+        plan beside another it says nearly what the mean over all says, for a sixteenth of the work."""
+        return self._seconds(self._layout(plan), self._middle)
+
+    def _look(self, plan: PlanSpec) -> Outlook:
+        layout = self._layout(plan)
+        each = [self._seconds(layout, scenario) for scenario in self._scenarios]
+        tenths = quantiles(each, n=10, method="inclusive")
+        return Outlook(fmean(each), tenths[0], tenths[-1], self._seconds(layout, self._slow_links))
+
+    def _layout(self, plan: PlanSpec) -> Layout:
+        return layout_of(plan, self.problem.model, self.problem.cluster)
+
+    def _seconds(self, layout: Layout, scenario: Scenario) -> float:
+        own = copy.copy(layout)  # how samples are dealt does not depend on the cluster's figures
+        object.__setattr__(own, "cluster", scenario.cluster)
+        return step_times(own, PlanCosts(own, HETHUB, scenario.constants, self.problem.profile)).seconds
+
+    @cached_property
+    def _slow_links(self) -> Scenario:
+        return Scenario(scaled(self.problem.cluster, _links(LEAST_LINKS)), packaged())
+
+    @cached_property
+    def _middle(self) -> Scenario:
+        return Scenario(scaled(self.problem.cluster, _links((1 + LEAST_LINKS) / 2)), packaged())
+
+    @cached_property
+    def _scenarios(self) -> tuple[Scenario, ...]:
+        found, names = errors_of(self.problem), sorted({kind.accelerator.name for kind in self.problem.kinds})
+        links = [found.least_links + (1 - found.least_links) * quantile for quantile in _quantiles("links")]
+        speeds = [[NormalDist(0, found.compute[name]).inv_cdf(q) for q in _quantiles(name)] for name in names]
+        overlaps = [NormalDist(0, found.overlap).inv_cdf(quantile) for quantile in _quantiles("overlap")]
+        return tuple(
+            Scenario(scaled(self.problem.cluster, _links(link, names, own)), _with_overlap(exp(more)))
+            for link, own, more in zip(links, zip(*speeds, strict=True), overlaps, strict=True)
+        )
+
+
+def _quantiles(name: str) -> list[float]:
+    """The middles of sixteen equally likely parts, in an order that depends on the name alone."""
+    middles = [(index + 0.5) / SCENARIOS for index in range(SCENARIOS)]
+    Random(name).shuffle(middles)
+    return middles
+
+
+def _links(part: float, names: Sequence[str] = (), log_speeds: Sequence[float] = ()) -> Scale:
+    """All links at a part of their rate, and device types at other speeds; their mean is left as it is, since it is
+    common to all plans."""
+    mean = fmean(log_speeds) if log_speeds else 0.0
+    compute = {name: exp(own - mean) for name, own in zip(names, log_speeds, strict=True)}
+    return Scale(compute=compute, in_node=part, network=part, bridge=part)
+
+
+def _with_overlap(factor: float) -> Constants:
+    known = packaged()
+    cost = min(1.0, known.links["overlap_cost"] * factor)
+    return replace(known, links={**known.links, "overlap_cost": cost})

@@ -1,0 +1,118 @@
+"""What the stages of a cut may do: every schedule with its chunks, ZeRO level, recompute and offload.
+
+A mode is looked at where no cheaper one leaves room: what shards or offloads more only takes longer. So the modes of a
+cut form a ladder, climbed for many cuts at once until something fits.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from hethub.planner.candidate.candidate import Candidate, Pattern
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.estimate.microbatch_sizes import fitted
+from hethub.planner.problem.problem import Problem
+from hethub.spec.plan import Offload, Recompute
+
+# Weights fetched for every pass cost more than the optimizer's state, which is fetched once.
+OFFLOADS: tuple[tuple[Offload, ...], ...] = (
+    (),
+    ("optimizer",),
+    ("activations",),
+    ("activations", "optimizer"),
+    ("optimizer", "parameters"),
+    ("activations", "optimizer", "parameters"),
+)
+CHUNKS = {"interleaved": (2, 4, 8), "ministages": (4, 16)}  # of a stage
+
+
+class Rung(NamedTuple):
+    """What a stage keeps of its state, and where."""
+
+    zero: int
+    offload: tuple[Offload, ...]
+
+    def is_beyond(self, other: "Rung") -> bool:
+        """Whether it moves all that another moves, and more."""
+        return self != other and self.zero >= other.zero and {*other.offload} <= {*self.offload}
+
+
+class _Line(NamedTuple):
+    """A cut under a pattern and a recompute: what is climbed for by itself."""
+
+    candidate: Candidate
+    recompute: Recompute
+    pattern: Pattern
+
+    def at(self, rung: Rung) -> Candidate:
+        """The candidate in this mode."""
+        stages = tuple(
+            replace(stage, recompute=self.recompute, zero=rung.zero, offload=rung.offload)
+            for stage in self.candidate.stages
+        )
+        schedule, chunks = self.pattern
+        return replace(self.candidate, stages=stages, schedule=schedule, chunks=chunks, roomy=False)
+
+
+def propose(
+    problem: Problem, costs: Estimator, cuts: Iterable[Candidate], limit_seconds: float = float("inf")
+) -> Iterator[Candidate]:
+    """The cuts in every mode that may be worth it, with smaller microbatches where they need more memory than there
+    is; none that computes as long as the limit, or as the shortest estimate so far."""
+    lines = [
+        _Line(candidate, recompute, pattern)
+        for candidate in cuts
+        for recompute in problem.recomputes
+        for pattern in patterns(problem, candidate)
+        if not (pattern.schedule == "zero_bubble" and recompute == "full")
+    ]
+    shortest, ladder = limit_seconds, rungs(problem)
+    reached: dict[_Line, list[Rung]] = {line: [] for line in lines}
+    for rung in dict.fromkeys((ladder[0], ladder[-1], *ladder)):  # where the last is not enough, nothing is
+        asked = {line.at(rung): line for line, below in reached.items() if not any(map(rung.is_beyond, below))}
+        costs.bound(asked)
+        asked = {candidate: line for candidate, line in asked.items() if costs.least(candidate) < shortest}
+        costs.estimate(asked)
+        fitting = [candidate for candidate in asked if costs.likely_fits(candidate)]
+        short = [candidate for candidate in asked if not costs.likely_fits(candidate)]
+        smaller = {candidate: fitted(candidate, costs) for candidate in short}
+        found = [*fitting, *costs.below((made for made in smaller.values() if made is not None), shortest)]
+        if rung == ladder[-1]:
+            dead = {asked[candidate] for candidate, made in smaller.items() if made is None}
+            reached = {line: below for line, below in reached.items() if line not in dead}
+        else:
+            for candidate in fitting:
+                reached[asked[candidate]].append(rung)
+        shortest = min([shortest, *map(costs.seconds, found)])
+        yield from found
+
+
+def thriftiest(problem: Problem, cuts: Iterable[Candidate]) -> Iterator[Candidate]:
+    """The cuts in the modes that need the least memory, whether or not these are enough."""
+    last, recompute = rungs(problem)[-1], problem.recomputes[-1]
+    for candidate in cuts:
+        for pattern in patterns(problem, candidate):
+            yield _Line(candidate, recompute, pattern).at(last)
+
+
+def rungs(problem: Problem) -> list[Rung]:
+    """ZeRO levels and what may be offloaded, the cheapest first."""
+    able = {*problem.capabilities.offload}
+    offloads = [chosen for chosen in OFFLOADS if {*chosen} <= able]
+    every = [Rung(zero, offload) for zero in problem.zeros for offload in offloads]
+    return sorted(every, key=lambda rung: (len(rung.offload), rung.zero != problem.usual_zero, rung.zero))
+
+
+def patterns(problem: Problem, candidate: Candidate) -> list[Pattern]:
+    """The schedules of a candidate's stages, each with every number of chunks by powers of two. Layer by layer only
+    one stage makes sense: others would wait for all layers but their own."""
+    few, several = min(stage.layers for stage in candidate.stages), len(candidate.stages) > 1
+    found = []
+    for schedule in problem.schedules:
+        if schedule == "ministages" or (schedule == "interleaved" and several):
+            found += [Pattern(schedule, chunks) for chunks in CHUNKS[schedule] if chunks <= few]
+        elif several != (schedule == "layered") and schedule != "interleaved":
+            found.append(Pattern(schedule))
+        elif schedule == "1f1b" or problem.schedules == ("gpipe",) or problem.schedules == ("zero_bubble",):
+            found.append(Pattern(schedule))  # of one stage the same
+    return found

@@ -1,0 +1,65 @@
+"""Clusters with some of their figures scaled: what binds a plan, and how it holds when figures were wrong."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hethub.predictor.cost.constants import packaged
+from hethub.spec.cluster import ClusterSpec, NodeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Factors on a cluster's figures; `compute` is by accelerator name, `network` of all between nodes, `bridge` of
+    staging and of what is given for the bridge alone: where nothing is, its bytes take the nodes' interfaces."""
+
+    compute: Mapping[str, float] = field(default_factory=dict)
+    memory: float = 1.0
+    memory_bandwidth: float = 1.0
+    in_node: float = 1.0
+    network: float = 1.0
+    bridge: float = 1.0
+
+
+RATES = (
+    "fp64_tflops",
+    "fp32_tflops",
+    "tf32_tflops",
+    "fp32_matrix_tflops",
+    "fp16_tflops",
+    "bf16_tflops",
+    "fp8_tflops",
+    "fp4_tflops",
+)
+
+
+def scaled(cluster: ClusterSpec, scale: Scale) -> ClusterSpec:
+    """The cluster with every figure times its factor; names stay, so plans still belong to it."""
+    links = cluster.links
+    inside = links.in_node.gbytes_per_second
+    bridge = links.between_islands.gbps_per_node
+    staged, hosts = links.staging.gbytes_per_second, links.staging.per_host_gbytes_per_second
+    regions = links.regions
+    changed = links.replace(
+        in_node=links.in_node.replace(gbytes_per_second=inside and inside * scale.in_node),
+        between_islands=links.between_islands.replace(gbps_per_node=bridge and bridge * scale.bridge),
+        staging=links.staging.replace(
+            gbytes_per_second=(staged or packaged().links["host_staged_gbytes_per_second"]) * scale.bridge,
+            per_host_gbytes_per_second=hosts and hosts * scale.bridge,
+        ),
+        racks=tuple(rack.replace(gbps=rack.gbps * scale.network) for rack in links.racks),
+        regions=regions and regions.replace(gbps=[[gbps * scale.network for gbps in row] for row in regions.gbps]),
+    )
+    return cluster.replace(nodes=tuple(_node(node, scale) for node in cluster.nodes), links=changed)
+
+
+def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
+    device = node.device
+    compute = scale.compute.get(device.name, 1.0)
+    rates = {key: value * compute for key in RATES if (value := getattr(device, key)) is not None}
+    accelerator = device.replace(
+        memory_gb=device.memory_gb * scale.memory,
+        memory_gbytes_per_second=device.memory_gbytes_per_second * scale.memory_bandwidth * compute,
+        link_gbytes_per_second=device.link_gbytes_per_second * scale.in_node,
+        **rates,
+    )
+    return node.replace(accelerator=accelerator, gbps_per_nic=node.gbps_per_nic and node.gbps_per_nic * scale.network)

@@ -1,0 +1,125 @@
+"""Corrections by one's own measurements, for `--calibrate FILE`: a table of steps, or what a run has written.
+
+A table corrects what its rows can tell: the factor of their software stack, which holds for every accelerator, and the
+speed of their own accelerators, which says nothing of others. Both begin at what is known and are moved by as much as
+the rows agree (a MAP estimate): one row moves less than ten. What a run measured of its device types counts as it is.
+"""
+
+from collections.abc import Iterable
+from math import log
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+import hethub
+from hethub.predictor.calibration.evaluate import Repricer
+from hethub.predictor.calibration.fit.least_squares import Parameter, solve
+from hethub.predictor.calibration.sources.training_steps import Case, read_table
+from hethub.predictor.cost.constants import Constants, packaged, precision_class
+from hethub.predictor.cost.layer import LayerCost
+from hethub.predictor.cost.profile import ProfileSpec, load_profile
+from hethub.predictor.cost.profiled_layer import estimated_device
+from hethub.spec.accelerator import Precision, find_accelerator
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
+from hethub.spec.model import ModelSpec
+
+NOISE = 0.05  # of a logarithm: what one row is trusted to
+STACK_SIGMA = 0.2  # of a logarithm: how far sources lie apart that ran alike
+ACCELERATOR_SIGMA = 0.1  # of a logarithm, as in the fit
+
+
+class Calibration:
+    """A calibration file. Raises BadInput where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._run = load_profile(path) if path.suffix == ".json" else None
+        self._cases: list[Case] = []
+        if self._run is None:
+            self._cases = [case for case in self._read() if not case.suspect]
+            self._corrected = corrected(packaged(), self._cases)
+
+    def _read(self) -> list[Case]:
+        cases, skipped = read_table(self.path)
+        if skipped:
+            raise BadInput(
+                f"{self.path}, row {skipped[0]['id']}: {skipped[0]['why']}. Every row of a calibration counts; mend it or take it out."
+            )
+        if not any(not case.suspect for case in cases):
+            raise BadInput(f"{self.path}: there is no row to calibrate by; give one measured step at least.")
+        return cases
+
+    def constants(self) -> Constants:
+        """The packaged constants with its corrections."""
+        return self._corrected if self._run is None else _with_speeds(packaged(), self._run)
+
+    def profile(self, model: ModelSpec, cluster: ClusterSpec, batch: tuple[int, int, Precision]) -> ProfileSpec:
+        """Its corrections as a profile of the cluster's accelerators for a job of `batch`: sequences, tokens of each,
+        and the precision.
+
+        Raises BadInput where another model was measured: what its layers tell of this one's nobody has shown.
+        """
+        if self._run is not None:
+            try:
+                self._run.check_model(model)
+                self._run.check_version()
+            except BadInput as reason:
+                raise BadInput(f"{self.path}: {reason}") from None
+            return self._run
+        for case in self._cases:
+            _check_model(self.path, case, model)
+        devices = {node.device.name: node.device for node in cluster.nodes}
+        largest, seq_len, precision = batch
+        estimates = [
+            estimated_device(model, device, seq_len, precision, largest, self._corrected) for device in devices.values()
+        ]
+        about = {"date": "", "hethub": hethub.__version__, "software": f"calibrated by {self.path.name}"}
+        return ProfileSpec(**about, model=model, devices=tuple(estimates))
+
+
+def corrected(constants: Constants, cases: Iterable[Case]) -> Constants:
+    """The constants that price measured steps best, moved from what they are no further than the rows ask for."""
+    cases = list(cases)
+    repricers = [Repricer(case, constants) for case in cases]
+    measured = np.log([case.measured_seconds for case in cases])
+    stacks = sorted({case.software.stack for case in cases})
+    keys = sorted({_key(case) for case in cases})
+    parameters = [Parameter("stacks", name, "", constants.stacks.get(name, 1.0), STACK_SIGMA, True) for name in stacks]
+    parameters += [Parameter("accelerators", key, "log_scale", 0.0, ACCELERATOR_SIGMA, False) for key in keys]
+
+    def residuals(tried: Constants) -> np.ndarray:
+        return np.log([repricer.seconds(tried) for repricer in repricers]) - measured
+
+    return solve(constants, parameters, residuals, f_scale=NOISE)
+
+
+def _key(case: Case) -> str:
+    accelerator = case.layouts[0].cluster.places[0].accelerator
+    return f"{accelerator.name} {precision_class(case.software.math_precision(case.layouts[0].plan.precision))}"
+
+
+def _with_speeds(constants: Constants, run: ProfileSpec) -> Constants:
+    """The constants with each measured device type slower or faster by what its layers took, over what they should."""
+    accelerators = {key: dict(values) for key, values in constants.accelerators.items()}
+    for device in run.devices:
+        spec = find_accelerator(device.accelerator)
+        ratios = []
+        for timing in device.layers:
+            cost = LayerCost(run.model, spec, timing.seq_len, device.precision, constants=constants)
+            expected = cost.layer(timing.micro_batch, timing.tp).total
+            ratios.append(log((timing.forward_seconds + timing.backward_seconds) / expected))
+        own = accelerators.setdefault(f"{spec.name} {precision_class(device.precision)}", {})
+        own["log_scale"] = own.get("log_scale", 0.0) + fmean(ratios)
+    return Constants(**{**constants.to_dict(), "accelerators": accelerators})
+
+
+def _check_model(path: Path, case: Case, model: ModelSpec) -> None:
+    theirs = case.layouts[0].model
+    for key in ("hidden", "heads", "num_kv_heads", "ffn", "is_gated", "vocab"):
+        if getattr(theirs, key) != getattr(model, key):
+            raise BadInput(
+                f"{path}, row {case.id}: it measured a model with {key} {getattr(theirs, key)}, but model '{model.name}' has "
+                f"{getattr(model, key)}; give rows of this model (its number of layers may differ), or leave --calibrate out."
+            )

@@ -1,0 +1,99 @@
+"""What a rank's process holds beside the tensors that its plan names, and what lies in host memory for it.
+
+On an accelerator: context, communicators' buffers, buffers of messages and logits. On a CPU, where the process is all
+there is: what importing torch takes, blocks of shared memory, and what a layer needs while it computes. Measured by
+`benchmarks/memory.py`.
+"""
+
+from hethub.predictor.cost.software import gradient_bytes
+from hethub.predictor.memory.shards import Shard
+from hethub.spec.layout.bind import Assignment
+from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
+
+CONTEXT_BYTES = int(1.2 * 2**30)
+COMMUNICATOR_BYTES = int(2.5 * 2**30)
+PROCESS_BYTES = 256 << 20  # private memory of a process that has imported torch and hethub; libraries' pages are shared
+
+
+def framework_bytes(*, on_cpu: bool) -> int:
+    """What a rank takes before anything is built: its process on a CPU, its context on an accelerator."""
+    return PROCESS_BYTES if on_cpu else CONTEXT_BYTES
+
+
+def communicator_bytes(num_ranks: int, *, on_cpu: bool) -> int:
+    """The vendor's communicators of an accelerator in a job of so many ranks; one alone has none."""
+    return 0 if on_cpu or num_ranks == 1 else COMMUNICATOR_BYTES
+
+
+def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[str, float]:
+    """Bytes by part of what surrounds the counted tensors."""
+    layout, software, width = shard.layout, shard.software, shard.width
+    spec, model = layout.replica(assignment.stage, assignment.replica), layout.model
+    tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
+    hidden = tokens * model.hidden * width
+    tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
+    held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
+    logits = held_tokens * shard.widths.vocab * (assignment.stage == layout.num_stages - 1)
+    return {
+        "buffers": tables + (4 if layout.num_stages > 1 else 1) * hidden,
+        "logits": logits * (_loss_bytes(width) if on_cpu else software.loss_bytes),
+        "temporaries": _temporaries(shard, tokens) if on_cpu else 0.0,
+        "communicator": communicator_bytes(layout.cluster.size, on_cpu=on_cpu) + on_cpu * _blocks(shard),
+        "framework": framework_bytes(on_cpu=on_cpu),
+    }
+
+
+def _loss_bytes(width: int) -> int:
+    """Bytes of a logit: its gradient is written over it, computed in fp32 at least."""
+    return width if width >= 4 else width + 4
+
+
+def _temporaries(shard: Shard, tokens: float) -> float:
+    """A layer's intermediate results in backward: six of SwiGLU's width, of which three are its gradients, and four of the
+    hidden state's."""
+    return tokens * shard.width * (6 * shard.widths.ffn + 4 * shard.layout.model.hidden)
+
+
+def joined_bytes(shard: Shard, assignment: Assignment) -> float:
+    """Copies of gradients whose parts lie apart on this rank, where another replica cuts tensors in other places: all of
+    them are there when the last reduction starts (hethub.runtime.state.reduction). Other frameworks cut alike."""
+    stage, own = shard.spec, shard.layout.replica(assignment.stage, assignment.replica)
+    if stage.cut_alike or stage.zero >= 2 or not shard.software.gathers_ahead:
+        return 0.0
+    is_finest = all(own.tp % each.tp == 0 and not each.tensor_shares for each in stage.replicas)
+    matrices = shard.parameters.total - shard.parameters.norms
+    return 0.0 if is_finest else gradient_bytes(shard.width) * matrices
+
+
+def _blocks(shard: Shard) -> float:
+    """Blocks of memory in which replicas exchange parts of buckets: as much as two buckets, for one block is read while
+    the next is written (hethub.communicator.relays.shm). Groups that share no state take the vendor's all-reduce, in
+    place."""
+    shares_state = shard.spec.zero and len(shard.spec.replicas) > 1
+    return gradient_bytes(shard.width) * shard.bucket_elements if shares_state else 0.0
+
+
+def checkpoint_bytes(shard: Shard, assignment: Assignment, owned: float) -> float:
+    """The copy that a checkpoint is written from: weight and moments, in fp32 at least, of all that a rank saves. Of
+    ranks that step the same the first one does."""
+    saves = bool(shard.spec.zero) or assignment.replica == 0
+    return 3 * gradient_bytes(shard.width) * owned * saves
+
+
+def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, float]) -> dict[str, float]:
+    """What the host's parts take where they are pinned: torch rounds every buffer up to a power of two. Parts are rounded
+    as their largest buffers are; a checkpoint's copy lies in pieces that are powers of two."""
+    layout, parameters = shard.layout, shard.parameters
+    tokens = layout.replica(assignment.stage, assignment.replica).micro_batch * layout.plan.seq_len
+    bucket = min(shard.bucket_elements / 2, parameters.total)
+    sizes = {
+        "weights": shard.width * parameters.units[-1],
+        "optimizer": gradient_bytes(shard.width) * bucket * owned / parameters.total,
+        "activations": shard.width * tokens * shard.widths.ffn,
+    }
+    return {part: size * _rounding(sizes.get(part, 0.0)) for part, size in host.items()}
+
+
+def _rounding(num_bytes: float) -> float:
+    """By how much a buffer of that size grows."""
+    return (1 << (int(num_bytes) - 1).bit_length()) / int(num_bytes) if num_bytes > 1 else 1.0

@@ -1,0 +1,76 @@
+"""A run's state from its files: who runs it, how far it is, what it prints."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from hethub.runtime.run_claim import OWNER
+from hethub.runtime.run_folder import RunFolder, under_last_plan
+from hethub.spec.base import build
+from hethub.spec.documents import read_yaml
+from hethub.spec.errors import BadInput
+from hethub.spec.job import JobSpec
+
+RECENT = 20  # steps whose median counts
+LAST_LINES = 5  # of log.txt
+
+
+class Seen(NamedTuple):
+    text: str
+    goes_on: bool
+
+
+def look(path: Path) -> Seen:
+    """What a run folder says now. Raises BadInput where it is none."""
+    if not (path / "job.yaml").exists():
+        raise BadInput(f"{path}: there is no run here (job.yaml is missing); name the folder that train printed.")
+    data, source = read_yaml(path / "job.yaml", "job file")
+    last = build(JobSpec, data, source, "job file").train.steps
+    folder = RunFolder(path)
+    rows, (state, goes_on) = folder.rows(), _state(path)
+    lines = [f"{path}: {state}"]
+    if rows:
+        lines += _progress(rows, last, folder.metrics.stat().st_mtime if goes_on else None)
+    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    steps = sorted(int(name) for name in names if name.isdigit())
+    lines.append(f"checkpoints: {', '.join(f'step {step}' for step in steps) if steps else 'none yet'}")
+    log = path / "log.txt"
+    if log.exists():
+        lines += log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    return Seen("\n".join(lines), goes_on)
+
+
+def _state(path: Path) -> tuple[str, bool]:
+    """Whether somebody runs it, as far as owner.json and this host can tell."""
+    try:
+        record = json.loads((path / OWNER).read_text(encoding="utf-8"))
+        pid, host, since = int(record["pid"]), str(record["host"]), str(record["since"])
+    except FileNotFoundError:
+        return "nobody runs it now", False
+    except (ValueError, KeyError, TypeError):
+        return "a job has just begun", True
+    if host == socket.gethostname() and not Path(f"/proc/{pid}").exists() and os.path.isdir("/proc/self"):
+        return f"process {pid} ended without a word; go on with --resume {path}", False
+    return f"process {pid} on {host} runs it since {since}", True
+
+
+def _progress(rows: list[dict[str, Any]], last: int, written: float | None) -> list[str]:
+    newest, recent = rows[-1], under_last_plan(rows)[-RECENT:]
+    seconds = median(row["step_seconds"] for row in recent)
+    predicted = newest.get("predicted_step_seconds")
+    loss = "overflow" if newest.get("loss") is None else f"{newest['loss']:.4f}"
+    beside = "" if not predicted else f", predicted {predicted:.4g} s"
+    lines = [f"step {newest['step']} of {last}: loss {loss}, {seconds:.4g} s a step{beside}"]
+    if tokens := newest.get("tokens"):
+        lines[0] += f", {tokens / seconds:,.0f} tokens/s"
+    if written is not None and newest["step"] < last:
+        left = (last - newest["step"]) * seconds
+        lines.append(f"last step {time.time() - written:.0f} s ago; about {left / 3600:.1f} hours left")
+    evaluated = [row for row in rows if row.get("eval_loss") is not None]
+    if evaluated:
+        lines.append(f"held-out loss {evaluated[-1]['eval_loss']:.4f} at step {evaluated[-1]['step']}")
+    return lines

@@ -1,0 +1,173 @@
+"""Collectives and messages of the started ranks: right, number for number; and how fast beside what could be."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hethub.communicator import World, all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator.measuring import bench
+from hethub.runtime.parity.row import Row
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.ranges import Range
+
+NUMEL = 3 * 7 * 1024  # divides by few group sizes: padding shows
+LEAST_SHARE = 0.85  # of the bridge's own bound, on devices
+DEVICE_SIZES, CPU_SIZES = (4096, 64 << 20), (4096, 1 << 20)
+_TAG = 7
+
+
+def check_exchange(world: World, cluster: ClusterSpec, progress: Callable[[str], None]) -> Iterator[Row]:
+    """The same rows on every rank; all ranks call it."""
+    for label, members in _groups(world):
+        progress(f"collectives of {label}")
+        group, wrong = world.group(members), []
+        if group is not None:
+            wrong = [name for name, check in _COLLECTIVES if not check(group, world)]
+        found = {name for rank in world.all_gather_objects(wrong) for name in rank}
+        yield Row(
+            what="collectives", where=label, state="fail" if found else "pass",
+            found=f"{len(_COLLECTIVES)} compared", reason=f"wrong: {', '.join(sorted(found))}" if found else "",
+        )  # fmt: skip
+    progress("messages")
+    yield _messages(world)
+    progress("bandwidth")
+    yield from _bandwidth(world, cluster)
+
+
+def _groups(world: World) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if world.size > 1:
+        yield "all ranks" if len(world.islands) == 1 else "all islands, bridged", tuple(range(world.size))
+    for number, island in enumerate(world.islands):
+        if 1 < len(island) < world.size:
+            yield f"island {number}", tuple(island)
+
+
+def _numbers(rank: int, numel: int, where: torch.device) -> Tensor:
+    """Integers that fp32 sums exactly in any order, other ones on each rank."""
+    return ((torch.arange(numel, device=where) * (rank + 3)) % 251).float()
+
+
+def _all_reduced(group: dist.ProcessGroup, world: World) -> bool:
+    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
+    found = _numbers(world.rank, NUMEL, where)
+    dist.all_reduce(found, group=group)
+    return bool(torch.equal(found, sum((_numbers(rank, NUMEL, where) for rank in members), torch.zeros_like(found))))
+
+
+def _all_gathered(group: dist.ProcessGroup, world: World) -> bool:
+    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
+    found = torch.empty(NUMEL * len(members), device=where)
+    bench._ALL_GATHER(found, _numbers(world.rank, NUMEL, where), group=group)
+    return bool(torch.equal(found, torch.cat([_numbers(rank, NUMEL, where) for rank in members])))
+
+
+def _reduce_scattered(group: dist.ProcessGroup, world: World) -> bool:
+    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
+    found, size = torch.empty(NUMEL, device=where), NUMEL * len(members)
+    bench._REDUCE_SCATTER(found, _numbers(world.rank, size, where), group=group)
+    total = sum((_numbers(rank, size, where) for rank in members), torch.zeros(size, device=where))
+    return bool(torch.equal(found, total.chunk(len(members))[members.index(world.rank)]))
+
+
+def _broadcast(group: dist.ProcessGroup, world: World) -> bool:
+    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
+    found = _numbers(world.rank, NUMEL, where)
+    dist.broadcast(found, src=members[-1], group=group)
+    return bool(torch.equal(found, _numbers(members[-1], NUMEL, where)))
+
+
+def _all_to_all(group: dist.ProcessGroup, world: World) -> bool:
+    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
+    own, found = members.index(world.rank), torch.empty(NUMEL * len(members), device=where)
+    dist.all_to_all_single(found, _numbers(world.rank, NUMEL * len(members), where), group=group)
+    parts = [_numbers(rank, NUMEL * len(members), where).chunk(len(members))[own] for rank in members]
+    return bool(torch.equal(found, torch.cat(parts)))
+
+
+def _uneven(group: dist.ProcessGroup, world: World) -> bool:
+    """Reduce-scatter and all-gather by shares that are unlike, as training with uneven state shares takes them."""
+    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
+    weights = [position + 1 for position in range(len(members))]
+    cuts = [0, *(NUMEL * sum(weights[: position + 1]) // sum(weights) for position in range(len(members)))]
+    ranges = [Range(start, stop) for start, stop in pairwise(cuts)]
+    flat = _numbers(world.rank, NUMEL, where)
+    reduce_scatter_by_ranges(group, flat, ranges, async_op=True).wait()
+    all_gather_by_ranges(group, flat, ranges, async_op=True).wait()
+    total = sum((_numbers(rank, NUMEL, where) for rank in members), torch.zeros(NUMEL, device=where))
+    return bool(torch.equal(flat, total))
+
+
+_COLLECTIVES: tuple[tuple[str, Callable[[dist.ProcessGroup, World], bool]], ...] = (
+    ("all_reduce", _all_reduced),
+    ("all_gather", _all_gathered),
+    ("reduce_scatter", _reduce_scattered),
+    ("broadcast", _broadcast),
+    ("all_to_all", _all_to_all),
+    ("uneven reduce_scatter and all_gather", _uneven),
+)
+
+
+def _messages(world: World) -> Row:
+    """Every rank to every other, all at once."""
+    where, peers = world.device.torch_device, [rank for rank in range(world.size) if rank != world.rank]
+    if not peers:
+        return Row(what="messages", where="all ranks", state="skipped", reason="one rank alone sends none")
+    received = {peer: torch.empty(NUMEL, device=where) for peer in peers}
+    works = [world.receive(buffer, peer, _TAG) for peer, buffer in received.items()]
+    works += [world.send(_numbers(world.rank + peer, NUMEL, where), peer, _TAG) for peer in peers]
+    for work in works:
+        work.wait()
+    wrong = [peer for peer, got in received.items() if not torch.equal(got, _numbers(world.rank + peer, NUMEL, where))]
+    told = [f"{peer} to {rank}" for rank, own in enumerate(world.all_gather_objects(wrong)) for peer in own]
+    return Row(
+        what="messages", where="all ranks", state="fail" if told else "pass", found=f"{world.size * len(peers)} compared",
+        reason=f"wrong: {', '.join(told)}" if told else "",
+    )  # fmt: skip
+
+
+def _bandwidth(world: World, cluster: ClusterSpec) -> Iterator[Row]:
+    on_devices = any(world.all_gather_objects(world.device.is_gpu))
+    sizes = DEVICE_SIZES if on_devices else CPU_SIZES
+    for row in bench.run(world, sizes):
+        if row["bytes"] != sizes[-1] or row["path"] == "flat":
+            continue
+        rate, bound = row["bytes_per_second"] / 1e9, row["bound_seconds"]
+        figures = {"gbytes_per_second": rate}
+        what = f"{row['operation']} of {row['bytes'] >> 20} MiB"
+        where = {"world": "all ranks", "island": f"{row['ranks']} ranks inside an island"}[row["path"]]
+        if bound is None:
+            limit = _link_gbytes(cluster) if row["path"] == "island" and on_devices else None
+            yield _against_link(what, where, rate, limit, row, figures)
+            continue
+        share = bound / row["seconds"]
+        figures["share_of_bound"] = share
+        slow = share < LEAST_SHARE and on_devices
+        yield Row(
+            what=what, where="all islands, bridged", state="fail" if slow else "pass" if on_devices else "note",
+            found=f"{rate:.3g} GB/s, {share:.0%} of what the relays alone move",
+            reason=f"at least {LEAST_SHARE:.0%} is expected" if slow else "" if on_devices else "CPUs: no limit is held to",
+            figures=figures,
+        )  # fmt: skip
+
+
+def _link_gbytes(cluster: ClusterSpec) -> float:
+    """The slowest device's link to its neighbours, one direction, as its data sheet says."""
+    return min(p.accelerator.link_gbytes_per_second for p in cluster.places if p.accelerator.vendor != "cpu")
+
+
+def _against_link(
+    what: str, where: str, rate: float, limit: float | None, row: dict[str, object], figures: dict[str, float]
+) -> Row:
+    """Bytes over the slowest link of a ring: 2 (n - 1) / n of an all-reduce's."""
+    if limit is None or row["operation"] != "all_reduce":
+        reason = "no data sheet has a figure for it"
+        return Row(what=what, where=where, state="note", found=f"{rate:.3g} GB/s", reason=reason, figures=figures)
+    ranks = int(str(row["ranks"]))
+    share = rate * 2 * (ranks - 1) / ranks / limit
+    return Row(
+        what=what, where=where, state="note", found=f"{rate:.3g} GB/s, {share:.0%} of the link's data sheet",
+        reason="a bound, not an aim", figures={**figures, "share_of_link": share},
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Going on by itself: which folder, under which job, what stays; and how a run that is stopped says so."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from hethub.runtime.checkpoint import newest_marker
+from hethub.runtime.going_on import check_unchanged, goes_on_by_itself
+from hethub.runtime.run_folder import AUTO, RunFolder
+from hethub.spec.errors import BadInput
+from hethub.spec.job import load_job
+from tests.support.command import one, ranks
+from tests.support.job_files import ALONE, plan, write_job
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job for one rank, of six steps with a checkpoint at every second."""
+    nodes = [{"name": "here", "accelerator": "CPU-core", "accelerators": 1}]
+    return write_job(tmp_path / "job", cluster={"nodes": nodes}, plan_file=plan(ALONE), train={"steps": 6})
+
+
+def steps_of(run):
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(job, *arguments, cwd, hook=None):
+    return one(ranks(1, "train", job, *arguments, cwd=cwd, hook=hook))
+
+
+def as_restarted_by_torchrun(rank):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+
+
+def test_resume_auto_begins_a_run_goes_on_with_it_and_says_when_it_is_done(job, tmp_path):
+    begun = train(job, "--resume", "auto", "--set", "train.steps=4", cwd=tmp_path)
+    assert begun.exit_code == 0, begun.stderr
+    assert "the speed of CPU-core is assumed, not measured" in begun.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    for hook, steps in ((None, 6), (as_restarted_by_torchrun, 8)):
+        resume = [] if hook else ["--resume", "auto"]
+        ended = train(job, *resume, "--set", f"train.steps={steps}", cwd=tmp_path, hook=hook)
+        assert ended.exit_code == 0, ended.stderr
+        assert f"resumed behind step {steps - 2}" in ended.stdout
+        assert steps_of(run) == list(range(1, steps + 1))
+    assert list((tmp_path / "runs").iterdir()) == [run]
+    done = train(job, "--resume", "auto", "--set", "train.steps=8", cwd=tmp_path)
+    assert "all 8 steps are trained already" in done.stdout
+
+
+def test_which_starts_go_on_by_themselves():
+    assert goes_on_by_itself(AUTO, {})
+    assert goes_on_by_itself(None, {"SLURM_RESTART_COUNT": "2"})
+    assert goes_on_by_itself(None, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert not goes_on_by_itself(None, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert not goes_on_by_itself(Path("runs/mine"), {"SLURM_RESTART_COUNT": "1"})
+
+
+def test_a_changed_job_is_refused_key_by_key_unless_it_is_accepted(job, tmp_path):
+    assert train(job, "--run-dir", "run", "--set", "train.steps=4", cwd=tmp_path).exit_code == 0
+    before = (tmp_path / "run" / "job.yaml").read_text()
+    changed = ["--set", "train.lr=0.001", "--set", "train.grad_clip=0.5", "--set", "checkpoint.keep=3"]
+    refused = train(job, "--resume", "run", *changed, cwd=tmp_path)
+    assert refused.exit_code == 2
+    (paragraph,) = refused.paragraphs
+    for words in ("train.lr was 0.003, is 0.001", "train.grad_clip was 1.0, is 0.5", "--accept-changes"):
+        assert words in paragraph
+    assert "checkpoint" not in paragraph
+    assert (tmp_path / "run" / "job.yaml").read_text() == before
+    accepted = train(job, "--resume", "run", *changed, "--accept-changes", cwd=tmp_path)
+    assert accepted.exit_code == 0, accepted.stderr
+    assert "the job has changed: train.lr was 0.003, is 0.001" in accepted.stdout
+    assert steps_of(tmp_path / "run") == list(range(1, 7))
+
+
+def test_where_and_how_a_job_runs_and_how_long_may_change(job, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    shutil.copy(job, run.path / "job.yaml")
+    shutil.copytree(job.parent, tmp_path / "moved")
+    overrides = ["train.steps=9", "checkpoint.keep=1", "measure=always", "data.path=../moved/text.txt"]
+    assert check_unchanged(run, load_job(job, overrides), accepted=False) == []
+    with pytest.raises(BadInput, match=r"communicator.wire was exact, is int8"):
+        check_unchanged(run, load_job(job, ["communicator.wire=int8"]), accepted=False)
+
+
+def test_some_checkpoints_stay_for_good_and_links_are_left_alone(job, tmp_path):
+    kept = tmp_path / "elsewhere"
+    kept.mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-0").symlink_to(kept)
+    (kept / "COMPLETE").write_text("somebody's own")
+    checkpoint = ["--set", "checkpoint={every_steps: 1, keep: 1, keep_every: 3}"]
+    ended = train(job, "--run-dir", "run", "--set", "train.steps=7", *checkpoint, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"step-0", "step-3", "step-6", "step-7"}
+    assert (kept / "COMPLETE").read_text() == "somebody's own"
+    assert newest_marker(tmp_path / "run" / "checkpoints") is not None
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_leaves_nothing_partial(job, tmp_path):
+    run = tmp_path / "run"
+    overrides = ["--set", "train.steps=100000", "--set", "checkpoint.every_steps=null"]
+    ended = train(job, "--run-dir", run, *overrides, cwd=tmp_path, hook=interrupting_behind_step_3)
+    assert ended.exit_code == 3, ended.stderr
+    (paragraph,) = ended.paragraphs
+    assert "stopping behind this step, with a checkpoint; Ctrl-C again ends at once" in paragraph
+    last = steps_of(run)[-1]
+    assert 3 <= last < 100000
+    assert f"stopped on request at step {last}; continue with --resume {run}" in ended.stdout
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
+    assert (run / "report.html").exists()
+
+
+def interrupting_behind_step_3(rank):
+    from hethub.runtime.run_folder import RunFolder
+
+    append = RunFolder.append
+
+    def appending(self, metrics):
+        append(self, metrics)
+        if metrics.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    RunFolder.append = appending
+
+
+def test_a_signal_before_the_first_step_is_heard(job, tmp_path):
+    ended = train(job, "--run-dir", "run", cwd=tmp_path, hook=asked_to_end_before_it_reads)
+    assert ended.exit_code == 1, ended.stderr
+    (paragraph,) = ended.paragraphs
+    assert "SIGUSR1" in paragraph
+    assert "before its first step" in paragraph
+    assert not (tmp_path / "run").exists()
+
+
+def asked_to_end_before_it_reads(rank):
+    from hethub.commands import train
+
+    def reading(*_):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        raise AssertionError("the signal was not heard")
+
+    train.runs_program = reading
+
+
+def test_what_fails_under_resume_auto_is_worth_starting_again(job, tmp_path):
+    """A disk that is full, or a rank that dies, is a failure; the command that failed goes on where it was."""
+    before = train(job, "--resume", "auto", "--set", "train.steps=4", cwd=tmp_path)
+    assert before.exit_code == 0, before.stderr
+    assert train(job, "--resume", "auto", cwd=tmp_path, hook=with_a_full_disk).exit_code == 75
+    (run,) = (tmp_path / "runs").iterdir()
+    assert train(job, "--resume", run, cwd=tmp_path, hook=with_a_full_disk).exit_code == 1
+
+
+def with_a_full_disk(rank):
+    from hethub.runtime import run_folder
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    run_folder.write_whole = refuse

@@ -1,0 +1,110 @@
+"""The user's guide: every key is in it as the specs have it, every page is reachable, and what it names is there."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hethub.cli import run
+from hethub.commands import reference
+from tests.support.command import HANG_SECONDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_the_reference_of_every_key_is_what_the_specs_say() -> None:
+    assert (DOCS / "reference.md").read_text(encoding="utf-8") == reference.page(), (
+        "python -m hethub.commands.reference docs/reference.md"
+    )
+
+
+def test_every_page_is_in_the_menu_and_every_entry_is_a_page() -> None:
+    menu = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    pages = {path.name for path in DOCS.glob("*.md")} | {"decisions/README.md"}
+    assert menu == pages
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_commands_of_the_guide_exist_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages())
+    named = set(
+        re.findall(
+            r"hethub ([a-z]+)(?=[ `\n])", "\n".join(re.findall(r"`hethub [^`]*`|^(?:.*)hethub [a-z]+ .*$", text, re.M))
+        )
+    )
+    used: dict[str, set[str]] = {}
+    for command, rest in re.findall(r"hethub ([a-z]+) ([^`\n]*)", text):
+        used.setdefault(command, set()).update(re.findall(r"(?<![\w-])--[a-z-]+", rest.split("#")[0]))
+    known = {
+        "train",
+        "plan",
+        "predict",
+        "size",
+        "launch",
+        "report",
+        "diff",
+        "watch",
+        "init",
+        "export",
+        "doctor",
+        "profile",
+    }
+    assert known <= named
+    for command in sorted(known & set(used)):
+        with pytest.raises(SystemExit):
+            run([command, "--help"])
+        options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        launchers = {"--oversubscribe", "--continuous", "--host", "--bind-to", "--nproc-per-node", "--max-restarts"}
+        assert used[command] - launchers <= options, (command, used[command] - options)
+
+
+def test_every_file_of_a_run_folder_is_in_the_guide() -> None:
+    from hethub.runtime.run_folder import FILES
+
+    page = (DOCS / "operations.md").read_text(encoding="utf-8")
+    assert [name for name in (*FILES, "checkpoints", "owner.json") if name not in page] == []
+
+
+def test_the_example_of_measured_steps_is_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```csv\n(.*?)```", (DOCS / "plans.md").read_text(encoding="utf-8"), re.S)
+    table = tmp_path / "steps.csv"
+    table.write_text(example)
+    assert run(["validate", str(table), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["id"] for row in answer["rows"]] == ["one", "two"]
+    assert answer["skipped"] == []
+    table.write_text(example.replace("step_seconds", "seconds"))
+    assert run(["validate", str(table)]) == 2
+    assert "docs/plans.md has an example" in capsys.readouterr().err
+
+
+def test_examples_of_jobs_are_jobs() -> None:
+    from hethub.spec.job import JobSpec
+
+    for page in (ROOT / "README.md", DOCS / "jobs.md"):
+        (example,) = re.findall(r"```yaml\n(model:.*?)```", page.read_text(encoding="utf-8"), re.S)
+        assert JobSpec.model_validate(yaml.safe_load(example)).checkpoint.keep_every == 5000
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install 'hethub[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "site" / "reference" / "index.html").exists()

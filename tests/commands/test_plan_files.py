@@ -1,0 +1,193 @@
+"""Plan files that stand alone: what they were made for is in them, so any folder will do."""
+
+import json
+
+import pytest
+import yaml
+
+from hethub.cli import run
+from hethub.planner import diff
+from hethub.planner.explain.diff import describe_stage
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout.bind import bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlannedFor, PlanSpec, ReplicaSpec, StageSpec, load_plan, save_plan
+from tests.support.job_files import CLUSTER, MODEL, plan, program_plan, write_job, write_yaml
+
+
+def answer(capsys, *arguments):
+    assert run([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_made_with_set_is_predicted_drawn_and_compared_from_its_file_alone(tmp_path, capsys, monkeypatch):
+    job = write_job(tmp_path / "there")
+    job.with_name("other.yaml").write_text(
+        yaml.safe_dump({**CLUSTER, "name": "faster", "links": {"in_node": {"gbytes_per_second": 20}}})
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    sets = ["--set", "cluster=other.yaml", "--set", "constraints.reserve=0.3", "--set", "plan=auto"]
+    made = answer(capsys, "plan", job, *sets, "--out", elsewhere / "plan.yaml", "--alone", elsewhere / "alone")
+    for path in (tmp_path / "there").iterdir():
+        path.unlink()
+    monkeypatch.chdir(elsewhere)
+    assert load_plan("plan.yaml").job.reserve == 0.3
+    predicted = answer(capsys, "predict", "plan.yaml")
+    assert predicted["step_seconds"] == made["step_seconds"]
+    assert predicted["fits"] == made["fits"]
+    assert run(["report", "plan.yaml"]) == 0
+    capsys.readouterr()
+    assert "faster" in (elsewhere / "report.html").read_text()
+    assert answer(capsys, "diff", "plan.yaml", "plan.yaml")["differences"] == []
+
+
+def test_a_plan_alone_takes_nothing_that_needs_a_job(tmp_path, capsys):
+    write_job(tmp_path)
+    assert run(["predict", str(tmp_path / "plan.yaml"), "--set", "train.steps=3"]) == 2
+    assert "--set needs the job file" in capsys.readouterr().err
+
+
+def test_a_plan_whose_job_describes_another_model_is_refused(tmp_path):
+    job = {"model": {**MODEL, "name": "other"}, "cluster": CLUSTER}
+    with pytest.raises(ValueError, match=r"for model 'tiny', but job.model describes 'other'"):
+        PlanSpec.model_validate(plan(job=job))
+
+
+def test_a_run_folders_plan_stands_alone(tmp_path):
+    from hethub.runtime.run_folder import RunFolder
+    from hethub.spec.job import load_job, load_plan_of
+
+    job = load_job(write_job(tmp_path, constraints={"reserve": 0.2}))
+    layout = bind(load_plan_of(job, job.plan_path), job.model, job.cluster)
+    RunFolder(tmp_path / "run").start(job, layout, {}, {})
+    made_for = load_plan(tmp_path / "run" / "plan.yaml").job
+    assert (made_for.model, made_for.cluster, made_for.reserve) == (job.model, job.cluster, 0.2)
+
+
+MODEL_SPEC = ModelSpec.model_validate({**MODEL, "heads": 8, "kv_heads": 4})
+CLUSTER_SPEC = ClusterSpec.model_validate(CLUSTER)
+GIVEN = PlanSpec.model_validate(plan([{
+    "layers": [[0, 4]], "zero": 1,
+    "replicas": [{"ranks": [0, 1], "micro_batch": 2, "samples": 4}, {"ranks": [2, 3], "micro_batch": 2, "samples": 4}],
+}]))  # fmt: skip
+
+
+def changed(**stage):
+    return GIVEN.replace(stages=(GIVEN.stages[0].replace(**stage),))
+
+
+def with_replica(**replica):
+    first, second = GIVEN.stages[0].replicas
+    return changed(replicas=(first.replace(**replica), second))
+
+
+CHANGES = {
+    "stages[0].zero": changed(zero=2),
+    "stages[0].state_shares": changed(state_shares={0: 0.7}),
+    "stages[0].recompute": changed(recompute="full"),
+    "stages[0].offload": changed(offload=("optimizer",)),
+    "stages[0].replicas": [
+        with_replica(micro_batch=1), with_replica(in_flight=2), with_replica(tensor_shares=(3.0, 1.0)),
+        changed(replicas=tuple(r.replace(ranks=ranks) for r, ranks in zip(GIVEN.stages[0].replicas, ((1, 0), (2, 3)), strict=True))),
+    ],
+    "schedule": GIVEN.replace(schedule="gpipe"),
+    "precision": GIVEN.replace(precision="fp64"),
+    "seq_len": GIVEN.replace(seq_len=16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [(key, other) for key, others in CHANGES.items() for other in (others if isinstance(others, list) else [others])],
+)
+def test_every_field_of_a_plan_is_compared(key, other):
+    compared = diff(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(other, MODEL_SPEC, CLUSTER_SPEC))
+    assert [difference.key for difference in compared.differences] == [key]
+    (difference,) = compared.differences
+    assert difference.first != difference.second
+
+
+def test_no_field_of_a_stage_or_replica_is_left_out_of_its_description():
+    assert set(describe_stage(GIVEN.stages[0])) == set(StageSpec.model_fields)
+    assert set(ReplicaSpec.model_fields) == {"ranks", "micro_batch", "samples", "in_flight", "tensor_shares"}
+
+
+def test_models_and_clusters_of_two_plans_are_compared_too():
+    faster = ClusterSpec.model_validate({**CLUSTER, "links": {"in_node": {"latency_seconds": 1e-6}}})
+    compared = diff(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC, faster))
+    assert "job.cluster.links.in_node.latency_seconds" in [each.key for each in compared.differences]
+    deeper = diff(bind(GIVEN, MODEL_SPEC, CLUSTER_SPEC), bind(GIVEN, MODEL_SPEC.replace(ffn=128), CLUSTER_SPEC))
+    assert [each.key for each in deeper.differences] == ["job.model.ffn"]
+
+
+def test_a_plan_is_written_with_what_it_was_made_for_and_read_back(tmp_path):
+    job = PlannedFor(model=MODEL_SPEC, cluster=CLUSTER_SPEC, reserve=0.1)
+    save_plan(GIVEN, tmp_path / "plan.yaml", job)
+    assert load_plan(tmp_path / "plan.yaml") == GIVEN.replace(job=job)
+
+
+def test_a_plan_of_hap_is_predicted_drawn_and_compared_from_its_file_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_yaml(tmp_path / "hap.yaml", program_plan())
+    slower = program_plan(
+        predicted_seconds=0.5, ratios={"samples": [0.5, 0.5, 0.0, 0.0]}, parameters={"head.weight": "cut"}
+    )
+    write_yaml(tmp_path / "slower.yaml", slower)
+    predicted = answer(capsys, "predict", "hap.yaml")
+    assert predicted["step_seconds"] == 0.25
+    assert predicted["tokens_per_second"] == 8 * 32 / 0.25
+    assert [row["limit"] for row in predicted["memory"]] == [
+        int(0.8 * CLUSTER_SPEC.places[0].accelerator.memory_bytes)
+    ] * 4
+    assert predicted["assumed_speeds"] == ["CPU-core"]
+    assert run(["predict", "hap.yaml"]) == 0
+    assert "the speed of CPU-core is assumed, not measured" in capsys.readouterr().out
+    assert run(["report", "hap.yaml"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "head.weight" in page
+    assert "the speed of CPU-core is assumed, not measured" in page
+    assert run(["diff", "hap.yaml", "slower.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "program.ratios.samples" in shown
+    assert "the second is 100.0 % slower" in shown
+    compared = answer(capsys, "diff", "hap.yaml", "slower.yaml")
+    assert {each["key"] for each in compared["differences"]} == {
+        "program.ratios.samples",
+        "program.parameters.head.weight",
+    }
+    assert sum(compared["parts"].values()) == pytest.approx(0.25)
+    assert answer(capsys, "diff", "hap.yaml", "hap.yaml")["differences"] == []
+
+
+def test_a_plan_of_hap_is_compared_with_one_of_layers(tmp_path, capsys):
+    job = PlannedFor(model=MODEL_SPEC, cluster=CLUSTER_SPEC)
+    save_plan(GIVEN, tmp_path / "layers.yaml", job)
+    write_yaml(tmp_path / "hap.yaml", program_plan())
+    compared = answer(capsys, "diff", tmp_path / "layers.yaml", tmp_path / "hap.yaml")
+    keys = {each["key"]: (each["first"], each["second"]) for each in compared["differences"]}
+    assert keys["strategy"] == (None, "hap")
+    assert keys["schedule"] == ("1f1b", None)
+    assert "global_batch" not in keys
+    first, second = compared["step_seconds"]
+    assert sum(compared["parts"].values()) == pytest.approx(second - first)
+
+
+def test_a_program_whose_job_describes_another_cluster_is_refused(tmp_path, capsys):
+    content = program_plan()
+    content["job"]["cluster"] = {**CLUSTER, "nodes": CLUSTER["nodes"][:1]}
+    write_yaml(tmp_path / "hap.yaml", content)
+    assert run(["predict", str(tmp_path / "hap.yaml")]) == 2
+    paragraph = capsys.readouterr().err
+    assert (
+        "the program is for 4 ranks of cluster 'two-makers', but job.cluster describes 'two-makers' with 2" in paragraph
+    )
+
+
+def test_a_plan_of_hap_without_job_asks_for_it_or_takes_the_one_given(tmp_path, capsys):
+    write_yaml(tmp_path / "hap.yaml", {key: value for key, value in program_plan().items() if key != "job"})
+    assert run(["report", str(tmp_path / "hap.yaml"), "--out", str(tmp_path / "page.html")]) == 2
+    assert "add --job JOB.yaml" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+    job = write_job(tmp_path / "job")
+    assert run(["report", str(tmp_path / "hap.yaml"), "--job", str(job), "--out", str(tmp_path / "page.html")]) == 0

@@ -1,0 +1,79 @@
+"""What the command line says of words that it does not know, and of keys that the command line set."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from hethub.cli import run
+from tests.support.command import HANG_SECONDS
+from tests.support.job_files import write_job
+
+
+def refused(capsys, *arguments):
+    """The one paragraph that a command ends with."""
+    assert run(list(map(str, arguments))) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (paragraph,) = printed.err.splitlines()
+    return paragraph
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["no command 'trian'", "did you mean 'train'?"]),
+        ([], ["COMMAND", "hethub --help"]),
+        (["plan"], ["JOB.yaml", "hethub plan --help"]),
+        (["plan", "job.yaml", "--fast"], ["--fast", "hethub plan --help"]),
+        (["size", "job.yaml", "--tokens", "many"], ["--tokens many", "1e12, 300B or 1.5T"]),
+        (["size", "job.yaml", "--tokens", "-1T"], ["--tokens"]),
+        (["schema", "jobs"], ["jobs", "job", "cluster"]),
+        (["catalogue", "H1000"], ["H1000", "did you mean", "H100"]),
+    ],
+)
+def test_a_wrong_word_is_one_paragraph(arguments, words, capsys):
+    paragraph = refused(capsys, *arguments)
+    assert all(word in paragraph for word in words), paragraph
+
+
+def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
+    job = write_job(tmp_path)
+    for override, key in (("train.steps=x", "train.steps"), ("train.stpes=4", "train.stpes")):
+        paragraph = refused(capsys, "plan", job, "--set", override)
+        assert paragraph.startswith(f"hethub: --set {override}: {key} is")
+        assert "line" not in paragraph
+    paragraph = refused(capsys, "plan", job, "--set", "data={source: jsonl}")
+    assert "--set data={source: jsonl}: data" in paragraph
+    job.write_text(job.read_text().replace("steps: 4", "steps: x"))
+    assert f"{job}, line" in refused(capsys, "plan", job, "--set", "train.seed=3")
+
+
+@pytest.mark.parametrize("command", ["plan", "size"])
+def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_path, capsys):
+    tokens = ["--tokens", "1B"] if command == "size" else []
+    paragraph = refused(capsys, command, write_job(tmp_path), "--set", "plan=hethbu", *tokens)
+    assert "'hethbu' is no strategy" in paragraph
+    assert "did you mean 'hethub'?" in paragraph
+
+
+@pytest.mark.parametrize(
+    "speaks",
+    [
+        "import sys\nfrom hethub.cli import main\nsys.argv[1:] = ['train', 'missing.yaml']\nsys.exit(main())",
+        "import time\nfrom hethub.communicator.joining.watch import deadline\nwith deadline(0.1, 3, 'it may'): time.sleep(60)",
+    ],
+    ids=["a refusal", "a rank that ends itself"],
+)
+def test_a_paragraph_and_its_line_end_are_one_write(speaks):
+    """Ranks share their launcher's pipe: a line in two writes runs into another rank's. Datagrams show each write."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        ended = subprocess.run(
+            [sys.executable, "-u", "-c", speaks], stderr=theirs.fileno(), check=False, timeout=HANG_SECONDS
+        )
+        written = ours.recv(1 << 16, socket.MSG_DONTWAIT)
+    assert ended.returncode in (1, 2)
+    assert written.startswith(b"hethub: ")
+    assert written.endswith(b".\n")

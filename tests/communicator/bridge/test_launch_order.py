@@ -1,0 +1,86 @@
+"""Turns of launches and starts of messages, one behind the other in whatever threads they run."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hethub.communicator.bridge.launch_order import Dispatcher, StartOrder
+from hethub.kernels.device import choose_device
+
+A_WHILE = 0.2  # seconds in which a thread that does not wait has long ended
+
+
+def begun(run: Any) -> threading.Thread:
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_result_is_waited_for_until_its_turn_has_come() -> None:
+    dispatcher, results = Dispatcher(choose_device(0, 1, kind="cpu")), []
+    before = dispatcher.take_turn()
+    launched = dispatcher.take_turn_of(lambda: [7, 8])
+    launched.begin()
+    asking = begun(lambda: results.extend(launched.results()))
+    asking.join(A_WHILE)
+    assert asking.is_alive()
+    before.leave()
+    asking.join()
+    assert results == [7, 8]
+
+
+def test_each_chunk_is_there_as_soon_as_it_is_launched() -> None:
+    dispatcher, may_go_on, results = Dispatcher(choose_device(0, 1, kind="cpu")), threading.Event(), []
+
+    def launch() -> Iterator[str]:
+        yield "first chunk"
+        may_go_on.wait()
+        yield "second chunk"
+        raise RuntimeError("no third")
+
+    launched = dispatcher.take_turn_of(launch)
+    launching = begun(launched.begin)
+    asked = launched.results()
+    results.append(next(asked))
+    assert launching.is_alive()
+    may_go_on.set()
+    results.append(next(asked))
+    with pytest.raises(RuntimeError, match="no third"):
+        next(asked)
+    launching.join()
+    assert results == ["first chunk", "second chunk"]
+    with dispatcher.take_turn():
+        results.append("the next turn has come")
+    assert len(results) == 3
+
+
+def test_messages_of_a_peer_start_as_they_were_submitted() -> None:
+    order, started = StartOrder(), []
+    runs = [
+        order.behind(peer, lambda name=name: started.append(name) or [])
+        for peer, name in ((1, "first"), (1, "second"), (2, "other"))
+    ]
+    second = begun(runs[1])
+    second.join(A_WHILE)
+    assert second.is_alive()
+    runs[2]()
+    runs[0]()
+    second.join()
+    assert started == ["other", "first", "second"]
+
+
+def test_a_message_that_could_not_start_holds_nobody_up() -> None:
+    order, started = StartOrder(), []
+
+    def fails() -> list[Any]:
+        raise RuntimeError("no link")
+
+    failing, behind = order.behind(1, fails), order.behind(1, lambda: started.append("behind") or [])
+    try:
+        failing()
+    except RuntimeError as error:
+        started.append(str(error))
+    behind()
+    assert started == ["no link", "behind"]

@@ -1,0 +1,100 @@
+"""One's own measurements correct predictions: tables of steps, and what a run has written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.cli import run
+from hethub.predictor.calibration.calibrate import corrected
+from hethub.predictor.calibration.evaluate import evaluate
+from hethub.predictor.calibration.sources.training_steps import read_table
+from hethub.predictor.cost.constants import packaged
+from tests.predictor.calibration.test_validate import ROW, table
+from tests.support.job_files import write_job
+
+OWN = {"stack": "hethub", "inter_node_gbps": 400}
+SHAPE = {"family": "llama", "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 2816, "vocab": 32000, "max_seq_len": 1024}
+NODES = [{"name": "n", "accelerator": "A100-SXM4-80GB", "accelerators": 8, "nics": 8, "gbps_per_nic": 200}]
+
+
+def rows(folder: Path, slower: float, *changes: dict[str, object]) -> Path:
+    """A table whose steps took so many times what is predicted."""
+    folder.mkdir(exist_ok=True)
+    cases, _ = read_table(table(folder, *({**OWN, **change} for change in changes)))
+    seconds = [slower * evaluate(case, packaged()).seconds for case in cases]
+    measured = ({**OWN, **change, "step_seconds": own} for change, own in zip(changes, seconds, strict=True))
+    return table(folder, *measured)
+
+
+MANY = [{"global_batch": batch, "tp": 1, "dp": 4} for batch in (16, 24, 32, 48, 64, 96)]
+
+
+def test_many_rows_that_agree_are_believed_and_one_nearly(tmp_path: Path) -> None:
+    factors = []
+    for name, changes in (("many", MANY), ("one", MANY[:1])):
+        cases, _ = read_table(rows(tmp_path / name, 1.3, *changes))
+        constants = corrected(packaged(), cases)
+        assert abs(evaluate(cases[0], constants).seconds / cases[0].measured_seconds - 1) < 0.03  # 23 % before
+        factors.append(constants.stacks["hethub"])
+    many, one = factors
+    assert 1.1 < one < many < 1.3
+
+
+def test_other_accelerators_follow_as_far_as_the_software_is_the_reason(tmp_path: Path) -> None:
+    cases, _ = read_table(rows(tmp_path / "own", 1.3, *MANY))
+    other, _ = read_table(table(tmp_path, {**OWN, "accelerator": "H100-SXM5-80GB"}))
+    before, after = (evaluate(other[0], each).seconds for each in (packaged(), corrected(packaged(), cases)))
+    assert 1.1 < after / before < 1.28
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert run([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def job_of(folder: Path, **model: object) -> Path:
+    return write_job(
+        folder,
+        model={"name": "m", "layers": 8, **SHAPE, **model},
+        cluster={"name": "eight", "nodes": NODES},
+        train={"global_batch": 32, "seq_len": 1024, "precision": "bf16"},
+        plan="auto",
+        constraints={"pp": 1, "tp": 1, "micro_batch": 1},
+    )
+
+
+def test_predict_plan_size_and_validate_take_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, job = rows(tmp_path / "rows", 1.3, *MANY), job_of(tmp_path / "job")
+    for command in ("predict", "plan"):
+        found = [predicted(capsys, command, job, *more) for more in ((), ("--calibrate", own))]
+        plain, calibrated = (each.get("prediction", each)["step_seconds"] for each in found)
+        assert calibrated / plain == pytest.approx(1.3, rel=0.06), command
+    assert predicted(capsys, "validate", own)["mape"] == pytest.approx(100 * (1 - 1 / 1.3), rel=0.01)
+    assert predicted(capsys, "validate", own, "--calibrate", own)["mape"] < 2
+    catalogue = tmp_path / "nodes.yaml"
+    catalogue.write_text(json.dumps({"nodes": NODES}))
+    asked = ("size", job, "--tokens", "1e9", "--catalogue", catalogue)
+    plain, calibrated = (predicted(capsys, *asked, *more) for more in ((), ("--calibrate", own)))
+    ratio = plain["options"][0]["tokens_per_second"] / calibrated["options"][0]["tokens_per_second"]
+    assert ratio == pytest.approx(1.3, rel=0.06)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert run(list(map(str, arguments))) == 2
+    (paragraph,) = capsys.readouterr().err.splitlines()
+    return paragraph
+
+
+def test_what_cannot_calibrate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, job = rows(tmp_path / "rows", 1.3, MANY[0]), job_of(tmp_path / "job")
+    other = job_of(tmp_path / "other", hidden=512)
+    assert "row row0: it measured a model with hidden 1024" in refused(capsys, "predict", other, "--calibrate", own)
+    both = refused(capsys, "predict", job, "--calibrate", own, "--profile", tmp_path / "p.json")
+    assert "leave one of them out" in both
+    bad = table(tmp_path / "rows", {**ROW, **OWN, "step_seconds": -1})
+    assert "row a: step_seconds is -1" in refused(capsys, "plan", job, "--calibrate", bad)
+    assert "no row to calibrate by" in refused(capsys, "plan", job, "--calibrate", table(tmp_path / "rows"))
+    missing = refused(capsys, "size", job, "--tokens", "1e9", "--calibrate", tmp_path / "none.json")
+    assert "none.json" in missing

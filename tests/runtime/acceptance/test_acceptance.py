@@ -1,0 +1,183 @@
+"""`hethub doctor --acceptance`: on CPUs everything runs but the rows of devices, which say why; what is wrong is told."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
+
+import torch
+import torch.distributed as dist
+
+from hethub.cli import run
+from hethub.runtime.acceptance import acceptance
+from hethub.runtime.acceptance.start import environments
+from hethub.runtime.acceptance.training import LLAMA_1B, subject_for
+from hethub.runtime.launch import launcher_environment
+from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.parity.row import Row
+from hethub.spec.cluster import ClusterSpec
+from tests.support.command import hethub
+from tests.support.ranks import run_ranks
+
+needs_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+
+
+def check_rows(told: dict[str, Any], *, on_devices: bool) -> dict[str, dict[str, Any]]:
+    rows = {row["what"]: row for row in told["rows"]}
+    assert [row for row in told["rows"] if row["state"] == "fail"] == []
+    assert {"collectives", "messages", "layer", "head", "optimizer step", "the same bits twice"} <= rows.keys()
+    skipped = {row["what"] for row in told["rows"] if row["state"] == "skipped"}
+    if not on_devices:
+        assert skipped == {
+            "device", "staging", "memory by the allocator", "1 B parameters, MFU", "bridge between NCCL or RCCL and CPUs",
+        }  # fmt: skip
+    assert all(row["reason"] for row in told["rows"] if row["state"] in ("skipped", "note"))
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_cpus_all_but_the_devices_rows_are_run(tmp_path: Path) -> None:
+    out = tmp_path / "acceptance.json"
+    ended = hethub("doctor", "--acceptance", "--json", "--out", out, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told == json.loads(out.read_text())
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2]
+    rows = check_rows(told, on_devices=False)
+    assert {row["where"] for row in told["rows"] if row["what"] == "collectives"} == {
+        "all islands, bridged",
+        "island 0",
+    }
+    assert rows["collectives"]["state"] == rows["messages"]["state"] == rows["layer"]["state"] == "pass"
+    assert rows["the same bits twice"]["state"] == "pass"
+    assert 0 < rows["memory, ZeRO-3 over 2"]["figures"]["share_of_prediction"] < 2
+    assert rows["training"]["figures"].keys() == {"step_seconds", "plain_step_seconds", "ratio"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@needs_a_device
+def test_on_devices_everything_is_run(tmp_path: Path) -> None:
+    ended = hethub("doctor", "--acceptance", "--json", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    rows = check_rows(json.loads(ended.stdout), on_devices=True)
+    assert rows["copies to the host"]["state"] in ("pass", "note")
+
+
+def exchange_with(wrong: str | None, world: Any) -> list[dict[str, Any]]:
+    """The rows of a world whose rank 1 gets one number wrong in one way of communicating."""
+    from hethub.runtime.acceptance import exchange
+
+    broadcast, receive = dist.broadcast, world.receive
+
+    def spoilt(tensor: torch.Tensor, **options: Any) -> None:
+        broadcast(tensor, **options)
+        tensor[5] += 1
+
+    def received(tensor: torch.Tensor, src: int, tag: int) -> Any:
+        receive(tensor, src, tag).wait()
+        tensor[-1] += 1
+
+        class Done:
+            def wait(self) -> None:
+                return None
+
+        return Done()
+
+    if world.rank == 1 and wrong == "broadcast":
+        dist.broadcast = spoilt
+    exchange.bench.run = lambda *given: []  # times are another test's
+    if world.rank == 1 and wrong == "messages":
+        world.receive = received
+    cluster = ClusterSpec.model_validate(
+        {"name": "c", "nodes": [{"name": "n", "accelerator": "CPU-core", "accelerators": world.size}]}
+    )
+    return [row.to_dict() for row in exchange.check_exchange(world, cluster, lambda what: None)]
+
+
+def exchange_on_rank(world: Any, wrong: str | None) -> list[dict[str, Any]]:
+    return exchange_with(wrong, world)
+
+
+@pytest.mark.parametrize("wrong", [None, "broadcast", "messages"])
+def test_a_wrong_number_is_told_by_operation_and_place(wrong: str | None) -> None:
+    told = run_ranks(3, exchange_on_rank, wrong, islands=[[0, 1], [2]])
+    assert told[0] == told[1] == told[2]
+    failed = {(row["what"], row["where"]): row["reason"] for row in told[0] if row["state"] == "fail"}
+    expected = {
+        None: {},
+        "broadcast": {("collectives", place): "wrong: broadcast" for place in ("all islands, bridged", "island 0")},
+        "messages": {("messages", "all ranks"): "wrong: 0 to 1, 2 to 1"},
+    }
+    assert failed == expected[wrong]
+
+
+def test_ranks_that_hethub_starts_see_the_devices_and_the_last_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    places = environments(2, 2)
+    assert [place["RANK"] for place in places] == ["0", "1", "2", "3"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["0,1", "0,1", "", ""]
+    assert len({place["MASTER_PORT"] for place in places}) == len({place["HETHUB_TOKEN"] for place in places}) == 1
+    assert not any("OMPI_COMM_WORLD_RANK" in place for place in places)
+    assert environments(0, 3, ((0, 1), (2,)))[2]["HETHUB_ISLANDS"] == "0,1|2"
+
+
+class Card:
+    """A device by its memory alone."""
+
+    def __init__(self, gbytes: int) -> None:
+        self._bytes = gbytes * 2**30
+
+    def memory_bytes(self) -> int:
+        return self._bytes
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("gbytes", "layers"), [(80, 16), (24, 7)])
+def test_a_small_card_trains_fewer_layers(gbytes: int, layers: int) -> None:
+    subject: Any = subject_for(Card(gbytes))  # type: ignore[arg-type]
+    assert (subject.model.layers, subject.steps, subject.seq_len) == (layers, 20, 4096)
+    assert subject.model.replace(layers=16) == LLAMA_1B
+
+
+def test_two_ranks_on_one_device_fail() -> None:
+    ranks = [{"rank": rank, "identity": "GPU-0", "device": "card", "memory_bytes": 2**30} for rank in range(2)]
+    rows = list(acceptance._identity(ranks))
+    assert [row.state for row in rows] == ["fail", "fail"]
+    assert rows[0].reason == "ranks [0, 1] drive one device"
+
+
+def test_a_part_that_breaks_is_a_row_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "run", lambda words, places, **options: (1, "", "Traceback\nCUDA out of memory"))
+    rows = [row for row in acceptance._training() if row.state == "fail"]
+    assert [row.reason for row in rows] == ["exit code 1: CUDA out of memory"] * 2
+
+
+def test_out_without_acceptance_is_refused(tmp_path: Path) -> None:
+    ended = hethub("doctor", "--out", "acceptance.json", cwd=tmp_path)
+    assert ended.exit_code == 2
+    assert "add --acceptance" in ended.stderr
+
+
+def test_what_failed_is_the_commands_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(what="attention", where="card", state="fail", found="90 noises", reason="the mask is dropped")]
+    found = acceptance.Acceptance(date="today", hethub="0", ranks=[], rows=rows)
+    monkeypatch.setattr(acceptance, "accept", lambda job, progress: found)
+    alone = launch_info()
+    monkeypatch.setattr(launcher_environment, "launch_info", lambda: replace(alone, launcher="torchrun"))
+    out = tmp_path / "acceptance.json"
+    assert run(["doctor", "--acceptance", "--out", str(out)]) == 1
+    printed = capsys.readouterr()
+    assert "1 of 1 checks failed: attention." in printed.err
+    assert "the mask is dropped" in printed.out
+    assert json.loads(out.read_text())["rows"][0]["found"] == "90 noises"

@@ -1,0 +1,125 @@
+"""Conversations: transformers' own rendering, the assistant's turns alone learnt, and templates that do not do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.data.chat import ChatTemplate
+from hethub.spec.errors import BadInput
+from hethub.spec.job import DataSpec
+from hethub.spec.layout.tensors import IGNORED
+
+tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'hethub[train]'")
+
+TEMPLATE = """{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three?"},
+    {"role": "assistant", "content": "four five"},
+]
+
+
+def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
+    """Characters as tokens, with special ones for roles and ends."""
+    loaded = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    loaded.add_tokens([chr(code) for code in (10, *range(32, 127))])
+    loaded.add_special_tokens(["<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"])
+    loaded.save(str(folder / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "<|endoftext|>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+
+
+def opened(folder: Path, chats: list[Any], **more: Any) -> Dataset:
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    spec = DataSpec(source="chat", path="chats.jsonl", tokenizer="tokenizer.json")
+    return open_dataset(spec, folder, seq_len=8, seed=1, vocab=200, **more)
+
+
+def learnt(data: Dataset, folder: Path) -> str:
+    loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (stream,) = data.streams
+    assert stream.trained is not None
+    ids = stream.tokens[stream.trained.astype(bool)].tolist()
+    return "".join(loaded.id_to_token(token) for token in ids)
+
+
+def test_only_the_assistants_turns_are_learnt(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    assert learnt(opened(tmp_path, [CHAT, CHAT[1:3]]), tmp_path) == "two<|end|>\nfour five<|end|>\ntwo<|end|>\n"
+
+
+def test_the_text_is_what_transformers_renders(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'hethub[test]'")
+    save_tokenizer(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    template = ChatTemplate("tokenizer.json", tmp_path)
+    for prompts in (False, True):
+        expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompts)
+        assert template.render(CHAT, "here", prompts=prompts) == expected
+    end = theirs.convert_tokens_to_ids("<|endoftext|>")
+    tokens = opened(tmp_path, [CHAT]).streams[0].tokens.tolist()
+    assert tokens == [*theirs.apply_chat_template(CHAT, return_dict=False), end]
+
+
+def test_targets_that_are_not_learnt_count_for_nothing(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    data = opened(tmp_path, [CHAT, CHAT[1:]])
+    kept = opened(tmp_path, [CHAT, CHAT[1:]], cache_dir=tmp_path / "cache")
+    assert data.fingerprint() == kept.fingerprint()
+    for step in range(6):
+        inputs, targets = data.batch(step, 4, 0, 4)
+        assert np.array_equal(targets, kept.batch(step, 4, 0, 4).targets)
+        rows = data.samples(step, 4, 0, 4)
+        assert np.array_equal(rows[:, :-1], inputs)
+        assert np.array_equal(targets[targets != IGNORED], rows[:, 1:][targets != IGNORED])
+        assert data.valid_tokens(step, 4) == (targets != IGNORED).sum()
+    number = sum(data.valid_tokens(step, 1) for step in range(data.num_windows))
+    assert number == data.streams[0].trained[1 : data.num_windows * 8 + 1].sum()
+
+
+@pytest.mark.parametrize(
+    ("chat", "words"),
+    [
+        ([], "got nothing|got \\[\\] for messages"),
+        ([{"role": "user"}], r"message 1 is \{'role': 'user'\}"),
+        ("hello", "got 'hello' for messages"),
+        ([{"role": "user", "content": "\ud800"}], "half a surrogate"),
+    ],
+)
+def test_a_broken_conversation_is_named(tmp_path: Path, chat: Any, words: str) -> None:
+    save_tokenizer(tmp_path)
+    with pytest.raises(BadInput, match=f"chats.jsonl, line 2: .*({words})"):
+        opened(tmp_path, [CHAT, chat])
+
+
+def test_a_template_that_does_not_do_is_named(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template=None)
+    with pytest.raises(BadInput, match=r"needs a chat template, and the tokenizer tokenizer\.json has none"):
+        opened(tmp_path, [CHAT])
+    for template, words in {
+        "{% for %}": "cannot be read",
+        "{{ raise_exception('no system') }}": r"line 1: .*cannot render this conversation \(no system\)",
+        "{{ messages | length }}": "writes the assistant's turn 3 otherwise",
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}": "cannot render",
+    }.items():
+        save_tokenizer(tmp_path, template)
+        with pytest.raises(BadInput, match=words):
+            opened(tmp_path, [CHAT])
+
+
+def test_bytes_have_no_template(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text("{}")
+    with pytest.raises(BadInput, match="the tokenizer bytes has none"):
+        open_dataset(DataSpec(source="chat", path="chats.jsonl"), tmp_path, seq_len=8, seed=1, vocab=257)

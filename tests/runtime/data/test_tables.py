@@ -1,0 +1,88 @@
+"""Columns of parquet files and of a folder that `datasets` 5.2 itself has saved; every way in which they can be wrong."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hethub.runtime.data import Dataset, open_dataset
+from hethub.spec.errors import BadInput
+from hethub.spec.job import DataSpec
+
+arrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'hethub[data]'")
+parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'hethub[data]'")
+
+END = 256
+SAVED = Path(__file__).resolve().parents[2] / "support" / "saved_dataset"
+
+
+def opened(base: Path, **spec: Any) -> Dataset:
+    return open_dataset(DataSpec(**spec), base, seq_len=2, seed=1, vocab=257)
+
+
+def tokens(data: Dataset) -> list[int]:
+    return data.streams[0].tokens.tolist()
+
+
+def documents(*texts: str) -> list[int]:
+    return [token for text in texts for token in [*text.encode(), END]]
+
+
+def write(path: Path, rows: int = 3000, column: str = "text") -> Path:
+    """More rows than are read at once, in several groups, one of them empty and one null."""
+    texts = [f"row {row}" for row in range(rows - 2)] + ["", None]
+    parquet.write_table(arrow.table({"id": list(range(rows)), column: texts}), path, row_group_size=700)
+    return path
+
+
+def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
+    (tmp_path / "shards" / "deeper").mkdir(parents=True)
+    write(tmp_path / "shards" / "deeper" / "b.parquet", rows=4, column="body")
+    write(tmp_path / "shards" / "a.parquet", column="body")
+    (tmp_path / "shards" / "README.md").write_text("no data")
+    data = opened(tmp_path, source="parquet", path="shards", text="body")
+    assert tokens(data) == documents(*(f"row {row}" for row in range(2998)), "row 0", "row 1")
+
+
+def test_rows_of_a_saved_dataset_come_in_its_order() -> None:
+    data = opened(SAVED.parent, source="hf", path="saved_dataset")
+    assert tokens(data) == documents("ééé", *(f"row {row}" for row in range(5)))
+
+
+def test_a_column_that_is_not_there_is_named_with_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", column="txt")
+    with pytest.raises(BadInput, match=r"a\.parquet: has no column 'text'; did you mean 'txt'"):
+        opened(tmp_path, source="parquet", path="a.parquet")
+    with pytest.raises(BadInput, match=r"column 'id' holds int64, no text"):
+        opened(tmp_path, source="parquet", path="a.parquet", text="id")
+    with pytest.raises(BadInput, match=r"data-00000-of-00002\.arrow: column 'n' holds int64"):
+        opened(SAVED.parent, source="hf", path="saved_dataset", text="n")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(write(tmp_path / "whole.parquet").read_bytes()[:-40])
+    with pytest.raises(BadInput, match=r"a\.parquet: cannot be read as a parquet file"):
+        opened(tmp_path, source="parquet", path="a.parquet")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"holds no \.parquet files"):
+        opened(tmp_path, source="parquet", path="empty")
+
+
+def test_a_folder_that_is_no_saved_dataset_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(BadInput, match=r"no folder as `datasets\.save_to_disk` writes it \(state\.json is missing\)"):
+        opened(tmp_path, source="hf", path="plain")
+    (tmp_path / "plain" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(BadInput, match=r"holds splits \(train, test\); name the folder of one, such as .*plain/train"):
+        opened(tmp_path, source="hf", path="plain")
+    copy = shutil.copytree(SAVED, tmp_path / "copy")
+    (copy / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(BadInput, match=r"data-00001-of-00002\.arrow: the saved dataset names this file"):
+        opened(tmp_path, source="hf", path="copy")
+    (copy / "data-00001-of-00002.arrow").write_bytes(b"nonsense")
+    with pytest.raises(BadInput, match="cannot be read as a file of a saved dataset"):
+        opened(tmp_path, source="hf", path="copy")
+    (copy / "state.json").write_text('{"_data_files": [{"filename": "../secret.arrow"}]}')
+    with pytest.raises(BadInput, match="names no data files of the folder"):
+        opened(tmp_path, source="hf", path="copy")

@@ -1,0 +1,77 @@
+"""A program's whole state goes through torch.distributed.checkpoint into another program on fewer ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+
+from hethub import synthesis
+from hethub.synthesis.graph import Graph
+from hethub.synthesis.lower import Step
+from hethub.synthesis.planning import plan_graph
+from hethub.synthesis.program import Program
+from hethub.synthesis.trace import trace
+from tests.support.ranks import run_ranks
+from tests.synthesis.clusters import cluster
+from tests.synthesis.exact import Holder, adamw
+
+
+class Scaled(nn.Module):
+    """Two layers, and a buffer between them that the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.register_buffer("scale", torch.full((12,), 2.0))
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.down(self.up(values).tanh() * self.scale), labels)
+
+
+Named = dict[str, torch.Tensor]
+
+
+def through_a_checkpoint(
+    world: Any, graph: Graph, named: Named, inputs: Any, programs: list[Program], folder: Path
+) -> tuple[Named, Named, float, float] | None:
+    """What was saved, what another program holds that loaded it, and the next loss of both."""
+
+    def made(program: Program, values: Named) -> Step | None:
+        group = world.group(range(program.size))
+        return None if group is None else Step(Holder(values, set(graph.parameters)), graph, program, group)
+
+    first = made(programs[0], named)
+    assert first is not None
+    optimizer = adamw(first.parameters())
+    first(*inputs)
+    optimizer.step()
+    saved = synthesis.state_dict(first)
+    dcp.save({"model": saved}, checkpoint_id=folder)
+    loss = float(first(*inputs))
+    second = made(programs[1], {name: torch.zeros_like(value) for name, value in named.items()})
+    if second is None:
+        return None
+    found = {name: torch.zeros_like(value) for name, value in saved.items()}
+    dcp.load({"model": found}, checkpoint_id=folder, no_dist=True)
+    second.load_state_dict(found)
+    return saved, synthesis.state_dict(second), loss, float(second(*inputs))
+
+
+def test_a_state_goes_through_a_checkpoint_into_another_program(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Scaled().double()
+    draw = torch.Generator().manual_seed(1)
+    inputs = (torch.randn(12, 8, generator=draw, dtype=torch.float64), torch.randint(4, (12,), generator=draw))
+    graph = trace(module, inputs)
+    programs = [plan_graph(graph, cluster(speeds)) for speeds in ([1.0, 2.0, 3.0], [3.0, 1.0])]
+    assert programs[0].ratios != programs[1].ratios
+    named = {name: value.detach() for name, value in module.state_dict().items()}
+    *both, outside = run_ranks(3, through_a_checkpoint, graph, named, inputs, programs, tmp_path / "saved")
+    assert outside is None
+    for saved, loaded, loss, again in both:
+        assert saved.keys() == loaded.keys() == named.keys()
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+        assert not torch.equal(saved["up.weight"], named["up.weight"])
+        assert abs(loss - again) < 1e-12
