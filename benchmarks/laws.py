@@ -5,6 +5,8 @@ python benchmarks/laws.py [--first SEED] [--clusters N]
 - No constraint makes the mean over the scenarios (J) smaller: every key of `constraints` but `reserve` and
   `time_limit_seconds`, one at a time. Where the constrained question has no plan, nothing is smaller.
 - More memory, faster links, faster accelerators and more host memory make J no larger.
+- Nor do more accelerators, which may stay unused: each node is taken out, and the plan for the others looked at in the
+  whole cluster, over its scenarios.
 
 A case that breaks a law by more than 0.1 % has a line; each law's cases, broken ones and worst are counted. Exits with 1
 where one is broken. The clusters have three to six unlike accelerators, every third with so little memory that state has
@@ -25,12 +27,14 @@ sys.path.insert(0, str(ROOT))
 
 from hethub.commands.common import processors  # noqa: E402
 from hethub.planner import plan  # noqa: E402
+from hethub.planner.evaluate.outlook import Outlooks  # noqa: E402
+from hethub.planner.problem.pose import pose  # noqa: E402
 from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.planner.problem.scaled import Scale, scaled  # noqa: E402
-from hethub.spec.cluster import ClusterSpec  # noqa: E402
+from hethub.spec.cluster import ClusterSpec, NodeSpec  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
 from hethub.spec.job import ConstraintsSpec  # noqa: E402
-from hethub.spec.plan import ScheduleName  # noqa: E402
+from hethub.spec.plan import PlanSpec, ScheduleName  # noqa: E402
 from tests.oracle.question import Question, random_question  # noqa: E402
 
 SAME = 1e-3  # J that differs by less is equal
@@ -95,8 +99,27 @@ def better(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
     yield "host memory x 2", cluster.replace(nodes=tuple(more))
 
 
+def without(asked: Question, node: NodeSpec) -> float:
+    """J of the plan for all other nodes, in the whole cluster."""
+    cluster, batch = asked.cluster, Batch(asked.global_batch, asked.seq_len, asked.precision)
+    others = cluster.replace(nodes=tuple(other for other in cluster.nodes if other is not node))
+    ranks = [place.rank for place in cluster.places if place.node.name != node.name]
+    try:
+        found = plan(asked.model, others, batch, with_bounds=False, top=0).plan
+    except BadInput:
+        return float("inf")
+    text = found.model_dump()
+    for stage in text["stages"]:
+        stage["state_shares"] = {ranks[rank]: share for rank, share in stage["state_shares"].items()}
+        for replica in stage["replicas"]:
+            replica["ranks"] = [ranks[rank] for rank in replica["ranks"]]
+    used = {rank for stage in text["stages"] for replica in stage["replicas"] for rank in replica["ranks"]}
+    placed = PlanSpec.model_validate(text | {"unused": [r for r in range(cluster.size) if r not in used]})
+    return Outlooks(pose(asked.model, cluster, batch)).of(placed).objective_seconds
+
+
 def cases(seed: int) -> list[Case]:
-    """Both laws on one cluster."""
+    """All laws on one cluster."""
     asked = question(seed)
     free, constrained = objective(asked), partial(objective, asked)
     found = [
@@ -104,7 +127,9 @@ def cases(seed: int) -> list[Case]:
         for given in constraints(asked)
         for key, value in given.items()
     ]
-    return found + [Case("more", what, seed, free, objective(asked, own)) for what, own in better(asked.cluster)]
+    found += [Case("more", what, seed, free, objective(asked, own)) for what, own in better(asked.cluster)]
+    nodes = asked.cluster.nodes if len(asked.cluster.nodes) > 1 else ()
+    return found + [Case("node", f"without {node.name}", seed, without(asked, node), free) for node in nodes]
 
 
 def main() -> int:
@@ -120,7 +145,10 @@ def main() -> int:
                 if case.broken > SAME:
                     print(f"seed {case.seed}, {case.what}: {100 * case.broken:.2f} %, {case.larger:.5g} s", flush=True)
             print(f"seed {own[0].seed}: {len(own)} cases", flush=True)
-    for law, text in (("constraint", "no constraint makes J smaller"), ("more", "more makes J no larger")):
+    for law, text in (
+        ("constraint", "no constraint makes J smaller"), ("more", "more makes J no larger"),
+        ("node", "more accelerators make J no larger"),
+    ):  # fmt: skip
         own = [case for case in found if case.law == law]
         broken = [case for case in own if case.broken > SAME]
         worst = max(own, key=lambda case: case.broken)

@@ -23,6 +23,10 @@ ReduceKind: Any = CReduceOp.RedOpType
 
 _UNUSED_TAG = 2**31 - 1
 
+# What a Gloo group opens: its device's listener and loop; a socket each way to a peer and, where the store is served, the
+# peer's connection to it.
+GLOO_DESCRIPTORS, GLOO_DESCRIPTORS_OF_A_PEER = 6, 3
+
 
 def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout_seconds: float, hostname: str | None = None
@@ -30,8 +34,9 @@ def create_gloo_group(
     """A Gloo group that torch's registry does not know, over the interface that has the address `hostname`.
 
     It leaves nothing in the store: its members connect here, not at their first messages, and the last one to have
-    read the others' addresses deletes them.
+    read the others' addresses deletes them. Raises OSError where the process may not open as many files as that takes.
     """
+    require_descriptors(GLOO_DESCRIPTORS + GLOO_DESCRIPTORS_OF_A_PEER * size)
     options = GlooGroup._Options()
     make_device = partial(GlooGroup.create_device, hostname=hostname) if hostname else GlooGroup.create_default_device
     options._devices = [make_device(lazy_init=False)]
@@ -39,6 +44,18 @@ def create_gloo_group(
     group = GlooGroup(store, rank, size, options)
     delete_when_read(store, [f"0/{member}" for member in range(size)], size)
     return group
+
+
+def require_descriptors(number: int) -> None:
+    """Raises OSError unless this process may open so many files more. Gloo finds that out in a thread of its own, where
+    it ends the process without a word."""
+    opened: list[int] = []
+    try:
+        for _ in range(number):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def delete_when_read(store: dist.Store, keys: Sequence[str], num_readers: int) -> None:

@@ -26,6 +26,7 @@ from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.result import FamilyRow, PlanResult, RunnerUp
 from hethub.planner.search.auto import add_whole_plans, search, search_family
 from hethub.planner.search.effort import effort_for
+from hethub.planner.search.left_out import leave_out
 from hethub.planner.search.processes import uncollected
 from hethub.predictor import Prediction
 from hethub.predictor.cost.profile import ProfileSpec
@@ -181,8 +182,8 @@ def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | 
         search_exhaustively(problem, incumbent)
         return add_whole_plans(problem, incumbent)
     if strategy == "auto":
-        found = search(problem, incumbent, effort_for(problem))
-        return found or (_first_fitting(problem, incumbent) if incumbent.out_of_time else None)
+        search(problem, incumbent, effort_for(problem))
+        return leave_out(problem, incumbent) or (_first_fitting(problem, incumbent) if incumbent.out_of_time else None)
     return search_family(problem, incumbent, FAMILIES[strategy])
 
 

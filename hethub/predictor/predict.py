@@ -76,7 +76,7 @@ def predict(
     plan, model = layout.plan, layout.model
     tokens = plan.global_batch * plan.seq_len
     tokens_per_second = tokens / times.seconds
-    peaks = sum(place.accelerator.peak_flops(plan.precision) for place in layout.cluster.places)
+    peaks = sum(place.accelerator.peak_flops(plan.precision) or 0.0 for place in layout.cluster.places)
     ceiling = ceiling_tokens_per_second(layout, costs)
     if not 0 < times.seconds < math.inf:
         raise BadInput(
@@ -116,11 +116,14 @@ def _interval(
 
 
 def ceiling_tokens_per_second(layout: Layout, costs: PlanCosts) -> float:
-    """The throughput no plan can exceed: every rank at its best layer rate, without bubble or communication."""
+    """The throughput no plan can exceed: every rank that computes in the plan's precision, used or not, at its best
+    layer rate, without bubble or communication."""
     rates: dict[str, float] = {}
     total = 0.0
     for place in layout.cluster.places:
         name = place.accelerator.name
+        if not place.accelerator.peak_flops(layout.plan.precision):
+            continue
         if name not in rates:
             rates[name] = costs.layer_cost(place.rank).best_layer_samples_per_second(layout.plan.global_batch)
         total += rates[name]

@@ -154,16 +154,21 @@ def _cluster(layout: Layout) -> str:
     machines = [list(places) for _, places in groupby(layout.cluster.places, key=lambda place: place.machine)]
     boxes = []
     for places in machines[:MOST_MACHINES]:
-        cells = "".join(
-            f'<i style="background:hsl({layout.assignments[p.rank].stage * 67 % 360} 45% 60%)" title="rank {p.rank}, stage '
-            f'{layout.assignments[p.rank].stage}">{p.rank}</i>'
-            for p in places
-        )
+        cells = "".join(_cell(layout, place.rank) for place in places)
         name = f"{places[0].node.name}: {places[0].accelerator.name} ({places[0].island})"
         boxes.append(f'<div class="node">{escape(name)}<div>{cells}</div></div>')
     more = len(machines) - MOST_MACHINES
     rest = f" {more} more nodes are not drawn." if more > 0 else ""
-    return f'<div class="cluster">{"".join(boxes)}</div><p>A colour is a stage.{rest}</p>'
+    grey = " What is grey is unused." if layout.plan.unused else ""
+    return f'<div class="cluster">{"".join(boxes)}</div><p>A colour is a stage.{grey}{rest}</p>'
+
+
+def _cell(layout: Layout, rank: int) -> str:
+    assignment = layout.assignment_of.get(rank)
+    if assignment is None:
+        return f'<i style="background:#ddd" title="rank {rank}, unused">{rank}</i>'
+    colour, stage = f"hsl({assignment.stage * 67 % 360} 45% 60%)", f"stage {assignment.stage}"
+    return f'<i style="background:{colour}" title="rank {rank}, {stage}">{rank}</i>'
 
 
 def _plan(layout: Layout) -> str:
@@ -225,8 +230,8 @@ def _parts(prediction: Prediction) -> str:
 
 def _memory(layout: Layout, prediction: Prediction) -> str:
     """A bar per row; of ranks that do the same the fullest, since their shares of state may differ."""
-    rows = []
+    rows, known = [], {entry.rank: entry for entry in prediction.memory}
     for ranks in _alike(layout):
-        own = max((prediction.memory[rank] for rank in ranks), key=lambda entry: entry.bytes)
+        own = max((known[rank] for rank in ranks), key=lambda entry: entry.bytes)
         rows.append((_label(layout, ranks), {part: size / GIB for part, size in own.parts.items()}, own.limit / GIB))
     return stacked(rows, "GiB") + legend(list(prediction.memory[0].parts))

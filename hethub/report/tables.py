@@ -98,7 +98,8 @@ def stage_table(plan: PlanSpec, cluster: ClusterSpec) -> Table:
 
 
 def stage_rows(plan: PlanSpec, cluster: ClusterSpec) -> list[list[str]]:
-    """The cells of STAGE_COLUMNS, a row per run of equal replicas; samples are each replica's."""
+    """The cells of STAGE_COLUMNS, a row per run of equal replicas; samples are each replica's. What is unused comes
+    last, a row per accelerator."""
     rows = []
     for index, stage in enumerate(plan.stages):
         layers = ", ".join(f"[{start}, {stop})" for start, stop in stage.layers)
@@ -110,6 +111,8 @@ def stage_rows(plan: PlanSpec, cluster: ClusterSpec) -> list[list[str]]:
             ranks = compact(tuple(rank for replica in replicas for rank in replica.ranks))
             first, last = (whole[:2], whole[2:]) if position == 0 else (ends[:2], ends[2:])
             rows.append([*first, f"{len(replicas)} x TP {tp}", ranks, name, str(micro_batch), str(samples), *last])
+    for name, left in groupby(plan.unused, key=lambda rank: cluster.places[rank].accelerator.name):
+        rows.append(["", "", "unused", compact(tuple(left)), name, "", "", "", ""])
     return rows
 
 

@@ -129,6 +129,7 @@ class PlanSpec(Spec):
     precision: Precision  # of computing, as the job
     schedule: ScheduleName = "1f1b"  # the order of microbatches (docs/plans.md)
     stages: tuple[StageSpec, ...] = Field(min_length=1)  # the pipeline, first layers first
+    unused: tuple[Index, ...] = ()  # ranks without a part of the model; they are started and answer
     job: PlannedFor | None = None  # what the plan was made for; a job given beside the plan counts instead
 
     @model_validator(mode="after")
@@ -146,13 +147,15 @@ class PlanSpec(Spec):
     def _every_layer_sample_and_rank_once(self) -> "PlanSpec":
         self._check_layers()
         self._check_samples()
-        ranks = sorted(self.ranks)
+        ranks = sorted([*self.ranks, *self.unused])
         if twice := [rank for rank, following in pairwise(ranks) if rank == following]:
-            raise ValueError(f"rank {twice[0]} is in two replicas; every rank belongs to exactly one.")
+            where = ("in two replicas", "in a replica and in unused", "twice in unused")[self.unused.count(twice[0])]
+            raise ValueError(f"rank {twice[0]} is {where}; every rank belongs to exactly one replica, or is unused.")
         if ranks != list(range(len(ranks))):
             missing = next(place for place, rank in enumerate(ranks) if rank != place)
             raise ValueError(
-                f"rank {missing} has no place in the plan, though rank {ranks[-1]} does; ranks count from 0 without gaps."
+                f"rank {missing} has no place in the plan, though rank {ranks[-1]} does; ranks count from 0 without gaps: "
+                f"give it to a replica, or set unused: [{missing}]."
             )
         return self
 
@@ -219,6 +222,11 @@ class PlanSpec(Spec):
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that a run of the plan starts, unused ones among them."""
+        return len(self.ranks) + len(self.unused)
 
     @property
     def num_chunks(self) -> int:

@@ -70,4 +70,5 @@ def test_the_answer_equals_one_process(question: tuple[str, dict[str, Any], int,
     assert schedule in (None, found.schedule)
     vendors = "".join(LETTERS[place.island] for place in cluster.places)
     stages = plan_dict(found)["stages"]
-    check_against_one_process(Case(name=f"{strategy} {seed}", stages=stages, vendors=vendors, schedule=found.schedule))
+    case = Case(name=f"{strategy} {seed}", stages=stages, vendors=vendors, schedule=found.schedule, unused=found.unused)
+    check_against_one_process(case)

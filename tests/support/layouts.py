@@ -9,7 +9,7 @@ import torch
 
 from hethub.kernels.bodies import choose
 from hethub.runtime.data import Dataset
-from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.loop.trainer import Trainer, TrainingRank
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout import state
@@ -31,6 +31,7 @@ class Case:
     name: str
     stages: list[dict[str, Any]]
     vendors: str = ""  # one letter per rank; empty: all of one vendor
+    unused: tuple[int, ...] = ()
     schedule: str = "1f1b"
     global_batch: int = 8
     precision: str = "fp64"
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        return sum(len(replica["ranks"]) for stage in self.stages for replica in stage["replicas"])
+        return len(self.unused) + sum(len(replica["ranks"]) for stage in self.stages for replica in stage["replicas"])
 
     @property
     def islands(self) -> list[list[int]]:
@@ -72,6 +73,7 @@ class Case:
             {
                 "model": self.model.name, "cluster": "test", "global_batch": self.global_batch, "seq_len": self.seq_len,
                 "precision": self.precision, "schedule": self.schedule, "stages": self.stages,
+                "unused": self.unused,
             }
         )  # fmt: skip
         return bind(plan, self.model, cluster)
@@ -107,12 +109,14 @@ def random_tokens(case: Case) -> Dataset:
     )  # fmt: skip
 
 
-def build_trainer(world: Any, case: Case) -> Trainer:
-    """A trainer of this rank with initial weights."""
+def build_trainer(world: Any, case: Case) -> Any:
+    """A trainer of this rank with initial weights, or what answers for an unused rank."""
     state.BUCKET_ELEMENTS = case.bucket_elements
     torch.set_num_threads(1)
     train = TrainSpec.model_validate({"steps": 20, "warmup_steps": 2, "lr": 0.01, "min_lr": 0.001, **case.train})
     choose(train.compile)
+    if world.rank in case.unused:
+        return TrainingRank(case.layout(), world, random_tokens(case), train)
     trainer = Trainer(case.layout(), world, random_tokens(case), train, document_mask=case.document_mask)
     trainer.initialise()
     return trainer
@@ -121,9 +125,11 @@ def build_trainer(world: Any, case: Case) -> Trainer:
 Shards = list[tuple[str, int, int, np.ndarray]]  # tensor name, start, stop, values
 
 
-def shards(trainer: Trainer) -> Shards:
+def shards(trainer: TrainingRank) -> Shards:
     """Every run of every tensor that this rank keeps, wide enough for numpy."""
-    result = []
+    result: Shards = []
+    if not isinstance(trainer, Trainer):
+        return result
     trainer.stepping.flush()
     for placed, run, values in trainer.storage.persistent():
         values = values.float() if values.dtype == torch.bfloat16 else values

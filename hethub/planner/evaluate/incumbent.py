@@ -14,8 +14,8 @@ NEAR = 1.25  # times the best: plans on which estimate and prediction are compar
 class Incumbent:
     """The best of the candidates that were tried, each evaluated once, and the runners-up."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator = evaluator
+    def __init__(self, evaluator: Evaluator, to_beat: float = float("inf")) -> None:
+        self.evaluator, self.to_beat = evaluator, to_beat  # seconds of a step that is known without this search
         self.tried: dict[Candidate, Evaluation | None] = {}
         self.fitting: dict[Candidate, Evaluation] = {}
         self.start: Evaluation | None = None  # the best before the search
@@ -35,6 +35,11 @@ class Incumbent:
     @property
     def out_of_time(self) -> bool:
         return self.limit_seconds is not None and time.perf_counter() - self._started > self.limit_seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the time limit, if there is one."""
+        return self.limit_seconds and self.limit_seconds - (time.perf_counter() - self._started)
 
     def consider(self, candidate: Candidate) -> Evaluation | None:
         """The evaluation of a candidate, which may be the best from now on; None where it is no valid plan."""
@@ -64,8 +69,8 @@ class Incumbent:
 
     @property
     def best_seconds(self) -> float:
-        """The step of the fastest plan that fits; infinite where none does."""
-        return self.best.seconds if self.best else float("inf")
+        """The step of the fastest plan that fits, or the one to beat; infinite where there is neither."""
+        return min(self.best.seconds, self.to_beat) if self.best else self.to_beat
 
     @property
     def ranked(self) -> list[Evaluation]:
@@ -75,7 +80,7 @@ class Incumbent:
     def may_win(self, candidate: Candidate) -> bool:
         """Whether the candidate's busiest replica computes less than the best plan takes: else it is proved to be
         slower."""
-        return self.best is None or self.costs.least(candidate) < self.best.seconds
+        return self.costs.least(candidate) < self.best_seconds
 
     def better(self, one: Evaluation | None, other: Evaluation | None) -> bool:
         """Whether `one` is to be preferred: it fits and the other does not, or it is faster, or less over memory."""

@@ -65,7 +65,7 @@ def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
     found = []
     for index, (kind, weight) in enumerate(zip(problem.kinds, weights, strict=True)):
         samples = round(problem.batch.global_batch * weight / sum(weights))
-        alone = problem.part(index)
+        alone = problem.of_kinds([index])
         own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples)) if samples else None
         found.append(_Part(kind, own))
     return found

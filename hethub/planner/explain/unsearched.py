@@ -31,7 +31,7 @@ _ALWAYS = (
         "chunks.other",
         "numbers of chunks other than 2, 4 and 8 (interleaved), 4 and 16 (ministages), except as the zorse family has them",
     ),
-    Unsearched("ranks.unused", "plans that leave accelerators unused"),
+    Unsearched("ranks.unused", "plans that leave accelerators unused, except all of a device type, the slowest first"),
     Unsearched(
         "stages.scattered",
         "stages whose accelerators are not consecutive in an order of kinds, except on five units or fewer and by local "

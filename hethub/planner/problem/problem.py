@@ -1,6 +1,6 @@
 """What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -166,7 +166,7 @@ class Problem:
         chosen = self.constraints.zero
         return self.capabilities.zero if chosen is None else (chosen,)
 
-    def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec]) -> PlanSpec:
+    def plan(self, schedule: ScheduleName, stages: Iterable[StageSpec], unused: Iterable[int] = ()) -> PlanSpec:
         """The plan of these stages for this model, cluster and batch."""
         return PlanSpec(
             model=self.model.name,
@@ -176,6 +176,7 @@ class Problem:
             precision=self.batch.precision,
             schedule=schedule,
             stages=tuple(stages),
+            unused=tuple(unused),
         )
 
     def units(self, kind: int, tp: int) -> tuple[Unit, ...]:
@@ -199,9 +200,9 @@ class Problem:
                 start += size
         return tuple(found)
 
-    def part(self, kind: int) -> "Problem":
-        """The same problem on one kind's accelerators alone, for the upper bound."""
-        return self.on(_only(self.cluster, self.kinds[kind]))
+    def of_kinds(self, kinds: Sequence[int]) -> "Problem":
+        """The same problem on some kinds' accelerators alone, whose ranks are counted anew."""
+        return self.on(_only(self.cluster, [self.kinds[kind] for kind in kinds]))
 
     def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
         """The same question under other constraints."""
@@ -236,9 +237,9 @@ def _kind(machines: dict[int, list[Place]]) -> Kind:
     )
 
 
-def _only(cluster: ClusterSpec, kind: Kind) -> ClusterSpec:
-    """The nodes of one kind as a cluster of their own."""
-    wanted = {cluster.places[rank].node.name for rank in kind.ranks}
+def _only(cluster: ClusterSpec, kinds: Sequence[Kind]) -> ClusterSpec:
+    """The nodes of some kinds as a cluster of their own."""
+    wanted = {cluster.places[rank].node.name for kind in kinds for rank in kind.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
     racks = (
         rack.replace(nodes=tuple(name for name in rack.nodes if name in wanted))
@@ -246,6 +247,5 @@ def _only(cluster: ClusterSpec, kind: Kind) -> ClusterSpec:
         if wanted & {*rack.nodes}
     )
     links = cluster.links.replace(racks=tuple(racks))
-    return cluster.replace(
-        name=f"{cluster.name}, {kind.accelerator.name} ({kind.island}) alone", nodes=nodes, links=links
-    )
+    names = " and ".join(f"{kind.accelerator.name} ({kind.island})" for kind in kinds)
+    return cluster.replace(name=f"{cluster.name}, {names} alone", nodes=nodes, links=links)

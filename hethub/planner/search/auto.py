@@ -43,6 +43,8 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     _evaluate_start(incumbent, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, incumbent, effort, table, cuts, memory_counts=counts)
+    if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in found):
+        return incumbent.best
     apart = [] if incumbent.out_of_time else kinds_apart(problem, incumbent, effort, table, found)
     moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
     if not {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:

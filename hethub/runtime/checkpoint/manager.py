@@ -13,10 +13,11 @@ from hethub.communicator import World
 from hethub.runtime.checkpoint import integrity
 from hethub.runtime.checkpoint.elements import WEIGHTS, Chunk, held_chunks, owned_chunks, snapshot, state_of
 from hethub.runtime.checkpoint.reader import Reader
-from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, LoopState, read_record, write_record
+from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.runtime.state.optimizer import Optimizer
 from hethub.spec.errors import RunFailed
+from hethub.spec.layout.bind import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -144,25 +145,18 @@ class CheckpointManager(CheckpointFolder):
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, optimizer: Optimizer, extra: LoopState, *, blocking: bool = False) -> None:
+    def save(self, record: CheckpointRecord, optimizer: Optimizer | None, *, blocking: bool = False) -> None:
         """Saves the state as it is now; training may go on as soon as this returns.
 
-        `extra` comes back from `load` as rank 0 gave it. A save still under way is waited for first,
-        and its failure raised (RunFailed). A step that is already saved is not saved again. With `blocking`, the
-        checkpoint is complete on return.
+        `record` comes back from `load` as rank 0 gave it; an unused rank has no optimizer. A save still under way is
+        waited for first, and its failure raised (RunFailed). A step that is already saved is not saved again. With
+        `blocking`, the checkpoint is complete on return.
         """
         self.wait()
-        if step != self._newest_step:
-            layout = optimizer.storage.state.layout
-            record = CheckpointRecord(
-                step=step,
-                updates=optimizer.updates,
-                precision=layout.plan.precision,
-                model=layout.model,
-                extra=extra,
-            )
+        if record.step != self._newest_step:
             # The copy's memory goes when it is written: nothing else keeps it.
-            self._writing = self._thread.submit(self._write, record, snapshot(optimizer, self._world.device))
+            chunks = [] if optimizer is None else snapshot(optimizer, self._world.device)
+            self._writing = self._thread.submit(self._write, record, chunks)
         if blocking:
             self.wait()
 
@@ -195,20 +189,19 @@ class CheckpointManager(CheckpointFolder):
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
-    def load(self, path: Path, optimizer: Optimizer) -> LoopState:
-        """Restores masters, moments, update count and every weight this rank holds; returns what `save` got as `extra`.
+    def load(self, path: Path, layout: Layout, optimizer: Optimizer | None) -> CheckpointRecord:
+        """Restores masters, moments and every weight this rank holds; returns the record that `save` got.
 
         The restored numbers are the saved ones, bit by bit, under any plan. Raises BadInput where the checkpoint is
         of another model or precision.
         """
-        storage = optimizer.storage
-        layout = storage.state.layout
         record = read_record(path)
         record.check(layout.model, layout.plan.precision, path)
-        Reader(path).read([*held_chunks(storage), *_optimizer_chunks(optimizer)])
-        optimizer.set_updates(record.updates)
+        if optimizer is not None:
+            Reader(path).read([*held_chunks(optimizer.storage), *_optimizer_chunks(optimizer)])
+            optimizer.set_updates(record.updates)
         self._newest_step = record.step
-        return record.extra
+        return record
 
 
 def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:

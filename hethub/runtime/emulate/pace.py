@@ -37,8 +37,10 @@ class EmulatedPace(Pace):
         self.rank, self._clock = world.rank, world.clock
         self._world, self._spec, self._profile = world, spec, profile
         costs = PlanCosts(layout, HETHUB, packaged(), profile)
-        self._times = RankTimes(costs, layout.assignments[world.rank], spec.slowdown.get(world.rank, 1.0))
-        self._memory = rank_memory(layout)[world.rank]
+        assignment = layout.assignment_of.get(world.rank)
+        if assignment is not None:  # an unused rank is asked for nothing
+            self._times = RankTimes(costs, assignment, spec.slowdown.get(world.rank, 1.0))
+            (self._memory,) = rank_memory(layout, only=[world.rank])
         self._samples = 0
         self._host_copies_end = 0.0
         self._real: dict[Kind, float] = {}

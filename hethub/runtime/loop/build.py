@@ -10,8 +10,7 @@ from hethub.runtime.emulate.cluster_network import ClusterNetwork
 from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.launch.consensus import consensus
-from hethub.runtime.loop.trainer import Trainer
-from hethub.runtime.model.initial import load_hugging_face
+from hethub.runtime.loop.trainer import Trainer, TrainingRank
 from hethub.runtime.pace import Pace, WatchedPace
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import CommunicatorSpec, Job
@@ -48,10 +47,10 @@ def build(
     predicted_seconds: float,
     *,
     fills: bool,
-) -> Trainer:
+) -> TrainingRank:
     """This rank's trainer at its pace; it `fills` the weights unless a checkpoint will bring them."""
 
-    def filled() -> Trainer:
+    def filled() -> TrainingRank:
         trainer = make_trainer(layout, world, job, dataset, pace)
         if fills:
             _fill(trainer, job)
@@ -66,8 +65,10 @@ def build(
     return consensus(meeting, "weights", filled, patience_seconds=BUILDING_SECONDS)
 
 
-def make_trainer(layout: Layout, world: World, job: Job, dataset: Dataset, pace: Pace) -> Trainer:
-    """A trainer whose weights are still to come."""
+def make_trainer(layout: Layout, world: World, job: Job, dataset: Dataset, pace: Pace) -> TrainingRank:
+    """A trainer whose weights are still to come; on an unused rank, what answers for it."""
+    if world.rank in layout.plan.unused:
+        return TrainingRank(layout, world, dataset, job.spec.train, pace=pace)
     return Trainer(layout, world, dataset, job.spec.train, document_mask=job.spec.data.document_mask, pace=pace)
 
 
@@ -88,10 +89,9 @@ def _pace(
     )  # fmt: skip
 
 
-def _fill(trainer: Trainer, job: Job) -> None:
+def _fill(trainer: TrainingRank, job: Job) -> None:
     """Initial weights: the Hugging Face folder's, or drawn from the job's seed."""
     if job.hugging_face_folder is None:
         trainer.initialise()
     else:
-        load_hugging_face(trainer.storage, job.model, job.hugging_face_folder)
-        trainer.optimizer.reload_masters()
+        trainer.load_hugging_face(job.hugging_face_folder)

@@ -179,7 +179,7 @@ def _plan_file(
         raise BadInput(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
-    return folder.plan if (saved.cluster, len(saved.ranks)) == (cluster.name, cluster.size) else None
+    return folder.plan if (saved.cluster, saved.num_ranks) == (cluster.name, cluster.size) else None
 
 
 def _defaults_of_laptops(spec: JobSpec) -> list[str]:

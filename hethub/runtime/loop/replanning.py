@@ -1,7 +1,7 @@
 """Replanning for stragglers in a run: who is told what, and when another plan is taken."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from hethub.communicator import World
@@ -49,10 +49,11 @@ class Replanner:
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
         planned = planned_seconds(layout, self._profile, self._factors)
         self._usual = planned_seconds(layout, self._profile) if self._factors else planned
-        kinds = []  # ranks whose predictions err alike: of one device type, in layers of one size
+        # Ranks whose predictions err alike: of one device type, in layers of one size; unused ones make none.
+        kinds: list[Hashable] = [None] * layout.plan.num_ranks
         for own in layout.assignments:
             replica = layout.replica(own.stage, own.replica)
-            kinds.append((layout.cluster.places[own.rank].accelerator.name, replica.tp, replica.micro_batch))
+            kinds[own.rank] = (layout.cluster.places[own.rank].accelerator.name, replica.tp, replica.micro_batch)
         self._watch = StragglerDetector(planned, self._job.spec.drift, self._factors, kinds)
 
     def note(self, step: int, busy_seconds: Sequence[dict[str, float] | None], *, plans: bool) -> list[dict[str, Any]]:

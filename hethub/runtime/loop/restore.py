@@ -4,14 +4,14 @@ from hethub.communicator import Rendezvous, World
 from hethub.runtime.checkpoint import CheckpointManager
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.loop.build import BUILDING_SECONDS
-from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.loop.trainer import TrainingRank
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
 from hethub.spec.job import CheckpointSpec
 
 
 def restore(
-    meeting: Rendezvous, world: World, trainer: Trainer, spec: CheckpointSpec, folder: RunFolder, *, resumes: bool
+    meeting: Rendezvous, world: World, trainer: TrainingRank, spec: CheckpointSpec, folder: RunFolder, *, resumes: bool
 ) -> tuple[CheckpointManager, int]:
     """The folder's checkpoints, and the step that the trainer now goes on behind, 0 where nothing is resumed. Raises
     BadInput on every rank."""
@@ -23,7 +23,7 @@ def restore(
     return consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
 
 
-def _restore_newest(store: CheckpointManager, trainer: Trainer) -> int:
+def _restore_newest(store: CheckpointManager, trainer: TrainingRank) -> int:
     path = store.latest()
     if path is None:
         raise BadInput(

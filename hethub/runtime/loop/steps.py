@@ -20,7 +20,7 @@ from hethub.runtime.loop.read import Data
 from hethub.runtime.loop.replanning import make_replanner
 from hethub.runtime.loop.step_report import StepOutcome
 from hethub.runtime.loop.stop_signal import StopSignal
-from hethub.runtime.loop.trainer import Trainer
+from hethub.runtime.loop.trainer import TrainingRank
 from hethub.runtime.measure.clock import clock_offset
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.run_folder import RunFolder, StepMetrics, perplexity
@@ -239,7 +239,7 @@ class TrainingLoop(StepLoop):
         job: Job,
         data: Data,
         planned: Planned,
-        trainer: Trainer,
+        trainer: TrainingRank,
         store: CheckpointManager,
         done: int,
     ) -> None:

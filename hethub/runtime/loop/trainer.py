@@ -1,19 +1,20 @@
-"""The training loop of one rank: steps of the executor, the global norm, the optimizer, checkpoints of its state."""
+"""One rank of a run: with a part of the model it runs steps of the executor, the optimizer and checkpoints of its
+state; without one it answers where all ranks are asked."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 
 from hethub.communicator import World
 from hethub.predictor.pipeline.timeline import Span
-from hethub.runtime.checkpoint import CheckpointManager, LoopState
+from hethub.runtime.checkpoint import CheckpointManager, CheckpointRecord, LoopState
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.batch_loader import BatchLoader
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import HostArena
-from hethub.runtime.model.initial import initialise
+from hethub.runtime.model.initial import initialise, load_hugging_face
 from hethub.runtime.model.stage import Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup
 from hethub.runtime.pace import Pace, StepPace
@@ -38,53 +39,71 @@ from hethub.spec.layout.state import StateMap, steps_per_chunk
 VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
 
 
-class Trainer:
-    """One rank of a run: its part of the model, its optimizer, and one method that trains a step with all the
-    others."""
+class TrainingRank:
+    """What a rank does with all others: outcomes of steps, evaluations, checkpoints. Whatever needs a part of the model
+    is empty here."""
+
+    optimizer: Optimizer | None = None
+    reducer: Reducer | None = None
 
     def __init__(
-        self,
-        layout: Layout,
-        world: World,
-        dataset: Dataset,
-        train: TrainSpec,
-        *,
-        document_mask: bool = False,
-        pace: Pace | None = None,
+        self, layout: Layout, world: World, dataset: Dataset, train: TrainSpec, *, pace: Pace | None = None
     ) -> None:
         self.layout, self.world, self.dataset, self.train = layout, world, dataset, train
         self.pace = pace or Pace()
         self.step_pace: StepPace | None = None  # of the last step of an emulation
-        assignment, state = layout.assignments[world.rank], StateMap(layout)
-        verify_owners(world, state)
-        self._assignment, self._document_mask = assignment, document_mask
-        self._reporter = StepReporter(world, layout)
-        replica = layout.replica(assignment.stage, assignment.replica)
-        group_of = build_groups(world, state)
-        self.arena = HostArena(world.device, self.pace)
-        self.storage = FlatStorage(state, assignment, layout.plan.precision, world.device.torch_device, self.arena)
-        tensor_group = TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None, self.pace)
-        self.stage = Stage(layout, assignment, self.storage, tensor_group)
-        self._batches = BatchLoader(dataset, self.stage, document_mask=document_mask)
-        self.reducer = Reducer(state, self.storage, group_of, replica.ranks)
-        self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
-        self.optimizer = Optimizer(self.storage, self.reducer, train, self.arena, self._meter)
-        self.stepping = Stepping(
-            self.optimizer,
-            self.reducer,
-            self.pace,
-            per_chunk=steps_per_chunk(layout),
-            waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
-        )
-        self.zero_manager = ZeroManager(self.reducer, self._meter, self.stepping, self.arena)
-        self.executor = Executor(layout, assignment, world, self.stage, self.zero_manager, self.pace)
+        self.schedule = Schedule(train)
         self.loss_scale = LossScale(layout.plan.precision)
-        self._speaks_for_loss = self.stage.is_last and assignment.position == 0
+        self.updates = 0  # steps taken; fewer than steps trained where fp16 skipped some
+        self._state = StateMap(layout)
+        verify_owners(world, self._state)
+        self._reporter = StepReporter(world, layout)
+        self._group_of = build_groups(world, self._state)
+
+    # -- what a rank with a part of the model fills in -----------------------------------------------------------------
 
     def initialise(self) -> None:
         """Fills the weights from the job's seed."""
-        initialise(self.storage, self.layout.model, self.train.seed)
-        self.optimizer.reload_masters()
+
+    def load_hugging_face(self, folder: Path) -> None:
+        """Fills the weights from a folder of Hugging Face."""
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """When the last step's actions ran on this rank."""
+        return ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """This rank's peak: the allocator's on a device, our own count of tensors on a CPU."""
+        return 0
+
+    def _compute(self, step: int) -> float:
+        """Runs the step's microbatches; the scaled loss, where this rank speaks for it."""
+        return 0.0
+
+    def _square_sum(self) -> float:
+        """Of the gradients that this rank counts in the norm."""
+        return 0.0
+
+    def _conclude(self, scale: float) -> None:
+        """Updates the parameters that are left, their gradients times `scale`."""
+
+    def _gather(self) -> None:
+        """Begins to send new weights to where they are needed."""
+
+    def _flush(self) -> None:
+        """Completes what goes on beside the next step."""
+
+    def _held_out_loss(self, held_out: Dataset, batches: int) -> float:
+        """The summed loss of batches that are not trained on, where this rank speaks for it."""
+        return 0.0
+
+    def _timed(self) -> AbstractContextManager[None]:
+        """Around what follows the microbatches."""
+        return nullcontext()
+
+    # -- what all do ---------------------------------------------------------------------------------------------------
 
     def run_step(self, step: int, *, stop_requested: Callable[[], bool] = lambda: False) -> StepOutcome:
         """Trains step `step` (counted from 1) and returns what all ranks agree on.
@@ -95,67 +114,34 @@ class Trainer:
         Raises RunFailed where the loss is not finite, or copies of a parameter differ.
         """
         self.pace.start_step()
-        self.stepping.begin(step)
-        valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
-        # A device's allocator knows its peak.
-        with nullcontext() if self.world.device.is_gpu else self._meter.counting_step():
-            loss = self.executor.run_step(
-                partial(self._batches.load, step), self.loss_scale.value / max(1, valid_tokens)
-            )
-        with self.executor.timed(Kind.STEP):
+        loss = self._compute(step)
+        with self._timed():
             outcome = gather_outcome(
                 self.world,
-                loss=loss if self._speaks_for_loss else 0.0,
+                loss=loss,
                 stop_requested=stop_requested(),
-                square_sum=self.stepping.square_sum(),
+                square_sum=self._square_sum(),
                 memory_bytes=self.memory_bytes,
                 busy_seconds=self.pace.take_busy_seconds(),
                 loss_scale=self.loss_scale.value,
             )
             self._update(step, outcome)
         if outcome.grad_norm is not None:
-            with self.executor.timed(Kind.GATHER):
-                self.stepping.gather()
+            self._gather()
         if step % VERIFY_EVERY == 0:
-            self.stepping.flush()
+            self._flush()
             verify_copies(self.world, self.reducer, step)
         self.step_pace = self.pace.end_step()
         return outcome
 
-    @cached_property
-    def _evaluator(self) -> Evaluator:
-        """Made by all ranks together, which connect for it."""
-        manager = ZeroManager(self.reducer, self._meter, trains=False)
-        return Evaluator(self.layout, self._assignment, self.world, self.stage, manager, Pace())
-
     def evaluate(self, held_out: Dataset, batches: int) -> float:
         """The mean loss over the tokens of the first `batches` batches of held-out samples, on all ranks; nothing that
         is trained changes."""
-        self.stepping.flush()
+        self._flush()
+        losses = self.world.all_gather_objects(self._held_out_loss(held_out, batches))
         global_batch = self.layout.plan.global_batch
-        batch_of = BatchLoader(held_out, self.stage, document_mask=self._document_mask)
-        own = sum(self._evaluator.run(partial(batch_of.load, number + 1)) for number in range(batches))
-        losses = self.world.all_gather_objects(own if self._speaks_for_loss else 0.0)
         valid_tokens = sum(held_out.valid_tokens(number, global_batch) for number in range(batches))
         return ordered_sum(losses) / max(1, valid_tokens)
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.optimizer.schedule
-
-    @property
-    def spans(self) -> list[Span]:
-        """When the last step's actions ran on this rank."""
-        return self.executor.log.spans
-
-    @property
-    def memory_bytes(self) -> int:
-        """This rank's peak: the allocator's on a device, our own count of tensors on a CPU."""
-        reserved = self.world.device.peak_memory_bytes()
-        if reserved is not None:
-            return reserved
-        fixed = self.storage.device_bytes + self.stage.cos.nbytes + self.stage.sin.nbytes
-        return self.pace.memory_bytes(fixed + self.optimizer.device_bytes + self._meter.peak_bytes)
 
     def _update(self, step: int, outcome: StepOutcome) -> None:
         """Clips and steps; after an fp16 overflow all ranks skip the update."""
@@ -167,8 +153,8 @@ class Trainer:
                 "the last checkpoint is not affected.",
             )
         if outcome.grad_norm is not None:
-            scale = clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value
-            self.stepping.conclude(scale)
+            self._conclude(clip_scale(outcome.grad_norm, self.train.grad_clip) / self.loss_scale.value)
+            self.updates += 1
         self.loss_scale.update(overflow=overflow)
 
     def metrics(self, step: int, outcome: StepOutcome, step_seconds: float, predicted: float | None) -> StepMetrics:
@@ -185,7 +171,7 @@ class Trainer:
 
     def save(self, checkpoints: CheckpointManager, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""
-        self.stepping.flush()
+        self._flush()
         extra = LoopState(
             step=step,
             seed=self.train.seed,
@@ -195,14 +181,17 @@ class Trainer:
             schedule=self.schedule.state,
             samples=self.dataset.position(step, self.layout.plan.global_batch),
         )
-        checkpoints.save(step, self.optimizer, extra, blocking=blocking)
+        precision, model = self.layout.plan.precision, self.layout.model
+        record = CheckpointRecord(step=step, updates=self.updates, precision=precision, model=model, extra=extra)
+        checkpoints.save(record, self.optimizer, blocking=blocking)
 
     def restore(self, checkpoints: CheckpointManager, path: Path) -> int:
         """Takes up the state saved at `path`; returns the step it was saved behind.
 
         Raises BadInput where the data or the seed are not those of the checkpoint.
         """
-        extra = checkpoints.load(path, self.optimizer)
+        record = checkpoints.load(path, self.layout, self.optimizer)
+        extra, self.updates = record.extra, record.updates
         for key, own in (("tokens", self.dataset.fingerprint()), ("seed", self.train.seed)):
             if getattr(extra, key) != own:
                 raise BadInput(
@@ -215,3 +204,101 @@ class Trainer:
             self.dataset.resume(extra.step, extra.samples)
         self.loss_scale.value, self.loss_scale.good_steps = extra.loss_scale, extra.good_steps
         return extra.step
+
+
+class Trainer(TrainingRank):
+    """A rank that the plan gives a part of the model and its optimizer."""
+
+    optimizer: Optimizer
+    reducer: Reducer
+
+    def __init__(
+        self,
+        layout: Layout,
+        world: World,
+        dataset: Dataset,
+        train: TrainSpec,
+        *,
+        document_mask: bool = False,
+        pace: Pace | None = None,
+    ) -> None:
+        super().__init__(layout, world, dataset, train, pace=pace)
+        assignment, state, group_of = layout.assignment_of[world.rank], self._state, self._group_of
+        self._assignment, self._document_mask = assignment, document_mask
+        replica = layout.replica(assignment.stage, assignment.replica)
+        self.arena = HostArena(world.device, self.pace)
+        self.storage = FlatStorage(state, assignment, layout.plan.precision, world.device.torch_device, self.arena)
+        tensor_group = TensorGroup(group_of(replica.ranks) if replica.tp > 1 else None, self.pace)
+        self.stage = Stage(layout, assignment, self.storage, tensor_group)
+        self._batches = BatchLoader(dataset, self.stage, document_mask=document_mask)
+        self.reducer = Reducer(state, self.storage, group_of, replica.ranks)
+        self._meter = MemoryMeter([self.storage.weights, self.storage.grads, self.stage.cos, self.stage.sin])
+        self.optimizer = Optimizer(self.storage, self.reducer, train, self.arena, self._meter)
+        self.schedule = self.optimizer.schedule
+        self.stepping = Stepping(
+            self.optimizer,
+            self.reducer,
+            self.pace,
+            per_chunk=steps_per_chunk(layout),
+            waits_for_norm=train.grad_clip is not None or layout.plan.precision == "fp16",
+        )
+        self.zero_manager = ZeroManager(self.reducer, self._meter, self.stepping, self.arena)
+        self.executor = Executor(layout, assignment, world, self.stage, self.zero_manager, self.pace)
+        self._speaks_for_loss = self.stage.is_last and assignment.position == 0
+
+    def initialise(self) -> None:
+        initialise(self.storage, self.layout.model, self.train.seed)
+        self.optimizer.reload_masters()
+
+    def load_hugging_face(self, folder: Path) -> None:
+        load_hugging_face(self.storage, self.layout.model, folder)
+        self.optimizer.reload_masters()
+
+    def _compute(self, step: int) -> float:
+        self.stepping.begin(step)
+        valid_tokens = self.dataset.valid_tokens(step - 1, self.layout.plan.global_batch)
+        # A device's allocator knows its peak.
+        with nullcontext() if self.world.device.is_gpu else self._meter.counting_step():
+            loss = self.executor.run_step(
+                partial(self._batches.load, step), self.loss_scale.value / max(1, valid_tokens)
+            )
+        return loss if self._speaks_for_loss else 0.0
+
+    def _square_sum(self) -> float:
+        return self.stepping.square_sum()
+
+    def _conclude(self, scale: float) -> None:
+        self.stepping.conclude(scale)
+
+    def _gather(self) -> None:
+        with self.executor.timed(Kind.GATHER):
+            self.stepping.gather()
+
+    def _flush(self) -> None:
+        self.stepping.flush()
+
+    def _timed(self) -> AbstractContextManager[None]:
+        return self.executor.timed(Kind.STEP)
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        """Made by all ranks together, which connect for it."""
+        manager = ZeroManager(self.reducer, self._meter, trains=False)
+        return Evaluator(self.layout, self._assignment, self.world, self.stage, manager, Pace())
+
+    def _held_out_loss(self, held_out: Dataset, batches: int) -> float:
+        batch_of = BatchLoader(held_out, self.stage, document_mask=self._document_mask)
+        own = sum(self._evaluator.run(partial(batch_of.load, number + 1)) for number in range(batches))
+        return own if self._speaks_for_loss else 0.0
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        return self.executor.log.spans
+
+    @property
+    def memory_bytes(self) -> int:
+        reserved = self.world.device.peak_memory_bytes()
+        if reserved is not None:
+            return reserved
+        fixed = self.storage.device_bytes + self.stage.cos.nbytes + self.stage.sin.nbytes
+        return self.pace.memory_bytes(fixed + self.optimizer.device_bytes + self._meter.peak_bytes)

@@ -53,9 +53,9 @@ def planned_seconds(
     layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
 ) -> list[dict[str, float]]:
     """What every rank is planned to compute in a step, by kind of action, communication left out; times its known
-    factor."""
+    factor; nothing for an unused rank."""
     costs = PlanCosts(layout, HETHUB, packaged(), profile)
-    result = []
+    result: list[dict[str, float]] = [{} for _ in range(layout.plan.num_ranks)]
     for assignment in layout.assignments:
         times = RankTimes(costs, assignment, (factors or {}).get(assignment.rank, 1.0))
         layers = range(layout.stages[assignment.stage].num_layers)
@@ -70,5 +70,5 @@ def planned_seconds(
             assignment.stage, layout.replica(assignment.stage, assignment.replica), assignment.rank, None
         )
         seconds[Kind.STEP] = times.optimizer(round(owned))
-        result.append({kind: value for kind, value in seconds.items() if value})
+        result[assignment.rank] = {kind: value for kind, value in seconds.items() if value}
     return result

@@ -114,11 +114,12 @@ def against_others(
             for b, p in zip(busy, planned, strict=True)]  # fmt: skip
     ratios = [measured / expected if measured and expected else 1.0 for measured, expected in sums]
     of_kind: dict[Hashable, list[float]] = {}
-    for kind, ratio, judging in zip(kinds, ratios, judges, strict=True):
-        if judging and kinds.count(kind) > 1:
+    for kind, ratio, judging, (_, expected) in zip(kinds, ratios, judges, sums, strict=True):
+        if judging and expected and kinds.count(kind) > 1:
             of_kind.setdefault(kind, []).append(ratio)
     usual = {kind: _lower_middle(own) for kind, own in of_kind.items()}
-    beyond = max(1.0, max(usual.values(), default=_lower_middle(ratios)))
+    working = [ratio for ratio, (_, expected) in zip(ratios, sums, strict=True) if expected]
+    beyond = max(1.0, max(usual.values(), default=_lower_middle(working or [1.0])))
     return [ratio / usual.get(kind, beyond) for kind, ratio in zip(kinds, ratios, strict=True)]
 
 

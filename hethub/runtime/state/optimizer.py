@@ -88,7 +88,6 @@ class Optimizer:
         meter: MemoryMeter | None = None,
     ) -> None:
         self.storage, self.train, self.schedule = storage, train, Schedule(train)
-        self.updates = 0  # steps taken, on every rank, also one that steps nothing
         self.keeps_masters = storage.dtype != storage.grad_dtype
         offload = storage.state.layout.stages[storage.assignment.stage].offload
         self._state_arena = arena if "optimizer" in offload else None
@@ -165,7 +164,6 @@ class Optimizer:
 
     def step(self, step: int, scale: float) -> None:
         """One AdamW update of everything with gradients multiplied by `scale` (clipping, loss scale)."""
-        self.updates += 1
         self.step_runs(self.runs, step, scale)
 
     @torch.no_grad()
@@ -258,7 +256,6 @@ class Optimizer:
 
     def set_updates(self, updates: int) -> None:
         """Continues bias correction as after `updates` updates."""
-        self.updates = updates
         for run in self.runs:
             run.updates.fill_(updates)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hethub.communicator import World, all_gather_by_ranges, prepare_by_ranges, reduce_scatter_by_ranges
 from hethub.runtime.state.parameter import Parameter
 from hethub.runtime.state.storage import FlatMap, FlatStorage, put, take
+from hethub.spec.layout.bind import Assignment
 from hethub.spec.layout.state import Bucket, Piece, StateMap
 from hethub.spec.ranges import Range
 
@@ -68,7 +69,7 @@ class Reducer:
         self.storage, self.rank = storage, storage.assignment.rank
         self.replica = replica
         self._replica_group = group_of(replica) if len(replica) > 1 else None
-        order = _launch_order(state, self.rank)
+        order = _launch_order(state, storage.assignment)
         local = [self._localise(bucket, group_of) for bucket in order]
         self.pieces = [piece for bucket in local for piece in bucket]  # all that this rank contributes to
         self.units: dict[int, list[LocalPiece]] = {}
@@ -187,13 +188,13 @@ class Reducer:
         self._gathers = left
 
 
-def _launch_order(state: StateMap, rank: int) -> list[Bucket]:
+def _launch_order(state: StateMap, assignment: Assignment) -> list[Bucket]:
     """The buckets that a rank holds a part of, in the order in which backward completes them.
 
     Chunks from the last to the first, in each matrices from the last layer to the first, then norms; at the end what
     another stage contributes to.
     """
-    stage = state.layout.assignments[rank].stage
+    rank, stage = assignment.rank, assignment.stage
     own = [bucket for bucket in state.buckets if bucket.stage == stage]
     tied = [b for b in state.buckets if b.chunk is None and any(rank in p.group.contributors for p in b.pieces)]
     order = []

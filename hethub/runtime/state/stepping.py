@@ -68,7 +68,6 @@ class Stepping:
             with self._pace.stepping(sum(run.local.size for run in self._optimizer.runs)):
                 self._optimizer.step(self._step, scale)
             return
-        self._optimizer.updates += 1
         self._step_runs(self._runs(None), self._step, scale)
         if self._waits:
             self._pending = {chunk: (self._step, scale) for chunk in self._chunks if chunk is not None}

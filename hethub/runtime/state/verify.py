@@ -62,9 +62,10 @@ def shared_hashes(reducer: Reducer) -> dict[str, int]:
     return hashes
 
 
-def verify_copies(world: World, reducer: Reducer, step: int) -> None:
-    """Raises RunFailed on every rank, naming the ranks, if two copies of a parameter differ."""
-    rows: list[dict[str, Any]] = world.all_gather_objects(shared_hashes(reducer))
+def verify_copies(world: World, reducer: Reducer | None, step: int) -> None:
+    """Raises RunFailed on every rank, naming the ranks, if two copies of a parameter differ; an unused rank, which has
+    no reducer, holds none."""
+    rows: list[dict[str, Any]] = world.all_gather_objects({} if reducer is None else shared_hashes(reducer))
     seen: dict[str, tuple[int, int]] = {}
     for rank, row in enumerate(rows):
         for key, value in row.items():

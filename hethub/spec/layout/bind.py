@@ -82,7 +82,7 @@ class Layout:
 
     @cached_property
     def assignments(self) -> tuple[Assignment, ...]:
-        """One assignment per rank, in rank order."""
+        """One assignment per rank that is used, in rank order."""
         assignments = [
             Assignment(rank, s, r, position)
             for s, stage in enumerate(self.plan.stages)
@@ -90,6 +90,11 @@ class Layout:
             for position, rank in enumerate(replica.ranks)
         ]
         return tuple(sorted(assignments))
+
+    @cached_property
+    def assignment_of(self) -> dict[int, Assignment]:
+        """By rank, its assignment; unused ranks have none."""
+        return {assignment.rank: assignment for assignment in self.assignments}
 
     @cached_property
     def microbatches(self) -> tuple[tuple[MicrobatchRange, ...], ...]:
@@ -286,9 +291,9 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
             f"the plan's stages hold layers [0, {plan.num_layers}), but model '{model.name}' has {model.layers}; "
             f"let the last stage stop at layer {model.layers}."
         )
-    if len(plan.ranks) != cluster.size:
+    if plan.num_ranks != cluster.size:
         raise BadInput(
-            f"the plan places {len(plan.ranks)} ranks, but cluster '{cluster.name}' has {cluster.size} accelerators; plan again "
+            f"the plan places {plan.num_ranks} ranks, but cluster '{cluster.name}' has {cluster.size} accelerators; plan again "
             "for this cluster, or name the cluster the plan was made for."
         )
     if plan.seq_len > model.max_seq_len:
@@ -325,11 +330,12 @@ def _check_names(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> None
 
 
 def _check_precision(layout: Layout) -> None:
-    for place in layout.cluster.places:
+    for place in (layout.cluster.places[rank] for rank in layout.plan.ranks):
         if not place.accelerator.peak_flops(layout.plan.precision):
             raise BadInput(
                 f"precision {layout.plan.precision}: accelerator {place.accelerator.name} (rank {place.rank}, node "
-                f"'{place.node.name}') does not compute in it; choose fp16 or fp32, or leave that node out."
+                f"'{place.node.name}') does not compute in it; choose fp16 or fp32, leave that node out, or list its ranks in "
+                "the plan's `unused`."
             )
 
 

@@ -117,6 +117,7 @@ def what_shows(mutant: Mutant) -> str:
     return ""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -45,11 +45,19 @@ def plans(precision: str, model: Any) -> list[Case]:
             [stage((0, 2), replica([0], 8)), stage((2, 3), replica([1], 8)), stage((3, 4), replica([2], 8))],
             "ana",
         ),
+        "rank 0 unused": ([stage((0, 2), replica([1], 8)), stage((2, 4), replica([2], 8))], "nan"),
     }
     return [
         first,
         *(
-            Case(name=name, stages=value, vendors=vendors, precision=precision, model=model)
+            Case(
+                name=name,
+                stages=value,
+                vendors=vendors,
+                precision=precision,
+                model=model,
+                unused=(0,) if name == "rank 0 unused" else (),
+            )
             for name, (value, vendors) in stages.items()
         ),
     ]
@@ -71,7 +79,9 @@ def test_state_goes_through_every_plan_unchanged(precision: str, model: Any, tmp
     state = assembled([owned for owned, _, _ in results])
     weights = assembled([held for _, held, _ in results])
     assert all(np.any(values) for values in state.values())
-    for number, (case, chunk_elements) in enumerate(zip(others, [500, MILLION, 1000, MILLION, 333], strict=True), 1):
+    for number, (case, chunk_elements) in enumerate(
+        zip(others, [500, MILLION, 1000, MILLION, 333, 700], strict=True), 1
+    ):
         source, target = tmp_path / str(number - 1), tmp_path / str(number)
         restored = run_ranks(case.size, load_and_save, case, source, target, chunk_elements, islands=case.islands)
         assert_equal(assembled([owned for owned, _, _ in restored]), state)

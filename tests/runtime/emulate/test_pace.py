@@ -87,8 +87,8 @@ def give_less_memory(rank):
     """Rank 2's emulated accelerator turns out to have half a GiB, which no plan knew."""
     planned = pace_module.rank_memory
 
-    def found(layout):
-        return [entry._replace(limit=2**29) if entry.rank == 2 else entry for entry in planned(layout)]
+    def found(layout, only):
+        return [entry._replace(limit=2**29) if entry.rank == 2 else entry for entry in planned(layout, only=only)]
 
     if rank == 2:
         pace_module.rank_memory = found

@@ -37,6 +37,11 @@ CASES = [
         schedule="ministages",
     ),
     Case(
+        name="rank 0 unused",
+        stages=[stage((0, 2), replica([1], 8, 2)), stage((2, 4), replica([2], 8, 2))],
+        unused=(0,),
+    ),
+    Case(
         name="interleaved",
         stages=[chunked([(0, 1), (2, 3)], replica([0], 8, 2)), chunked([(1, 2), (3, 4)], replica([1], 8, 2))],
         schedule="interleaved",

@@ -51,6 +51,17 @@ CASES = [
             stage((0, 4), replica([0], 4), replica([1], 2), replica([2], 2), zero=1, state_shares={0: 0.9, 2: 0.0})
         ],
     ),
+    Case(
+        name="an unused rank between stages",
+        stages=[stage((0, 2), replica([0, 1], 8, 2)), stage((2, 4), replica([3], 8, 2))],
+        unused=(2,),
+    ),
+    Case(
+        name="rank 0 and an island unused, zero1",
+        stages=[stage((0, 4), replica([1], 5, 2), replica([3], 3), **EVEN)],
+        vendors="nnai",
+        unused=(0, 2),
+    ),
     Case(name="tensor shares 3:1", stages=[stage((0, 4), replica([0, 1], 8, 4, tensor_shares=[3, 1]))]),
     Case(
         name="shared kv heads, tp4 over 2 kv heads",

@@ -1,0 +1,68 @@
+"""Plans that leave device types unused: found on the cluster without them, and placed in the whole one."""
+
+from dataclasses import replace
+
+from hethub.planner.candidate.candidate import Candidate, merged
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluation import Evaluation
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.problem.problem import Problem
+from hethub.planner.search.auto import WHOLE_MICROBATCHES, search
+from hethub.planner.search.effort import effort_for
+from hethub.spec.plan import PlanSpec
+
+PLACED = 8  # of the plans found without a device type, the fastest, evaluated in the whole cluster
+NEAR = 1.05  # times the best step: up to there a plan may still have the smallest mean over the scenarios
+
+
+def leave_out(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
+    """The best plan after looking at plans without the slowest accelerators, without the next slowest too, and so on,
+    until those left out are missed. None are looked for where what is left, at its best, is slower than the best plan."""
+    costs, best = incumbent.costs.unit_costs, incumbent.best
+    rates = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
+    used = sorted(range(len(problem.kinds)), key=costs.layer_rate)
+    while best is not None and len(used) > 1 and not incumbent.out_of_time:
+        used = used[1:]
+        reached = best.prediction.percent_of_ceiling / 100.0
+        if sum(rates[kind] for kind in used) < reached * sum(rates):
+            break
+        before = best.seconds
+        best = _without(problem, incumbent, sorted(used))
+        if best is None or best.seconds >= before:
+            break
+    return best
+
+
+def _without(problem: Problem, incumbent: Incumbent, used: list[int]) -> Evaluation | None:
+    """The best plan, those that use some kinds only among the known."""
+    part = problem.of_kinds(used)
+    own = Incumbent(Evaluator(part, Estimator(part)), to_beat=NEAR * incumbent.best_seconds)
+    own.limit_seconds = incumbent.seconds_left
+    search(part, own, effort_for(part))
+    incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
+    for evaluation in own.ranked[:PLACED]:
+        incumbent.consider(_placed(problem, used, evaluation))
+    return incumbent.best
+
+
+def _placed(problem: Problem, used: list[int], evaluation: Evaluation) -> Candidate:
+    """A plan for some kinds as one for all, with the others unused."""
+    ranks = sorted(rank for kind in used for rank in problem.kinds[kind].ranks)
+    stages = []
+    for stage in evaluation.candidate.stages:
+        groups = [group._replace(kind=used[group.kind]) for group in stage.groups]
+        shares = tuple((used[kind], share) for kind, share in stage.state_shares)
+        stages.append(replace(stage, groups=merged(groups), state_shares=shares))
+    plan = _renumbered(problem, evaluation.plan, ranks)
+    return replace(evaluation.candidate, stages=tuple(stages), name=plan.model_dump_json(), plan=plan)
+
+
+def _renumbered(problem: Problem, plan: PlanSpec, ranks: list[int]) -> PlanSpec:
+    """The plan with its ranks in the places of these, for the whole cluster."""
+    stages = []
+    for stage in plan.stages:
+        replicas = tuple(own.replace(ranks=tuple(ranks[rank] for rank in own.ranks)) for own in stage.replicas)
+        shares = {ranks[rank]: share for rank, share in stage.state_shares.items()}
+        stages.append(stage.replace(replicas=replicas, state_shares=shares))
+    return problem.plan(plan.schedule, stages, sorted({*range(problem.size)} - {*ranks}))
