@@ -17,33 +17,30 @@ NEAR = 1.05  # times the best step: up to there a plan may still have the smalle
 
 
 def leave_out(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
-    """The best plan after looking at plans without the slowest accelerators, without the next slowest too, and so on,
-    until those left out are missed. None are looked for where what is left, at its best, is slower than the best plan."""
-    costs, best = incumbent.costs.unit_costs, incumbent.best
+    """The best plan after looking at plans without the slowest accelerators, without the next slowest too, and so on:
+    until what is left, at its best, is slower than the best plan."""
+    costs = incumbent.costs.unit_costs
     rates = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
     used = sorted(range(len(problem.kinds)), key=costs.layer_rate)
-    while best is not None and len(used) > 1 and not incumbent.out_of_time:
+    while incumbent.best is not None and len(used) > 1 and not incumbent.out_of_time:
         used = used[1:]
-        reached = best.prediction.percent_of_ceiling / 100.0
+        reached = incumbent.best.prediction.percent_of_ceiling / 100.0
         if sum(rates[kind] for kind in used) < reached * sum(rates):
             break
-        before = best.seconds
-        best = _without(problem, incumbent, sorted(used))
-        if best is None or best.seconds >= before:
-            break
-    return best
+        _search_without(problem, incumbent, sorted(used))
+    return incumbent.best
 
 
-def _without(problem: Problem, incumbent: Incumbent, used: list[int]) -> Evaluation | None:
-    """The best plan, those that use some kinds only among the known."""
+def _search_without(problem: Problem, incumbent: Incumbent, used: list[int]) -> None:
+    """Makes known the fastest plans that use these kinds only, where they are near the best."""
     part = problem.of_kinds(used)
     own = Incumbent(Evaluator(part, Estimator(part)), to_beat=NEAR * incumbent.best_seconds)
     own.limit_seconds = incumbent.seconds_left
     search(part, own, effort_for(part))
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
     for evaluation in own.ranked[:PLACED]:
-        incumbent.consider(_placed(problem, used, evaluation))
-    return incumbent.best
+        if evaluation.seconds < own.to_beat:
+            incumbent.consider(_placed(problem, used, evaluation))
 
 
 def _placed(problem: Problem, used: list[int], evaluation: Evaluation) -> Candidate:
