@@ -121,12 +121,17 @@ class Context:
         self.watch_gloo(gloo, rank, len(members), name)
         return gloo
 
-    def native_group(self, name: str, island: Sequence[int], rank: int, timeout_seconds: float) -> Any:
-        """The island's own library for the legs of a group: NCCL or RCCL on devices, Gloo where host tensors are staged."""
+    def native_group(
+        self, name: str, island: Sequence[int], rank: int, timeout_seconds: float, *, for_messages: bool = False
+    ) -> Any:
+        """The island's own library for messages or the legs of a group: NCCL or RCCL on devices, Gloo where host tensors
+        are staged."""
         store = dist.PrefixStore(f"native/{name}/{island[0]}", self.rendezvous.store)
         place = island.index(rank)
         if self.device.is_gpu:
-            nccl = torch_private.create_nccl_group(store, place, len(island), timeout_seconds)
+            nccl = torch_private.create_nccl_group(
+                store, place, len(island), timeout_seconds, for_messages=for_messages
+            )
             self.watch_nccl(nccl, name)
             return nccl
         native = torch_private.create_gloo_group(store, place, len(island), timeout_seconds, self.rendezvous.address)

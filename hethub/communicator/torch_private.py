@@ -193,9 +193,15 @@ def native_receive(native: Any, tensor: torch.Tensor, peer: int) -> Any:
     return native.recv([tensor], peer, 0)
 
 
-def create_nccl_group(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
-    """An NCCL (or RCCL) group that torch's registry does not know; it connects at its first operation."""
-    options = dist.ProcessGroupNCCL.Options()
+def create_nccl_group(
+    store: dist.Store, rank: int, size: int, timeout_seconds: float, *, for_messages: bool = False
+) -> Any:
+    """An NCCL (or RCCL) group that torch's registry does not know; it connects at its first operation.
+
+    Messages have streams of high priority: torch deals 32 of each priority in turn, and a receive that waits for its
+    peer would hold up a collective that was dealt the same one.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=for_messages)
     options._timeout = timedelta(seconds=timeout_seconds)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -4,6 +4,7 @@ Torch calls both CUDA and ROCm devices "cuda"; `vendor` tells them apart. Whatev
 events, pinned memory) is a no-op there, so that callers are written once.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,8 +50,13 @@ class Device:
 
     @property
     def identity(self) -> str | None:
-        """What tells this device from every other, on any node; None on a CPU."""
-        return str(torch.cuda.get_device_properties(self.index).uuid) if self.is_gpu else None
+        """What tells this device from every other, on any node; None on a CPU. The slot is named too: of AMD's,
+        partitions of one card, and cards for consumers, may share a UUID."""
+        if not self.is_gpu:
+            return None
+        found = torch.cuda.get_device_properties(self.index)
+        slot = ":".join(f"{getattr(found, f'pci_{part}_id', 0):02x}" for part in ("domain", "bus", "device"))
+        return f"{found.uuid} {slot}"
 
     def activate(self) -> None:
         """Makes this device the current one of the calling thread (a new thread starts on device 0)."""
@@ -102,7 +108,11 @@ class Device:
         return torch.cuda.max_memory_reserved(self.index) if self.is_gpu else None
 
     def release_memory(self) -> None:
-        """Hands memory that nothing uses any more back to the device, and starts the peak anew."""
+        """Hands memory that nothing uses any more back to the device, and starts the peak anew.
+
+        A trainer that is deleted goes with the next collection of cycles only, so one is made here.
+        """
+        gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.index)

@@ -53,8 +53,8 @@ class TorchKernels:
 
 def _quantise_rows(rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     """A block per row. No step makes a copy that another could do without: on a CPU each one takes as long."""
-    largest = LARGEST[values.dtype]
     maximum = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
+    largest = torch.full_like(maximum, LARGEST[values.dtype])  # torch multiplies by a number's reciprocal instead
     finite, vanishes = torch.isfinite(maximum), maximum < SMALLEST_MAXIMUM
     # One division per block and a product per element: an element's own division would take most of the time.
     inverse = torch.where(finite & ~vanishes, largest / maximum, 0.0)

@@ -123,10 +123,10 @@ class Running:
             assert time.monotonic() < deadline, "the command hangs"
             time.sleep(0.05)
 
-    def end(self, patience_seconds: float = 60) -> Ended:
+    def end(self, patience_seconds: float = 60, hang_seconds: float = HANG_SECONDS) -> Ended:
         """Waits for the command; fails the test if it hangs, or a process is still there so long after its end."""
         try:
-            code = self.process.wait(HANG_SECONDS)
+            code = self.process.wait(hang_seconds)
             left = self.left_behind(patience_seconds)
         finally:
             self.kill()
@@ -183,9 +183,11 @@ def _clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _SINGLE}
 
 
-def hethub(*arguments: Any, cwd: Path, environment: dict[str, str] | None = None) -> Ended:
+def hethub(
+    *arguments: Any, cwd: Path, environment: dict[str, str] | None = None, hang_seconds: float = HANG_SECONDS
+) -> Ended:
     """`hethub …` alone."""
-    return Running([HETHUB, *map(str, arguments)], cwd, environment or {}).end()
+    return Running([HETHUB, *map(str, arguments)], cwd, environment or {}).end(hang_seconds=hang_seconds)
 
 
 def start_mpirun(

@@ -56,7 +56,9 @@ class Process(Protocol):
 
     def stager(self) -> Stager: ...
 
-    def native_group(self, name: str, island: Sequence[int], rank: int, timeout_seconds: float) -> Any: ...
+    def native_group(
+        self, name: str, island: Sequence[int], rank: int, timeout_seconds: float, *, for_messages: bool = False
+    ) -> Any: ...
 
 
 class PointToPoint:
@@ -160,7 +162,11 @@ class PointToPoint:
         """The library's group for what `source` sends to `target`."""
         if (source, target) not in self._pairs:
             self._pairs[source, target] = self._process.native_group(
-                f"messages/{source}-{target}", [source, target], self._process.rank, self._process.timeout_seconds
+                f"messages/{source}-{target}",
+                [source, target],
+                self._process.rank,
+                self._process.timeout_seconds,
+                for_messages=True,
             )
         return self._pairs[source, target]
 

@@ -78,16 +78,22 @@ def _operations(
 
 def _ring(world: World, size: int) -> Callable[[], None]:
     """Every rank sends to the next and receives from the one before."""
+    if world.size == 1:
+        return lambda: None
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    world.connect_messages(
+        [after], [before]
+    )  # else each rank's first receive would wait for the one before it, in a ring
     sent = torch.ones(max(1, size // 4), device=world.device.torch_device)
     received = torch.empty_like(sent)
 
     def call() -> None:
-        work = world.receive(received, (world.rank - 1) % world.size, tag=1)
-        sending = world.send(sent, (world.rank + 1) % world.size, tag=1)
+        work = world.receive(received, before, tag=1)
+        sending = world.send(sent, after, tag=1)
         work.wait()
         sending.wait()
 
-    return call if world.size > 1 else lambda: None
+    return call
 
 
 def _wait(work: Any) -> None:

@@ -69,6 +69,7 @@ def accept(job: Job | None, progress: Progress) -> Acceptance | None:
             progress("copies between device and host")
             own += check_staging(world.device, cluster.places[world.rank].accelerator)
             own += _parity(world, job, progress)
+            world.device.release_memory()  # of which the processes that train need all
         if info.local_rank == 0:
             progress("memory, the same bits, speed")
             own += _training()
@@ -120,7 +121,7 @@ def _parity(world: World, job: Job | None, progress: Progress) -> list[Row]:
 def _training() -> Iterator[Row]:
     """Rows of the parts that train, each in processes of its own: on one device, or on all of this machine."""
     devices = len(all_devices())
-    for parts, ranks in ((("repeats", "speed"), 1), (("memory",), devices or CPU_RANKS)):
+    for parts, ranks in ((("repeats",), 1), (("speed",), 1), (("memory",), devices or CPU_RANKS)):
         places = environments(min(ranks, devices), 0 if devices else ranks)
         code, said, errors = run(["hethub.runtime.acceptance.training", *parts], places, timeout_seconds=PART_SECONDS)
         names = ", ".join(parts)

@@ -115,6 +115,7 @@ def _messages(world: World) -> Row:
     where, peers = world.device.torch_device, [rank for rank in range(world.size) if rank != world.rank]
     if not peers:
         return Row(what="messages", where="all ranks", state="skipped", reason="one rank alone sends none")
+    world.connect_messages(peers, peers)  # all at once they would wait for each other's connections in a circle
     received = {peer: torch.empty(NUMEL, device=where) for peer in peers}
     works = [world.receive(buffer, peer, _TAG) for peer, buffer in received.items()]
     works += [world.send(_numbers(world.rank + peer, NUMEL, where), peer, _TAG) for peer in peers]

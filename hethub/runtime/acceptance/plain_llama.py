@@ -50,6 +50,8 @@ class PlainLlama(nn.Module):
         self.blocks = nn.ModuleList(Block(model) for _ in range(first, last))
         self.norm = nn.RMSNorm(model.hidden, eps=model.norm_eps) if last == model.layers else None
         self.head = nn.Linear(model.hidden, model.vocab, bias=False) if last == model.layers else None
+        if model.tied_head and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight
         inverse = 1.0 / model.rope_theta ** (torch.arange(0, model.head_size, 2) / model.head_size)
         angles = torch.outer(torch.arange(seq_len), inverse).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)

@@ -138,18 +138,20 @@ def plain_step(subject: Subject, device: Device) -> Callable[[int], object]:
     where = device.torch_device
     with torch.device(where):
         model: nn.Module = PlainLlama(subject.model, subject.seq_len)
-    run = torch.compile(model) if device.is_gpu else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     rows = torch.randint(0, subject.model.vocab, (subject.samples, subject.seq_len + 1), device=where)
 
     def loss_of(row: Tensor) -> Tensor:
-        with torch.autocast(where.type, DTYPES[subject.precision], enabled=device.is_gpu):
-            return token_loss(run(row[:, :-1]), row[:, 1:])
+        return token_loss(model(row[:, :-1]), row[:, 1:])
+
+    run = torch.compile(loss_of) if device.is_gpu else loss_of
 
     def step(number: int) -> None:
         optimizer.zero_grad(set_to_none=True)
         for row in rows.split(1):
-            (loss_of(row) / subject.samples).backward()
+            with torch.autocast(where.type, DTYPES[subject.precision], enabled=device.is_gpu):
+                loss = run(row)
+            (loss / subject.samples).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 

@@ -1,6 +1,5 @@
 """Loop: the steps of a run on one rank, and what is kept and shown of them."""
 
-import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -340,7 +339,6 @@ class TrainingLoop(StepLoop):
         """The trainer's pace; the trainer is gone and its memory free: two states need not fit on a device."""
         pace = self.trainer.pace
         del self.trainer
-        gc.collect()
         self.world.device.release_memory()
         return pace
 

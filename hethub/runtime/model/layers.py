@@ -261,10 +261,15 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, win
 
 @cache
 def _attends_to_unlike_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch has that kernel there: FlashAttention's, for half precisions on devices that it knows."""
-    x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
+    """Whether torch has that kernel there, with what models ask of it: FlashAttention's, for half precisions on devices
+    that it knows."""
+    documents = Documents(sizes=(1, 1), starts=torch.arange(3, dtype=torch.int32, device=device))
     try:
-        _varlen(x, x, x, Documents(sizes=(1, 1), starts=torch.arange(3, dtype=torch.int32, device=device)))
+        with torch.enable_grad():
+            query = torch.zeros(2, 2, head_dim, dtype=dtype, device=device, requires_grad=True)
+            key = torch.zeros(2, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
+            for window in (None, 1):
+                _varlen(query, key, key, documents, window).sum().backward()
     except (ImportError, RuntimeError, ValueError):
         return False
     return True

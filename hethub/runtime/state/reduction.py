@@ -217,7 +217,8 @@ def build_groups(world: World, state: StateMap) -> GroupOf:
     """Builds every process group the layout needs, connected; all ranks call it together.
 
     NCCL connects a group at its first use, which would otherwise fall into a backward, where one member can wait for
-    another that waits for the first one's gradient.
+    another that waits for the first one's gradient. An all-gather of one element each is that use: the library's legs
+    of a bridged group take part in it, as they do not in a small sum.
     """
     groups = {ranks: world.group(ranks) for ranks in group_ranks(state)}
     pieces = [piece for bucket in state.buckets for piece in bucket.pieces if piece.group.sharded]
@@ -226,5 +227,6 @@ def build_groups(world: World, state: StateMap) -> GroupOf:
             prepare_by_ranges(group)
     for group in groups.values():
         if group is not None:
-            dist.all_reduce(torch.zeros(1, device=world.device.torch_device), group=group)
+            own = torch.zeros(1, device=world.device.torch_device)
+            dist.all_gather([torch.empty_like(own) for _ in range(group.size())], own, group=group)
     return lambda ranks: groups[ranks]

@@ -61,9 +61,10 @@ def test_on_cpus_all_but_the_devices_rows_are_run(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @needs_a_device
 def test_on_devices_everything_is_run(tmp_path: Path) -> None:
-    ended = hethub("doctor", "--acceptance", "--json", cwd=tmp_path)
+    ended = hethub("doctor", "--acceptance", "--json", cwd=tmp_path, hang_seconds=1400)
     assert ended.exit_code == 0, ended.stderr
     rows = check_rows(json.loads(ended.stdout), on_devices=True)
     assert rows["copies to the host"]["state"] in ("pass", "note")
@@ -117,6 +118,12 @@ def test_a_wrong_number_is_told_by_operation_and_place(wrong: str | None) -> Non
     assert failed == expected[wrong]
 
 
+def test_devices_of_one_island_exchange_messages_without_a_circle() -> None:
+    """A message's first use of the library waits for its peer: three ranks that receive first would wait in a ring."""
+    told = run_ranks(3, exchange_on_rank, None, islands=[[0, 1, 2]], staged_ranks=range(3), timeout_seconds=60)
+    assert all(row["state"] != "fail" for row in told[0])
+
+
 def test_ranks_that_hethub_starts_see_the_devices_and_the_last_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -158,7 +165,7 @@ def test_two_ranks_on_one_device_fail() -> None:
 def test_a_part_that_breaks_is_a_row_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "run", lambda words, places, **options: (1, "", "Traceback\nCUDA out of memory"))
     rows = [row for row in acceptance._training() if row.state == "fail"]
-    assert [row.reason for row in rows] == ["exit code 1: CUDA out of memory"] * 2
+    assert [row.reason for row in rows] == ["exit code 1: CUDA out of memory"] * 3
 
 
 def test_out_without_acceptance_is_refused(tmp_path: Path) -> None:

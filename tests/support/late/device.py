@@ -68,7 +68,7 @@ class LateDevice(Device):
 class LateNative:
     """An island's library on late devices: as NCCL, on a stream of its own behind the caller's, Gloo moving the bytes."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float, *, for_messages: bool = False) -> None:
         self._gloo = torch_private.create_gloo_group(store, rank, size, timeout_seconds, "127.0.0.1")
         self._size = size
         self._stream = LateStream(engine())
