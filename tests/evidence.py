@@ -51,6 +51,7 @@ PROOFS = {
         "tests/predictor/pipeline/test_laws.py",
     ],
     "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
+    "compilers": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "tests/kernels/test_compilers.py"],
     "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],
     **{

@@ -269,10 +269,15 @@ def test_a_device_attends_to_all_documents_in_one_kernel(window: int | None) -> 
     assert layers._attends_to_unlike_lengths(where, torch.bfloat16, 64)
     documents = Documents(sizes=DOCUMENTS.sizes, starts=DOCUMENTS.starts.to(where))
     query, key, value = (random(2, 6, heads, 64, seed=heads, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    moved = query.to(where), key.to(where), value.to(where)
     for ours, theirs in ((documents, DOCUMENTS), (None, None)):
-        expected = layers._mix(query, key, value, theirs, window)
-        assert_close(layers._mix(*moved, ours, window).cpu(), expected, rtol=2e-2, atol=2e-2)
+        results = []
+        for place, of in ((torch.device("cpu"), theirs), (where, ours)):
+            inputs = [x.detach().to(place).requires_grad_() for x in (query, key, value)]
+            mixed = layers._mix(*inputs, of, window)
+            mixed.float().square().sum().backward()
+            results.append([mixed, *(x.grad for x in inputs)])
+        for expected, found in zip(*results, strict=True):
+            assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture
