@@ -123,21 +123,38 @@ class LateNative:
 class LateGroup(torch_private.GroupBase):
     """A group inside an island of late devices, as `backend.with_native_backends` makes one of NCCL."""
 
-    def __init__(self, native: LateNative, rank: int, size: int) -> None:
+    def __init__(self, native: LateNative, name: str, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._native = native
+        self._native, self._name = native, name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     def getBackendName(self) -> str:
         return "late"
 
-    def _allreduce(self, tensors: list[Tensor], opts: Any) -> "LateWork":
-        return self._native._launch("allreduce", tensors, opts)
 
-    def _broadcast(self, tensors: list[Tensor], opts: Any) -> "LateWork":
-        return self._native._launch("broadcast", tensors, opts)
+def _collective(name: str, inner: str, uses: str) -> Any:
+    """A collective of the group as Gloo's `inner`; the tensors it writes and reads as torch's own groups have them."""
 
-    allreduce = watched("allreduce", _allreduce, "w")
-    broadcast = watched("broadcast", _broadcast, "w")
+    def launch(self: LateGroup, *args: Any) -> "LateWork":
+        return self._native._launch(inner, *args)
+
+    return watched(name, launch, uses)
+
+
+for _name, _inner, _uses in (
+    ("allreduce", "allreduce", "w"),
+    ("broadcast", "broadcast", "w"),
+    ("reduce", "reduce", "w"),
+    ("allgather", "allgather", "wr"),
+    ("_allgather_base", "_allgather_base", "wr"),
+    ("all_gather_single", "_allgather_base", "wr"),
+    ("_reduce_scatter_base", "_reduce_scatter_base", "wr"),
+    ("reduce_scatter_single", "_reduce_scatter_base", "wr"),
+):
+    setattr(LateGroup, _name, _collective(_name, _inner, _uses))
 
 
 def make_group(group: Any, context: Context, options: Any) -> LateGroup:
@@ -145,7 +162,7 @@ def make_group(group: Any, context: Context, options: Any) -> LateGroup:
     native = LateNative(store, rank, size, options.timeout.total_seconds())
     native.ended = "left to torch"
     context.watch_nccl(native, options.group_id)
-    made = LateGroup(native, rank, size)
+    made = LateGroup(native, options.group_id, rank, size)
     watch_group(made, context.turn_of)
     return made
 
@@ -163,6 +180,9 @@ class LateWork:
     def wait(self) -> None:
         engine().current().wait(self._point)
         self._tensors = None
+
+    def is_completed(self) -> bool:
+        return self._point.is_done()
 
 
 def install(seed: int = 0) -> LateDevice:

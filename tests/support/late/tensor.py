@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -47,7 +48,12 @@ class LateTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = func.overloadpacket._qualified_op_name
         if name in _HOST_READS:
-            raise HostRead(f"{name} needs a value of the device on the host")
+            if not may_wait.get():
+                raise HostRead(f"{name} needs a value of the device on the host")
+            engine().current().record().synchronize()
+            return func(*near(args), **near(kwargs))
+        if name.startswith("torch_attn::"):
+            raise RuntimeError(f"{name}: no kernel of this device")
         if name == "aten::copy_":
             return _copy(*args, **kwargs)
         if name == "aten::_to_copy":
@@ -57,6 +63,8 @@ class LateTensor(torch.Tensor):
         return _compute(func, args, kwargs)
 
 
+may_wait = ContextVar("may_wait", default=False)
+"""Whether the host may ask for a value, and waits for it as CUDA does."""
 _HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
 
 
@@ -112,6 +120,8 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     near_args, near_kwargs = near(tuple(args)), _on("cpu", near(kwargs))
     if func._schema.is_mutable:
         engine().submit(lambda: func(*near_args, **near_kwargs))
+        if not func._schema.returns:
+            return None
         written = [
             a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
         ]
