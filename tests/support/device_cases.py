@@ -6,6 +6,7 @@ ALL = (0, 4)
 CHUNKS = [chunked([(0, 1), (2, 3)], replica([0], 8, 2)), chunked([(1, 2), (3, 4)], replica([1], 8, 2))]
 TWO_STAGES = [stage((0, 2), replica([0], 8, 2)), stage((2, 4), replica([1], 8, 2))]
 UNLIKE = replica([0], 6, 3), replica([1], 2)
+THREE = replica([0], 4, 2), replica([1], 2), replica([2], 2)
 OFFLOADED = ["parameters", "optimizer", "activations"]
 
 CASES = [
@@ -23,7 +24,8 @@ CASES = [
     Case(name="pipeline over their link", vendors="gg", stages=TWO_STAGES),
     Case(name="ministages over their link", vendors="gg", stages=CHUNKS, schedule="ministages"),
     Case(name="zero3 of two", vendors="gg", stages=[stage(ALL, *UNLIKE, zero=3)]),
-    Case(name="two beside a CPU", vendors="ggc", stages=[stage(ALL, replica([0], 4, 2), replica([1], 2), replica([2], 2), zero=2)]),
+    Case(name="two beside a CPU", vendors="ggc", stages=[stage(ALL, *THREE, zero=2)]),
+    Case(name="two beside a CPU, offloaded", vendors="ggc", stages=[stage(ALL, *THREE, zero=2, offload=OFFLOADED[:2])]),
     Case(name="degrees 2 and 1", vendors="ggc", stages=[stage(ALL, replica([0, 1], 6, 3), replica([2], 2), zero=1)]),
 ]  # fmt: skip
 """A device's ranks are "g", of one maker; those on CPUs "c"."""

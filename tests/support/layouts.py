@@ -1,5 +1,6 @@
 """Named layouts and their training in rank processes, for tests that compare any plan with one process."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,10 +140,14 @@ def shards(trainer: TrainingRank) -> Shards:
     return result
 
 
-def train(world: Any, case: Case) -> tuple[list[float], list[float], Shards]:
+def train(
+    world: Any, case: Case, before_step: Callable[[int], None] = lambda step: None
+) -> tuple[list[float], list[float], Shards]:
     """Losses and gradient norms of the case's steps on this rank, and its weights at the end."""
-    trainer = build_trainer(world, case)
-    outcomes = [trainer.run_step(step) for step in range(1, case.steps + 1)]
+    trainer, outcomes = build_trainer(world, case), []
+    for step in range(1, case.steps + 1):
+        before_step(step)
+        outcomes.append(trainer.run_step(step))
     norms = [outcome.grad_norm or float("nan") for outcome in outcomes]
     return [outcome.loss for outcome in outcomes], norms, shards(trainer)
 
