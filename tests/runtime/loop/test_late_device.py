@@ -76,6 +76,8 @@ MODULES = {
 """Whose waits are taken away, and the plans that need them."""
 SURVIVORS = {
     "transport:210 work.wait()": "a send holds what it sends; it is waited for so that its failure is told",
+    "stepping:93 self._optimizer.arena.synchronize()": "needed, but seldom late enough: who reads offloaded weights has "
+    "read those on the device first",
 }
 """What may be taken away unnoticed, and why it is not needed here."""
 
