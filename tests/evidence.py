@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "evidence"
 LATE_DEVICE = "tests/communicator/bridge/test_late_device.py"
+LATE_TRAINING = "tests/runtime/loop/test_late_device.py"
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 RANDOM_CLUSTERS = "tests/synthesis/test_random_clusters.py"
 PROGRAM_MEMORY = "tests/synthesis/test_memory.py"
@@ -51,6 +52,7 @@ PROOFS = {
         "tests/predictor/pipeline/test_laws.py",
     ],
     "late-device": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "no_order"],
+    "late-training": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", LATE_TRAINING, "-k", "equals"],
     "compilers": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "tests/kernels/test_compilers.py"],
     "late-mutants": ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--timeout=0", LATE_DEVICE, "-k", "taken_away"],
     "random-layouts": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", RANDOM_LAYOUTS],

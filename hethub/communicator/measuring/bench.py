@@ -81,9 +81,8 @@ def _ring(world: World, size: int) -> Callable[[], None]:
     if world.size == 1:
         return lambda: None
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    world.connect_messages(
-        [after], [before]
-    )  # else each rank's first receive would wait for the one before it, in a ring
+    # Else each rank's first receive would wait for the one before it, all the way round.
+    world.connect_messages([after], [before])
     sent = torch.ones(max(1, size // 4), device=world.device.torch_device)
     received = torch.empty_like(sent)
 

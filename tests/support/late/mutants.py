@@ -17,22 +17,25 @@ _DONE = "_no_event"
 
 
 class Mutant(NamedTuple):
-    """Line and column of what is taken away, and what it says."""
+    """Line and column of what is taken away, what it says, and the function or class that holds it."""
 
     module: str
     line: int
     column: int
     text: str
+    holder: str
 
 
 def mutants_of(module: str) -> list[Mutant]:
     """All of the module's, in order."""
-    source = inspect.getsource(importlib.import_module(module))
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    tree, found = ast.parse(inspect.getsource(importlib.import_module(module))), []
+    holders = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    for node in ast.walk(tree):
         if _is_statement(node) or _is_record(node):
             assert isinstance(node, ast.expr | ast.stmt)
-            found.append(Mutant(module, node.lineno, node.col_offset, ast.unparse(node)))
+            around = [each for each in holders if each.lineno <= node.lineno <= (each.end_lineno or 0)]
+            holder = max(around, key=lambda each: each.lineno).name
+            found.append(Mutant(module, node.lineno, node.col_offset, ast.unparse(node), holder))
     return sorted(set(found))
 
 
