@@ -274,7 +274,8 @@ class JobSpec(Spec):
     log: LogSpec = Field(default_factory=LogSpec)
     rehearsal: EmulationSpec = Field(default_factory=EmulationSpec)
     profile: str | None = None  # a file made by `hethub profile`, which counts instead of estimates
-    # Ranks measure themselves before a plan is made: `auto` on devices, unless micro-batch or profile are given.
+    # Ranks measure themselves before a plan is made: `auto` on devices, once, unless micro-batch or profile are given;
+    # `always` each time, CPUs too.
     measure: Literal["auto", "always", "never"] = "auto"
     parity: Literal["stop", "report", "never"] = "stop"  # where makers meet: a device of each against fp64 formulas
     drift: StragglerSpec = Field(default_factory=StragglerSpec)

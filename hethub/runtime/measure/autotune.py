@@ -34,9 +34,10 @@ MEASURING_SECONDS = 1800.0  # how long ranks wait for each other's measurements
 
 
 def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: ClusterSpec) -> Measured:
-    """What every rank measured of itself, or remembers; the same on every rank. Raises BadInput."""
+    """What every rank measured of itself, or remembers, unless the job always measures; the same on every rank. Raises
+    BadInput."""
     cache = MeasurementCache(job.model, job.spec.train, device, meeting.local_rank)
-    known = consensus(meeting, "measurements", cache.load)
+    known = None if job.spec.measure == "always" else consensus(meeting, "measurements", cache.load)
     remembered = all_gather(meeting, "remembered measurements", known is not None)
     unsaved = None
     if not all(remembered):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hethub.kernels.device import Device
 from hethub.predictor.memory.ranks import rank_memory
+from hethub.runtime.loop import plan
 from hethub.runtime.measure import autotune
 from hethub.runtime.measure.autotune import kept_bytes, largest_batch, measure_rank, resident_bytes
 from hethub.spec.accelerator import find_accelerator
@@ -117,13 +118,13 @@ def test_a_model_too_large_for_one_rank_limits_no_micro_batch():
 PAIR = {"nodes": [{"name": "cpu", "accelerator": "CPU-core", "accelerators": 2}]}
 
 
-def autotuned_job(folder, steps):
+def autotuned_job(folder, steps, measure="always"):
     """A job of data parallel ranks that measure themselves first."""
     return write_job(
         folder,
         cluster=PAIR,
         plan="auto",
-        measure="always",
+        measure=measure,
         constraints={"pp": 1, "tp": 1},
         train={"steps": steps},
     )
@@ -133,6 +134,12 @@ def uneven(rank):
     """Rank 1 measures three times the seconds of rank 0, both as on a machine without noise."""
     os.environ["HETHUB_CACHE"] = "cache"
     autotune.measure_device = lambda *args, **more: curve(3e-3 if rank else 1e-3)
+
+
+def uneven_and_remembering(rank):
+    """As ranks on devices do, which measure themselves once."""
+    uneven(rank)
+    plan._ranks_measure = lambda *given: True
 
 
 def without_a_cache_on_rank_1(rank):
@@ -148,7 +155,7 @@ def test_a_rank_that_cannot_remember_trains_on_with_a_warning(tmp_path):
     assert "warning: measurements are not remembered: job/job.yaml/measured cannot be written" in ended[0].stdout
 
 
-def test_unlike_ranks_plan_unlike_samples_and_remember_it(tmp_path):
+def test_unlike_ranks_plan_unlike_samples(tmp_path):
     job = autotuned_job(tmp_path / "job", steps=2)
     ended = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=uneven)
     assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
@@ -156,10 +163,18 @@ def test_unlike_ranks_plan_unlike_samples_and_remember_it(tmp_path):
     assert {replica.ranks[0]: replica.samples for replica in stage.replicas} == {0: 6, 1: 2}
     assert "rank 1 (CPU-core~1) measured itself" in ended[0].stdout
     again = ranks(2, "train", job, "--run-dir", tmp_path / "again", cwd=tmp_path, hook=uneven)
-    assert "rank 1 (CPU-core~1) remembers" in again[0].stdout
+    assert "rank 1 (CPU-core~1) measured itself" in again[0].stdout  # another hour may have another load
+
+
+def test_what_is_not_always_measured_is_remembered(tmp_path):
+    job = autotuned_job(tmp_path / "job", steps=1, measure="auto")
+    for run, how in (("run", "measured itself"), ("again", "remembers")):
+        ended = ranks(2, "train", job, "--run-dir", tmp_path / run, cwd=tmp_path, hook=uneven_and_remembering)
+        assert [end.exit_code for end in ended] == [0, 0], ended[0].stderr
+        assert f"rank 1 (CPU-core~1) {how}" in ended[0].stdout
     assert len(list((tmp_path / "cache" / "measured").iterdir())) == 2
     for file in (tmp_path / "cache" / "measured").iterdir():
         file.write_text(file.read_text().replace('"device": "', '"device": "not '))
-    refused = ranks(2, "train", job, "--run-dir", tmp_path / "third", cwd=tmp_path, hook=uneven)
+    refused = ranks(2, "train", job, "--run-dir", tmp_path / "third", cwd=tmp_path, hook=uneven_and_remembering)
     assert [end.exit_code for end in refused] == [2, 2]
     assert "measurements are of another device" in refused[0].stderr
