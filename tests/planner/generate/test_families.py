@@ -124,7 +124,7 @@ def test_zorse_parts_regions_before_it_parts_machines() -> None:
         for name, rate in rates.items()
     ]
     of_node = {"a": "east", "b": "east", "c": "west", "d": "west"}
-    regions = {"names": ["east", "west"], "of_node": of_node, "gbps": [[100, 10], [10, 100]]}
+    regions = {"names": ["east", "west"], "of_node": of_node, "gbps": [[100, 5], [5, 100]]}
     on = ClusterSpec.model_validate({"name": "far", "emulated": True, "nodes": nodes, "links": {"regions": regions}})
     asked = pose(MODEL, on, Batch(50, 128, "fp32"))
     candidates = list(FAMILIES["zorse"].propose(asked, Estimator(asked)))

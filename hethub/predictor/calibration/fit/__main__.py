@@ -1,8 +1,9 @@
 """`python -m hethub.predictor.calibration.fit [DATA] [--out FILE]`: the packaged constants from measured data.
 
 DATA holds `layer_times.csv`, `microbenchmarks.csv`, `measured_steps.csv` and `measured_steps_2.csv` (default
-../shared/data). Constants are fitted by architecture family, accelerator, precision and link level, with one factor per
-software stack; none belongs to a source, model or row. What it prints leaves out families of sources, then sources.
+../shared/data). Rooflines are fitted on layers and products, links on collectives, and what both leave open on whole
+steps: by architecture family, accelerator and precision, with one factor per software stack. No constant belongs to a
+source, model or row. What it prints leaves out families of sources, then sources.
 """
 
 import argparse
@@ -15,13 +16,15 @@ import numpy as np
 
 from hethub.predictor.calibration.evaluate import Repricer
 from hethub.predictor.calibration.fit.layers import fit_layers
+from hethub.predictor.calibration.fit.links import fit_links, rings, unseen_links
 from hethub.predictor.calibration.fit.report import as_record, report_intervals, report_unseen, unseen
 from hethub.predictor.calibration.fit.steps import fit_steps, price
+from hethub.predictor.calibration.sources.collectives import read_collectives
 from hethub.predictor.calibration.sources.layer_times import LayerRow, LayerTable, read_layer_times
 from hethub.predictor.calibration.sources.products import read_products
 from hethub.predictor.calibration.sources.single_node import read_single_node
 from hethub.predictor.calibration.sources.training_steps import Case, read_table
-from hethub.predictor.calibration.validation.families import family_of, log_measured, percent, quantile
+from hethub.predictor.calibration.validation.families import family_of, log_measured, macro, percent, quantile
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.intervals import half_width
 
@@ -83,10 +86,14 @@ def fit_all(data: Path) -> Constants:
     """The constants fitted on a folder of tables; prints what they are worth on the way."""
     layers = [row for row in read_layer_times(data / "layer_times.csv") if row.is_transformer]
     products = read_products(data / "microbenchmarks.csv")
-    base = fit_layers(start_constants(), layers, products)
+    collectives = rings(read_collectives(data / "microbenchmarks.csv"))
+    of_layers = fit_layers(start_constants(), layers, products)
+    base = fit_links(of_layers, collectives)
     table = LayerTable.of(layers)
     in_fit = float(percent(np.log(table.predict(base).sum(0) / table.measured.sum(0))).mean())
     print(f"{len(layers)} layer times and {len(products)} matrix products: layers within {in_fit:.1f} % in the fit")
+    of_links = float(percent(unseen_links(of_layers, collectives)).mean())
+    print(f"{len(collectives)} collectives: {of_links:.1f} % off with their source left out")
     cases = read_cases(data)
     repricers = repricers_of(cases, base)
     learned = cases + read_composed(data)
@@ -98,8 +105,9 @@ def fit_all(data: Path) -> Constants:
     inside = price(repricers, constants, range(len(cases))) - log_measured(cases)
     by_family = unseen(base, linear, learned, all_repricers, all_families)[: len(cases)]
     by_source = unseen(base, linear, learned, all_repricers, all_sources)[: len(cases)]
-    figures = report_unseen(cases, by_family, by_source) | {"layer times, in the fit": in_fit}
-    figures |= report_intervals(by_family, families)
+    figures = report_unseen(cases, by_family, by_source) | report_intervals(by_family, families)
+    figures |= {"layer times, in the fit": in_fit, "steps, in the fit": macro(inside, sources)[0]}
+    figures |= {"collectives, source out": of_links}
     alone = only_of_one_family(cases, families)
     interval = {
         "known": quantile(by_source, sources),
@@ -112,7 +120,7 @@ def fit_all(data: Path) -> Constants:
         interval=interval,
         residuals=as_record(figures),
         provenance=f"fitted by hethub.predictor.calibration.fit on {len(layers)} layer times, {len(products)} matrix "
-        f"products and {len(cases)} training steps, published measurements",
+        f"products, {len(collectives)} collectives and {len(cases)} training steps, published measurements",
     )
 
 

@@ -1,4 +1,4 @@
-"""The first half of the fit: rooflines and scales from measured layer times."""
+"""The first part of the fit: rooflines and scales from measured layer times."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The second half of the fit: links, launches, software stacks and the accelerators of whole training steps."""
+"""The last part of the fit: launches, what overlaps, software stacks and the accelerators of whole training steps."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,15 +29,12 @@ NEW_VALUES = 2  # rounds of values priced anew; derivatives, which change little
 
 
 def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
-    """Every number that the cases can tell, given what layer times told of the rooflines."""
+    """Every number that the cases can tell, given what layers told of the rooflines and collectives of the links."""
     accelerators = sorted({_accelerator_key(case) for case in cases})
     families = sorted({_family_key(case) for case in cases})
     fused = sorted({_family_key(case) for case in cases if case.software.fused_attention})
     return [
-        link("in_node_fraction", 0.75, 0.2, upper=1.0),
         link("pcie_fraction", 0.3, 0.4, upper=1.0),
-        link("between_nodes_fraction", 0.75, 0.2, upper=1.0),
-        link("collective_latency_seconds", 3e-5, 0.5),
         link("overlap_cost", 0.4, 0.5, upper=1.0),
         link("hosted_latency_seconds", 1e-4, 0.5),
         common("launch_seconds", 1.5e-5, 0.4),
@@ -49,6 +46,7 @@ def step_parameters(cases: Sequence[Case], base: Constants) -> list[Parameter]:
         common("tuned_attention", 1.6, 0.2, upper=2.0),
         common("cast_bytes", 1.0, 0.5),
         common("misaligned", base.common["misaligned"], 0.5),
+        common("fp8_matmul", base.common["fp8_matmul"], 0.1),
         common("fp4_matmul", 0.8, 0.2),
         Parameter("common", "stack_mean", "", 0.0, 0.2, False),
         *[stack(name, 1.0, 0.15) for name in sorted({case.software.stack for case in cases})],
