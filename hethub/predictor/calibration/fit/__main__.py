@@ -30,11 +30,14 @@ from hethub.predictor.cost.intervals import half_width
 
 TABLES = ("measured_steps.csv", "measured_steps_2.csv")
 # What no table of ours tells of AMD's: a GCD's products reach about 145 of 191 TFLOP/s (AMD's and Frontier's published
-# GEMM benchmarks); fused attention 329 of 1,307 on MI300X where 180 of 312 on A100 (Azure AI benchmarking guide).
+# GEMM benchmarks). FlashAttention 2 alone reaches 0.251 of MI300X's peak where 0.575 of A100's and 0.332 of H100's and
+# H200's (Azure AI benchmarking guides); those two families' attention in whole steps is fitted at -0.40 and -0.80, so
+# that AMD's should be at -0.40 + log(0.251 / 0.575) = -1.23 and at -0.80 + log(0.251 / 0.332) = -1.08.
+ATTENTION_OF_CDNA3 = -1.15
 ASSUMED_FAMILIES = {
     "cdna fp16": {"log_scale": 0.0, "throttle": 0.0, "log_matmul": -0.27, "log_attention": -0.4},
-    "cdna3 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": -0.65},
-    "cdna4 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": -0.65},
+    "cdna3 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": ATTENTION_OF_CDNA3},
+    "cdna4 fp16": {"log_scale": 0.0, "throttle": 0.0, "log_attention": ATTENTION_OF_CDNA3},
 }
 
 
