@@ -37,6 +37,7 @@ PROOFS = {
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
     "planner-laws": ["benchmarks/laws.py"],
     "planner-ablation": ["benchmarks/ablation.py"],
+    "planner-recipes": ["benchmarks/recipes.py"],
     "links": ["benchmarks/links.py"],
     "memory": ["benchmarks/memory.py"],
     "wire": ["benchmarks/wire.py"],
