@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-package
 from hethub.predictor.memory.ranks import RankMemory, rank_memory
 from hethub.runtime.memory.allocator import map_large_blocks
 from hethub.runtime.memory.host_arena import MAPPING_NAME
+from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -46,8 +47,9 @@ def each(ranks: int) -> list[dict[str, Any]]:
 def case(name: str, stages: list[dict[str, Any]], **more: Any) -> Case:
     samples = sum(own["samples"] for own in stages[0]["replicas"])
     return Case(
-        one_host=True, name=name, stages=stages, model=MODEL, precision="fp32", seq_len=64, global_batch=samples, **more
-    )
+        one_host=True, name=name, stages=stages, model=MODEL, precision="fp32", seq_len=64, global_batch=samples,
+        bucket_elements=BUCKET_ELEMENTS, **more,
+    )  # fmt: skip
 
 
 def whole(name: str, ranks: int, zero: int, *, schedule: str = "1f1b", **more: Any) -> Case:

@@ -22,6 +22,7 @@ LATE_DEVICE = "tests/communicator/bridge/test_late_device.py"
 LATE_TRAINING = "tests/runtime/loop/test_late_device.py"
 RANDOM_LAYOUTS = "tests/runtime/pipeline/test_random_layouts.py"
 RANDOM_CLUSTERS = "tests/synthesis/test_random_clusters.py"
+PLANNED = "tests/planner/test_plans_train.py"
 PROGRAM_MEMORY = "tests/synthesis/test_memory.py"
 PROGRAMS = {
     "vgg19": "vgg19", "vit": "vit and not vit12", "bert": "bert and not bert12 and not moe", "bert-moe": "moe and not moe12",
@@ -37,6 +38,20 @@ PROOFS = {
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
     "planner-laws": ["benchmarks/laws.py"],
     "planner-ablation": ["benchmarks/ablation.py"],
+    "planned-training": [
+        "-m",
+        "pytest",
+        "-q",
+        "-rP",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=0",
+        "-n",
+        "2",
+        PLANNED,
+        "-k",
+        "random",
+    ],
     "planner-recipes": ["benchmarks/recipes.py"],
     "links": ["benchmarks/links.py"],
     "memory": ["benchmarks/memory.py"],
@@ -78,7 +93,7 @@ PROOFS = {
 }
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "RANDOM_LAYOUTS": "1000", "RANDOM_CLUSTERS": "50", "RANDOM_LIMITS": "100", "RANDOM_SEED": "1",
-    "LAWS": "10000", "LAWS_SEED": "1", "LATE_SEEDS": "1000", "KILLS": "20",
+    "RANDOM_PLANS": "40", "LAWS": "10000", "LAWS_SEED": "1", "LATE_SEEDS": "1000", "KILLS": "20",
 }  # fmt: skip
 
 

@@ -1,17 +1,24 @@
 """What the planner returns trains: on random small clusters five steps equal one process in float64."""
 
+import os
 import random
 from typing import Any
 
 import pytest
 
 from hethub.planner import Batch, plan
-from hethub.planner.result import plan_dict
+from hethub.planner.problem.scaled import Scale, scaled
+from hethub.planner.result import PlanResult, plan_dict
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.plan import PlanSpec
 from tests.support.layouts import MODEL, Case, check_against_one_process
 
+# More of them, and others: RANDOM_PLANS=40 RANDOM_SEED=7 pytest tests/planner/test_plans_train.py -m slow
+COUNT, SEED = int(os.environ.get("RANDOM_PLANS", "2")), int(os.environ.get("RANDOM_SEED", "0"))
 GLOBAL_BATCH, SEQ_LEN = 8, 16
+SLOWED = (1, 10, 100)  # times: what the tiny model is for accelerators, from next to nothing to much work
 LETTERS = {"vendor-n": "n", "vendor-a": "a"}
 
 # Strategy, what is asked of it, the random cluster, and the schedule of the answer where its system has one of its own:
@@ -71,4 +78,54 @@ def test_the_answer_equals_one_process(question: tuple[str, dict[str, Any], int,
     vendors = "".join(LETTERS[place.island] for place in cluster.places)
     stages = plan_dict(found)["stages"]
     case = Case(name=f"{strategy} {seed}", stages=stages, vendors=vendors, schedule=found.schedule, unused=found.unused)
+    check_against_one_process(case)
+
+
+def tight(cluster: ClusterSpec, found: PlanResult, part: float) -> ClusterSpec:
+    """The cluster with so much memory that of what a plan takes beside the process itself a part is left."""
+    fullest = max(found.prediction.memory, key=lambda entry: entry.bytes / entry.limit)
+    own = fullest.parts["framework"]
+    return scaled(cluster, Scale(memory=(own + part * (fullest.bytes - own)) / fullest.limit))
+
+
+def random_answer(seed: int) -> tuple[PlanResult, ClusterSpec, int]:
+    """The answer to a random question over the whole space, and where its memory is drawn anew: from half of what the
+    first answer takes beside the process itself up to more than that."""
+    draw = random.Random(f"answer {seed}")
+    slowed = Scale(compute=dict.fromkeys(("cpu-0", "cpu-1"), 1 / draw.choice(SLOWED)))
+    cluster, batch = scaled(random_cluster(seed), slowed), Batch(draw.choice((6, 8, 12)), SEQ_LEN, "fp32")
+    found = plan(MODEL, cluster, batch, with_bounds=False)
+    for part in sorted((draw.uniform(0.5, 1.3), 1.3)):
+        less = tight(cluster, found, part)
+        try:
+            return plan(MODEL, less, batch, with_bounds=False), less, batch.global_batch
+        except BadInput:
+            continue
+    return found, cluster, batch.global_batch
+
+
+def described(found: PlanSpec) -> str:
+    """What a plan does, in a line."""
+    modes = ["/".join((f"ZeRO {own.zero}", own.recompute, *own.offload)) for own in found.stages]
+    replicas = ["+".join(f"{len(r.ranks)}x{r.samples}({r.micro_batch})" for r in own.replicas) for own in found.stages]
+    parts = zip(map(str, (len(own.layers) for own in found.stages)), replicas, modes, strict=True)
+    return f"{found.schedule}, unused {list(found.unused)}: " + "; ".join(" ".join(own) for own in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100 + SEED, 100 + SEED + COUNT))
+def test_random_answers_equal_one_process(seed: int) -> None:
+    answer, cluster, batch = random_answer(seed)
+    found = answer.plan
+    print(f"{seed}: {described(found)}")
+    vendors = "".join(LETTERS[place.island] for place in cluster.places)
+    stages = plan_dict(found)["stages"]
+    case = Case(
+        name=f"random {seed}",
+        stages=stages,
+        vendors=vendors,
+        schedule=found.schedule,
+        unused=found.unused,
+        global_batch=batch,
+    )
     check_against_one_process(case)
