@@ -127,8 +127,7 @@ def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], eff
 def _climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
     """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over
     memory."""
-    movable = [evaluation for evaluation in incumbent.fitting.values() if evaluation.candidate.plan is None]
-    ranked: list[Evaluation] = sorted(movable, key=lambda evaluation: evaluation.seconds)
+    ranked = _movable(incumbent)
     unlike = {evaluation.candidate.shape: evaluation for evaluation in reversed(ranked)}
     others = sorted(unlike.values(), key=lambda evaluation: evaluation.seconds)[: effort.arrangements]
     leaders = list({evaluation.candidate: evaluation for evaluation in [*ranked[: effort.climbs], *others]}.values())
@@ -138,6 +137,26 @@ def _climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
     for leader in leaders:
         if leader.candidate not in incumbent.fitting or leader.seconds < FAR * incumbent.best_seconds:
             climb(leader, incumbent, effort, passed)
+    _change_twice(incumbent, effort)
+
+
+def _change_twice(incumbent: Incumbent, effort: Effort) -> None:
+    """Where no change of the best plan is better, two at once: evaluates those with the smallest estimates, and goes on
+    from what is better."""
+    costs, before = incumbent.costs, float("inf")
+    while effort.pairs and (movable := _movable(incumbent)) and movable[0].seconds < before:
+        leader, before = movable[0], movable[0].seconds
+        once = costs.below(neighbours(leader.candidate, costs), float("inf"))
+        twice = (near for candidate in once for near in neighbours(candidate, costs))
+        near = costs.below(twice, effort.uphill * costs.seconds(leader.candidate))
+        new = [candidate for candidate in near if candidate not in incumbent.tried]
+        _evaluate_all(incumbent, heapq.nsmallest(effort.pairs, new, key=costs.seconds))
+        climb(_movable(incumbent)[0], incumbent, effort, set())
+
+
+def _movable(incumbent: Incumbent) -> list[Evaluation]:
+    """The plans that small changes can move about, the fastest first."""
+    return [evaluation for evaluation in incumbent.ranked if evaluation.candidate.plan is None]
 
 
 def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:

@@ -18,6 +18,7 @@ class Effort:
     tried_per_step: int
     microbatches: int  # replayed one by one by the evaluator; plans whose stages are alike need none
     arrangements: int = 0  # whose best plans are climbed from as well
+    pairs: int = 0  # of changes at once, evaluated where none alone is better
     uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not evaluated
     behind: float = 1.15  # times the best end of other descents: above it, one whose gains are small gives up
     optimism: float = 0.98  # of an estimate: what the prediction may be where the candidate is evaluated
@@ -29,7 +30,7 @@ def effort_for(problem: Problem) -> Effort:
         # Few and small microbatches, where estimates are furthest off: many ways down, and the evaluator sees what they
         # say is half as long again.
         return Effort(
-            cuts=96, free_cells=2_000_000, finalists=32, descents=32, climbs=8, arrangements=16, steps=40,
+            cuts=96, free_cells=2_000_000, finalists=32, descents=32, climbs=8, arrangements=16, pairs=64, steps=40,
             tried_per_step=64, microbatches=200_000, uphill=1.6, optimism=0.75,
         )  # fmt: skip
     alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
