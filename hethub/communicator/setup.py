@@ -139,5 +139,5 @@ def check_facts(facts: Sequence[RankFacts]) -> None:
 def _use_interface(rendezvous: Rendezvous) -> None:
     """Points the native libraries' own sockets at the interface of the job; what the user has set stays."""
     if rendezvous.interface is not None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, rendezvous.interface)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={rendezvous.interface}")  # a bare name is a prefix to NCCL

@@ -157,16 +157,21 @@ class World:
         with self.guard("connecting messages"):
             self._messages.connect(sends, receives)
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able `value`, in rank order, over the Gloo group of all ranks."""
+    def all_gather_objects(self, value: Any, patience: timedelta | None = None) -> list[Any]:
+        """Every rank's JSON-able `value`, in rank order, over the Gloo group of all ranks.
+
+        `patience` in place of the world's timeout is for values that ranks compute for unlike times: a dead rank is
+        named all the same, by the watch.
+        """
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        gloo, options = self._context.gloo, torch_private.all_gather_options(patience)
         with self.guard("all_gather_objects"):
             lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-            self._context.gloo.allgather([lengths], [torch.tensor([data.numel()])]).wait()
+            gloo.allgather([lengths], [torch.tensor([data.numel()])], options).wait()
             padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
             padded[: data.numel()] = data
             rows = [torch.empty_like(padded) for _ in range(self.size)]
-            self._context.gloo.allgather([rows], [padded]).wait()
+            gloo.allgather([rows], [padded], options).wait()
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:

@@ -6,6 +6,7 @@ make of it (a few lines of YAML can stand for more nodes than a machine has memo
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -227,12 +228,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def unfinished_of(path: Path) -> Path:
+    """A name beside `path` for what is still being written, which no other process has: on hosts that share a folder
+    containers often have the same process numbers."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes the file so that it is there as before or whole, whenever this process ends.
 
     A link of that name is replaced, not followed. Raises OSError.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = unfinished_of(path)
     try:
         with unfinished.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -1,5 +1,7 @@
 """A world over emulated islands: groups, messages and collectives of the runtime."""
 
+import time
+from datetime import timedelta
 from hashlib import sha256
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
 from hethub.spec.ranges import from_sizes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_ranks, values
 
 LAYOUTS = {
     "2+2": [[0, 1], [2, 3]],
@@ -138,3 +140,14 @@ def test_lanes_change_no_bit():
     )
     assert len(set(one[0])) == 8
     assert one == two == three == [one[0]] * 4
+
+
+def late_with_a_value(world):
+    if world.rank == 1:
+        time.sleep(4)
+    return world.all_gather_objects(world.rank, timedelta(seconds=60))
+
+
+def test_values_that_take_unlike_times_are_waited_for_beyond_the_timeout():
+    outcomes = start_ranks(2, late_with_a_value, connect={"islands": [[0], [1]], "timeout_seconds": 2})
+    assert values(outcomes) == [[0, 1], [0, 1]]

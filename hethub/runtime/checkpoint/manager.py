@@ -21,8 +21,8 @@ from hethub.spec.layout.bind import Layout
 
 _log = logging.getLogger(__name__)
 
-# Ranks write unequal amounts, so some wait long for others; a dead rank is noticed by the world's own watch.
-_WRITE_TIMEOUT = timedelta(hours=2)
+# Ranks write and read unequal amounts, so some wait long for others; a dead rank is noticed by the world's own watch.
+_UNEQUAL = timedelta(hours=2)
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ class CheckpointFolder:
         self._keep_every = keep_every
         self.note: Callable[[str], None] = _log.info  # told of every complete checkpoint, on rank 0
         # A group of its own: what a writing thread sends never meets the training's messages.
-        self._group = world.gloo_group(_WRITE_TIMEOUT)
+        self._group = world.gloo_group(_UNEQUAL)
         self._damaged: set[str] = set()
 
     def write_folder(self, step: int, write: Callable[[Path], None], finish: Callable[[Path], Marks]) -> None:
@@ -125,9 +125,8 @@ class CheckpointFolder:
 
     def _faults(self, path: Path) -> list[str]:
         """What all ranks together find wrong with a checkpoint, each having read a part of it."""
-        found = self._world.all_gather_objects(
-            integrity.faults(path, self._world.rank, self._world.size, contents=self._is_indexed)
-        )
+        own = integrity.faults(path, self._world.rank, self._world.size, contents=self._is_indexed)
+        found = self._world.all_gather_objects(own, _UNEQUAL)
         all_found = list(dict.fromkeys(fault for own in found for fault in own))
         if all_found:
             self._damaged.add(path.name)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from hethub.runtime.data.tokenizer import (
     load_tokenizer,
     missing_end,
 )
+from hethub.spec.documents import unfinished_of
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TOKENIZER, DataSpec, SourceSpec
 
@@ -209,7 +209,7 @@ def keep(source: TextSource, cache: Path, advance: Callable[[int], None] = lambd
     if path.exists():
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    marked = _marks(path).with_name(f".{_marks(path).name}.{os.getpid()}.tmp")
+    marked = unfinished_of(_marks(path))
     try:
         with token_file_writer(path, source.tokenizer) as writer, marked.open("wb") as marks:
             for batch in source.batches():

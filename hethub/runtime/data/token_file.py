@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hethub.runtime.data.tokenizer import TokenBatch, Tokenizer
 from hethub.spec.base import Spec, build
-from hethub.spec.documents import Source, parse_json
+from hethub.spec.documents import Source, parse_json, unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
 
 MAGIC = b"hethub tokens 1\n"
@@ -103,7 +103,7 @@ def token_file_writer(path: Path, tokenizer: Tokenizer) -> Iterator[TokenFileWri
 
     Raises RunFailed where the disk fails.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = unfinished_of(path)
     try:
         with temporary.open("wb") as file:
             file.seek(HEADER_BYTES)

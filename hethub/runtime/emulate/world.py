@@ -100,10 +100,10 @@ class EmulatedWorld(World):
         works = [super().receive(tensor, src, tag), super().receive(stamp, src, tag + _STAMP_TAGS)]
         return EmulatedWork(works, self.clock, stamp)
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any, patience: timedelta | None = None) -> list[Any]:
         """As in any world; it takes no emulated time, but waits for the last rank."""
         with self.clock.waiting():
-            rows = super().all_gather_objects([self.clock.at, value])
+            rows = super().all_gather_objects([self.clock.at, value], patience)
         self.clock.advance(max(row[0] for row in rows))
         return [row[1] for row in rows]
 

@@ -1,10 +1,17 @@
 """The device of this rank, as its job's cluster wants it."""
 
+import logging
+import os
+
 from hethub.kernels.device import Device, choose_device
 from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.runtime.memory.allocator import map_large_blocks
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
+
+_log = logging.getLogger(__name__)
+
+CORES_OF_A_DEVICE = 4  # its host threads: Python, autograd, communication, a checkpoint's writer
 
 
 def open_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
@@ -13,10 +20,27 @@ def open_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
     if cluster is not None:
         _check_size(cluster, info)
     named = cluster is not None and (cluster.emulated or cluster.places[info.rank].node.vendor is not None)
-    device = choose_device(info.local_rank, info.local_size, kind="cpu" if named else "auto")
+    local = info.local_rank if cluster is None or named else _local_rank(cluster, info)
+    device = choose_device(local, info.local_size, kind="cpu" if named else "auto")
     device.activate()
+    if device.is_gpu and (cores := len(os.sched_getaffinity(0))) < CORES_OF_A_DEVICE:
+        _log.warning(
+            "rank %d may use %d core(s) only, which its backward, communication and checkpoints share; start ranks "
+            "unbound (mpirun --bind-to none, srun --cpu-bind=none, more --cpus-per-task).", info.rank, cores,
+        )  # fmt: skip
     map_large_blocks()
     return device
+
+
+def _local_rank(cluster: ClusterSpec, info: LaunchInfo) -> int:
+    """The rank's place among those that see the same devices: the launcher counts all of a host, and torch only one
+    maker's."""
+    hosts = [host for node in cluster.nodes for host in node.hosts or (node.name,) * node.count]
+    place = cluster.places[info.rank]
+    beside = [each for each in cluster.places if hosts[each.machine] == hosts[place.machine]]
+    if len({each.node.device.vendor for each in beside}) == 1:
+        return info.local_rank
+    return [each.rank for each in beside if each.node.device.vendor == place.node.device.vendor].index(info.rank)
 
 
 def _check_size(cluster: ClusterSpec, info: LaunchInfo) -> None:

@@ -21,6 +21,10 @@ from hethub.spec.network import TOKEN_VARIABLE, choose_interface
 LauncherName = Literal["mpirun", "torchrun", "srun", "sbatch"]
 LAUNCHERS: tuple[LauncherName, ...] = ("mpirun", "torchrun", "srun", "sbatch")
 MASTER_PORT = 29400
+SETTINGS = (
+    "NCCL_", "RCCL_", "GLOO_", "HETHUB_", "HSA_", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
+    "PYTORCH_", "TORCH",
+)  # fmt: skip
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to save and exit
 
 
@@ -62,16 +66,26 @@ def launch_commands(
 
 
 def _mpirun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
-    """`--continuous` leaves it to hethub to end all ranks with a reason when one dies."""
+    """`--continuous` leaves it to hethub to end all ranks with a reason when one dies.
+
+    Open MPI would bind a rank to one core, which autograd, the relays, a checkpoint's writer and compilers share then.
+    """
     local = is_local(cluster)
-    words = [_beside_python("mpirun"), "--continuous", *(("--oversubscribe", "--bind-to", "none") if local else ())]
+    words = [_beside_python("mpirun"), "--continuous", "--bind-to", "none", *(("--oversubscribe",) if local else ())]
     if cluster.network is not None and not local:
         words += ["--prtemca", "prte_if_include", cluster.network]
     words += _daemon(cluster)
     for index, node in enumerate(cluster.nodes):
         where = () if local else ("--host", ",".join(f"{host}:{node.accelerators}" for host in hosts_of(node)))
-        words += [*((":",) if index else ()), "-n", str(node.count * node.accelerators), *where, *_hethub(node), *train]
+        carried = () if local else _carried()
+        count = str(node.count * node.accelerators)
+        words += [*((":",) if index else ()), "-n", count, *where, *carried, *_hethub(node), *train]
     return tuple(words)
+
+
+def _carried() -> tuple[str, ...]:
+    """The user's settings of libraries for every rank: over ssh Open MPI carries its own variables alone."""
+    return tuple(word for name in sorted(os.environ) if name.startswith(SETTINGS) for word in ("-x", name))
 
 
 def _daemon(cluster: ClusterSpec) -> list[str]:
@@ -87,7 +101,7 @@ def _daemon(cluster: ClusterSpec) -> list[str]:
 
 def _srun(cluster: ClusterSpec, train: Sequence[str]) -> tuple[str, ...]:
     """`--kill-on-bad-exit=0` leaves it to hethub to end all ranks with a reason when one dies."""
-    words = ["srun", "--kill-on-bad-exit=0"]
+    words = ["srun", "--kill-on-bad-exit=0", "--cpu-bind=none"]
     if is_local(cluster):
         return (*words, f"--ntasks={cluster.size}", *_hethub(cluster.nodes[0]), *train)
     for index, node in enumerate(cluster.nodes):
@@ -122,7 +136,8 @@ def _batch_script(job: Path, cluster: ClusterSpec, extra: Sequence[str]) -> str:
     for index, node in enumerate(() if is_local(cluster) else cluster.nodes):
         tasks = [*_tasks(node), f"--ntasks-per-node={node.accelerators}"]
         if node.unnamed_device.vendor != "cpu":
-            tasks.append(f"--gpus-per-node={node.accelerators}")
+            # Without the whole node Slurm gives a task one core.
+            tasks += [f"--gpus-per-node={node.accelerators}", "--exclusive"]
         if node.hosts is not None:
             tasks.append(f"--nodelist={','.join(node.hosts)}")
         lines += [*(("#SBATCH hetjob",) if index else ()), f"#SBATCH {' '.join(tasks)}"]

@@ -41,8 +41,8 @@ class BatchLoader:
         return Documents(sizes=tuple(sizes.tolist()), starts=self._on_device(starts))
 
     def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
-        """On its way there: a device copies from pinned memory while the host goes on."""
-        host = torch.from_numpy(values)
+        """On its way there: a device copies from pinned memory while the host goes on, if that is one piece."""
+        host = torch.from_numpy(np.ascontiguousarray(values))
         if not is_gpu(self._device):
             return host.to(self._device)
         return host.pin_memory().to(self._device, non_blocking=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hethub.communicator import Rendezvous, World, connect
+from hethub.kernels.bodies import compiles_on
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.data import Dataset
@@ -11,6 +12,7 @@ from hethub.runtime.emulate.pace import emulated_pace
 from hethub.runtime.emulate.world import EmulatedWorld, connect_emulated
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.loop.trainer import Trainer, TrainingRank
+from hethub.runtime.measure.profiler import warm_up
 from hethub.runtime.pace import Pace, WatchedPace
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import CommunicatorSpec, Job
@@ -56,6 +58,7 @@ def build(
             _fill(trainer, job)
         return trainer
 
+    consensus(meeting, "compiled bodies", lambda: _warm_up(world, layout), patience_seconds=BUILDING_SECONDS)
     pace = consensus(
         meeting,
         "pace",
@@ -70,6 +73,12 @@ def make_trainer(layout: Layout, world: World, job: Job, dataset: Dataset, pace:
     if world.rank in layout.plan.unused:
         return TrainingRank(layout, world, dataset, job.spec.train, pace=pace)
     return Trainer(layout, world, dataset, job.spec.train, document_mask=job.spec.data.document_mask, pace=pace)
+
+
+def _warm_up(world: World, layout: Layout) -> None:
+    if compiles_on(world.device.torch_device) and world.rank not in layout.plan.unused:
+        warm_up(layout, world.rank, world.device)
+        world.device.release_memory()
 
 
 def _pace(

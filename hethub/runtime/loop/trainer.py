@@ -3,6 +3,7 @@ state; without one it answers where all ranks are asked."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import StateMap, steps_per_chunk
 
 VERIFY_EVERY = 100  # steps between comparisons of replicated parameters
+EVALUATION = timedelta(hours=2)  # the longest
 
 
 class TrainingRank:
@@ -138,7 +140,8 @@ class TrainingRank:
         """The mean loss over the tokens of the first `batches` batches of held-out samples, on all ranks; nothing that
         is trained changes."""
         self._flush()
-        losses = self.world.all_gather_objects(self._held_out_loss(held_out, batches))
+        # A rank without a part of the model is here at once, and waits for all batches of the others.
+        losses = self.world.all_gather_objects(self._held_out_loss(held_out, batches), EVALUATION)
         global_batch = self.layout.plan.global_batch
         valid_tokens = sum(held_out.valid_tokens(number, global_batch) for number in range(batches))
         return ordered_sum(losses) / max(1, valid_tokens)

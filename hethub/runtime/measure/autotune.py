@@ -51,6 +51,7 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
             lambda: measure_rank(job.model, job.spec.train, accelerator, device, limit, meeting.size),
             patience_seconds=MEASURING_SECONDS,
         )
+        device.release_memory()  # for libraries that allocate beside torch; and the peak is training's from here on
         unsaved = cache.save(known)
     assert known is not None
     rows = all_gather(meeting, "curves", {"curve": known.to_dict(), "unsaved": unsaved})

@@ -12,7 +12,7 @@ import torch
 import hethub
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import DeviceProfile
-from hethub.spec.documents import parse_json
+from hethub.spec.documents import parse_json, unfinished_of
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.model import ModelSpec
@@ -56,7 +56,7 @@ class MeasurementCache:
 
 def keep(path: Path, data: dict[str, Any], what: str) -> str | None:
     """Writes a file of the cache, whole or not at all; where it cannot, what to tell the user of `what`."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished = unfinished_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

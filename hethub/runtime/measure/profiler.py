@@ -24,7 +24,7 @@ from hethub.runtime.state.storage import DTYPES, FlatStorage
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
-from hethub.spec.layout.bind import bind
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.state import StateMap
 from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
@@ -75,6 +75,21 @@ def measure_device(
 
 def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
     return cls(**place, forward_seconds=seconds[0], backward_seconds=seconds[1])
+
+
+def warm_up(layout: Layout, rank: int, device: Device) -> None:
+    """Runs a layer, and the ends of the model that the rank has, on microbatches of each of its sizes: bodies are compiled
+    then. Else the first microbatch of a deep pipeline would wait for one stage's compiler after the other."""
+    own, plan = layout.assignment_of[rank], layout.plan
+    accelerator, tp = layout.cluster.places[rank].accelerator, layout.replica(own.stage, own.replica).tp
+    stage = build_bench_stage(layout.model, accelerator, plan.precision, device, plan.seq_len, tp)
+    bench = _Bench(stage, device, 0.0)
+    for size in {microbatch.samples.size for microbatch in layout.microbatches_of(own.stage, own.replica)}:
+        bench.layer(size)
+        if own.stage == 0:
+            bench.embedding(size)
+        if own.stage == layout.num_stages - 1:
+            bench.head(size)
 
 
 def build_bench_stage(

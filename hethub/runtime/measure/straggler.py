@@ -6,7 +6,7 @@ do, whether they keep theirs or not; one that is alone of its kind, where it exc
 kind does.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -114,8 +114,9 @@ def against_others(
             for b, p in zip(busy, planned, strict=True)]  # fmt: skip
     ratios = [measured / expected if measured and expected else 1.0 for measured, expected in sums]
     of_kind: dict[Hashable, list[float]] = {}
+    counts = Counter(kinds)
     for kind, ratio, judging, (_, expected) in zip(kinds, ratios, judges, sums, strict=True):
-        if judging and expected and kinds.count(kind) > 1:
+        if judging and expected and counts[kind] > 1:
             of_kind.setdefault(kind, []).append(ratio)
     usual = {kind: _lower_middle(own) for kind, own in of_kind.items()}
     working = [ratio for ratio, (_, expected) in zip(ratios, sums, strict=True) if expected]

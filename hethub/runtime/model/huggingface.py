@@ -1,7 +1,6 @@
 """Hugging Face Llama folders: reading just the slices a rank holds, and writing folders that transformers loads."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hethub.spec.documents import read_json
+from hethub.spec.documents import read_json, unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.hugging_face import config_of
 from hethub.spec.layout.tensors import HEAD, TensorInfo, model_tensors
@@ -267,7 +266,7 @@ def _shards(
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well and vanishes otherwise."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = unfinished_of(folder)
     try:
         temporary.mkdir(parents=True)
         yield temporary

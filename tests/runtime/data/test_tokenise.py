@@ -13,8 +13,9 @@ import pytest
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import tokenise as tokenise_module
 from hethub.runtime.data.sources import Piece
-from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC
+from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC, token_file_writer
 from hethub.runtime.data.tokenise import tokenise
+from hethub.runtime.data.tokenizer import TokenBatch, load_tokenizer
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
 from tests.support.command import HANG_SECONDS
@@ -195,3 +196,15 @@ def test_large_vocabularies_take_uint32(tmp_path: Path) -> None:
     summary = tokenise([tmp_path / "a.txt"], str(tmp_path / "tokenizer.json"), tmp_path / "out", progress=False)
     assert summary.dtype == "uint32"
     assert opened(tmp_path / "out", vocab=70_002).streams[0].tokens.tolist() == [70_000] * 4 + [70_001]
+
+
+def test_two_hosts_that_share_a_folder_write_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers processes of two hosts often have one number."""
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    path, tokenizer = tmp_path / "tokens.bin", load_tokenizer("bytes", tmp_path)
+    batch = TokenBatch(np.arange(END + 1, dtype=tokenizer.dtype), 1, END)
+    with token_file_writer(path, tokenizer) as one, token_file_writer(path, tokenizer) as two:
+        one.append(batch)
+        two.append(batch)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert opened(path)

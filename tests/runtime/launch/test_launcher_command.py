@@ -1,14 +1,19 @@
 """`hethub launch --dry-run` prints what starts a cluster; `hethub doctor` says what a machine has."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hethub.kernels.device import Device
 from hethub.runtime.doctor.machine import examine
-from hethub.runtime.launch.launcher_command import launch_commands, run_here
+from hethub.runtime.launch import device
+from hethub.runtime.launch.device import open_device
+from hethub.runtime.launch.launcher_command import SETTINGS, launch_commands, run_here
+from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
@@ -32,6 +37,48 @@ LAPTOP = ClusterSpec.model_validate(
         "nodes": [{"name": v, "vendor": v, "accelerator": "CPU-core", "accelerators": 2} for v in ("amd", "nvidia")],
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(SETTINGS)]:
+        monkeypatch.delenv(name)
+
+
+def test_mpirun_carries_the_users_settings_and_binds_no_rank_to_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ssh it carries none, and one core would be all that a rank's threads have."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HSA_FORCE_FINE_GRAIN_PCIE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # this host's own
+    (command,) = launch_commands(JOB, TWO_MAKERS, "mpirun")
+    assert "--bind-to none" in " ".join(command.words)
+    for context in " ".join(command.words).split(" : "):
+        assert "-x HSA_FORCE_FINE_GRAIN_PCIE -x NCCL_DEBUG /opt/" in context
+    assert "CUDA_VISIBLE_DEVICES" not in command.words
+    (here,) = launch_commands(JOB, LAPTOP, "mpirun")
+    assert "-x" not in here.words  # this machine's own processes have them
+
+
+@pytest.mark.parametrize(("rank", "local"), [(0, 0), (3, 3), (4, 0), (7, 3), (9, 1)])
+def test_on_a_machine_of_two_makers_a_rank_counts_its_own_makers_devices(
+    rank: int, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sees one maker's devices, the launcher counts all ranks of the host."""
+    both = {"count": 1, "accelerators": 4, "hosts": ["both"]}
+    cluster = ClusterSpec.model_validate(
+        {
+            "name": "both", "nodes": [
+                {"name": "nv", "accelerator": "RTX-4090", **both}, {"name": "amd", "accelerator": "RX-7900-XTX", **both},
+                {"name": "other", "accelerator": "RTX-4090", "accelerators": 4},
+            ],
+        }
+    )  # fmt: skip
+    place, asked = cluster.places[rank], []
+    here = 8 if place.node.name != "other" else 4
+    monkeypatch.setattr(device, "choose_device", lambda *given, **kind: asked.append(given[0]) or Device(vendor="cpu"))
+    info = LaunchInfo(rank=rank, size=12, local_rank=rank % 8, local_size=here, launcher="mpirun")
+    open_device(cluster, info)
+    assert asked == [local]
 
 
 def test_mpirun_starts_every_node_in_its_own_environment() -> None:
@@ -88,7 +135,9 @@ def test_the_network_of_the_job_is_mpiruns_too() -> None:
 def test_slurm_gets_a_component_per_node_entry() -> None:
     (command,) = launch_commands(JOB, TWO_MAKERS, "srun")
     first, second = " ".join(command.words).split(" : ")
-    assert first.startswith("srun --kill-on-bad-exit=0 --het-group=0 --nodes=2 --ntasks=16 /opt/cuda/bin/hethub")
+    assert first.startswith(
+        "srun --kill-on-bad-exit=0 --cpu-bind=none --het-group=0 --nodes=2 --ntasks=16 /opt/cuda/bin/hethub"
+    )
     assert second.startswith("--het-group=1 --nodes=1 --ntasks=8 /opt/rocm/bin/hethub")
     assert set(command.environment) == {TOKEN_VARIABLE}
 
@@ -111,9 +160,9 @@ def test_a_batch_script_has_a_component_per_node_entry() -> None:
     assert command.script.splitlines() == [
         "#!/bin/bash",
         "#SBATCH --job-name=hethub",
-        "#SBATCH --nodes=2 --ntasks=16 --ntasks-per-node=8 --gpus-per-node=8 --nodelist=nv1,nv2",
+        "#SBATCH --nodes=2 --ntasks=16 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --nodelist=nv1,nv2",
         "#SBATCH hetjob",
-        "#SBATCH --nodes=1 --ntasks=8 --ntasks-per-node=8 --gpus-per-node=8",
+        "#SBATCH --nodes=1 --ntasks=8 --ntasks-per-node=8 --gpus-per-node=8 --exclusive",
         "exec /opt/cuda/bin/hethub launch job.yaml --with srun --run-dir out",
     ]
     (laptop,) = launch_commands(JOB, LAPTOP, "sbatch")

@@ -11,6 +11,7 @@ from tests.predictor.plans import TINY, cluster, uniform
 
 pytest.importorskip("torch", reason="needs torch: pip install hethub[train]")
 
+from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
 
@@ -77,3 +78,33 @@ def test_the_optimizer_that_is_timed_is_the_one_that_trains(monkeypatch: pytest.
     assert profiler._optimizer(Device(vendor="cpu"), "bf16", 0.0) > 0
     assert len(sizes) == 4
     assert set(sizes) == {2**22}
+
+
+WARMED = Case(
+    name="TP 2 beside TP 1, two stages",
+    stages=[stage((0, 2), replica([0, 1], 6, 2), replica([2], 2)), stage((2, 4), replica([3], 8, 3))],
+    train={"compile": True},
+)
+
+
+def compile_once(world: Any) -> tuple[int, int]:
+    """Programs made by warming up, and by two steps after it."""
+    import torch
+
+    from hethub.kernels.bodies import choose
+    from hethub.runtime.measure.profiler import warm_up
+
+    made: list[Any] = []
+    torch._inductor.compile = lambda graph, tensors: made.append(graph) or graph  # seconds each, and not looked at here
+    choose(True)
+    warm_up(WARMED.layout(), world.rank, world.device)
+    warmed, trainer = len(made), build_trainer(world, WARMED)
+    for step in (1, 2):
+        trainer.run_step(step)
+    return warmed, len(made) - warmed
+
+
+def test_what_a_first_step_would_compile_is_compiled_before() -> None:
+    for warmed, later in run_ranks(4, compile_once, islands=[[0, 1, 2, 3]]):
+        assert warmed > 0
+        assert later == 0

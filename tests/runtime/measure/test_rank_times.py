@@ -5,6 +5,7 @@ import pytest
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.runtime.measure.measured_speeds import STEPS, MeasuredSpeeds, estimated
 from hethub.runtime.measure.rank_times import RankTimes, planned_seconds
 from hethub.spec.layout.execution import Kind
 from tests.support.emulated import layout
@@ -38,3 +39,18 @@ def test_planned_work_is_that_of_all_microbatches_times_what_is_known():
     again = planned_seconds(layout(), None, {0: 1.5})
     assert again[0] == {kind: pytest.approx(1.5 * seconds) for kind, seconds in plain[0].items()}
     assert again[1:] == plain[1:]
+
+
+def test_speeds_of_a_long_run_are_told_by_its_last_steps():
+    """A rank keeps a figure for a device type and step, and not for all steps: a run may have a hundred thousand."""
+    bound, speeds = layout(), MeasuredSpeeds()
+    planned = planned_seconds(bound, None)
+    for step in range(2 * STEPS):
+        slow = 3.0 if step < STEPS else 2.0
+        busy = [{kind: slow * seconds for kind, seconds in own.items()} for own in planned]
+        speeds.note(bound, busy, planned)
+    assert all(len(medians) == STEPS for medians in speeds._medians.values())
+    devices = {node.device.name: node.device for node in bound.cluster.nodes}
+    for found in speeds.profile(bound, None).devices:
+        usual = estimated(bound, devices[found.accelerator])
+        assert found.layers[0].forward_seconds == pytest.approx(2 * usual.layers[0].forward_seconds)

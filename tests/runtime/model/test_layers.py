@@ -261,6 +261,16 @@ def test_a_cpu_attends_document_by_document(dtype: torch.dtype) -> None:
     assert_close(mixed.double(), whole, **(EXACT if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}))
 
 
+def test_a_kernel_that_knows_no_grouped_heads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11 raises TypeError."""
+
+    def varlen_attn(query, key, value, starts, key_starts, longest, key_longest, *, window_size):  # type: ignore[no-untyped-def]
+        raise AssertionError("never called")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert not layers._attends_to_unlike_lengths.__wrapped__(torch.device("cpu"), torch.bfloat16, 4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("window", [None, 2])
