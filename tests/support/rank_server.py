@@ -194,14 +194,18 @@ def meet(rank: int, world_size: int, listener: socket.socket) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener.detach() if is_server else None,
     )
-    # Should rank 0 fail at once, the others must not be left knocking.
-    if store.add("ranks/joined", 1) == world_size:
-        store.set("ranks/all-joined", "")
-    store.get("ranks/all-joined")
+    wait_for_all(store, "joined", world_size)  # should rank 0 fail at once, the others must not be left knocking
     store.add("ranks/passed", 1)
     while is_server and store.add("ranks/passed", 0) < world_size:
         time.sleep(0.001)
     return store
+
+
+def wait_for_all(store: Any, what: str, world_size: int) -> None:
+    """Returns once every rank has called it with the same word."""
+    if store.add(f"ranks/{what}", 1) == world_size:
+        store.set(f"ranks/all-{what}", "")
+    store.get(f"ranks/all-{what}")
 
 
 def call(rank: int, request: dict[str, Any], store: Any) -> Any:
@@ -219,6 +223,8 @@ def call(rank: int, request: dict[str, Any], store: Any) -> Any:
 
     rendezvous = Rendezvous.on_one_host(store, rank, request["world_size"])
     world = connect(rendezvous, **request["connect"])
+    # Gloo's barrier ends on one rank before it does on another: who fails at once would break the others' connecting.
+    wait_for_all(store, "connected", request["world_size"])
     value = function(world, *arguments)
     world.close()
     return value
