@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import memory_model_of, probe_for
+from hethub.planner.estimate.memory_model import memory_model_of
+from hethub.planner.estimate.memory_probes import probe_for
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec

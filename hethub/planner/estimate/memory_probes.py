@@ -1,0 +1,195 @@
+"""Small plans whose ranks tell how bytes grow with layers and microbatches: the probes that a memory model is read off.
+
+What stays on a rank and what it holds while it computes are asked of hethub.predictor.memory apart, each once for all
+modes that share it, and put together by the predictor's own sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.materialize import chunked
+from hethub.predictor import rank_memory
+from hethub.predictor.cost.constants import is_cpu
+from hethub.predictor.cost.software import HETHUB, element_bytes
+from hethub.predictor.memory.parameters import rank_widths
+from hethub.predictor.memory.peak import Computing, computing
+from hethub.predictor.memory.ranks import device_parts
+from hethub.predictor.memory.shards import Shard
+from hethub.predictor.memory.state import Moves, Resident, resident
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.spec.layout.bind import ALL_IN_FLIGHT, Assignment, Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+
+
+class Load(NamedTuple):
+    """What a replica holds when it is fullest."""
+
+    micro_batch: int
+    held: int  # microbatches
+
+
+LOADS = (Load(1, 1), Load(1, 2), Load(4, 1), Load(64, 1))  # the replicas of a probe, one each
+MOST_HELD = max(load.held for load in LOADS)
+FEW, MANY = 2, len(LOADS)  # replicas of a probe, which share its state
+ALL_STAGES = (3, 1)  # of probes: the first, a middle and the last of three, and one alone
+
+ON_CPU = AcceleratorSpec(
+    name="probe", vendor="cpu", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
+)
+PROBE = AcceleratorSpec(
+    name="probe", vendor="probe", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
+)
+
+
+def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:
+    """An accelerator without a speed that needs as much memory."""
+    return ON_CPU if is_cpu(accelerator) else PROBE
+
+
+class Keeping(NamedTuple):
+    """How a stage keeps its state and activations."""
+
+    zero: int
+    offload: tuple[Offload, ...]
+    recompute: Recompute = "none"
+
+
+class _ProbeLayout(Layout):
+    """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
+
+    @cached_property
+    def in_flight(self) -> list[list[int]]:
+        return [[replica.in_flight or 1 for replica in stage.replicas] for stage in self.stages]
+
+    @property
+    def actor_limits(self) -> list[list[int]]:
+        return [held[:1] if self.plan.runs_in_rounds(stage) else held for stage, held in enumerate(self.in_flight)]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Plans of a few layers a stage under one schedule, with replicas of `tp` ranks."""
+
+    model: ModelSpec
+    seq_len: int
+    precision: Precision
+    accelerator: AcceleratorSpec
+    tp: int
+    schedule: ScheduleName
+    chunks: int
+    _replicas: dict[tuple[int, Load], ReplicaSpec] = field(default_factory=dict)
+    _shards: dict[tuple[int, int, int, Keeping], list[Shard]] = field(default_factory=dict)
+    _residents: dict[tuple[int, int, int, Keeping], list[Resident]] = field(default_factory=dict)
+    _computing: dict[tuple[int, int, Load, Recompute, bool, Moves], list[Computing]] = field(default_factory=dict)
+
+    def bytes(self, layers: int, load: Load, keeping: Keeping, replicas: int = FEW) -> np.ndarray:
+        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
+        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, keeping, replicas)])
+
+    def shared_state(self, layers: int, zero: int, offload: tuple[Offload, ...]) -> np.ndarray:
+        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0."""
+        if not zero:
+            return np.zeros(4)
+        few, many = (self.bytes(layers, LOADS[0], Keeping(zero, offload), replicas) for replicas in (FEW, MANY))
+        shared: np.ndarray = (few - many) / (1 / FEW - 1 / MANY)
+        return shared
+
+    def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
+        """Of a rank of every stage."""
+        shards, states = self._state(num_stages, layers, replicas, keeping)
+        at_work = self._at_work(num_stages, layers, load, keeping, states[0].moves)
+        return [float(sum(device_parts(*each).values())) for each in zip(shards, states, at_work, strict=True)]
+
+    def deferred_wgrad(self, keeping: Keeping) -> float:
+        """Bytes that one more microbatch on the first stage lets the second one, of one layer, put off."""
+        one, two = ((load,) * FEW for load in LOADS[:2])
+        first, second = (
+            rank_memory(self._layout([above, one, one], 1, keeping), only=(FEW * self.tp,))[0].bytes
+            for above in (one, two)
+        )
+        return float(second - first)
+
+    def _state(
+        self, num_stages: int, layers: int, replicas: int, keeping: Keeping
+    ) -> tuple[list[Shard], list[Resident]]:
+        """By stage, what stays; recompute and loads do not change it."""
+        key = (num_stages, layers, replicas, keeping._replace(recompute="none"))
+        shards = self._stages(*key)
+        if key not in self._residents:
+            self._residents[key] = [
+                resident(shard, self._assignment(shard, 0), on_cpu=is_cpu(self.accelerator)) for shard in shards
+            ]
+        return shards, self._residents[key]
+
+    def _at_work(self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves) -> list[Computing]:
+        """By stage, what computing holds; of the state only what moves changes it."""
+        key = (num_stages, layers, load, keeping.recompute, "activations" in keeping.offload, moves)
+        if key not in self._computing:
+            self._computing[key] = [
+                computing(shard, self._assignment(shard, LOADS.index(load)), moves, on_cpu=is_cpu(self.accelerator))
+                for shard in self._stages(num_stages, layers, MANY, keeping)
+            ]
+        return self._computing[key]
+
+    def _assignment(self, shard: Shard, replica: int) -> Assignment:
+        """Of the first rank of a replica."""
+        return Assignment(shard.spec.replicas[replica].ranks[0], shard.stage, replica, 0)
+
+    def _stages(self, num_stages: int, layers: int, replicas: int, keeping: Keeping) -> list[Shard]:
+        """By stage, the first rank's cut of it."""
+        key = (num_stages, layers, replicas, keeping)
+        if key not in self._shards:
+            layout = self._layout([LOADS[:replicas]] * num_stages, layers, keeping)
+            width = element_bytes(HETHUB.math_precision(self.precision))
+            widths = rank_widths(self.model, self.tp)[0]
+            self._shards[key] = [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
+        return self._shards[key]
+
+    def _layout(self, loads: Sequence[Sequence[Load]], layers: int, keeping: Keeping) -> Layout:
+        """A plan with these replicas in each stage."""
+        replicas, cuts = len(loads[0]), chunked([layers] * len(loads), self.chunks)
+        stages = tuple(
+            StageSpec(
+                layers=cuts[stage],
+                replicas=tuple(self._replica(stage * replicas + index, load) for index, load in enumerate(own)),
+                recompute=keeping.recompute,
+                zero=keeping.zero,
+                offload=keeping.offload,
+            )
+            for stage, own in enumerate(loads)
+        )
+        plan = PlanSpec(
+            model=self.model.name,
+            cluster=self._cluster.name,
+            global_batch=sum(replica.samples for replica in stages[0].replicas),
+            seq_len=self.seq_len,
+            precision=self.precision,
+            schedule=self.schedule,
+            stages=stages,
+        )
+        return _ProbeLayout(plan, self.model, self._cluster)
+
+    @cached_property
+    def _cluster(self) -> ClusterSpec:
+        """One in which every probe finds room."""
+        node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=max(ALL_STAGES) * MANY * self.tp)
+        return ClusterSpec(name="probe", emulated=True, nodes=(node,))
+
+    def _replica(self, index: int, load: Load) -> ReplicaSpec:
+        """One on the ranks of its turn; all it has is held at once where a schedule runs all forward first."""
+        key = (index, load)
+        if key not in self._replicas:
+            microbatches = load.held if self.schedule in ALL_IN_FLIGHT else 2 * MOST_HELD
+            self._replicas[key] = ReplicaSpec(
+                ranks=tuple(range(index * self.tp, (index + 1) * self.tp)),
+                micro_batch=load.micro_batch,
+                samples=load.micro_batch * microbatches,
+                in_flight=load.held,
+            )
+        return self._replicas[key]
