@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern
-from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, Probes, probe_for
+from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, Probes
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, element_bytes
@@ -230,7 +230,7 @@ class MemoryModel:
         """Those of the mode's schedule."""
         key = (is_cpu(accelerator), tp, mode.schedule, mode.chunks)
         if key not in self._asked:
-            self._asked[key] = Probes(self.model, self.seq_len, self.precision, probe_for(accelerator), *key[1:])
+            self._asked[key] = Probes(self.model, self.seq_len, self.precision, *key)
         return self._asked[key]
 
 

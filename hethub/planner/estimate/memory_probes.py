@@ -79,7 +79,7 @@ class Probes:
     model: ModelSpec
     seq_len: int
     precision: Precision
-    accelerator: AcceleratorSpec
+    on_cpu: bool
     tp: int
     schedule: ScheduleName
     chunks: int
@@ -122,9 +122,7 @@ class Probes:
         key = (num_stages, layers, replicas, keeping._replace(recompute="none"))
         shards = self._stages(*key)
         if key not in self._residents:
-            self._residents[key] = [
-                resident(shard, self._assignment(shard, 0), on_cpu=is_cpu(self.accelerator)) for shard in shards
-            ]
+            self._residents[key] = [resident(shard, self._assignment(shard, 0), on_cpu=self.on_cpu) for shard in shards]
         return shards, self._residents[key]
 
     def _at_work(self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves) -> list[Computing]:
@@ -132,7 +130,7 @@ class Probes:
         key = (num_stages, layers, load, keeping.recompute, "activations" in keeping.offload, moves)
         if key not in self._computing:
             self._computing[key] = [
-                computing(shard, self._assignment(shard, LOADS.index(load)), moves, on_cpu=is_cpu(self.accelerator))
+                computing(shard, self._assignment(shard, LOADS.index(load)), moves, on_cpu=self.on_cpu)
                 for shard in self._stages(num_stages, layers, MANY, keeping)
             ]
         return self._computing[key]
@@ -152,10 +150,10 @@ class Probes:
         return self._shards[key]
 
     def _layout(self, loads: Sequence[Sequence[Load]], layers: int, keeping: Keeping) -> Layout:
-        """A plan with these replicas in each stage."""
+        """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
         replicas, cuts = len(loads[0]), chunked([layers] * len(loads), self.chunks)
         stages = tuple(
-            StageSpec(
+            StageSpec.model_construct(
                 layers=cuts[stage],
                 replicas=tuple(self._replica(stage * replicas + index, load) for index, load in enumerate(own)),
                 recompute=keeping.recompute,
@@ -164,7 +162,7 @@ class Probes:
             )
             for stage, own in enumerate(loads)
         )
-        plan = PlanSpec(
+        plan = PlanSpec.model_construct(
             model=self.model.name,
             cluster=self._cluster.name,
             global_batch=sum(replica.samples for replica in stages[0].replicas),
@@ -178,7 +176,9 @@ class Probes:
     @cached_property
     def _cluster(self) -> ClusterSpec:
         """One in which every probe finds room."""
-        node = NodeSpec(name="probe", accelerator=self.accelerator, accelerators=max(ALL_STAGES) * MANY * self.tp)
+        node = NodeSpec(
+            name="probe", accelerator=ON_CPU if self.on_cpu else PROBE, accelerators=max(ALL_STAGES) * MANY * self.tp
+        )
         return ClusterSpec(name="probe", emulated=True, nodes=(node,))
 
     def _replica(self, index: int, load: Load) -> ReplicaSpec:
