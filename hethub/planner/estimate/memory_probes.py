@@ -59,6 +59,11 @@ class Keeping(NamedTuple):
     offload: tuple[Offload, ...]
     recompute: Recompute = "none"
 
+    @property
+    def of_state(self) -> "Keeping":
+        """What of it decides what stays on a rank."""
+        return Keeping(self.zero, tuple(part for part in self.offload if part != "activations"))
+
 
 class _ProbeLayout(Layout):
     """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
@@ -118,8 +123,8 @@ class Probes:
     def _state(
         self, num_stages: int, layers: int, replicas: int, keeping: Keeping
     ) -> tuple[list[Shard], list[Resident]]:
-        """By stage, what stays; recompute and loads do not change it."""
-        key = (num_stages, layers, replicas, keeping._replace(recompute="none"))
+        """By stage, what stays."""
+        key = (num_stages, layers, replicas, keeping.of_state)
         shards = self._stages(*key)
         if key not in self._residents:
             self._residents[key] = [resident(shard, self._assignment(shard, 0), on_cpu=self.on_cpu) for shard in shards]
