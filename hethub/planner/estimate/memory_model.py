@@ -12,13 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import CandidateStage, Pattern
-from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, Probes
+from hethub.planner.estimate.memory_probes import FEW, Keeping, Load, ProbePlans, Probes
 from hethub.planner.problem.problem import Problem
-from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths
 from hethub.predictor.memory.state import optimizer_bytes
-from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.accelerator import Precision
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Offload, Recompute, ScheduleName
 
@@ -118,48 +117,42 @@ class MemoryModel:
     seq_len: int
     precision: Precision
     _known: dict[tuple[bool, int, int, Recompute, Mode], Coefficients] = field(default_factory=dict)
-    _shared: dict[tuple[bool, int, Mode], dict[int, np.ndarray]] = field(default_factory=dict)
-    _late: dict[tuple[bool, int, Recompute, Mode], float] = field(default_factory=dict)
     _asked: dict[tuple[bool, int, ScheduleName, int], Probes] = field(default_factory=dict)
 
-    def coefficients(
-        self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
-    ) -> Coefficients:
+    def coefficients(self, on_cpu: bool, tp: int, micro_batch: int, recompute: Recompute, mode: Mode) -> Coefficients:
         """For one of `tp` ranks; between probed micro-batches by interpolation. Memory tells accelerators apart only by
         whether they are CPUs."""
-        key = (is_cpu(accelerator), tp, micro_batch, recompute, mode)
+        key = (on_cpu, tp, micro_batch, recompute, mode)
         if key not in self._known:
-            self._known[key] = self._find(accelerator, tp, micro_batch, recompute, mode)
+            self._known[key] = self._find(on_cpu, tp, micro_batch, recompute, mode)
         return self._known[key]
 
-    def _find(
-        self, accelerator: AcceleratorSpec, tp: int, micro_batch: int, recompute: Recompute, mode: Mode
-    ) -> Coefficients:
+    def _find(self, on_cpu: bool, tp: int, micro_batch: int, recompute: Recompute, mode: Mode) -> Coefficients:
         if "optimizer" in mode.offload:
             others: tuple[Offload, ...] = tuple(part for part in mode.offload if part != "optimizer")
-            plain = self.coefficients(accelerator, tp, micro_batch, recompute, mode._replace(offload=others))
+            plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(offload=others))
             return self._without_optimizer(plain, tp, mode.zero)
         if mode.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
-            plain = self.coefficients(accelerator, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
-            late = self._deferred_wgrad(accelerator, tp, recompute, mode)
+            plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
+            late = self._probes(on_cpu, tp, mode).deferred_wgrad(Keeping(mode.zero, mode.offload, recompute))
             return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * late))
         plainly = Mode(mode.zero)
         if micro_batch > 1 and mode != plainly and "activations" not in mode.offload:
             # What a mode keeps of the state does not depend on the microbatches.
             own, small, large = (
-                self.coefficients(accelerator, tp, size, recompute, of)
+                self.coefficients(on_cpu, tp, size, recompute, of)
                 for size, of in ((1, mode), (1, plainly), (micro_batch, plainly))
             )
             return own.grown(micro_batch, small, large)
         if micro_batch > PROBED_MICRO_BATCHES[1] and mode != plainly:
-            first, few = (self.coefficients(accelerator, tp, b, recompute, mode) for b in PROBED_MICRO_BATCHES[:2])
+            first, few = (self.coefficients(on_cpu, tp, b, recompute, mode) for b in PROBED_MICRO_BATCHES[:2])
             return first.along(few, (micro_batch - 1) / (PROBED_MICRO_BATCHES[1] - 1))
         if micro_batch in PROBED_MICRO_BATCHES:
-            one = None if micro_batch == 1 else self.coefficients(accelerator, tp, 1, recompute, mode)
-            return self._probed(accelerator, tp, micro_batch, recompute, mode, one)
+            one = None if micro_batch == 1 else self.coefficients(on_cpu, tp, 1, recompute, mode)
+            return _read(self._probes(on_cpu, tp, mode), micro_batch, recompute, mode, one)
         low = max(b for b in PROBED_MICRO_BATCHES[:-1] if b <= micro_batch)
         high = PROBED_MICRO_BATCHES[PROBED_MICRO_BATCHES.index(low) + 1]
-        a, b = (self.coefficients(accelerator, tp, size, recompute, mode) for size in (low, high))
+        a, b = (self.coefficients(on_cpu, tp, size, recompute, mode) for size in (low, high))
         return a.along(b, (micro_batch - low) / (high - low))
 
     def _without_optimizer(self, plain: Coefficients, tp: int, zero: int) -> Coefficients:
@@ -176,62 +169,36 @@ class MemoryModel:
             return plain._replace(state_once=plain.state_once - (one - layer), state_layer=plain.state_layer - layer)
         return plain._replace(once=plain.once - (one - layer), layer=plain.layer - layer)
 
-    def _probed(
-        self,
-        accelerator: AcceleratorSpec,
-        tp: int,
-        micro_batch: int,
-        recompute: Recompute,
-        mode: Mode,
-        one: Coefficients | None,
-    ) -> Coefficients:
-        """From few and twice as many layers, one and two microbatches in flight. Those of microbatches of `one` sample
-        are known for more."""
-        probes, keeping = self._probes(accelerator, tp, mode), Keeping(mode.zero, mode.offload, recompute)
-        few, many = mode.layers, 2 * mode.layers
-        state = self._state(accelerator, tp, mode)
-        rest = {x: probes.bytes(x, Load(micro_batch, 1), keeping) - state[x] / FEW for x in (few, many)}
-        if one is None:
-            two = {x: probes.bytes(x, Load(1, 2), keeping) - state[x] / FEW for x in (few, many)}
-            layer_microbatch = (two[many] - rest[many] - two[few] + rest[few]) / few
-            microbatch = two[few] - rest[few] - few * layer_microbatch
-        else:
-            layer_microbatch, microbatch = micro_batch * one.layer_microbatch, micro_batch * one.microbatch
-        layer = (rest[many] - rest[few]) / few - layer_microbatch
-        once = rest[few] - few * (layer + layer_microbatch) - microbatch
-        state_layer = (state[many] - state[few]) / few
-        state_once = state[few] - few * state_layer
-        return Coefficients(once, layer, microbatch, layer_microbatch, state_once, state_layer, np.zeros(4))
-
-    def _state(self, accelerator: AcceleratorSpec, tp: int, mode: Mode) -> dict[int, np.ndarray]:
-        """By layers, the state before replicas share it, whatever the microbatches and recompute."""
-        key = (is_cpu(accelerator), tp, mode)
-        if key not in self._shared:
-            probes = self._probes(accelerator, tp, mode)
-            self._shared[key] = {
-                layers: np.array(probes.shared_state(layers, mode.zero, mode.offload))
-                for layers in (mode.layers, 2 * mode.layers)
-            }
-        return self._shared[key]
-
-    def state(self, accelerator: AcceleratorSpec, layers: int, zero: int) -> float:
+    def state(self, on_cpu: bool, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
-        return self._probes(accelerator, 1, Mode(zero)).shared_state(layers, zero, ())[ONLY]
+        return float(self._probes(on_cpu, 1, Mode(zero)).shared_state(layers, Keeping(zero))[ONLY])
 
-    def _deferred_wgrad(self, accelerator: AcceleratorSpec, tp: int, recompute: Recompute, mode: Mode) -> float:
-        """Bytes that a layer puts off of one sample."""
-        key = (is_cpu(accelerator), tp, recompute, mode)
-        if key not in self._late:
-            probes = self._probes(accelerator, tp, mode)
-            self._late[key] = probes.deferred_wgrad(Keeping(mode.zero, mode.offload, recompute))
-        return self._late[key]
-
-    def _probes(self, accelerator: AcceleratorSpec, tp: int, mode: Mode) -> Probes:
+    def _probes(self, on_cpu: bool, tp: int, mode: Mode) -> Probes:
         """Those of the mode's schedule."""
-        key = (is_cpu(accelerator), tp, mode.schedule, mode.chunks)
+        key = (on_cpu, tp, mode.schedule, mode.chunks)
         if key not in self._asked:
-            self._asked[key] = Probes(self.model, self.seq_len, self.precision, *key)
+            self._asked[key] = Probes(ProbePlans(self.model, self.seq_len, self.precision, *key))
         return self._asked[key]
+
+
+def _read(probes: Probes, micro_batch: int, recompute: Recompute, mode: Mode, one: Coefficients | None) -> Coefficients:
+    """From few and twice as many layers, one and two microbatches in flight. Those of microbatches of `one` sample are
+    known for more."""
+    keeping = Keeping(mode.zero, mode.offload, recompute)
+    few, many = mode.layers, 2 * mode.layers
+    state = {x: probes.shared_state(x, keeping) for x in (few, many)}
+    rest = {x: probes.bytes(x, Load(micro_batch, 1), keeping) - state[x] / FEW for x in (few, many)}
+    if one is None:
+        two = {x: probes.bytes(x, Load(1, 2), keeping) - state[x] / FEW for x in (few, many)}
+        layer_microbatch = (two[many] - rest[many] - two[few] + rest[few]) / few
+        microbatch = two[few] - rest[few] - few * layer_microbatch
+    else:
+        layer_microbatch, microbatch = micro_batch * one.layer_microbatch, micro_batch * one.microbatch
+    layer = (rest[many] - rest[few]) / few - layer_microbatch
+    once = rest[few] - few * (layer + layer_microbatch) - microbatch
+    state_layer = (state[many] - state[few]) / few
+    state_once = state[few] - few * state_layer
+    return Coefficients(once, layer, microbatch, layer_microbatch, state_once, state_layer, np.zeros(4))
 
 
 def memory_model_of(problem: Problem) -> MemoryModel:

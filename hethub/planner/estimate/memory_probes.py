@@ -56,7 +56,7 @@ class Keeping(NamedTuple):
     """How a stage keeps its state and activations."""
 
     zero: int
-    offload: tuple[Offload, ...]
+    offload: tuple[Offload, ...] = ()
     recompute: Recompute = "none"
 
     @property
@@ -78,7 +78,7 @@ class _ProbeLayout(Layout):
 
 
 @dataclass(frozen=True)
-class Probes:
+class ProbePlans:
     """Plans of a few layers a stage under one schedule, with replicas of `tp` ranks."""
 
     model: ModelSpec
@@ -90,71 +90,18 @@ class Probes:
     chunks: int
     _replicas: dict[tuple[int, Load], ReplicaSpec] = field(default_factory=dict)
     _shards: dict[tuple[int, int, int, Keeping], list[Shard]] = field(default_factory=dict)
-    _residents: dict[tuple[int, int, int, Keeping], list[Resident]] = field(default_factory=dict)
-    _computing: dict[tuple[int, int, Load, Recompute, bool, Moves], list[Computing]] = field(default_factory=dict)
 
-    def bytes(self, layers: int, load: Load, keeping: Keeping, replicas: int = FEW) -> np.ndarray:
-        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
-        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, keeping, replicas)])
-
-    def shared_state(self, layers: int, zero: int, offload: tuple[Offload, ...]) -> np.ndarray:
-        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0."""
-        if not zero:
-            return np.zeros(4)
-        few, many = (self.bytes(layers, LOADS[0], Keeping(zero, offload), replicas) for replicas in (FEW, MANY))
-        shared: np.ndarray = (few - many) / (1 / FEW - 1 / MANY)
-        return shared
-
-    def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
-        """Of a rank of every stage."""
-        shards, states = self._state(num_stages, layers, replicas, keeping)
-        at_work = self._at_work(num_stages, layers, load, keeping, states[0].moves)
-        return [float(sum(device_parts(*each).values())) for each in zip(shards, states, at_work, strict=True)]
-
-    def deferred_wgrad(self, keeping: Keeping) -> float:
-        """Bytes that one more microbatch on the first stage lets the second one, of one layer, put off."""
-        one, two = ((load,) * FEW for load in LOADS[:2])
-        first, second = (
-            rank_memory(self._layout([above, one, one], 1, keeping), only=(FEW * self.tp,))[0].bytes
-            for above in (one, two)
-        )
-        return float(second - first)
-
-    def _state(
-        self, num_stages: int, layers: int, replicas: int, keeping: Keeping
-    ) -> tuple[list[Shard], list[Resident]]:
-        """By stage, what stays."""
-        key = (num_stages, layers, replicas, keeping.of_state)
-        shards = self._stages(*key)
-        if key not in self._residents:
-            self._residents[key] = [resident(shard, self._assignment(shard, 0), on_cpu=self.on_cpu) for shard in shards]
-        return shards, self._residents[key]
-
-    def _at_work(self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves) -> list[Computing]:
-        """By stage, what computing holds; of the state only what moves changes it."""
-        key = (num_stages, layers, load, keeping.recompute, "activations" in keeping.offload, moves)
-        if key not in self._computing:
-            self._computing[key] = [
-                computing(shard, self._assignment(shard, LOADS.index(load)), moves, on_cpu=self.on_cpu)
-                for shard in self._stages(num_stages, layers, MANY, keeping)
-            ]
-        return self._computing[key]
-
-    def _assignment(self, shard: Shard, replica: int) -> Assignment:
-        """Of the first rank of a replica."""
-        return Assignment(shard.spec.replicas[replica].ranks[0], shard.stage, replica, 0)
-
-    def _stages(self, num_stages: int, layers: int, replicas: int, keeping: Keeping) -> list[Shard]:
+    def stages(self, num_stages: int, layers: int, replicas: int, keeping: Keeping) -> list[Shard]:
         """By stage, the first rank's cut of it."""
         key = (num_stages, layers, replicas, keeping)
         if key not in self._shards:
-            layout = self._layout([LOADS[:replicas]] * num_stages, layers, keeping)
+            layout = self.layout([LOADS[:replicas]] * num_stages, layers, keeping)
             width = element_bytes(HETHUB.math_precision(self.precision))
             widths = rank_widths(self.model, self.tp)[0]
             self._shards[key] = [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
         return self._shards[key]
 
-    def _layout(self, loads: Sequence[Sequence[Load]], layers: int, keeping: Keeping) -> Layout:
+    def layout(self, loads: Sequence[Sequence[Load]], layers: int, keeping: Keeping) -> Layout:
         """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
         replicas, cuts = len(loads[0]), chunked([layers] * len(loads), self.chunks)
         stages = tuple(
@@ -198,3 +145,73 @@ class Probes:
                 in_flight=load.held,
             )
         return self._replicas[key]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Bytes of such plans' ranks, each sort of them asked for once."""
+
+    plans: ProbePlans
+    _residents: dict[tuple[int, int, int, Keeping], list[Resident]] = field(default_factory=dict)
+    _computing: dict[tuple[int, int, Load, Recompute, bool, Moves], list[Computing]] = field(default_factory=dict)
+    _shared: dict[tuple[int, Keeping], np.ndarray] = field(default_factory=dict)
+    _deferred: dict[Keeping, float] = field(default_factory=dict)
+
+    def bytes(self, layers: int, load: Load, keeping: Keeping, replicas: int = FEW) -> np.ndarray:
+        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
+        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, keeping, replicas)])
+
+    def shared_state(self, layers: int, keeping: Keeping) -> np.ndarray:
+        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
+        least beside it."""
+        if not keeping.zero:
+            return np.zeros(4)
+        key = (layers, keeping._replace(recompute="none"))
+        if key not in self._shared:
+            few, many = (self.bytes(layers, LOADS[0], key[1], replicas) for replicas in (FEW, MANY))
+            self._shared[key] = (few - many) / (1 / FEW - 1 / MANY)
+        return self._shared[key]
+
+    def deferred_wgrad(self, keeping: Keeping) -> float:
+        """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
+        if keeping not in self._deferred:
+            one, two = ((load,) * FEW for load in LOADS[:2])
+            first, second = (
+                rank_memory(self.plans.layout([above, one, one], 1, keeping), only=(FEW * self.plans.tp,))[0].bytes
+                for above in (one, two)
+            )
+            self._deferred[keeping] = float(second - first)
+        return self._deferred[keeping]
+
+    def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
+        """Of a rank of every stage."""
+        shards, states = self._state(num_stages, layers, replicas, keeping)
+        at_work = self._at_work(num_stages, layers, load, keeping, states[0].moves)
+        return [float(sum(device_parts(*each).values())) for each in zip(shards, states, at_work, strict=True)]
+
+    def _state(
+        self, num_stages: int, layers: int, replicas: int, keeping: Keeping
+    ) -> tuple[list[Shard], list[Resident]]:
+        """By stage, what stays."""
+        key = (num_stages, layers, replicas, keeping.of_state)
+        shards = self.plans.stages(*key)
+        if key not in self._residents:
+            self._residents[key] = [
+                resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu) for shard in shards
+            ]
+        return shards, self._residents[key]
+
+    def _at_work(self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves) -> list[Computing]:
+        """By stage, what computing holds; of the state only what moves changes it."""
+        key = (num_stages, layers, load, keeping.recompute, "activations" in keeping.offload, moves)
+        if key not in self._computing:
+            self._computing[key] = [
+                computing(shard, _assignment(shard, LOADS.index(load)), moves, on_cpu=self.plans.on_cpu)
+                for shard in self.plans.stages(num_stages, layers, MANY, keeping)
+            ]
+        return self._computing[key]
+
+
+def _assignment(shard: Shard, replica: int) -> Assignment:
+    """Of the first rank of a replica."""
+    return Assignment(shard.spec.replicas[replica].ranks[0], shard.stage, replica, 0)

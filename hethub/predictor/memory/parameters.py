@@ -48,6 +48,7 @@ class RankParameters(NamedTuple):
     head: Any  # 0 where it is tied to the embedding
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def of(model: ModelSpec, widths: RankWidths) -> "RankParameters":
         whole = RankWidths(model.heads, model.num_kv_heads, model.ffn, model.vocab)
         table = widths.vocab * model.hidden
