@@ -16,8 +16,8 @@ from hethub.predictor import rank_memory
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import rank_widths
-from hethub.predictor.memory.peak import Computing, computing
-from hethub.predictor.memory.ranks import device_parts
+from hethub.predictor.memory.peak import Moment, peak
+from hethub.predictor.memory.ranks import Work, device_parts, work
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Moves, Resident, resident
 from hethub.spec.accelerator import AcceleratorSpec, Precision
@@ -64,6 +64,11 @@ class Keeping(NamedTuple):
         """What of it decides what stays on a rank."""
         return Keeping(self.zero, tuple(part for part in self.offload if part != "activations"))
 
+    @property
+    def of_work(self) -> "Keeping":
+        """What of it decides what microbatches need."""
+        return Keeping(0, ("activations",) if "activations" in self.offload else (), self.recompute)
+
 
 class _ProbeLayout(Layout):
     """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
@@ -88,12 +93,12 @@ class ProbePlans:
     tp: int
     schedule: ScheduleName
     chunks: int
-    _replicas: dict[tuple[int, Load], ReplicaSpec] = field(default_factory=dict)
-    _shards: dict[tuple[int, int, int, Keeping], list[Shard]] = field(default_factory=dict)
+    _replicas: dict[tuple[int, tuple[Load, ...]], tuple[ReplicaSpec, ...]] = field(default_factory=dict)
+    _shards: dict[tuple[int, int, Keeping, int], list[Shard]] = field(default_factory=dict)
 
-    def stages(self, num_stages: int, layers: int, replicas: int, keeping: Keeping) -> list[Shard]:
+    def shards(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[Shard]:
         """By stage, the first rank's cut of it."""
-        key = (num_stages, layers, replicas, keeping)
+        key = (num_stages, layers, keeping, replicas)
         if key not in self._shards:
             layout = self.layout([LOADS[:replicas]] * num_stages, layers, keeping)
             width = element_bytes(HETHUB.math_precision(self.precision))
@@ -101,13 +106,13 @@ class ProbePlans:
             self._shards[key] = [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
         return self._shards[key]
 
-    def layout(self, loads: Sequence[Sequence[Load]], layers: int, keeping: Keeping) -> Layout:
+    def layout(self, loads: Sequence[tuple[Load, ...]], layers: int, keeping: Keeping) -> Layout:
         """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
-        replicas, cuts = len(loads[0]), chunked([layers] * len(loads), self.chunks)
+        cuts = chunked([layers] * len(loads), self.chunks)
         stages = tuple(
             StageSpec.model_construct(
                 layers=cuts[stage],
-                replicas=tuple(self._replica(stage * replicas + index, load) for index, load in enumerate(own)),
+                replicas=self._stage_replicas(stage, own),
                 recompute=keeping.recompute,
                 zero=keeping.zero,
                 offload=keeping.offload,
@@ -133,18 +138,21 @@ class ProbePlans:
         )
         return ClusterSpec(name="probe", emulated=True, nodes=(node,))
 
-    def _replica(self, index: int, load: Load) -> ReplicaSpec:
-        """One on the ranks of its turn; all it has is held at once where a schedule runs all forward first."""
-        key = (index, load)
-        if key not in self._replicas:
-            microbatches = load.held if self.schedule in ALL_IN_FLIGHT else 2 * MOST_HELD
-            self._replicas[key] = ReplicaSpec(
-                ranks=tuple(range(index * self.tp, (index + 1) * self.tp)),
-                micro_batch=load.micro_batch,
-                samples=load.micro_batch * microbatches,
-                in_flight=load.held,
+    def _stage_replicas(self, stage: int, loads: tuple[Load, ...]) -> tuple[ReplicaSpec, ...]:
+        """A stage's, as many in each. All that a replica has is held at once where a schedule runs all forward first;
+        else microbatches go before and after those held."""
+        if (stage, loads) not in self._replicas:
+            all_held, tp = self.schedule in ALL_IN_FLIGHT, self.tp
+            self._replicas[stage, loads] = tuple(
+                ReplicaSpec(
+                    ranks=tuple(range(index * tp, (index + 1) * tp)),
+                    micro_batch=load.micro_batch,
+                    samples=load.micro_batch * (load.held if all_held else 2 * MOST_HELD),
+                    in_flight=load.held,
+                )
+                for index, load in enumerate(loads, stage * len(loads))
             )
-        return self._replicas[key]
+        return self._replicas[stage, loads]
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,11 @@ class Probes:
     """Bytes of such plans' ranks, each sort of them asked for once."""
 
     plans: ProbePlans
-    _residents: dict[tuple[int, int, int, Keeping], list[Resident]] = field(default_factory=dict)
-    _computing: dict[tuple[int, int, Load, Recompute, bool, Moves], list[Computing]] = field(default_factory=dict)
+    _residents: dict[tuple[int, int, Keeping, int], list[tuple[Shard, Resident]]] = field(default_factory=dict)
+    _needed: dict[tuple[int, int, Load, Keeping], list[tuple[Shard, Assignment, Work]]] = field(default_factory=dict)
+    _fullest: dict[tuple[int, int, Load, Keeping, Moves], list[tuple[Moment, dict[str, float]]]] = field(
+        default_factory=dict
+    )
     _shared: dict[tuple[int, Keeping], np.ndarray] = field(default_factory=dict)
     _deferred: dict[Keeping, float] = field(default_factory=dict)
 
@@ -185,31 +196,48 @@ class Probes:
 
     def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
         """Of a rank of every stage."""
-        shards, states = self._state(num_stages, layers, replicas, keeping)
-        at_work = self._at_work(num_stages, layers, load, keeping, states[0].moves)
-        return [float(sum(device_parts(*each).values())) for each in zip(shards, states, at_work, strict=True)]
+        states = self._states(num_stages, layers, keeping.of_state, replicas)
+        found = self._at_work(num_stages, layers, load, keeping.of_work, states[0][1].moves)
+        return [
+            float(sum(device_parts(shard, state, fullest, around).values()))
+            for (shard, state), (fullest, around) in zip(states, found, strict=True)
+        ]
 
-    def _state(
-        self, num_stages: int, layers: int, replicas: int, keeping: Keeping
-    ) -> tuple[list[Shard], list[Resident]]:
+    def _states(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[tuple[Shard, Resident]]:
         """By stage, what stays."""
-        key = (num_stages, layers, replicas, keeping.of_state)
-        shards = self.plans.stages(*key)
+        key = (num_stages, layers, keeping, replicas)
         if key not in self._residents:
             self._residents[key] = [
-                resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu) for shard in shards
+                (shard, resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu))
+                for shard in self.plans.shards(*key)
             ]
-        return shards, self._residents[key]
+        return self._residents[key]
 
-    def _at_work(self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves) -> list[Computing]:
-        """By stage, what computing holds; of the state only what moves changes it."""
-        key = (num_stages, layers, load, keeping.recompute, "activations" in keeping.offload, moves)
-        if key not in self._computing:
-            self._computing[key] = [
-                computing(shard, _assignment(shard, LOADS.index(load)), moves, on_cpu=self.plans.on_cpu)
-                for shard in self.plans.stages(num_stages, layers, MANY, keeping)
+    def _at_work(
+        self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves
+    ) -> list[tuple[Moment, dict[str, float]]]:
+        """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
+        key = (num_stages, layers, load, keeping, moves)
+        if key not in self._fullest:
+            self._fullest[key] = [
+                (peak(shard, place, needed.microbatches, moves), needed.around)
+                for shard, place, needed in self._works(*key[:-1])
             ]
-        return self._computing[key]
+        return self._fullest[key]
+
+    def _works(
+        self, num_stages: int, layers: int, load: Load, keeping: Keeping
+    ) -> list[tuple[Shard, Assignment, Work]]:
+        """By stage, what microbatches need."""
+        key = (num_stages, layers, load, keeping)
+        if key not in self._needed:
+            shards = self.plans.shards(num_stages, layers, keeping, MANY)
+            places = [_assignment(shard, LOADS.index(load)) for shard in shards]
+            self._needed[key] = [
+                (shard, place, work(shard, place, on_cpu=self.plans.on_cpu))
+                for shard, place in zip(shards, places, strict=True)
+            ]
+        return self._needed[key]
 
 
 def _assignment(shard: Shard, replica: int) -> Assignment:

@@ -9,11 +9,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import held_gradient_bytes
-from hethub.predictor.memory.activations import HeldActivations, held_microbatches
+from hethub.predictor.memory.activations import HeldActivations
 from hethub.predictor.memory.parameters import StageParameters
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Moves
-from hethub.predictor.memory.surroundings import surroundings
 from hethub.spec.layout.bind import Assignment
 
 
@@ -25,24 +24,7 @@ class Moment(NamedTuple):
     gradients: float
 
 
-class Computing(NamedTuple):
-    """What a rank holds when it is fullest beside what stays for good."""
-
-    peak: Moment
-    around: dict[str, float]  # bytes by part of what surrounds the counted tensors
-    host_activations: float  # bytes
-
-
-def computing(shard: Shard, assignment: Assignment, moves: Moves, *, on_cpu: bool) -> Computing:
-    """Of a rank whose units' state comes and goes as `moves` says: of how replicas share that state no more is asked."""
-    sizes = [chunk.size for chunk in shard.chunks]
-    microbatches, in_host = held_microbatches(shard.layout, assignment, shard.kept, sizes, shard.software)
-    around = surroundings(shard, assignment, on_cpu=on_cpu)
-    around["logits"] = max(0.0, around["logits"] - microbatches.again)  # gone when a layer runs again
-    return Computing(_peak(shard, assignment, microbatches, moves), around, in_host)
-
-
-def _peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, moves: Moves) -> Moment:
+def peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, moves: Moves) -> Moment:
     """The moment with the most bytes; nothing counted there of what stays for good."""
     if not any(moves):
         return Moment(microbatches.activations, 0.0, 0.0)

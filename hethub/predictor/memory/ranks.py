@@ -6,17 +6,18 @@ runs.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, Software, element_bytes, held_gradient_bytes
+from hethub.predictor.memory.activations import HeldActivations, held_microbatches
 from hethub.predictor.memory.parameters import RankWidths, replica_widths
-from hethub.predictor.memory.peak import Computing, computing
+from hethub.predictor.memory.peak import Moment, peak
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
-from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned
+from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Assignment, Layout
@@ -151,35 +152,52 @@ _REMEDIES = {
 }
 
 
+class Work(NamedTuple):
+    """What a rank's microbatches need, however replicas share its state."""
+
+    microbatches: HeldActivations
+    around: dict[str, float]  # bytes by part of what surrounds the counted tensors
+    host_activations: float  # bytes
+
+
+def work(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Work:
+    """Of a rank."""
+    sizes = [chunk.size for chunk in shard.chunks]
+    microbatches, in_host = held_microbatches(shard.layout, assignment, shard.kept, sizes, shard.software)
+    around = surroundings(shard, assignment, on_cpu=on_cpu)
+    around["logits"] = max(0.0, around["logits"] - microbatches.again)  # gone when a layer runs again
+    return Work(microbatches, around, in_host)
+
+
 def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by part: what the process holds on the accelerator, and in host memory."""
-    state = resident(shard, assignment, on_cpu=on_cpu)
-    fullest = computing(shard, assignment, state.moves, on_cpu=on_cpu)
+    state, own = resident(shard, assignment, on_cpu=on_cpu), work(shard, assignment, on_cpu=on_cpu)
     host = {
         "weights": state.host_weights_bytes,
         "optimizer": state.host_optimizer_bytes,
-        "activations": fullest.host_activations,
+        "activations": own.host_activations,
         "checkpoint": checkpoint_bytes(shard, assignment, state.owned),
     }
     if not on_cpu:
         host = pinned(shard, assignment, state.owned, host)
-    return device_parts(shard, state, fullest), {part: int(size) for part, size in host.items()}
+    fullest = peak(shard, assignment, own.microbatches, state.moves)
+    return device_parts(shard, state, fullest, own.around), {part: int(size) for part, size in host.items()}
 
 
-def device_parts(shard: Shard, state: Resident, fullest: Computing) -> dict[str, int]:
-    """Bytes by part of what a rank holds for good and when it is fullest; of the shard its widths alone are asked."""
+def device_parts(shard: Shard, state: Resident, fullest: Moment, around: Mapping[str, float]) -> dict[str, int]:
+    """Bytes by part on the accelerator: what stays there, and what is added when a rank is fullest. Of the shard its
+    widths alone are asked."""
     width, wide = shard.width, held_gradient_bytes(shard.width, shard.software)
-    peak, around = fullest.peak, fullest.around
-    at_work = peak.activations + width * peak.weights + wide * peak.gradients
+    at_work = fullest.activations + width * fullest.weights + wide * fullest.gradients
     parts = {
-        "weights": width * (state.weights + peak.weights),
-        "gradients": wide * (state.gradients + peak.gradients),
+        "weights": width * (state.weights + fullest.weights),
+        "gradients": wide * (state.gradients + fullest.gradients),
         # The update comes when what computing needed is gone again.
         "optimizer": shard.software.optimizer_included * state.optimizer_bytes + max(0.0, state.update_bytes - at_work),
-        "activations": peak.activations,
+        "activations": fullest.activations,
         **around,
         # Joined gradients are all there when what layers kept is gone.
-        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - peak.activations),
+        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - fullest.activations),
         "communicator": around["communicator"] + state.block_bytes,
     }
     return {part: int(size) for part, size in parts.items()}
