@@ -159,15 +159,12 @@ class MemoryModel:
         """What is left where the optimizer's state is in host memory. What its step brings back is left out: it comes
         when what computing needed is gone."""
         rank = RankParameters.of(self.model, rank_widths(self.model, tp)[0])
-        width = element_bytes(HETHUB.math_precision(self.precision))
-        one, two = (
-            optimizer_bytes(width) * np.array([rank.of_layers(layers, *ends) for ends in ENDS], dtype=float)
-            for layers in (1, 2)
-        )
-        layer = two - one
+        each = optimizer_bytes(element_bytes(HETHUB.math_precision(self.precision)))
+        once = each * np.array([rank.of_layers(0, *ends) for ends in ENDS], dtype=float)
+        layer = each * float(rank.of_layers(1, False, False))
         if zero:
-            return plain._replace(state_once=plain.state_once - (one - layer), state_layer=plain.state_layer - layer)
-        return plain._replace(once=plain.once - (one - layer), layer=plain.layer - layer)
+            return plain._replace(state_once=plain.state_once - once, state_layer=plain.state_layer - layer)
+        return plain._replace(once=plain.once - once, layer=plain.layer - layer)
 
     def state(self, on_cpu: bool, layers: int, zero: int) -> float:
         """Bytes of a stage alone, of one-rank replicas, before these share them; at ZeRO-0 they share none."""
