@@ -66,7 +66,7 @@ class Keeping(NamedTuple):
 
     @property
     def of_work(self) -> "Keeping":
-        """What of it decides what microbatches need."""
+        """What of it decides what microbatches need: not how replicas cut the state."""
         return Keeping(0, ("activations",) if "activations" in self.offload else (), self.recompute)
 
 

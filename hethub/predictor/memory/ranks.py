@@ -161,7 +161,7 @@ class Work(NamedTuple):
 
 
 def work(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Work:
-    """Of a rank."""
+    """The same for one assignment; asked of the planner's probes without their ZeRO level."""
     sizes = [chunk.size for chunk in shard.chunks]
     microbatches, in_host = held_microbatches(shard.layout, assignment, shard.kept, sizes, shard.software)
     around = surroundings(shard, assignment, on_cpu=on_cpu)

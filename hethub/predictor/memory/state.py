@@ -32,8 +32,8 @@ class Resident(NamedTuple):
     owned: float  # elements that the rank steps
     host_weights_bytes: float
     host_optimizer_bytes: float
-    joined_bytes: float
-    block_bytes: float
+    joined_bytes: float  # copies of gradients that lie apart
+    block_bytes: float  # of shared memory, on a CPU
 
 
 def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
