@@ -94,7 +94,7 @@ class StageSpec(Spec):
         first = (self.replicas[0].tp, self.replicas[0].tensor_shares)
         return all((replica.tp, replica.tensor_shares) == first for replica in self.replicas)
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return sum([stop - start for start, stop in self.layers])
 

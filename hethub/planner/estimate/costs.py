@@ -54,6 +54,7 @@ class UnitCosts:
         self.network = Network(problem.cluster, packaged(), problem.profile)
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
         self.memory = memory_model_of(problem)
+        self._on_cpu = [is_cpu(kind.accelerator) for kind in problem.kinds]
         self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
         self._deferred_wgrad: dict[tuple[int, int, int, str], float] = {}
@@ -94,12 +95,12 @@ class UnitCosts:
         self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
     ) -> Coefficients:
         """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
-        mode, accelerator = mode or Mode(self.problem.usual_zero), self.problem.kinds[kind].accelerator
-        found = self.memory.coefficients(accelerator, tp, micro_batch, recompute, mode)
+        mode, on_cpu = mode or Mode(self.problem.usual_zero), self._on_cpu[kind]
+        found = self.memory.coefficients(on_cpu, tp, micro_batch, recompute, mode)
         if self.problem.size > 1:
             return found
         # Probes have several ranks.
-        return found._replace(once=found.once - communicator_bytes(2, on_cpu=is_cpu(accelerator)))
+        return found._replace(once=found.once - communicator_bytes(2, on_cpu=on_cpu))
 
     def deferred_wgrad(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""

@@ -48,6 +48,7 @@ class RankParameters(NamedTuple):
     head: Any  # 0 where it is tied to the embedding
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def of(model: ModelSpec, widths: RankWidths) -> "RankParameters":
         whole = RankWidths(model.heads, model.num_kv_heads, model.ffn, model.vocab)
         table = widths.vocab * model.hidden
@@ -90,15 +91,22 @@ class StageParameters(NamedTuple):
 
     @staticmethod
     def of(layout: Layout, stage: int, widths: RankWidths) -> "StageParameters":
-        model, num_layers = layout.model, layout.stages[stage].num_layers
-        rank, first, last = RankParameters.of(model, widths), stage == 0, stage == layout.num_stages - 1
-        units, norms = [rank.layer_matrices] * num_layers, num_layers * rank.layer_norms
-        units[0] += first * (rank.positions + (0 if model.tied_head else rank.table))
-        units[-1] += last * rank.head
-        norms += last * rank.final_norm
-        tied = rank.table if model.tied_head and layout.num_stages == 1 else 0
-        apart = rank.table if layout.head_is_apart and (first or last) else 0
-        return StageParameters(tuple(units), tied, norms, apart)
+        first, last = stage == 0, stage == layout.num_stages - 1
+        return _stage_parameters(layout.model, widths, layout.stages[stage].num_layers, first, last)
+
+
+@lru_cache(maxsize=1024)
+def _stage_parameters(
+    model: ModelSpec, widths: RankWidths, num_layers: int, first: bool, last: bool
+) -> StageParameters:
+    """Of any stage with so many layers at that place of the model."""
+    rank = RankParameters.of(model, widths)
+    units, norms = [rank.layer_matrices] * num_layers, num_layers * rank.layer_norms
+    units[0] += first * (rank.positions + (0 if model.tied_head else rank.table))
+    units[-1] += last * rank.head
+    norms += last * rank.final_norm
+    table = rank.table if model.tied_head else 0
+    return StageParameters(tuple(units), table if first and last else 0, norms, table if first != last else 0)
 
 
 class Held(NamedTuple):

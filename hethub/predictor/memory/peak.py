@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
+from hethub.predictor.cost.software import held_gradient_bytes
 from hethub.predictor.memory.activations import HeldActivations
 from hethub.predictor.memory.parameters import StageParameters
 from hethub.predictor.memory.shards import Shard
+from hethub.predictor.memory.state import Moves
 from hethub.spec.layout.bind import Assignment
 
 
@@ -20,6 +22,19 @@ class Moment(NamedTuple):
     activations: float
     weights: float
     gradients: float
+
+
+def peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, moves: Moves) -> Moment:
+    """The moment with the most bytes; nothing counted there of what stays for good."""
+    if not any(moves):
+        return Moment(microbatches.activations, 0.0, 0.0)
+    weights = shard.width * moves.weights
+    gradients = held_gradient_bytes(shard.width, shard.software) * moves.gradients
+    most = max(
+        moments(shard, assignment, microbatches),
+        key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,
+    )
+    return Moment(most.activations, most.weights * moves.weights, most.gradients * moves.gradients)
 
 
 def moments(shard: Shard, assignment: Assignment, microbatches: HeldActivations) -> Iterator[Moment]:

@@ -6,7 +6,7 @@ runs.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.software import HETHUB, Software, element_bytes, held_gradient_bytes
 from hethub.predictor.memory.activations import HeldActivations, held_microbatches
 from hethub.predictor.memory.parameters import RankWidths, replica_widths
-from hethub.predictor.memory.peak import Moment, moments
+from hethub.predictor.memory.peak import Moment, peak
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import Resident, resident
-from hethub.predictor.memory.surroundings import checkpoint_bytes, joined_bytes, pinned, surroundings
+from hethub.predictor.memory.surroundings import checkpoint_bytes, pinned, surroundings
 from hethub.spec.cluster import NodeSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Assignment, Layout
@@ -152,46 +152,52 @@ _REMEDIES = {
 }
 
 
-def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by part: what the process holds on the accelerator, and in host memory."""
-    layout, width = shard.layout, shard.width
-    wide = held_gradient_bytes(width, shard.software)
-    state, sizes = resident(shard, assignment), [chunk.size for chunk in shard.chunks]
-    microbatches, activations_host = held_microbatches(layout, assignment, shard.kept, sizes, shard.software)
-    peak = _peak(shard, assignment, microbatches, state)
-    computing = peak.activations + width * peak.weights + wide * peak.gradients
+class Work(NamedTuple):
+    """What a rank's microbatches need, however replicas share its state."""
+
+    microbatches: HeldActivations
+    around: dict[str, float]  # bytes by part of what surrounds the counted tensors
+    host_activations: float  # bytes
+
+
+def work(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Work:
+    """The same for one assignment; asked of the planner's probes without their ZeRO level."""
+    sizes = [chunk.size for chunk in shard.chunks]
+    microbatches, in_host = held_microbatches(shard.layout, assignment, shard.kept, sizes, shard.software)
     around = surroundings(shard, assignment, on_cpu=on_cpu)
     around["logits"] = max(0.0, around["logits"] - microbatches.again)  # gone when a layer runs again
-    # Joined gradients are all there when what layers kept is gone.
-    around["temporaries"] += max(0.0, joined_bytes(shard, assignment) - peak.activations)
-    parts = {
-        "weights": width * (state.weights + peak.weights),
-        "gradients": wide * (state.gradients + peak.gradients),
-        # The update comes when what computing needed is gone again.
-        "optimizer": shard.software.optimizer_included * state.optimizer_bytes
-        + max(0.0, state.update_bytes - computing),
-        "activations": peak.activations,
-        **around,
-    }
+    return Work(microbatches, around, in_host)
+
+
+def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by part: what the process holds on the accelerator, and in host memory."""
+    state, own = resident(shard, assignment, on_cpu=on_cpu), work(shard, assignment, on_cpu=on_cpu)
     host = {
         "weights": state.host_weights_bytes,
         "optimizer": state.host_optimizer_bytes,
-        "activations": activations_host,
+        "activations": own.host_activations,
         "checkpoint": checkpoint_bytes(shard, assignment, state.owned),
     }
     if not on_cpu:
         host = pinned(shard, assignment, state.owned, host)
-    return {part: int(size) for part, size in parts.items()}, {part: int(size) for part, size in host.items()}
+    fullest = peak(shard, assignment, own.microbatches, state.moves)
+    return device_parts(shard, state, fullest, own.around), {part: int(size) for part, size in host.items()}
 
 
-def _peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, state: Resident) -> Moment:
-    """The moment with the most bytes; nothing counted there of what stays for good."""
-    if not (state.moves_weights or state.moves_gradients):
-        return Moment(microbatches.activations, 0.0, 0.0)
-    weights = shard.width * state.moves_weights
-    gradients = held_gradient_bytes(shard.width, shard.software) * state.moves_gradients
-    most = max(
-        moments(shard, assignment, microbatches),
-        key=lambda now: now.activations + now.weights * weights + now.gradients * gradients,
-    )
-    return Moment(most.activations, most.weights * state.moves_weights, most.gradients * state.moves_gradients)
+def device_parts(shard: Shard, state: Resident, fullest: Moment, around: Mapping[str, float]) -> dict[str, int]:
+    """Bytes by part on the accelerator: what stays there, and what is added when a rank is fullest. Of the shard its
+    widths alone are asked."""
+    width, wide = shard.width, held_gradient_bytes(shard.width, shard.software)
+    at_work = fullest.activations + width * fullest.weights + wide * fullest.gradients
+    parts = {
+        "weights": width * (state.weights + fullest.weights),
+        "gradients": wide * (state.gradients + fullest.gradients),
+        # The update comes when what computing needed is gone again.
+        "optimizer": shard.software.optimizer_included * state.optimizer_bytes + max(0.0, state.update_bytes - at_work),
+        "activations": fullest.activations,
+        **around,
+        # Joined gradients are all there when what layers kept is gone.
+        "temporaries": around["temporaries"] + max(0.0, state.joined_bytes - fullest.activations),
+        "communicator": around["communicator"] + state.block_bytes,
+    }
+    return {part: int(size) for part, size in parts.items()}

@@ -1,8 +1,8 @@
 """What the ranks of a stage that hold as many heads and columns have and keep, whatever their microbatches."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import Software
@@ -76,18 +76,23 @@ class Shard:
 
     @cached_property
     def descents(self) -> tuple[Descent, ...]:
-        """All microbatches on their way down through a chunk: its layers stay until the last of them has passed.
+        """Through the stage's chunks, where these go one after another."""
+        return _descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))
 
-        The first microbatch enters them one by one, the next announced, and frees what it kept of those above.
-        """
-        chunks = [self.parameters.units[own.start : own.stop] for own in self.chunks]
-        above, tied, found = 0.0, self.parameters.tied, []
-        for chunk in range(len(chunks) - 1, -1, -1):
-            at_hand = tied * (chunk in (0, len(chunks) - 1))
-            downward = [*chunks[chunk][::-1], chunks[chunk - 1][-1] if chunk else 0.0]
-            for passed in range(len(chunks[chunk])):
-                entered = sum(downward[: passed + 1])
-                weights = entered + downward[passed + 1] + at_hand
-                found.append(Descent(chunk, passed, weights, entered + above + tied))
-            above = chunks[chunk][0]
-        return tuple(found)
+
+@lru_cache(maxsize=1024)
+def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> tuple[Descent, ...]:
+    """All microbatches on their way down through a chunk: its layers stay until the last of them has passed.
+
+    The first microbatch enters them one by one, the next announced, and frees what it kept of those above.
+    """
+    chunks = [units[own.start : own.stop] for own in ranges]
+    above, found = 0.0, []
+    for chunk in range(len(chunks) - 1, -1, -1):
+        at_hand = tied * (chunk in (0, len(chunks) - 1))
+        downward = [*chunks[chunk][::-1], chunks[chunk - 1][-1] if chunk else 0.0]
+        for passed, entered in enumerate(accumulate(downward[:-1])):
+            weights = entered + downward[passed + 1] + at_hand
+            found.append(Descent(chunk, passed, weights, entered + above + tied))
+        above = chunks[chunk][0]
+    return tuple(found)

@@ -12,14 +12,19 @@ from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment, Layout
 
 
+class Moves(NamedTuple):
+    """Whether the units' state comes and goes."""
+
+    weights: bool
+    gradients: bool
+
+
 class Resident(NamedTuple):
-    """Elements and bytes of a rank's state that stay for the whole step, and whether the units' state comes and
-    goes."""
+    """Elements and bytes of a rank's state that stay for the whole step, and what its step and reductions bring."""
 
     weights: float
     gradients: float
-    moves_weights: bool
-    moves_gradients: bool
+    moves: Moves
     optimizer_bytes: float
     update_bytes: (
         float  # what the update brings from the host: two buckets' worth; or a unit's weights on their way there
@@ -27,9 +32,11 @@ class Resident(NamedTuple):
     owned: float  # elements that the rank steps
     host_weights_bytes: float
     host_optimizer_bytes: float
+    joined_bytes: float  # copies of gradients that lie apart
+    block_bytes: float  # of shared memory, on a CPU
 
 
-def resident(shard: Shard, assignment: Assignment) -> Resident:
+def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
     """What stays on the accelerator, and all state that is offloaded to the host."""
     stage, software, width, held = shard.spec, shard.software, shard.width, shard.parameters
     level = zero_level(shard.layout, assignment.stage, software)
@@ -56,14 +63,34 @@ def resident(shard: Shard, assignment: Assignment) -> Resident:
     return Resident(
         weights,
         gradients,
-        ours and (offloaded or level == 3),
-        ours and level >= 2,
+        Moves(ours and (offloaded or level == 3), ours and level >= 2),
         state,
         update,
         owned,
         host_weights,
         host_optimizer,
+        _joined_bytes(shard, assignment),
+        _block_bytes(shard) if on_cpu else 0.0,
     )
+
+
+def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
+    """Copies of gradients whose parts lie apart on this rank, where another replica cuts tensors in other places: all of
+    them are there when the last reduction starts (hethub.runtime.state.reduction). Other frameworks cut alike."""
+    stage, own = shard.spec, shard.layout.replica(assignment.stage, assignment.replica)
+    if stage.cut_alike or stage.zero >= 2 or not shard.software.gathers_ahead:
+        return 0.0
+    is_finest = all(own.tp % each.tp == 0 and not each.tensor_shares for each in stage.replicas)
+    matrices = shard.parameters.total - shard.parameters.norms
+    return 0.0 if is_finest else gradient_bytes(shard.width) * matrices
+
+
+def _block_bytes(shard: Shard) -> float:
+    """Blocks of memory in which replicas exchange parts of buckets: as much as two buckets, for one block is read while
+    the next is written (hethub.communicator.relays.shm). Groups that share no state take the vendor's all-reduce, in
+    place."""
+    shares_state = shard.spec.zero and len(shard.spec.replicas) > 1
+    return gradient_bytes(shard.width) * shard.bucket_elements if shares_state else 0.0
 
 
 def zero_level(layout: Layout, stage: int, software: Software) -> int:

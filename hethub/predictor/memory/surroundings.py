@@ -38,7 +38,7 @@ def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[
         "buffers": tables + (4 if layout.num_stages > 1 else 1) * hidden,
         "logits": logits * (_loss_bytes(width) if on_cpu else software.loss_bytes),
         "temporaries": _temporaries(shard, tokens) if on_cpu else 0.0,
-        "communicator": communicator_bytes(layout.cluster.size, on_cpu=on_cpu) + on_cpu * _blocks(shard),
+        "communicator": communicator_bytes(layout.cluster.size, on_cpu=on_cpu),
         "framework": framework_bytes(on_cpu=on_cpu),
     }
 
@@ -52,25 +52,6 @@ def _temporaries(shard: Shard, tokens: float) -> float:
     """A layer's intermediate results in backward: six of SwiGLU's width, of which three are its gradients, and four of the
     hidden state's."""
     return tokens * shard.width * (6 * shard.widths.ffn + 4 * shard.layout.model.hidden)
-
-
-def joined_bytes(shard: Shard, assignment: Assignment) -> float:
-    """Copies of gradients whose parts lie apart on this rank, where another replica cuts tensors in other places: all of
-    them are there when the last reduction starts (hethub.runtime.state.reduction). Other frameworks cut alike."""
-    stage, own = shard.spec, shard.layout.replica(assignment.stage, assignment.replica)
-    if stage.cut_alike or stage.zero >= 2 or not shard.software.gathers_ahead:
-        return 0.0
-    is_finest = all(own.tp % each.tp == 0 and not each.tensor_shares for each in stage.replicas)
-    matrices = shard.parameters.total - shard.parameters.norms
-    return 0.0 if is_finest else gradient_bytes(shard.width) * matrices
-
-
-def _blocks(shard: Shard) -> float:
-    """Blocks of memory in which replicas exchange parts of buckets: as much as two buckets, for one block is read while
-    the next is written (hethub.communicator.relays.shm). Groups that share no state take the vendor's all-reduce, in
-    place."""
-    shares_state = shard.spec.zero and len(shard.spec.replicas) > 1
-    return gradient_bytes(shard.width) * shard.bucket_elements if shares_state else 0.0
 
 
 def checkpoint_bytes(shard: Shard, assignment: Assignment, owned: float) -> float:

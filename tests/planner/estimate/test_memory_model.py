@@ -3,7 +3,7 @@
 import pytest
 
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import ONLY, PROBE, MemoryModel, Mode, _Probe
+from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from hethub.predictor import rank_memory
@@ -42,20 +42,6 @@ def test_the_memory_model_is_the_predictors_memory(tied, depth):
             mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
             mine += coefficients.state(stage.num_layers, place) / shards
             assert mine == pytest.approx(found[replica.ranks[0]].bytes, rel=0.03)
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
-    memory_model = MemoryModel(TINY, 128, "bf16")
-
-    def probe(mode):
-        return _Probe(memory_model, PROBE, 2, 4, recompute, mode)._ranks(2, (2, 2, 2), 2)
-
-    assert probe(Mode(1, "zero_bubble")) == probe(Mode(1))
-    one, four = (memory_model.coefficients(PROBE, 2, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
-    assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
-    assert one.layer_deferred_wgrad.min() > 0
-    assert (four.once == memory_model.coefficients(PROBE, 2, 4, recompute, Mode(1)).once).all()
 
 
 def test_one_accelerator_alone_has_no_communicator():

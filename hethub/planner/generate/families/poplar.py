@@ -16,7 +16,8 @@ from hethub.planner.candidate.candidate import Candidate, CandidateStage, Replic
 from hethub.planner.candidate.samples import largest_able
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import ONLY, probe_for
+from hethub.planner.estimate.memory_model import ONLY
+from hethub.planner.estimate.memory_probes import probe_for
 from hethub.planner.generate.families.uniform import allowed
 from hethub.planner.generate.families.whole import (
     WholeStage,

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup, merged
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.memory_model import memory_model_of, probe_for
+from hethub.planner.estimate.memory_model import memory_model_of
+from hethub.planner.estimate.memory_probes import probe_for
 from hethub.planner.problem.problem import Problem
+from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.layout.bind import Layout
@@ -117,7 +119,8 @@ def fits(problem: Problem, plan: PlanSpec) -> bool:
 
 def shared_bytes(problem: Problem, zero: int) -> float:
     """Bytes of state that the ranks of an only stage share at a ZeRO level: the sum of all their parts."""
-    return memory_model_of(problem).state(problem.kinds[0].accelerator, problem.model.layers, zero)
+    on_cpu = is_cpu(problem.kinds[0].accelerator)
+    return memory_model_of(problem).state(on_cpu, problem.model.layers, zero)
 
 
 def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> dict[Load, Held]:

@@ -1,0 +1,245 @@
+"""Small plans whose ranks tell how bytes grow with layers and microbatches: the probes that a memory model is read off.
+
+What stays on a rank and what it holds while it computes are asked of hethub.predictor.memory apart, each once for all
+modes that share it, and put together by the predictor's own sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.materialize import chunked
+from hethub.predictor import rank_memory
+from hethub.predictor.cost.constants import is_cpu
+from hethub.predictor.cost.software import HETHUB, element_bytes
+from hethub.predictor.memory.parameters import rank_widths
+from hethub.predictor.memory.peak import Moment, peak
+from hethub.predictor.memory.ranks import Work, device_parts, work
+from hethub.predictor.memory.shards import Shard
+from hethub.predictor.memory.state import Moves, Resident, resident
+from hethub.spec.accelerator import AcceleratorSpec, Precision
+from hethub.spec.cluster import ClusterSpec, NodeSpec
+from hethub.spec.layout.bind import ALL_IN_FLIGHT, Assignment, Layout
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, ScheduleName, StageSpec
+
+
+class Load(NamedTuple):
+    """What a replica holds when it is fullest."""
+
+    micro_batch: int
+    held: int  # microbatches
+
+
+LOADS = (Load(1, 1), Load(1, 2), Load(4, 1), Load(64, 1))  # the replicas of a probe, one each
+MOST_HELD = max(load.held for load in LOADS)
+FEW, MANY = 2, len(LOADS)  # replicas of a probe, which share its state
+ALL_STAGES = (3, 1)  # of probes: the first, a middle and the last of three, and one alone
+
+ON_CPU = AcceleratorSpec(
+    name="probe", vendor="cpu", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
+)
+PROBE = AcceleratorSpec(
+    name="probe", vendor="probe", memory_gb=1, memory_gbytes_per_second=1, fp32_tflops=1, link_gbytes_per_second=1
+)
+
+
+def probe_for(accelerator: AcceleratorSpec) -> AcceleratorSpec:
+    """An accelerator without a speed that needs as much memory."""
+    return ON_CPU if is_cpu(accelerator) else PROBE
+
+
+class Keeping(NamedTuple):
+    """How a stage keeps its state and activations."""
+
+    zero: int
+    offload: tuple[Offload, ...] = ()
+    recompute: Recompute = "none"
+
+    @property
+    def of_state(self) -> "Keeping":
+        """What of it decides what stays on a rank."""
+        return Keeping(self.zero, tuple(part for part in self.offload if part != "activations"))
+
+    @property
+    def of_work(self) -> "Keeping":
+        """What of it decides what microbatches need: not how replicas cut the state."""
+        return Keeping(0, ("activations",) if "activations" in self.offload else (), self.recompute)
+
+
+class _ProbeLayout(Layout):
+    """A probe's layout: every replica holds as many microbatches as its plan says, which nobody needs to deal out."""
+
+    @cached_property
+    def in_flight(self) -> list[list[int]]:
+        return [[replica.in_flight or 1 for replica in stage.replicas] for stage in self.stages]
+
+    @property
+    def actor_limits(self) -> list[list[int]]:
+        return [held[:1] if self.plan.runs_in_rounds(stage) else held for stage, held in enumerate(self.in_flight)]
+
+
+@dataclass(frozen=True)
+class ProbePlans:
+    """Plans of a few layers a stage under one schedule, with replicas of `tp` ranks."""
+
+    model: ModelSpec
+    seq_len: int
+    precision: Precision
+    on_cpu: bool
+    tp: int
+    schedule: ScheduleName
+    chunks: int
+    _replicas: dict[tuple[int, tuple[Load, ...]], tuple[ReplicaSpec, ...]] = field(default_factory=dict)
+    _shards: dict[tuple[int, int, Keeping, int], list[Shard]] = field(default_factory=dict)
+
+    def shards(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[Shard]:
+        """By stage, the first rank's cut of it."""
+        key = (num_stages, layers, keeping, replicas)
+        if key not in self._shards:
+            layout = self.layout([LOADS[:replicas]] * num_stages, layers, keeping)
+            width = element_bytes(HETHUB.math_precision(self.precision))
+            widths = rank_widths(self.model, self.tp)[0]
+            self._shards[key] = [Shard(layout, stage, widths, HETHUB, width) for stage in range(num_stages)]
+        return self._shards[key]
+
+    def layout(self, loads: Sequence[tuple[Load, ...]], layers: int, keeping: Keeping) -> Layout:
+        """A plan with these replicas in each stage, neither checked nor bound: nobody but the memory's formulas sees it."""
+        cuts = chunked([layers] * len(loads), self.chunks)
+        stages = tuple(
+            StageSpec.model_construct(
+                layers=cuts[stage],
+                replicas=self._stage_replicas(stage, own),
+                recompute=keeping.recompute,
+                zero=keeping.zero,
+                offload=keeping.offload,
+            )
+            for stage, own in enumerate(loads)
+        )
+        plan = PlanSpec.model_construct(
+            model=self.model.name,
+            cluster=self._cluster.name,
+            global_batch=sum(replica.samples for replica in stages[0].replicas),
+            seq_len=self.seq_len,
+            precision=self.precision,
+            schedule=self.schedule,
+            stages=stages,
+        )
+        return _ProbeLayout(plan, self.model, self._cluster)
+
+    @cached_property
+    def _cluster(self) -> ClusterSpec:
+        """One in which every probe finds room."""
+        node = NodeSpec(
+            name="probe", accelerator=ON_CPU if self.on_cpu else PROBE, accelerators=max(ALL_STAGES) * MANY * self.tp
+        )
+        return ClusterSpec(name="probe", emulated=True, nodes=(node,))
+
+    def _stage_replicas(self, stage: int, loads: tuple[Load, ...]) -> tuple[ReplicaSpec, ...]:
+        """A stage's, as many in each. All that a replica has is held at once where a schedule runs all forward first;
+        else microbatches go before and after those held."""
+        if (stage, loads) not in self._replicas:
+            all_held, tp = self.schedule in ALL_IN_FLIGHT, self.tp
+            self._replicas[stage, loads] = tuple(
+                ReplicaSpec(
+                    ranks=tuple(range(index * tp, (index + 1) * tp)),
+                    micro_batch=load.micro_batch,
+                    samples=load.micro_batch * (load.held if all_held else 2 * MOST_HELD),
+                    in_flight=load.held,
+                )
+                for index, load in enumerate(loads, stage * len(loads))
+            )
+        return self._replicas[stage, loads]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Bytes of such plans' ranks, each sort of them asked for once."""
+
+    plans: ProbePlans
+    _residents: dict[tuple[int, int, Keeping, int], list[tuple[Shard, Resident]]] = field(default_factory=dict)
+    _needed: dict[tuple[int, int, Load, Keeping], list[tuple[Shard, Assignment, Work]]] = field(default_factory=dict)
+    _fullest: dict[tuple[int, int, Load, Keeping, Moves], list[tuple[Moment, dict[str, float]]]] = field(
+        default_factory=dict
+    )
+    _shared: dict[tuple[int, Keeping], np.ndarray] = field(default_factory=dict)
+    _deferred: dict[Keeping, float] = field(default_factory=dict)
+
+    def bytes(self, layers: int, load: Load, keeping: Keeping, replicas: int = FEW) -> np.ndarray:
+        """Of a rank of the first, a middle and the last of three stages, and of a stage alone, with so many layers each."""
+        return np.array([held for n in ALL_STAGES for held in self._stage_bytes(n, layers, load, keeping, replicas)])
+
+    def shared_state(self, layers: int, keeping: Keeping) -> np.ndarray:
+        """Of the same ranks, the state that replicas share, before they do: none at ZeRO-0. Read off those that hold
+        least beside it."""
+        if not keeping.zero:
+            return np.zeros(4)
+        key = (layers, keeping._replace(recompute="none"))
+        if key not in self._shared:
+            few, many = (self.bytes(layers, LOADS[0], key[1], replicas) for replicas in (FEW, MANY))
+            self._shared[key] = (few - many) / (1 / FEW - 1 / MANY)
+        return self._shared[key]
+
+    def deferred_wgrad(self, keeping: Keeping) -> float:
+        """Bytes of one sample that one more microbatch on the first stage lets the second one, of one layer, put off."""
+        if keeping not in self._deferred:
+            one, two = ((load,) * FEW for load in LOADS[:2])
+            first, second = (
+                rank_memory(self.plans.layout([above, one, one], 1, keeping), only=(FEW * self.plans.tp,))[0].bytes
+                for above in (one, two)
+            )
+            self._deferred[keeping] = float(second - first)
+        return self._deferred[keeping]
+
+    def _stage_bytes(self, num_stages: int, layers: int, load: Load, keeping: Keeping, replicas: int) -> list[float]:
+        """Of a rank of every stage."""
+        states = self._states(num_stages, layers, keeping.of_state, replicas)
+        found = self._at_work(num_stages, layers, load, keeping.of_work, states[0][1].moves)
+        return [
+            float(sum(device_parts(shard, state, fullest, around).values()))
+            for (shard, state), (fullest, around) in zip(states, found, strict=True)
+        ]
+
+    def _states(self, num_stages: int, layers: int, keeping: Keeping, replicas: int) -> list[tuple[Shard, Resident]]:
+        """By stage, what stays."""
+        key = (num_stages, layers, keeping, replicas)
+        if key not in self._residents:
+            self._residents[key] = [
+                (shard, resident(shard, _assignment(shard, 0), on_cpu=self.plans.on_cpu))
+                for shard in self.plans.shards(*key)
+            ]
+        return self._residents[key]
+
+    def _at_work(
+        self, num_stages: int, layers: int, load: Load, keeping: Keeping, moves: Moves
+    ) -> list[tuple[Moment, dict[str, float]]]:
+        """By stage, the fullest moment and what surrounds it; of the state only what moves changes them."""
+        key = (num_stages, layers, load, keeping, moves)
+        if key not in self._fullest:
+            self._fullest[key] = [
+                (peak(shard, place, needed.microbatches, moves), needed.around)
+                for shard, place, needed in self._works(*key[:-1])
+            ]
+        return self._fullest[key]
+
+    def _works(
+        self, num_stages: int, layers: int, load: Load, keeping: Keeping
+    ) -> list[tuple[Shard, Assignment, Work]]:
+        """By stage, what microbatches need."""
+        key = (num_stages, layers, load, keeping)
+        if key not in self._needed:
+            shards = self.plans.shards(num_stages, layers, keeping, MANY)
+            places = [_assignment(shard, LOADS.index(load)) for shard in shards]
+            self._needed[key] = [
+                (shard, place, work(shard, place, on_cpu=self.plans.on_cpu))
+                for shard, place in zip(shards, places, strict=True)
+            ]
+        return self._needed[key]
+
+
+def _assignment(shard: Shard, replica: int) -> Assignment:
+    """Of the first rank of a replica."""
+    return Assignment(shard.spec.replicas[replica].ranks[0], shard.stage, replica, 0)

@@ -1,0 +1,84 @@
+"""Probes of memory, whose pieces several modes share, beside the predictor's memory of whole plans that are checked."""
+
+from itertools import product
+
+import pytest
+
+from hethub.planner.candidate.materialize import chunked
+from hethub.planner.estimate.memory_model import MemoryModel, Mode
+from hethub.planner.estimate.memory_probes import FEW, LOADS, MANY, Keeping, Load, ProbePlans, Probes
+from hethub.predictor import rank_memory
+from hethub.spec.layout.bind import ALL_IN_FLIGHT, bind
+from hethub.spec.model import ModelSpec
+from hethub.spec.plan import Offload, PlanSpec, ReplicaSpec, ScheduleName, StageSpec
+from tests.planner.problems import TINY, cluster
+
+SEQ_LEN, TP = 128, 2
+TIED = ModelSpec(
+    name="m", layers=9, hidden=256, heads=8, kv_heads=2, ffn=704, vocab=1024, max_seq_len=256, tied_head=True
+)
+OFFLOADS: list[tuple[Offload, ...]] = [(), ("activations",), ("parameters",), ("activations", "parameters")]
+
+
+def whole(
+    model: ModelSpec, vendor: str, schedule: ScheduleName, chunks: int, stages: int, layers: int, load: Load,
+    keeping: Keeping, replicas: int,
+) -> list[int]:  # fmt: skip
+    """Bytes of the first rank of every stage in a plan of equal replicas."""
+    model, on = model.replace(layers=stages * layers), cluster((vendor, stages * replicas * TP, 0.1, 4.0))
+    all_held, cuts = schedule in ALL_IN_FLIGHT, chunked([layers] * stages, chunks)
+    samples = load.micro_batch * (load.held if all_held else 3 * load.held)
+    formed = tuple(
+        StageSpec(
+            layers=cuts[stage],
+            replicas=tuple(
+                ReplicaSpec(
+                    ranks=tuple(range(index * TP, (index + 1) * TP)),
+                    micro_batch=load.micro_batch,
+                    samples=samples,
+                    in_flight=None if all_held else load.held,
+                )
+                for index in range(stage * replicas, (stage + 1) * replicas)
+            ),
+            **keeping._asdict(),
+        )
+        for stage in range(stages)
+    )
+    plan = PlanSpec(
+        model=model.name,
+        cluster=on.name,
+        global_batch=replicas * samples,
+        seq_len=SEQ_LEN,
+        precision="bf16",
+        schedule=schedule,
+        stages=formed,
+    )
+    found = rank_memory(bind(plan, model, on), only=range(0, on.size, replicas * TP))
+    return [rank.bytes for rank in found]
+
+
+@pytest.mark.parametrize("model", [TINY, TIED], ids=["own head", "tied head"])
+@pytest.mark.parametrize("vendor", ["cpu", "nvidia"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("layered", 1), ("ministages", 2)])
+def test_ranks_of_probes_hold_what_the_predictor_says_in_every_mode(model, vendor, schedule, chunks):
+    probes = Probes(ProbePlans(model, SEQ_LEN, "bf16", vendor == "cpu", TP, schedule, chunks))
+    modes = product(range(4), OFFLOADS, ("none", "selective", "full"))
+    for zero, offload, recompute in modes:
+        keeping, layers = Keeping(zero, offload, recompute), Mode(zero, schedule, chunks, offload).layers
+        for load, replicas in [*((load, FEW) for load in LOADS), (LOADS[0], MANY)]:
+            args = (model, vendor, schedule, chunks)
+            expected = [held for n in (3, 1) for held in whole(*args, n, layers, load, keeping, replicas)]
+            assert probes.bytes(layers, load, keeping, replicas).tolist() == expected, (keeping, load, replicas)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_zero_bubble_keeps_what_1f1b_does_and_what_it_puts_off(recompute):
+    memory_model, keeping = MemoryModel(TINY, SEQ_LEN, "bf16"), Keeping(1, (), recompute)
+    late, usual = (
+        whole(TINY, "nvidia", schedule, 1, 3, 2, Load(4, 2), keeping, 2) for schedule in ("zero_bubble", "1f1b")
+    )
+    assert late == usual
+    one, four = (memory_model.coefficients(False, TP, size, recompute, Mode(1, "zero_bubble")) for size in (1, 4))
+    assert (four.layer_deferred_wgrad == 4 * one.layer_deferred_wgrad).all()
+    assert one.layer_deferred_wgrad.min() > 0
+    assert (four.once == memory_model.coefficients(False, TP, 4, recompute, Mode(1)).once).all()
