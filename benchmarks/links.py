@@ -82,7 +82,7 @@ def _simulate(layout: Layout, costs: PlanCosts, result: Connection) -> None:
         ["links", *(f"--cfg={key}:{value}" for key, value in SETTINGS.items()), "--log=root.thres:error"]
     )
     unpaced = PlanCosts(layout, HETHUB, packaged())
-    unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
+    unpaced.paces = lambda *flow: (0.0, 0.0)  # type: ignore[method-assign]
     compute = Compute(layout, unpaced, True)
     graph, network = compute.graph, costs.network
     assert not any(graph.needs.values())
@@ -164,7 +164,7 @@ def main() -> None:
         layout = drawn(chance)
         costs = PlanCosts(layout, HETHUB, packaged())
         compute, unpaced = Compute(layout, costs, True), PlanCosts(layout, HETHUB, packaged())
-        unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
+        unpaced.paces = lambda *flow: (0.0, 0.0)  # type: ignore[method-assign]
         truth = simulated(layout, costs)
         paced, before = (max(replay(own.graph)) / truth - 1 for own in (compute, Compute(layout, unpaced, True)))
         busy = max(parts.total for parts in compute.spent.values())

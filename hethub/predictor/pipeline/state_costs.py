@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.links import Group, Network, Resource, host_gbytes_per_second
+from hethub.predictor.cost.groups import Group
+from hethub.predictor.cost.links import Network, Resource, host_gbytes_per_second
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import (
     Held,
@@ -396,5 +397,4 @@ class StateCosts:
 
     def groups_per_machine(self, group: Group) -> int:
         """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""
-        machine = group.machines[0][0]
-        return max(1, self.network.machines[machine].accelerators // group.most_per_machine)
+        return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)

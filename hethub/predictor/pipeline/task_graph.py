@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from hethub.predictor.pipeline.costs import Parts, PlanCosts
-from hethub.predictor.pipeline.link_loads import Flow, meeting
+from hethub.predictor.pipeline.link_loads import meeting
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
 from hethub.spec.layout.bind import Layout
@@ -147,11 +147,12 @@ class Compute:
                 costs = [self.costs.boundary(above[0], *pair, below[0]) for pair in own.pairs]
                 seconds, ends = [costs[pair] for pair in own.pair_of], (own.above, own.below)
                 rows = [Rows(*columns) for columns in zip(ends, own.firsts, own.others, strict=True)]
+                both = [self.costs.paces(boundary, *pair[:2]) for pair in own.pairs]
                 for way, kind in enumerate((Kind.FORWARD, Kind.BACKWARD)):
                     (giving, givers), (taking, takers) = list(zip((above, below), rows, strict=True))[:: 1 - 2 * way]
                     sources, under_way = self._sent(kind, giving, givers, seconds)
-                    paces = {pair: self.costs.pace(Flow(boundary, way, *pair[:2])) for pair in own.pairs}
-                    if any(paces.values()):
+                    paces = [each[way] for each in both]
+                    if any(paces):
                         sources, under_way = self._queued(own, paces, sources, under_way)
                     self._link(kind, sources, under_way, taking, takers)
 
@@ -167,7 +168,7 @@ class Compute:
     def _queued(
         self,
         overlap: StageOverlap,
-        paces: Mapping[tuple[int, int, int], float],
+        paces: Sequence[float],
         sources: list[int],
         under_way: list[float],
     ) -> tuple[list[int], list[float]]:
