@@ -30,6 +30,7 @@ class Pass(NamedTuple):
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
+COLLECTIVE = (Kind.REDUCE, Kind.GATHER)  # waited for by compute, which they go on beside
 
 
 class Action(NamedTuple):
