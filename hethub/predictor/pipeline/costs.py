@@ -152,12 +152,11 @@ class PlanCosts:
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
         of it."""
+        portion = portion or self.state.whole[stage]
         key = (self.replica_key(stage, replica), samples, portion)
         found = self._microbatches.get(key)
         if found is None:
-            found = self._microbatches[key] = self._microbatch(
-                stage, replica, samples, portion or self.state.whole(stage)
-            )
+            found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion)
         return found
 
     def _shortest_forward(self, stage: int, portion: Portion) -> float:

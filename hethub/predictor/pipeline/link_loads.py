@@ -169,7 +169,9 @@ def meeting(
 
     def changes(column: Any) -> Any:
         """Where a value is unlike the one before it; the first one always."""
-        return np.append(True, column[1:] != column[:-1])
+        found = np.ones(len(column), bool)
+        found[1:] = column[1:] != column[:-1]
+        return found
 
     numbers = {pair[:2]: number for number, pair in enumerate(overlap.pairs)}
     flow = np.array([numbers[pair[:2]] for pair in overlap.pairs])[overlap.pair_of]
@@ -182,11 +184,14 @@ def meeting(
     ready = np.minimum(np.minimum.reduceat(np.array(under_way)[rows], begins), 0.0)
     spent = np.add.reduceat(seconds[rows], begins)
     set_out = np.array([computed[node] for node in source[first].tolist()]) + ready
-    longer = np.append(0.0, spent[:-1] - np.diff(set_out))
+    longer = np.zeros(len(first))
+    longer[1:] = spent[:-1] - (set_out[1:] - set_out[:-1])
     longer[changes(flow[first])] = -np.abs(longer).sum()  # the first of a flow is not kept
     sums = np.cumsum(longer)
     kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
-    ends = np.append(begins[1:], len(rows))
-    for message in np.flatnonzero(kept | np.append(kept[1:], False)).tolist():
-        row, own = first[message], rows[begins[message] : ends[message]].tolist()
-        yield Message(int(flow[row]), int(source[row]), own, float(ready[message]), float(spent[message]))
+    kept[:-1] |= kept[1:]
+    chosen, ends = np.flatnonzero(kept), [*begins[1:].tolist(), len(rows)]
+    columns = (flow[first], source[first], begins, ready, spent)
+    for message, *figures in zip(chosen.tolist(), *(column[chosen].tolist() for column in columns), strict=True):
+        own_flow, node, begin, own_ready, own_spent = figures
+        yield Message(own_flow, node, rows[begin : ends[message]].tolist(), own_ready, own_spent)

@@ -10,7 +10,7 @@ stages cut the samples unlike, groups of replicas that are copies of each other 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from operator import sub
 from typing import NamedTuple
 
 from hethub.predictor.pipeline.closed_form import Chain, Ends, interleaved, pipeline
@@ -148,16 +148,15 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
     """When each replica's actions ran; waits for collectives belong to them, as they do in a run's trace."""
     found: dict[Place, list[Timed]] = {}
     for place, acts in schedule(compute.layout).items():
-        own: list[Timed] = []
-        nodes, stop = compute.runs[place].nodes, 0.0
-        assert isinstance(nodes, range)
-        of_nodes = slice(nodes.start, nodes.stop)
-        early = compute.early.get(place) or repeat(0.0)
-        for action, end, seconds, sooner in zip(acts, ends[of_nodes], compute.graph.seconds[of_nodes], early):  # noqa: B905
-            start = stop if own and action.kind in COLLECTIVE else end - seconds
-            stop = end - sooner
-            own.append(Timed(action, start, stop))
-        found[place] = own
+        nodes, order = compute.wiring.orders[compute.runs[place].actor], compute.runs[place].order
+        stops = ends[nodes.start : nodes.stop]
+        starts = list(map(sub, stops, compute.graph.seconds[nodes.start : nodes.stop]))
+        if place in compute.early:
+            stops = list(map(sub, stops, compute.early[place]))
+        for (kind, _), position in order.updates.items():
+            if kind in COLLECTIVE and position:
+                starts[position] = stops[position - 1]
+        found[place] = list(map(Timed._make, zip(acts, starts, stops, strict=True)))
     return found
 
 

@@ -83,10 +83,8 @@ class Compute:
         short = spec.samples - spec.micro_batch * (num_microbatches - 1)
         last = self._passes(place, order, short)
         full = last if short == spec.micro_batch else self._passes(place, order, spec.micro_batch)
-        sums = [
-            sum([(num_microbatches - 1) * whole[part] + own[part] for whole, own in zip(full, last, strict=True)])
-            for part in range(3)
-        ]
+        by_part = zip(zip(*full, strict=True), zip(*last, strict=True), strict=True)
+        sums = [sum([(num_microbatches - 1) * a + b for a, b in zip(*each, strict=True)]) for each in by_part]
         self.spent[place] = Parts(*sums)
         return full, last
 

@@ -1,5 +1,6 @@
 """What every rank does when: the replayed schedule as spans, with the names that the runtime's trace uses."""
 
+from itertools import repeat
 from typing import NamedTuple
 
 from hethub.predictor.pipeline.step import StepTimes
@@ -22,9 +23,10 @@ def timeline(layout: Layout, times: StepTimes) -> tuple[Span, ...]:
     assert times.timed is not None
     by_rank: dict[int, list[Span]] = {}
     for place, timed in times.timed.items():
-        rows = [(stream_of(action.kind), action.name, start, stop) for action, start, stop in timed]
+        acts, starts, stops = zip(*timed, strict=True)
+        streams, names = [stream_of(action.kind) for action in acts], [action.name for action in acts]
         for rank in layout.replica(*place).ranks:
-            by_rank[rank] = [Span(rank, *row) for row in rows]
+            by_rank[rank] = list(map(Span._make, zip(repeat(rank), streams, names, starts, stops)))
     return tuple([span for rank in sorted(by_rank) for span in by_rank[rank]])
 
 
