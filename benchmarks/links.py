@@ -31,6 +31,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay
 from hethub.predictor.pipeline.task_graph import Compute
+from hethub.predictor.pipeline.wiring import Wiring
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout, bind
 from tests.predictor.plans import LLAMA_8B, uniform
@@ -82,8 +83,8 @@ def _simulate(layout: Layout, costs: PlanCosts, result: Connection) -> None:
         ["links", *(f"--cfg={key}:{value}" for key, value in SETTINGS.items()), "--log=root.thres:error"]
     )
     unpaced = PlanCosts(layout, HETHUB, packaged())
-    unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
-    compute = Compute(layout, unpaced, True)
+    unpaced.paces = lambda *flow: (0.0, 0.0)  # type: ignore[method-assign]
+    compute = Compute(Wiring(layout, True), unpaced)
     graph, network = compute.graph, costs.network
     assert not any(graph.needs.values())
     zone = simgrid.NetZone.create_full_zone("all")
@@ -163,10 +164,12 @@ def main() -> None:
     for _ in range(number):
         layout = drawn(chance)
         costs = PlanCosts(layout, HETHUB, packaged())
-        compute, unpaced = Compute(layout, costs, True), PlanCosts(layout, HETHUB, packaged())
-        unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
+        compute, unpaced = Compute(Wiring(layout, True), costs), PlanCosts(layout, HETHUB, packaged())
+        unpaced.paces = lambda *flow: (0.0, 0.0)  # type: ignore[method-assign]
         truth = simulated(layout, costs)
-        paced, before = (max(replay(own.graph)) / truth - 1 for own in (compute, Compute(layout, unpaced, True)))
+        paced, before = (
+            max(replay(own.graph)) / truth - 1 for own in (compute, Compute(Wiring(layout, True), unpaced))
+        )
         busy = max(parts.total for parts in compute.spent.values())
         load = max(costs.loads.messages.values(), default=0.0) / busy
         name = "load below 0.8" if load < 0.8 else "0.8 to 1.25" if load <= 1.25 else "beyond"

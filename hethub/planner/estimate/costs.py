@@ -13,8 +13,9 @@ from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
 from hethub.planner.problem.problem import Kind, Problem
 from hethub.predictor.cost.constants import is_cpu, packaged
+from hethub.predictor.cost.groups import Group
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
-from hethub.predictor.cost.links import Group, Network
+from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
 from hethub.predictor.cost.software import HETHUB, element_bytes
 from hethub.predictor.memory.parameters import RankParameters, rank_widths

@@ -17,7 +17,8 @@ from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.links import Group, host_gbytes_per_second
+from hethub.predictor.cost.groups import Group
+from hethub.predictor.cost.links import host_gbytes_per_second
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.spec.plan import Offload

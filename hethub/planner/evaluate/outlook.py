@@ -22,6 +22,7 @@ from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import step_times
+from hethub.predictor.pipeline.wiring import Wirings
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec
@@ -99,21 +100,22 @@ class Outlooks:
     def in_the_middle(self, plan: PlanSpec) -> float:
         """The step where links deliver what they do in the mean of the scenarios, and all else is as predicted: of one
         plan beside another it says nearly what the mean over all says, for a sixteenth of the work."""
-        return self._seconds(self._layout(plan), self._middle)
+        return self._seconds(Wirings(self._layout(plan)), self._middle)
 
     def _look(self, plan: PlanSpec) -> Outlook:
-        layout = self._layout(plan)
-        each = [self._seconds(layout, scenario) for scenario in self._scenarios]
+        wirings = Wirings(self._layout(plan))
+        each = [self._seconds(wirings, scenario) for scenario in self._scenarios]
         tenths = quantiles(each, n=10, method="inclusive")
-        return Outlook(fmean(each), tenths[0], tenths[-1], self._seconds(layout, self._slow_links))
+        return Outlook(fmean(each), tenths[0], tenths[-1], self._seconds(wirings, self._slow_links))
 
     def _layout(self, plan: PlanSpec) -> Layout:
         return layout_of(plan, self.problem.model, self.problem.cluster)
 
-    def _seconds(self, layout: Layout, scenario: Scenario) -> float:
-        own = copy.copy(layout)  # how samples are dealt does not depend on the cluster's figures
+    def _seconds(self, wirings: Wirings, scenario: Scenario) -> float:
+        own = copy.copy(wirings.layout)  # how samples are dealt does not depend on the cluster's figures
         object.__setattr__(own, "cluster", scenario.cluster)
-        return step_times(own, PlanCosts(own, HETHUB, scenario.constants, self.problem.profile)).seconds
+        costs = PlanCosts(own, HETHUB, scenario.constants, self.problem.profile)
+        return step_times(own, costs, wirings=wirings).seconds
 
     @cached_property
     def _slow_links(self) -> Scenario:

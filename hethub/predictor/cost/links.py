@@ -7,12 +7,12 @@ What is at work at a time shares a resource equally.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import Constants, packaged
+from hethub.predictor.cost.groups import Group
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, NodeSpec, Place, RackSpec
@@ -49,23 +49,6 @@ class Path(NamedTuple):
     resources: tuple[Resource, ...]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Where the ranks of a collective are: how many on each machine, and on each island."""
-
-    size: int
-    machines: tuple[tuple[int, int], ...]  # (machine, ranks of the group on it)
-    islands: tuple[tuple[str, int], ...]
-
-    @property
-    def most_per_machine(self) -> int:
-        return max(count for _, count in self.machines)
-
-    def exchanged(self, num_bytes: float, island: str, ranks: int = 1) -> float:
-        """What so many ranks of an island send to the others of a reduce-scatter or an all-gather of `num_bytes`."""
-        return num_bytes * (len(self.islands) - 1) / 2 * ranks / dict(self.islands)[island]
-
-
 def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
     """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
     generation = accelerator.pcie_generation or UNKNOWN_GENERATION
@@ -93,6 +76,8 @@ class Network:
         self.places = cluster.places
         self.machines = [node for node in cluster.nodes for _ in range(node.count)]
         self._rates: dict[Resource, float] = {}
+        self._card_rates: dict[str, float] = {}
+        self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int], Path] = {}
 
     def group(self, ranks: Sequence[int]) -> Group:
@@ -237,6 +222,12 @@ class Network:
 
     def _cards(self, node: NodeSpec) -> float:
         """Bytes per second of all interfaces of a node, each direction."""
+        found = self._card_rates.get(node.name)
+        if found is None:
+            found = self._card_rates[node.name] = self._card_rate(node)
+        return found
+
+    def _card_rate(self, node: NodeSpec) -> float:
         measured = self._measured("between_nodes", "send")
         if measured is not None:
             return measured.gbytes_per_second * 1e9 * node.nics
@@ -270,8 +261,8 @@ class Network:
         measured = self._measured(level, "all_reduce")
         nodes = [self.machines[machine] for machine, _ in group.machines]
         part = (group.size - 1) / group.size
-        rings = self._by_island(group) if len(group.islands) > 1 else [group]
-        ring = max(num_bytes * (own.size - 1) / own.size / self._ring_rate(own, sharing, measured) for own in rings)
+        rings = self._rings(group, sharing, measured)
+        ring = max([num_bytes * (own.size - 1) / own.size / rate for own, rate in rings])
         if len(rings) > 1:
             ring = max(ring, self._exchange_seconds(group, num_bytes, sharing, measured))
         if measured is not None:
@@ -302,6 +293,15 @@ class Network:
             step = max(step, self.cluster.links.between_nodes.latency_seconds)
         return (group.size - 1) * step
 
+    def _rings(self, group: Group, sharing: int, measured: LinkTiming | None) -> list[tuple[Group, float]]:
+        """The rings that a group runs, one inside each island, and the bytes a second that each gets."""
+        found = self._ring_rates.get((group, sharing))
+        if found is None:
+            rings = self._by_island(group) if len(group.islands) > 1 else [group]
+            found = [(ring, self._ring_rate(ring, sharing, measured)) for ring in rings]
+            self._ring_rates[group, sharing] = found
+        return found
+
     def _ring_rate(self, group: Group, sharing: int, measured: LinkTiming | None) -> float:
         """Bytes a second that a ring gets of its slowest link."""
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
@@ -316,9 +316,10 @@ class Network:
 
     def _by_island(self, group: Group) -> list[Group]:
         """The parts of a group on each island: rings run inside them."""
-        owners = [(machine, self.machines[machine[0]].device.vendor) for machine in group.machines]
-        return [Group(size, tuple(machine for machine, own in owners if own == island), ((island, size),))
-                for island, size in group.islands]  # fmt: skip
+        machines: dict[str, list[tuple[int, int]]] = {island: [] for island, _ in group.islands}
+        for machine in group.machines:
+            machines[self.machines[machine[0]].device.vendor].append(machine)
+        return [Group(size, tuple(machines[island]), ((island, size),)) for island, size in group.islands]
 
     def ring_bytes(self, group: Group, num_bytes: float) -> dict[Resource, float]:
         """What a reduce-scatter or an all-gather of `num_bytes` sends over what machines share on its way."""

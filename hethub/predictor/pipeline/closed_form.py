@@ -77,23 +77,37 @@ class _Run(NamedTuple):
         run = _Run(
             chain, list(chain.begins) or [0.0] * stages, [[] for _ in range(stages)], [[] for _ in range(stages)]
         )
+        ready = [0.0] * num_microbatches
         for stage, limit in enumerate(chain.in_flight):
-            now, spent, own = run.clock[stage], chain.forward[stage], run.forwards[stage]
-            for microbatch in range(min(limit, num_microbatches)):
-                if stage:
-                    ready = run.forwards[stage - 1][microbatch] + chain.down[stage - 1]
-                    if ready > now:
-                        now = ready
-                now += spent
-                own.append(now)
-            run.clock[stage] = now
+            run.forwards[stage] += _served(ready[:limit], run.clock[stage], chain.forward[stage])
+            run.clock[stage] = run.forwards[stage][-1]
+            if stage < stages - 1:
+                ready = [end + chain.down[stage] for end in run.forwards[stage]]
         return run
 
     def copy(self) -> "_Run":
         return _Run(self.chain, self.clock[:], *([own[:] for own in each] for each in (self.forwards, self.backwards)))
 
     def go_on(self, num_backward: int, num_microbatches: int) -> None:
-        """Rounds until so many of `num_microbatches` microbatches are backward."""
+        """Until so many of `num_microbatches` microbatches are backward: rounds, and from where none goes forward,
+        stage by stage."""
+        last_round = min(num_backward, num_microbatches - min(self.chain.in_flight))
+        self._go_round(last_round, num_microbatches)
+        if last_round < num_backward:
+            self._go_backward(num_backward)
+
+    def _go_backward(self, num_backward: int) -> None:
+        """So many microbatches backward, none forward."""
+        ready = [0.0] * (num_backward - len(self.backwards[-1]))
+        for stage in reversed(range(len(self.clock))):
+            ends = _served(ready, self.clock[stage], self.chain.backward[stage])
+            self.backwards[stage] += ends
+            self.clock[stage] = ends[-1]
+            if stage:
+                ready = [end + self.chain.up[stage - 1] for end in ends]
+
+    def _go_round(self, num_backward: int, num_microbatches: int) -> None:
+        """In every round each stage takes a microbatch backward, and another one forward where there is one."""
         chain, clock, forwards = self.chain, self.clock, self.forwards
         upward = list(zip(range(len(clock)), (0.0, *chain.up), chain.backward, self.backwards, strict=True))[::-1]
         columns = (
@@ -151,6 +165,12 @@ class _Run(NamedTuple):
                     waits += min(under_way, max(0.0, forwards[stage - 1][microbatch + limit] + under_way - now))
                 now = forwards[stage][microbatch + limit]
         return waits
+
+
+def _served(ready: list[float], now: float, spent: float) -> list[float]:
+    """When each of those that are ready then is done, one after the other from `now` on, each in the seconds
+    `spent`."""
+    return [now := (each if each > now else now) + spent for each in ready]
 
 
 def interleaved(chain: Chain, num_microbatches: int, chunks: int, watched: int | None = None) -> list[Ends]:

@@ -7,47 +7,9 @@ from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.predictor.pipeline.symmetry import FoldedCosts
-from hethub.predictor.pipeline.task_graph import Compute, Place
-from hethub.spec.layout.bind import Layout
+from hethub.predictor.pipeline.task_graph import Compute
+from hethub.predictor.pipeline.wiring import Place, StageNodes
 from hethub.spec.layout.execution import Kind
-
-
-class Stage:
-    """The passes of one stage's replicas: their first and last nodes, once for replicas that go together."""
-
-    def __init__(self, compute: Compute, stage: int) -> None:
-        self.index, self.portions = stage, compute.costs.state.portions[stage]
-        runs = {place: run for place, run in compute.runs.items() if place[0] == stage}
-        self.runs, self.apart = runs, list({run.actor: run for run in runs.values()}.values())
-        operations = self.apart[0].order.computing
-        self.first = {each: [run.nodes[run.order.spans[each][0]] for run in self.apart] for each in operations}
-        self.last = {each: [run.nodes[run.order.spans[each][1]] for run in self.apart] for each in operations}
-
-    def updates(self, kind: Kind) -> dict[int, list[int]]:
-        """By chunk, or under 0 for all of them at once, the nodes of an update."""
-        found: dict[int, list[int]] = {}
-        for run in self.apart:
-            for (own, chunk), position in run.order.updates.items():
-                if own is kind:
-                    found.setdefault(chunk, []).append(run.nodes[position])
-        return found
-
-    def portion(self, chunk: int) -> Portion | None:
-        return self.portions[chunk] if len(self.portions) > 1 else None
-
-    def chunks(self) -> list[int]:
-        """Its chunks in the order in which their gradients are complete."""
-        chunks = [chunk for kind, chunk in self.last if kind is Kind.BACKWARD]
-        return sorted(chunks, key=lambda chunk: self.completing(chunk)[0])
-
-    def reduces(self, chunk: int) -> list[int]:
-        """The REDUCE nodes that wait for a chunk: its own, or the one that is for all chunks."""
-        found = self.updates(Kind.REDUCE)
-        return found[chunk] if len(found) > 1 else next(iter(found.values()))
-
-    def completing(self, chunk: int) -> list[int]:
-        """The last nodes that add to the chunk's gradients, on every replica."""
-        return self.last.get((Kind.WEIGHT, chunk), self.last[Kind.BACKWARD, chunk])
 
 
 class Collectives:
@@ -57,13 +19,13 @@ class Collectives:
     each replica spends on its own steps.
     """
 
-    def __init__(self, layout: Layout, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
-        self.layout, self.costs, self.compute = layout, costs, compute
+    def __init__(self, costs: PlanCosts | FoldedCosts, compute: Compute) -> None:
+        self.layout, self.costs = compute.layout, costs
         self.graph: TaskGraph = compute.graph
         self.shown: dict[int, float] = {}
         self.optimizer_seconds: dict[Place, float] = dict.fromkeys(compute.runs, 0.0)
         self.update_seconds: dict[int, float] = {}  # of each actor, from the norm to the end of its last update
-        stages = [Stage(compute, stage) for stage in range(layout.num_stages)]
+        stages = compute.wiring.stages
         for stage in stages:
             if costs.state.in_rounds(stage.index):
                 self._wait_after_rounds(stage)
@@ -73,7 +35,7 @@ class Collectives:
                 self._collect_by_pass(stage, sharded)
             if not (by_pass and sharded):
                 self._reduce_beside(stage)
-        self.norm = self._meet([n for stage in stages for nodes in stage.updates(Kind.REDUCE).values() for n in nodes])
+        self.norm = self._meet([n for stage in stages for nodes in stage.updates[Kind.REDUCE].values() for n in nodes])
         for stage in stages:
             self._step_and_gather(stage)
 
@@ -81,6 +43,11 @@ class Collectives:
     def steps_by_chunk(self) -> bool:
         """Whether some replica steps before all its microbatches are through."""
         return self.layout.plan.steps_chunk_by_chunk and self.layout.plan.num_chunks > 1
+
+    def _portion(self, stage: StageNodes, chunk: int) -> Portion | None:
+        """What a chunk runs, None where it is all of the stage."""
+        portions = self.costs.state.portions[stage.index]
+        return portions[chunk] if len(portions) > 1 else None
 
     def _meet(self, nodes: list[int], seconds: float = 0.0) -> int:
         """A node that ends `seconds` after the last of `nodes`."""
@@ -99,24 +66,24 @@ class Collectives:
         for node in waiting:
             self.graph.needs[node] += [(source, 0.0) for source in sources]
 
-    def _wait_after_rounds(self, stage: Stage) -> None:
+    def _wait_after_rounds(self, stage: StageNodes) -> None:
         """In rounds only the last layer's reduction is still under way when compute ends."""
-        for chunk in stage.chunks():
-            tail = self.costs.state.reduction(stage.index, stage.portion(chunk)).tail_seconds
+        for chunk in stage.chunks:
+            tail = self.costs.state.reduction(stage.index, self._portion(stage, chunk)).tail_seconds
             self._wait(stage.reduces(chunk), self._meet(stage.completing(chunk), tail))
 
-    def _reduce_beside(self, stage: Stage) -> None:
+    def _reduce_beside(self, stage: StageNodes) -> None:
         """A chunk's gradients are summed from its last microbatch's backward on; the last bucket cannot start before
         its end."""
         stream = self.graph.add_actor()
-        for chunk in stage.chunks():
-            reduction = self.costs.state.reduction(stage.index, stage.portion(chunk))
+        for chunk in stage.chunks:
+            reduction = self.costs.state.reduction(stage.index, self._portion(stage, chunk))
             if reduction.seconds:
                 node = self._beside(stream, reduction.seconds, stage.completing(chunk))
                 tail = self._meet(stage.completing(chunk), reduction.tail_seconds)
                 self._wait(stage.reduces(chunk), node, tail)
 
-    def _collect_by_pass(self, stage: Stage, sharded: bool) -> None:
+    def _collect_by_pass(self, stage: StageNodes, sharded: bool) -> None:
         """Weights brought once per chunk and pass while the pass before runs; where gradients are `sharded`, one
         reduction per chunk while the next pass runs.
 
@@ -140,7 +107,7 @@ class Collectives:
         if sharded:
             self._reduce_pass(stage, stream, passes[-1][1])
 
-    def _reduce_pass(self, stage: Stage, stream: int, chunk: int) -> int:
+    def _reduce_pass(self, stage: StageNodes, stream: int, chunk: int) -> int:
         """Adds the reduction of a chunk, layer by layer while the last microbatch passes it, where ranks can do
         both."""
         layers = self.costs.state.reduce_seconds(stage.index, self.costs.state.portions[stage.index][chunk])
@@ -149,11 +116,11 @@ class Collectives:
         self._wait(stage.reduces(chunk), node, self._meet(last, layers[0]))
         return node
 
-    def _step_and_gather(self, stage: Stage) -> None:
+    def _step_and_gather(self, stage: StageNodes) -> None:
         """Steps behind all compute wait for the norm of all stages' gradients; gathers wait for all owners."""
-        seconds, gathers = self.graph.seconds, stage.updates(Kind.GATHER)
-        for chunk, steps in stage.updates(Kind.STEP).items():
-            portion = stage.portion(chunk) if self.steps_by_chunk else None
+        seconds, gathers = self.graph.seconds, stage.updates[Kind.GATHER]
+        for chunk, steps in stage.updates[Kind.STEP].items():
+            portion = self._portion(stage, chunk) if self.steps_by_chunk else None
             for place, run in stage.runs.items():
                 own, node = self.costs.optimizer(*place, portion), run.nodes[run.order.updates[Kind.STEP, chunk]]
                 self.optimizer_seconds[place] += own

@@ -66,7 +66,7 @@ class PlanCosts:
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
         self._ways: dict[tuple[object, ...], Link] = {}
-        self._paces: dict[Flow, float] = {}
+        self._paces: dict[tuple[int, int, int], tuple[float, float]] = {}
         self.__dict__.pop("loads", None)
         self.__dict__.pop("is_paced", None)
 
@@ -130,11 +130,11 @@ class PlanCosts:
 
     def boundary_key(self, stage: int, source: int, target: int) -> tuple[object, ...]:
         """What the cost of a boundary between two replicas depends on, beside its bytes."""
-        paces: list[float] = []
-        if self.is_paced:
-            own = [boundary for boundary in self.loads.boundaries if self.loads.stages(boundary)[0] == stage]
-            paces = [self.pace(Flow(boundary, way, source, target)) for boundary in own for way in (0, 1)]
-        return (*self._between(stage, source, stage + 1, target), *paces)
+        between = self._between(stage, source, stage + 1, target)
+        if not self.is_paced:
+            return between
+        own = [boundary for boundary in self.loads.boundaries if self.loads.stages[boundary][0] == stage]
+        return (*between, *[self.paces(boundary, source, target) for boundary in own])
 
     def _between(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
         """Where two replicas' leaders are, and how many of their stages leave and enter there at a time."""
@@ -152,12 +152,11 @@ class PlanCosts:
     def microbatch(self, stage: int, replica: int, samples: int, portion: Portion | None = None) -> MicrobatchCost:
         """Seconds of forward and backward of a microbatch of `samples` through a portion of the stage, by default all
         of it."""
+        portion = portion or self.state.whole[stage]
         key = (self.replica_key(stage, replica), samples, portion)
         found = self._microbatches.get(key)
         if found is None:
-            found = self._microbatches[key] = self._microbatch(
-                stage, replica, samples, portion or self.state.whole(stage)
-            )
+            found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion)
         return found
 
     def _shortest_forward(self, stage: int, portion: Portion) -> float:
@@ -339,26 +338,31 @@ class PlanCosts:
         repeats = self.software.interleave
         return LinkLoads(self.layout, self.network, self.state, self._activation_bytes(1), repeats)
 
-    def pace(self, flow: Flow) -> float:
-        """Seconds per sample below which a flow's messages do not follow each other; 0.0 where they come no faster, one
-        pass of their sender after the other."""
-        _, above, below = self.loads.alike[flow.boundary, flow.above, flow.below]
-        flow = Flow(flow.boundary, flow.way, above, below)
-        found = self._paces.get(flow)
+    def paces(self, boundary: int, above: int, below: int) -> tuple[float, float]:
+        """Seconds per sample below which the messages between two replicas do not follow each other, with the
+        activations and with their gradients; 0.0 where they come no faster, one pass of their sender after the
+        other."""
+        key = self.loads.alike[boundary, above, below]
+        found = self._paces.get(key)
         if found is None:
-            found, giving = self.loads.seconds_per_sample(flow), self.layout.model_chunks[flow.boundary + flow.way]
-            spec = self.layout.replica(giving.stage, replica := flow[2 + flow.way])
-            portions = self.state.portions[giving.stage]
-            portion = portions[giving.chunk] if len(portions) > 1 else None
-            sizes = {spec.micro_batch, spec.samples % spec.micro_batch or spec.micro_batch}
-            apart = min(self.microbatch(giving.stage, replica, size, portion)[flow.way].total for size in sizes)
-            if found * spec.micro_batch * self.software.interleave <= apart:
-                found = 0.0
-            self._paces[flow] = found
+            _, above, below = key
+            found = self._paces[key] = (
+                self._pace(Flow(boundary, 0, above, below), above),
+                self._pace(Flow(boundary, 1, above, below), below),
+            )
         return found
+
+    def _pace(self, flow: Flow, replica: int) -> float:
+        """The same of one flow, that comes from a replica."""
+        giving, found = self.layout.model_chunks[flow.boundary + flow.way], self.loads.seconds_per_sample(flow)
+        spec, portions = self.layout.replica(giving.stage, replica), self.state.portions[giving.stage]
+        portion = portions[giving.chunk] if len(portions) > 1 else None
+        apart = self.microbatch(giving.stage, replica, spec.micro_batch, portion)[flow.way].total
+        if short := spec.samples % spec.micro_batch:
+            apart = min(apart, self.microbatch(giving.stage, replica, short, portion)[flow.way].total)
+        return found if found * spec.micro_batch * self.software.interleave > apart else 0.0
 
     @cached_property
     def is_paced(self) -> bool:
         """Whether messages come faster than some link takes them."""
-        flows = (Flow(key[0], way, *key[1:]) for key in set(self.loads.alike.values()) for way in (0, 1))
-        return any(self.pace(flow) for flow in flows)
+        return any(any(self.paces(*key)) for key in set(self.loads.alike.values()))

@@ -8,8 +8,9 @@ link can slow a plan. Beside that no step is shorter than any link needs for all
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hethub.predictor.cost.links import OF_RANKS, Network, Path, Resource
@@ -52,24 +53,17 @@ class LinkLoads:
         software that interleaves."""
         self.layout, self.network, self.state = layout, network, state
         self.sample_bytes, self.repeats = sample_bytes, repeats
+        self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
+        self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
+        self._leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
         self._paths: dict[Flow, Path] = {}
-
-    def stages(self, boundary: int) -> tuple[int, int]:
-        """The stages above and below a boundary between model chunks."""
-        above, below = self.layout.model_chunks[boundary : boundary + 2]
-        return above.stage, below.stage
-
-    @cached_property
-    def boundaries(self) -> list[int]:
-        """Those between model chunks of two stages."""
-        return [b for b in range(len(self.layout.model_chunks) - 1) if len(set(self.stages(b))) > 1]
 
     @cached_property
     def samples(self) -> Counter[tuple[int, int, int]]:
         """By boundary and replicas, the samples that cross it from one to the other."""
         found: Counter[tuple[int, int, int]] = Counter()
         for boundary in self.boundaries:
-            above, below = (self.layout.stages[stage].replicas for stage in self.stages(boundary))
+            above, below = (self.layout.stages[stage].replicas for stage in self.stages[boundary])
             if _sizes(above) == _sizes(below):
                 found.update({(boundary, r, r): replica.samples for r, replica in enumerate(above)})
                 continue
@@ -86,13 +80,12 @@ class LinkLoads:
         places, first = self.layout.cluster.places, dict[object, tuple[int, int, int]]()
         found = {}
         for key in self.samples:
-            boundary, *replicas = key
-            ends = zip(self.stages(boundary), replicas, strict=True)
-            specs = [self.layout.replica(*end) for end in ends]
+            boundary, one, other = key
             sort: object = key
-            if replicas[0] == replicas[1]:
-                machines = [places[spec.ranks[0]].machine for spec in specs]
-                sort = (boundary, *machines, self.samples[key], specs[0].micro_batch, specs[0].tp, specs[1].tp)
+            if one == other:
+                above, below = (self.layout.stages[stage].replicas[one] for stage in self.stages[boundary])
+                machines = (places[above.ranks[0]].machine, places[below.ranks[0]].machine)
+                sort = (boundary, *machines, self.samples[key], above.micro_batch, above.tp, below.tp)
             found[key] = first.setdefault(sort, key)
         return found
 
@@ -100,8 +93,8 @@ class LinkLoads:
         """From leader to leader."""
         found = self._paths.get(flow)
         if found is None:
-            stages = self.stages(flow.boundary)
-            above, below = (self.layout.replica(*place).ranks[0] for place in zip(stages, flow[2:], strict=True))
+            stages = self.stages[flow.boundary]
+            above, below = self._leaders[stages[0]][flow.above], self._leaders[stages[1]][flow.below]
             found = self._paths[flow] = self.network.path(*((below, above) if flow.way else (above, below)))
         return found
 
@@ -111,12 +104,14 @@ class LinkLoads:
         of one boundary where chunks go one after the other."""
         found = defaultdict[tuple[object, Resource], float](float)
         for key, count in Counter(self.alike.values()).items():
+            boundary, above, below = key
             num_bytes = self.samples[key] * self.repeats * self.sample_bytes
             for way in (0, 1):
-                flow = Flow(key[0], way, *key[1:])
+                flow = Flow(boundary, way, above, below)
+                phase = self._phase(flow)
                 for resource in self.path(flow).resources:
                     times = 1 if resource.kind in OF_RANKS else count
-                    found[self._phase(flow), resource] += times * num_bytes / self.network.rate(resource)
+                    found[phase, resource] += times * num_bytes / self.network.rate(resource)
         return found
 
     def _phase(self, flow: Flow) -> object:
@@ -143,9 +138,7 @@ class LinkLoads:
         for resource, num_bytes in self.state.traffic().items():
             both[resource] += num_bytes / self.network.rate(resource)
         leaders: dict[object, tuple[int, int]] = {
-            self.layout.replica(stage, replica).ranks[0]: (stage, replica)
-            for boundary, *replicas in set(self.alike.values())
-            for stage, replica in zip(self.stages(boundary), replicas, strict=True)
+            rank: (stage, replica) for stage, own in enumerate(self._leaders) for replica, rank in enumerate(own)
         }
         for resource in messages:
             if resource.kind in OF_RANKS:
@@ -160,14 +153,14 @@ def _sizes(replicas: Sequence[ReplicaSpec]) -> list[tuple[int, int]]:
 
 def meeting(
     overlap: StageOverlap,
-    paces: Mapping[tuple[int, int, int], float],
+    paces: Sequence[float],
     sources: Sequence[int],
     under_way: Sequence[float],
     computed: Sequence[float],
 ) -> Iterator[Message]:
     """The messages between two stages that may wait for the one before them on their flow, or keep the one behind.
 
-    `paces` are seconds per sample by what the stages' microbatches share, 0 where messages never wait; `sources` and
+    `paces` are seconds per sample by pair of the overlap, 0 where messages never wait; `sources` and
     `under_way` come by row of the overlap, `computed` are the seconds that nodes up to each one take. A sender's nodes
     end at least as far apart as it computes between them: a message is kept by as much as the one before it was, and
     that one's seconds, exceed this. What is certainly not kept needs no node in a replay.
@@ -176,11 +169,13 @@ def meeting(
 
     def changes(column: Any) -> Any:
         """Where a value is unlike the one before it; the first one always."""
-        return np.append(True, column[1:] != column[:-1])
+        found = np.ones(len(column), bool)
+        found[1:] = column[1:] != column[:-1]
+        return found
 
     numbers = {pair[:2]: number for number, pair in enumerate(overlap.pairs)}
     flow = np.array([numbers[pair[:2]] for pair in overlap.pairs])[overlap.pair_of]
-    seconds = np.array([paces[pair] * pair[2] for pair in overlap.pairs])[overlap.pair_of]
+    seconds = np.array([pace * pair[2] for pace, pair in zip(paces, overlap.pairs, strict=True)])[overlap.pair_of]
     source = np.array(sources)
     rows = np.flatnonzero(seconds)
     rows = rows[np.lexsort((source[rows], flow[rows]))]
@@ -189,11 +184,14 @@ def meeting(
     ready = np.minimum(np.minimum.reduceat(np.array(under_way)[rows], begins), 0.0)
     spent = np.add.reduceat(seconds[rows], begins)
     set_out = np.array([computed[node] for node in source[first].tolist()]) + ready
-    longer = np.append(0.0, spent[:-1] - np.diff(set_out))
+    longer = np.zeros(len(first))
+    longer[1:] = spent[:-1] - (set_out[1:] - set_out[:-1])
     longer[changes(flow[first])] = -np.abs(longer).sum()  # the first of a flow is not kept
     sums = np.cumsum(longer)
     kept = sums - np.minimum.accumulate(sums) > SAME_MOMENT
-    ends = np.append(begins[1:], len(rows))
-    for message in np.flatnonzero(kept | np.append(kept[1:], False)).tolist():
-        row, own = first[message], rows[begins[message] : ends[message]].tolist()
-        yield Message(int(flow[row]), int(source[row]), own, float(ready[message]), float(spent[message]))
+    kept[:-1] |= kept[1:]
+    chosen, ends = np.flatnonzero(kept), [*begins[1:].tolist(), len(rows)]
+    columns = (flow[first], source[first], begins, ready, spent)
+    for message, *figures in zip(chosen.tolist(), *(column[chosen].tolist() for column in columns), strict=True):
+        own_flow, node, begin, own_ready, own_spent = figures
+        yield Message(own_flow, node, rows[begin : ends[message]].tolist(), own_ready, own_spent)

@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.links import Group, Network, Resource, host_gbytes_per_second
+from hethub.predictor.cost.groups import Group
+from hethub.predictor.cost.links import Network, Resource, host_gbytes_per_second
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import (
     Held,
@@ -53,6 +54,9 @@ class StateCosts:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
         self._forward = forward
         self.width = element_bytes(software.math_precision(layout.plan.precision))
+        last = layout.num_stages - 1
+        self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
+        self._rank_parameters: dict[RankWidths, RankParameters] = {}
         self._held: dict[tuple[object, ...], Held] = {}
         self._groups: dict[tuple[int, int], Group] = {}
         self._unlike: dict[int, list[ReplicaSpec]] = {}
@@ -67,11 +71,6 @@ class StateCosts:
             tuple(Portion(own.size, own.start == 0, own.stop == self.model.layers) for own in self.layout.chunks(stage))
             for stage in range(self.layout.num_stages)
         )
-
-    def whole(self, stage: int) -> Portion:
-        """All layers of a stage at once."""
-        stage_spec = self.layout.stages[stage]
-        return Portion(stage_spec.num_layers, stage == 0, stage == self.layout.num_stages - 1)
 
     def tensor_parallel(self, replica: ReplicaSpec) -> int:
         """The replica's tensor-parallel degree; context-parallel ranks are the rest of it."""
@@ -118,7 +117,7 @@ class StateCosts:
     def rank_parameters(self, stage: int, spec: ReplicaSpec, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the replica's fullest rank; where both ends of a
         tied head sum and step it together, without that."""
-        held = self.held(spec, portion or self.whole(stage))
+        held = self.held(spec, portion or self.whole[stage])
         return held.own if self.tied_group else held.own + held.apart
 
     def held(self, spec: ReplicaSpec, portion: Portion) -> Held:
@@ -131,7 +130,9 @@ class StateCosts:
         return found
 
     def _count(self, widths: RankWidths, portion: Portion) -> Held:
-        rank = RankParameters.of(self.model, widths)
+        if widths not in self._rank_parameters:
+            self._rank_parameters[widths] = RankParameters.of(self.model, widths)
+        rank = self._rank_parameters[widths]
         count = rank.of_layers(*portion)
         if not self.layout.head_is_apart:
             return Held(count, 0)
@@ -148,7 +149,7 @@ class StateCosts:
 
     def owned(self, stage: int, spec: ReplicaSpec, rank: int, portion: Portion | None) -> float:
         """Parameters that a rank steps of a portion, by default of all of the stage."""
-        portion = portion or self.whole(stage)
+        portion = portion or self.whole[stage]
         (alone,) = rank_widths(self.model, 1)
         whole = self._count(alone, portion)
         return stepped(self.layout, self.software, stage, rank, self.held(spec, portion), whole)
@@ -163,7 +164,7 @@ class StateCosts:
         return found
 
     def _reduction(self, stage: int, portion: Portion | None) -> Reduction:
-        found, ends = self._over_replicas(stage, portion), portion or self.whole(stage)
+        found, ends = self._over_replicas(stage, portion), portion or self.whole[stage]
         is_end = ends.first or ends.last
         tied = self.tied_seconds if is_end else 0.0
         spread = found.gather_seconds
@@ -214,12 +215,12 @@ class StateCosts:
         uneven = self._unevenness(stage)
         gather = uneven * self.ring_seconds(stage, parameters * self.width)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
-            ends = portion or self.whole(stage)
+            ends = portion or self.whole[stage]
             gather = max(gather * tail, excess(gather, self._forward(stage, ends), ends.layers))
         if stage_spec.zero == 1:
             seconds = uneven * self.ring_seconds(stage, num_bytes)
             return Reduction(seconds, seconds * tail, gather)
-        last = self.reduce_seconds(stage, portion or self.whole(stage))[0] if self.software.gathers_ahead else 0.0
+        last = self.reduce_seconds(stage, portion or self.whole[stage])[0] if self.software.gathers_ahead else 0.0
         return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
 
     def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
@@ -321,7 +322,7 @@ class StateCosts:
         for stage, spec in enumerate(self.layout.stages):
             cuts = max(replica.tp for replica in spec.replicas)
             repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
-            moved = (self._count(alone, self.whole(stage)).own + repeated) * self._bytes_a_step(stage)
+            moved = (self._count(alone, self.whole[stage]).own + repeated) * self._bytes_a_step(stage)
             found.append((cuts, (moved - self.width * self._not_gathered_again(stage, alone)) / cuts))
         return found
 
@@ -396,5 +397,4 @@ class StateCosts:
 
     def groups_per_machine(self, group: Group) -> int:
         """How many groups like this one share a machine's interfaces, if all its accelerators are in one."""
-        machine = group.machines[0][0]
-        return max(1, self.network.machines[machine].accelerators // group.most_per_machine)
+        return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)

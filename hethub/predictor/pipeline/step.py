@@ -10,16 +10,18 @@ stages cut the samples unlike, groups of replicas that are copies of each other 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 from hethub.predictor.pipeline.closed_form import Chain, Ends, interleaved, pipeline
 from hethub.predictor.pipeline.collectives import Collectives
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import idle_times, replay
-from hethub.predictor.pipeline.symmetry import FoldedCosts, FoldedLayout, Group, copies, extent
-from hethub.predictor.pipeline.task_graph import Compute, Place
+from hethub.predictor.pipeline.symmetry import FoldedCosts, Group, copies, extent
+from hethub.predictor.pipeline.task_graph import Compute
+from hethub.predictor.pipeline.wiring import Place, Wiring, Wirings
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import Action, Kind, schedule
+from hethub.spec.layout.execution import COLLECTIVE, Action, Kind, schedule
 
 
 class Timed(NamedTuple):
@@ -40,10 +42,11 @@ class StepTimes:
     timed: dict[Place, list[Timed]] | None = None  # every replica's actions, where all were replayed
 
 
-def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTimes:
+def step_times(layout: Layout, costs: PlanCosts, full: bool = False, wirings: Wirings | None = None) -> StepTimes:
     """The step from its first forward to the next one's, no shorter than any link needs for all its bytes. `full`
-    replays every action, as a timeline needs."""
-    found = _step_times(layout, costs, full)
+    replays every action, as a timeline needs. `wirings` are the layout's, whatever its cluster's figures, where it is
+    replayed under other costs too."""
+    found = _step_times(wirings or Wirings(layout), costs, full)
     longest, messages = costs.loads.longest
     if not longest > found.seconds:
         return found
@@ -52,37 +55,40 @@ def step_times(layout: Layout, costs: PlanCosts, full: bool = False) -> StepTime
     return StepTimes(seconds=longest, breakdown=parts, bottleneck=found.bottleneck, timed=found.timed)
 
 
-def _step_times(layout: Layout, costs: PlanCosts, full: bool) -> StepTimes:
+def _step_times(wirings: Wirings, costs: PlanCosts, full: bool) -> StepTimes:
+    layout = wirings.layout
     if full:
-        return _replayed_times(layout, costs, full)
+        return _replayed_times(wirings.whole(full), costs, full)
     if not costs.microbatches_alike:
         groups = copies(layout, costs)
-        return _folded_replay(layout, costs, groups, None) if len(groups) > 1 else _replayed_times(layout, costs, full)
+        if len(groups) > 1:
+            return _folded_replay(wirings, costs, groups, None)
+        return _replayed_times(wirings.whole(full), costs, full)
     if any(replica.samples % replica.micro_batch for replica in layout.stages[0].replicas):
         # The last microbatch is short, which no extrapolation knows.
-        return _folded_replay(layout, costs, _of_chains(layout, costs), None)
+        return _folded_replay(wirings, costs, _of_chains(layout, costs), None)
     if (
         layout.plan.schedule in ("1f1b", "gpipe")
         and costs.chains_apart
         and not (costs.is_paced and costs.software.interleave == 1)
     ):
         return _chain_times(layout, costs)
-    return _folded_times(layout, costs)
+    return _folded_times(wirings, costs)
 
 
 # -- some of equal actions
 # ----------------------------------------------------------------------------------------------
 
 
-def _folded_times(layout: Layout, costs: PlanCosts) -> StepTimes:
+def _folded_times(wirings: Wirings, costs: PlanCosts) -> StepTimes:
     """One replica of each sort of chain stands for all, and where there are many microbatches, few of them."""
-    num_microbatches, period, repeats = extent(layout, costs.chains)
-    chains = _of_chains(layout, costs)
-    first = _folded_replay(layout, costs, chains, num_microbatches)
+    num_microbatches, period, repeats = extent(wirings.layout, costs.chains)
+    chains = _of_chains(wirings.layout, costs)
+    first = _folded_replay(wirings, costs, chains, num_microbatches)
     if not repeats:
         return first
     assert num_microbatches is not None
-    second = _folded_replay(layout, costs, chains, num_microbatches + period)
+    second = _folded_replay(wirings, costs, chains, num_microbatches + period)
     seconds = first.seconds + repeats * (second.seconds - first.seconds)
     parts = {key: one + repeats * (second.breakdown[key] - one) for key, one in first.breakdown.items()}
     parts["bubble"] = 0.0
@@ -95,11 +101,11 @@ def _of_chains(layout: Layout, costs: PlanCosts) -> list[Group]:
 
 
 def _folded_replay(
-    layout: Layout, costs: PlanCosts, groups: Sequence[Group], num_microbatches: int | None
+    wirings: Wirings, costs: PlanCosts, groups: Sequence[Group], num_microbatches: int | None
 ) -> StepTimes:
     """The first group replayed, of which the others are copies."""
     group = groups[0]
-    times = _replayed_times(FoldedLayout.of(layout, group, num_microbatches), FoldedCosts(costs, group), False)
+    times = _replayed_times(wirings.folded(group, num_microbatches), FoldedCosts(costs, group), False)
     stage, place = times.bottleneck
     replica = min(own[stage][place] for own in groups)
     return StepTimes(seconds=times.seconds, breakdown=times.breakdown, bottleneck=(stage, replica))
@@ -109,10 +115,10 @@ def _folded_replay(
 # -------------------------------------------------------------------------------------------------------
 
 
-def _replayed_times(layout: Layout, costs: PlanCosts | FoldedCosts, full: bool) -> StepTimes:
+def _replayed_times(wiring: Wiring, costs: PlanCosts | FoldedCosts, full: bool) -> StepTimes:
     """Every action of every replica, in the order that the executor runs them."""
-    compute = Compute(layout, costs, full)
-    collectives = Collectives(layout, costs, compute)
+    compute = Compute(wiring, costs)
+    collectives = Collectives(costs, compute)
     begins = {} if collectives.steps_by_chunk else _begins(collectives.update_seconds)
     graph, ends = compute.graph, replay(compute.graph, begins)
     over = [ends[graph.orders[run.actor][-1]] for run in compute.runs.values()]
@@ -142,14 +148,15 @@ def _timed(compute: Compute, ends: list[float]) -> dict[Place, list[Timed]]:
     """When each replica's actions ran; waits for collectives belong to them, as they do in a run's trace."""
     found: dict[Place, list[Timed]] = {}
     for place, acts in schedule(compute.layout).items():
-        own: list[Timed] = []
-        run = compute.runs[place]
-        for position, action in enumerate(acts):
-            node = run.nodes[position]
-            waited = action.kind in (Kind.REDUCE, Kind.GATHER)
-            start = own[-1].stop_seconds if waited and own else ends[node] - compute.graph.seconds[node]
-            own.append(Timed(action, start, ends[node] - run.early(position)))
-        found[place] = own
+        nodes, order = compute.wiring.orders[compute.runs[place].actor], compute.runs[place].order
+        stops = ends[nodes.start : nodes.stop]
+        starts = list(map(sub, stops, compute.graph.seconds[nodes.start : nodes.stop]))
+        if place in compute.early:
+            stops = list(map(sub, stops, compute.early[place]))
+        for (kind, _), position in order.updates.items():
+            if kind in COLLECTIVE and position:
+                starts[position] = stops[position - 1]
+        found[place] = list(map(Timed._make, zip(acts, starts, stops, strict=True)))
     return found
 
 

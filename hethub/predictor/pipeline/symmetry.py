@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hethub.predictor.pipeline.costs import MicrobatchCost, PlanCosts
-from hethub.predictor.pipeline.link_loads import Flow
 from hethub.predictor.pipeline.state_costs import Portion
 from hethub.spec.layout.bind import Layout
 from hethub.spec.schedule.microbatches import stage_overlap
@@ -65,9 +64,9 @@ class FoldedCosts(NamedTuple):
         target_stage = stage + 1 if below is None else below
         return self.costs.boundary(stage, self.group[stage][source], self.group[target_stage][target], samples, below)
 
-    def pace(self, flow: Flow) -> float:
-        above, below = self.costs.loads.stages(flow.boundary)
-        return self.costs.pace(flow._replace(above=self.group[above][flow.above], below=self.group[below][flow.below]))
+    def paces(self, boundary: int, above: int, below: int) -> tuple[float, float]:
+        stages = self.costs.loads.stages[boundary]
+        return self.costs.paces(boundary, self.group[stages[0]][above], self.group[stages[1]][below])
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
         return self.costs.optimizer(stage, self.group[stage][replica], portion)

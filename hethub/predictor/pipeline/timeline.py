@@ -1,10 +1,11 @@
 """What every rank does when: the replayed schedule as spans, with the names that the runtime's trace uses."""
 
+from itertools import repeat
 from typing import NamedTuple
 
 from hethub.predictor.pipeline.step import StepTimes
 from hethub.spec.layout.bind import Layout
-from hethub.spec.layout.execution import Kind
+from hethub.spec.layout.execution import COLLECTIVE, Kind
 
 
 class Span(NamedTuple):
@@ -20,15 +21,15 @@ class Span(NamedTuple):
 def timeline(layout: Layout, times: StepTimes) -> tuple[Span, ...]:
     """All spans, rank by rank in the order of each rank's schedule. Needs times replayed in full."""
     assert times.timed is not None
-    spans = [
-        Span(rank, stream_of(action.kind), action.name, start, stop)
-        for place, timed in times.timed.items()
-        for rank in layout.replica(*place).ranks
-        for action, start, stop in timed
-    ]
-    return tuple(sorted(spans, key=lambda span: span.rank))
+    by_rank: dict[int, list[Span]] = {}
+    for place, timed in times.timed.items():
+        acts, starts, stops = zip(*timed, strict=True)
+        streams, names = [stream_of(action.kind) for action in acts], [action.name for action in acts]
+        for rank in layout.replica(*place).ranks:
+            by_rank[rank] = list(map(Span._make, zip(repeat(rank), streams, names, starts, stops)))
+    return tuple([span for rank in sorted(by_rank) for span in by_rank[rank]])
 
 
 def stream_of(kind: Kind) -> str:
     """The row of a trace that an action of this kind belongs to."""
-    return "communication" if kind in (Kind.REDUCE, Kind.GATHER) else "compute"
+    return "communication" if kind in COLLECTIVE else "compute"

@@ -23,11 +23,12 @@ from collections.abc import Iterable
 
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import StateMap
-from hethub.spec.schedule.actions import COMPUTE, Action, Kind
+from hethub.spec.schedule.actions import COLLECTIVE, COMPUTE, Action, Kind
 from hethub.spec.schedule.microbatches import overlapping
 from hethub.spec.schedule.orders import NO_MICROBATCH, ActorOrder, chunk_by_chunk, pipelined
 
 __all__ = [
+    "COLLECTIVE",
     "COMPUTE",
     "Action",
     "Kind",

@@ -30,6 +30,7 @@ class Pass(NamedTuple):
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 UPDATE = (Kind.REDUCE, Kind.STEP, Kind.GATHER)
+COLLECTIVE = (Kind.REDUCE, Kind.GATHER)  # waited for by compute, which they go on beside
 
 
 class Action(NamedTuple):
@@ -49,7 +50,9 @@ class Action(NamedTuple):
     def name(self) -> str:
         """`forward s0 [4, 6)`, with `c1` where a stage has several chunks: equal in the prediction's and the run's
         trace."""
-        place = f"{self.kind} s{self.stage}" + (f" c{self.chunk}" if self.num_chunks > 1 else "")
-        if self.microbatch is not None:
-            return f"{place} [{self.microbatch.samples.start}, {self.microbatch.samples.stop})"
-        return f"{place} without microbatch" if self.is_compute else place
+        kind, stage, microbatch, chunk, num_chunks = self
+        part = f" c{chunk}" if num_chunks > 1 else ""
+        if microbatch is None:
+            return f"{kind} s{stage}{part}" + (" without microbatch" if self.is_compute else "")
+        start, stop = microbatch.samples
+        return f"{kind} s{stage}{part} [{start}, {stop})"

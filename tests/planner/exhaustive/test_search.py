@@ -100,7 +100,7 @@ def test_a_point_takes_what_is_predicted_and_no_less_than_its_bound(
         assert floor * (1 - 1e-9) <= timed <= seconds * (1 + 1e-9)
         # Where messages come faster than a link takes them, their wait comes on top.
         unpaced = PlanCosts(layout, HETHUB, packaged())
-        unpaced.pace = lambda flow: 0.0  # type: ignore[method-assign]
+        unpaced.paces = lambda *flow: (0.0, 0.0)  # type: ignore[method-assign]
         exact += timed == pytest.approx(step_times(layout, unpaced).seconds, rel=1e-9)
     assert exact == 20
 

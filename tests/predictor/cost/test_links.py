@@ -54,7 +54,7 @@ def test_gathers_beside_compute_cost_a_part_of_themselves() -> None:
     on = cluster(("A100-SXM4-80GB", 2, 8), gbps=25)
     layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=16, seq=8192, zero=3)
     costs = PlanCosts(layout, HETHUB, packaged())
-    portion = costs.state.whole(0)
+    portion = costs.state.whole[0]
     forward, _ = costs.state.round_seconds(0, (1e9, 1e9), portion)
     assert forward == pytest.approx(packaged().links["overlap_cost"] * sum(costs.state.gather_seconds(0, portion)))
 

@@ -40,7 +40,7 @@ def test_every_rank_holds_what_the_state_map_says(case: Case) -> None:
         counted = StageParameters.of(layout, assignment.stage, widths)
         assert (counted.total, counted.norms, counted.apart) == (total, norms, apart)
         fullest = max(held[other][0] for other in layout.assignments if other[1:3] == assignment[1:3])
-        assert sum(costs.held(replica, costs.whole(assignment.stage))) == fullest
+        assert sum(costs.held(replica, costs.whole[assignment.stage])) == fullest
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,205 @@
+"""What a task graph of a layout is before anything costs: its nodes, in which order actors do them, and which nodes'
+messages each waits for.
+
+A layout is replayed again and again under other costs, so this is built once. Places on the sample axis, replicas and
+chunks are all known here; seconds come with `hethub.predictor.pipeline.task_graph`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from hethub.predictor.pipeline.replay import NONE
+from hethub.predictor.pipeline.symmetry import FoldedLayout, Group
+from hethub.spec.layout.bind import Layout
+from hethub.spec.layout.execution import Kind, actor_order
+from hethub.spec.schedule.microbatches import StageOverlap, stage_overlap
+from hethub.spec.schedule.orders import ActorOrder
+
+Place = tuple[int, int]  # stage and replica
+ChunkPlace = tuple[int, int]  # stage and chunk
+T = TypeVar("T")
+
+
+class Run(NamedTuple):
+    """A replica's step: the actor that does it, and the node of each entry of its order."""
+
+    actor: int
+    nodes: Mapping[int, int] | range  # by position
+    order: ActorOrder
+
+
+class Way(NamedTuple):
+    """The messages of a boundary between model chunks in one direction, row by row of the overlap of its stages."""
+
+    kind: Kind
+    giving: ChunkPlace
+    givers: list[int]  # by row, the sender's place on the sample axis
+    sources: list[int]  # by row, the node that sends
+    firsts: list[tuple[int, int]]  # nodes that wait for this message alone, or first, and its row
+    others: list[tuple[int, int]]  # nodes that wait for a message beside, and its row
+
+
+class Crossing(NamedTuple):
+    """A boundary between model chunks of two stages."""
+
+    boundary: int
+    stages: tuple[int, int]
+    overlap: StageOverlap
+    ways: tuple[Way, Way]  # with the activations, with their gradients
+
+
+class StageNodes:
+    """The nodes of one stage's replicas that collectives wait for or that wait for them, once for replicas that go
+    together."""
+
+    def __init__(self, stage: int, runs: dict[Place, Run]) -> None:
+        self.index, self.runs = stage, runs
+        self.apart = list({run.actor: run for run in runs.values()}.values())
+        order = self.apart[0].order
+        self.first = {each: [run.nodes[run.order.spans[each][0]] for run in self.apart] for each in order.computing}
+        self.last = {each: [run.nodes[run.order.spans[each][1]] for run in self.apart] for each in order.computing}
+        self.updates: dict[Kind, dict[int, list[int]]] = {}  # by chunk, or under 0 for all of them at once
+        for kind, chunk in order.updates:
+            found = [run.nodes[run.order.updates[kind, chunk]] for run in self.apart]
+            self.updates.setdefault(kind, {})[chunk] = found
+        chunks = [chunk for kind, chunk in self.last if kind is Kind.BACKWARD]
+        self.chunks = sorted(chunks, key=lambda chunk: self.completing(chunk)[0])  # as their gradients are complete
+
+    def reduces(self, chunk: int) -> list[int]:
+        """The REDUCE nodes that wait for a chunk: its own, or the one that is for all chunks."""
+        found = self.updates[Kind.REDUCE]
+        return found[chunk] if len(found) > 1 else next(iter(found.values()))
+
+    def completing(self, chunk: int) -> list[int]:
+        """The last nodes that add to the chunk's gradients, on every replica."""
+        return self.last.get((Kind.WEIGHT, chunk), self.last[Kind.BACKWARD, chunk])
+
+
+class Wiring:
+    """The compute of all replicas as nodes that wait for each other's microbatches.
+
+    On a single stage no microbatch waits for another, so that all between the ends of the passes is one node, unless
+    `full` asks for each.
+    """
+
+    def __init__(self, layout: Layout, full: bool) -> None:
+        self.layout, self.each = layout, full or layout.num_stages > 1
+        self.orders: list[range] = []  # the nodes of each actor
+        self.runs: dict[Place, Run] = {}
+        for stage, spec in enumerate(layout.stages):
+            for replica in range(len(spec.replicas)):
+                together = replica > 0 and layout.plan.runs_in_rounds(stage)
+                run = self.runs[stage, 0] if together else self._run(actor_order(layout, stage, replica))
+                self.runs[stage, replica] = run
+        self.stages = [self._stage_nodes(stage) for stage in range(layout.num_stages)]
+        self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
+        self.sources = [NONE] * self._num_nodes
+        self.crossings = list(self._crossings())
+
+    @property
+    def _num_nodes(self) -> int:
+        return self.orders[-1].stop if self.orders else 0
+
+    def _run(self, order: ActorOrder) -> Run:
+        """A new actor with nodes for its order."""
+        first, actor = self._num_nodes, len(self.orders)
+        if self.each:
+            nodes = range(first, first + len(order.operation_of))
+            self.orders.append(nodes)
+            return Run(actor, nodes, order)
+        starts = [start for start, _ in pieces(order)]
+        self.orders.append(range(first, first + len(starts)))
+        edges = set(order.edges)
+        return Run(actor, {start: first + i for i, start in enumerate(starts) if start in edges}, order)
+
+    def _stage_nodes(self, stage: int) -> StageNodes:
+        return StageNodes(stage, {place: run for place, run in self.runs.items() if place[0] == stage})
+
+    def _crossings(self) -> Iterator[Crossing]:
+        """A microbatch waits for those of the chunk before (backward: behind) that overlap it, where another stage ran
+        them."""
+        stages, chunks = self.layout.stages, [(chunk.stage, chunk.chunk) for chunk in self.layout.model_chunks]
+        for boundary, (above, below) in enumerate(pairwise(chunks)):
+            if above[0] != below[0]:  # else handed over inside a rank, whose own order sees to it
+                own = stage_overlap(stages[above[0]].replicas, stages[below[0]].replicas)
+                down = self._way(Kind.FORWARD, (above, own.above), (below, own.below), own.firsts[1], own.others[1])
+                up = self._way(Kind.BACKWARD, (below, own.below), (above, own.above), own.firsts[0], own.others[0])
+                yield Crossing(boundary, (above[0], below[0]), own, (down, up))
+
+    def _way(
+        self,
+        kind: Kind,
+        givers: tuple[ChunkPlace, list[int]],
+        takers: tuple[ChunkPlace, list[int]],
+        firsts: list[int],
+        others: Sequence[int],
+    ) -> Way:
+        """The messages from a chunk to another; both come with their places on the sample axis by row. A taker's
+        first message goes to its row of `sources`."""
+        (giving, senders), (taking, receivers) = givers, takers
+        given, waiting = self._nodes(kind, *giving), self._nodes(kind, *taking)
+        sources = [given[place] for place in senders]
+        if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
+            firsts, others = [], range(len(sources))
+        for node, row in zip(waiting, firsts, strict=False):
+            self.sources[node] = sources[row]
+        beside = [(waiting[receivers[row]], row) for row in others]
+        return Way(kind, giving, senders, sources, list(zip(waiting, firsts, strict=False)), beside)
+
+    def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
+        """The node of each of a stage's microbatches, in order of the sample axis."""
+        found = self._known_nodes.get((kind, stage, chunk))
+        if found is None:
+            own = [map(run.nodes.__getitem__, positions) for run, positions in self.turns(kind, stage, chunk)]
+            found = self._known_nodes[kind, stage, chunk] = self.by_microbatch(stage, own)
+        return found
+
+    def turns(self, kind: Kind, stage: int, chunk: int) -> list[tuple[Run, list[int]]]:
+        """Each replica's run, and where in its order its own microbatches come."""
+        found = []
+        for replica in range(len(self.layout.stages[stage].replicas)):
+            run = self.runs[stage, replica]
+            positions = run.order.positions[kind, chunk]
+            if self.layout.plan.runs_in_rounds(stage):
+                positions = [positions[number] for number in self.layout.round_numbers(stage, replica)]
+            found.append((run, positions))
+        return found
+
+    def by_microbatch(self, stage: int, own: Sequence[Iterator[T]]) -> list[T]:
+        """What each replica has of its microbatches, in order of the sample axis."""
+        return list(map(next, map(own.__getitem__, self.layout.microbatchings[stage].replicas)))
+
+
+def pieces(order: ActorOrder) -> list[tuple[int, int]]:
+    """The positions of an order from and to which one node goes, where each edge has its own and all between two is
+    another."""
+    found, done = [], 0
+    for edge in order.edges:
+        if done < edge:
+            found.append((done, edge))
+        found.append((edge, edge + 1))
+        done = edge + 1
+    return found
+
+
+class Wirings:
+    """The wirings of a layout and of its folded ones, each built when it is first asked for."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._whole: dict[bool, Wiring] = {}
+        self._folded: dict[tuple[Group, int | None], Wiring] = {}
+
+    def whole(self, full: bool) -> Wiring:
+        """That of all replicas and microbatches."""
+        if full not in self._whole:
+            self._whole[full] = Wiring(self.layout, full)
+        return self._whole[full]
+
+    def folded(self, group: Group, num_microbatches: int | None) -> Wiring:
+        """That of a group of replicas with so many microbatches each; None: with all."""
+        key = (group, num_microbatches)
+        if key not in self._folded:
+            self._folded[key] = Wiring(FoldedLayout.of(self.layout, group, num_microbatches), False)
+        return self._folded[key]
