@@ -42,6 +42,13 @@ def split(total: int, parts: int) -> list[Range]:
     return from_sizes([size + 1] * rest + [size] * (parts - rest))
 
 
+def nearly_equal(total: int, parts: int) -> list[Range]:
+    """As `split`, but that the last range alone is larger, by `total % parts`: collectives know equal parts only, and take
+    the end of the last by itself."""
+    size, rest = divmod(total, parts)
+    return from_sizes([size] * (parts - 1) + [size + rest])
+
+
 def split_by_shares(total: int, shares: Sequence[float | Fraction], unit: int = 1) -> list[Range]:
     """Ranges that cover [0, total) with sizes in proportion to `shares`, each a multiple of `unit`.
 

@@ -65,41 +65,53 @@ def native_reduce_scatter(
     group: dist.ProcessGroup, output: torch.Tensor, flat: torch.Tensor, ranges: Sequence[Range], *, async_op: bool
 ) -> Any:
     """`output` becomes this member's range of the sum, by the group's own library."""
-    if _are_equal_in_order(ranges):
-        return dist.reduce_scatter_tensor(output, flat, group=group, async_op=async_op)
-    mine = ranges[group.rank()]
-    if output.data_ptr() != flat[mine.start : mine.stop].data_ptr():
-        output.copy_(flat[mine.start : mine.stop])
-    works = [
+    equal, rest = _equal_and_rest(ranges)
+    works, own = [], rest[group.rank()]
+    if own:
+        kept = output[output.numel() - own.size :]
+        if kept.data_ptr() != flat[own.start : own.stop].data_ptr():
+            kept.copy_(flat[own.start : own.stop])
+    if equal:
+        part = output[: output.numel() - own.size]
+        works.append(
+            dist.reduce_scatter_tensor(part, flat[: equal * len(ranges)], group=group, async_op=True),
+        )
+    works += [
         dist.reduce(
-            output if owner == group.rank() else flat[own.start : own.stop],
+            kept if owner == group.rank() else flat[theirs.start : theirs.stop],
             group=group,
             group_dst=owner,
             async_op=True,
         )
-        for owner, own in enumerate(ranges)
-        if own
+        for owner, theirs in enumerate(rest)
+        if theirs
     ]
     return _all_of(works, async_op=async_op)
 
 
 def native_all_gather(group: dist.ProcessGroup, flat: torch.Tensor, ranges: Sequence[Range], *, async_op: bool) -> Any:
     """Every member's range of `flat` reaches all members, by the group's own library."""
-    mine = ranges[group.rank()]
-    if _are_equal_in_order(ranges):
-        part = flat[mine.start : mine.stop]
-        return dist.all_gather_into_tensor(flat, part, group=group, async_op=async_op)
-    works = [
+    equal, rest = _equal_and_rest(ranges)
+    works, place = [], group.rank()
+    if equal:
+        whole, part = flat[: equal * len(ranges)], flat[equal * place : equal * (place + 1)]
+        works.append(dist.all_gather_into_tensor(whole, part, group=group, async_op=True))
+    works += [
         dist.broadcast(flat[own.start : own.stop], group=group, group_src=owner, async_op=True)
-        for owner, own in enumerate(ranges)
+        for owner, own in enumerate(rest)
         if own
     ]
     return _all_of(works, async_op=async_op)
 
 
-def _are_equal_in_order(ranges: Sequence[Range]) -> bool:
-    """Whether the library's own tensor operations have these ranges, which spares a copy and a launch per member."""
-    return list(ranges) == from_sizes([ranges[0].size] * len(ranges))
+def _equal_and_rest(ranges: Sequence[Range]) -> tuple[int, Sequence[Range]]:
+    """The size of the members' equal parts, which the library's own tensor operations know, and what each has beside its
+    own: of parts that are equal but for the last (`nearly_equal`), the end of that; else everything."""
+    size, last = ranges[0].size, ranges[-1]
+    if list(ranges) != from_sizes([size] * (len(ranges) - 1) + [max(size, last.size)]):
+        return 0, ranges
+    nothing = Range(0, 0)
+    return size, [*[nothing] * (len(ranges) - 1), Range(last.start + size, last.stop)]
 
 
 def _all_of(works: list[Any], *, async_op: bool) -> AllOf:

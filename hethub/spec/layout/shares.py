@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hethub.spec.errors import BadInput
-from hethub.spec.ranges import Range, split, split_by_shares
+from hethub.spec.ranges import Range, nearly_equal, split_by_shares
 
 # Of the elements that could be cut evenly: all of them would leave the smallest owner nothing of the other buckets, and
 # the vendors' collectives take no empty parts.
@@ -56,14 +56,14 @@ def cut_buckets(sizes: Sequence[int], fractions: Sequence[float]) -> list[list[R
     unevenly (Cephalo, arXiv 2411.01075): even collectives are the vendors' fast ones.
     """
     if len(set(fractions)) == 1:
-        return [split(size, len(fractions)) for size in sizes]
+        return [nearly_equal(size, len(fractions)) for size in sizes]
     left = [part.size for part in split_by_shares(sum(sizes), fractions)]
     limit = EVEN_PART * len(fractions) * min(fractions)
     result: list[list[Range]] = []
     even = seen = 0
     for size in sizes:
         seen += size
-        parts = split(size, len(fractions))
+        parts = nearly_equal(size, len(fractions))
         fits = all(part.size <= rest for part, rest in zip(parts, left, strict=True))
         result.append(parts if even + size <= limit * seen and fits else [])
         if result[-1]:

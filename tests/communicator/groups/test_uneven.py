@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator.groups.uneven import _stays_on_device, native_all_gather, native_reduce_scatter
-from hethub.spec.ranges import from_sizes, split
+from hethub.spec.ranges import from_sizes, nearly_equal, split
 from tests.support.ranks import run_ranks
 
 
@@ -44,7 +44,7 @@ def unequal(world: Any, sizes: list[int]) -> tuple[list[float], list[float], lis
     return own.tolist(), flat[mine.start : mine.stop].tolist(), gathered.tolist()
 
 
-@pytest.mark.parametrize("sizes", [[2, 2, 2], [1, 0, 5], [0, 6, 0], [3, 1, 2]])
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [1, 1, 4], [1, 0, 5], [0, 6, 0], [3, 1, 2]])
 def test_unequal_and_empty_shares_stay_with_the_library(sizes: list[int]) -> None:
     total = [30 + 3.0 * i for i in range(6)]
     for rank, (own, untouched, whole) in enumerate(run_ranks(3, unequal, sizes)):
@@ -58,3 +58,20 @@ def test_unequal_and_empty_shares_stay_with_the_library(sizes: list[int]) -> Non
 def test_an_empty_share_leaves_nobody_out_of_the_librarys_path(sizes: list[int]) -> None:
     group, flat = MagicMock(spec=dist.ProcessGroup), torch.empty(sum(sizes), device="meta")
     assert _stays_on_device(group, flat, from_sizes(sizes), dist.ReduceOp.SUM)
+
+
+@pytest.mark.parametrize(("size", "operations"), [(6, 1), (7, 2), (2, 1)])
+def test_parts_of_a_bucket_take_two_operations_however_many_members_there_are(
+    size: int, operations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one they would take as many as there are members: hundreds for a bucket."""
+    called: list[str] = []
+    for name in ("reduce_scatter_tensor", "reduce", "all_gather_into_tensor", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda *args, name=name, **more: called.append(name))
+    group, ranges = MagicMock(spec=dist.ProcessGroup), nearly_equal(size, 3)
+    for rank in range(3):
+        group.rank.return_value = rank
+        flat = torch.zeros(size)
+        native_reduce_scatter(group, flat[ranges[rank].start : ranges[rank].stop], flat, ranges, async_op=True)
+        native_all_gather(group, flat, ranges, async_op=True)
+    assert len(called) == 3 * 2 * operations

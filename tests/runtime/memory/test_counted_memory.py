@@ -8,7 +8,7 @@ from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.memory.parameters import rank_widths
 from hethub.predictor.memory.ranks import COUNTED, rank_memory
 from hethub.predictor.memory.shards import Shard
-from hethub.predictor.memory.surroundings import joined_bytes
+from hethub.predictor.memory.state import resident
 from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
@@ -107,6 +107,8 @@ def test_gradients_that_lie_apart_are_joined_in_copies() -> None:
     width, software = 4, HETHUB
     foreseen = []
     for rank, cut in enumerate((*rank_widths(MODEL, 2), *rank_widths(MODEL, 1))):
-        foreseen.append(joined_bytes(Shard(layout, 0, cut, software, width), layout.assignments[rank]))
+        foreseen.append(
+            resident(Shard(layout, 0, cut, software, width), layout.assignments[rank], on_cpu=True).joined_bytes
+        )
     assert run_ranks(3, joined_gradients) == pytest.approx(foreseen, rel=0.01)
     assert foreseen[0] == foreseen[1] == 0 < foreseen[2]
