@@ -13,9 +13,9 @@ from hethub.predictor.pipeline.costs import Parts, PlanCosts
 from hethub.predictor.pipeline.link_loads import meeting
 from hethub.predictor.pipeline.replay import TaskGraph
 from hethub.predictor.pipeline.symmetry import FoldedCosts
-from hethub.predictor.pipeline.wiring import Crossing, Place, Run, Way, Wiring, pieces
+from hethub.predictor.pipeline.wiring import BoundaryMessages, Place, Run, Way, Wiring, pieces
 from hethub.spec.layout.execution import Kind
-from hethub.spec.schedule.microbatches import load_alone
+from hethub.spec.schedule.microbatches import StageOverlap, load_alone
 from hethub.spec.schedule.orders import ActorOrder
 
 PASSES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.WEIGHT: 2}  # where they are in a MicrobatchCost
@@ -33,8 +33,8 @@ class Compute:
         seconds = [each for stage in range(self.layout.num_stages) for each in self._seconds(stage)]
         orders = list(map(list, wiring.orders))
         self.graph = TaskGraph(seconds, wiring.sources[:], [0.0] * len(seconds), orders=orders)
-        for crossing in wiring.crossings:
-            self._cross(crossing)
+        for of_boundary in wiring.boundaries:
+            self._add_messages(of_boundary)
 
     def _seconds(self, stage: int) -> list[float]:
         """By node of a stage, what it takes."""
@@ -94,16 +94,16 @@ class Compute:
         costs = [self.costs.microbatch(*place, samples, own if len(portions) > 1 else None) for own in portions]
         return [costs[chunk][PASSES[kind]] for kind, chunk in order.computing]
 
-    def _cross(self, crossing: Crossing) -> None:
+    def _add_messages(self, of_boundary: BoundaryMessages) -> None:
         """Lets the microbatches of two stages wait for each other's messages."""
-        boundary, (above, below), overlap, ways = crossing
+        boundary, (above, below), overlap, ways = of_boundary
         costs = [self.costs.boundary(above, *pair, below) for pair in overlap.pairs]
         under_way = [costs[pair] for pair in overlap.pair_of]
         both = [self.costs.paces(boundary, one, other) for one, other, _ in overlap.pairs]
         for way, paces in zip(ways, zip(*both, strict=True), strict=True):
             seconds = self._sent(way, under_way)
             if any(paces):
-                self._link_queued(way, *self._queued(crossing, way, paces, seconds))
+                self._link_queued(way, *self._queued(overlap, way, paces, seconds))
             else:
                 self._link(way, seconds)
 
@@ -118,12 +118,12 @@ class Compute:
         return [seconds - early[giver] for giver, seconds in zip(way.givers, under_way, strict=True)]
 
     def _queued(
-        self, crossing: Crossing, way: Way, paces: Sequence[float], under_way: list[float]
+        self, overlap: StageOverlap, way: Way, paces: Sequence[float], under_way: list[float]
     ) -> tuple[list[int], list[float]]:
         """By row, the node that a message comes from and how long after its end it is there, where messages wait for
         those before them on their flow: a node of the flow for what a node of its sender gives it. A message that meets
         no other on its flow needs none."""
-        messages = meeting(crossing.overlap, paces, way.sources, under_way, self._computed)
+        messages = meeting(overlap, paces, way.sources, under_way, self._computed)
         sources, under_way = list(way.sources), list(under_way)
         actors: dict[int, int] = {}
         for message in messages:
@@ -143,13 +143,13 @@ class Compute:
     def _link(self, way: Way, seconds: list[float]) -> None:
         """Lets microbatches wait for messages, which come by row, with samples of theirs."""
         under_way, needs = self.graph.under_way, self.graph.needs
-        for node, row in way.firsts:
+        for node, row in zip(way.waiting, way.firsts, strict=True):
             under_way[node] = seconds[row]
         for node, row in way.others:
             needs[node].append((way.sources[row], seconds[row]))
 
     def _link_queued(self, way: Way, sources: list[int], seconds: list[float]) -> None:
         """The same where some come from nodes of their flow."""
-        for node, row in way.firsts:
+        for node, row in zip(way.waiting, way.firsts, strict=True):
             self.graph.sources[node] = sources[row]
         self._link(way._replace(sources=sources), seconds)

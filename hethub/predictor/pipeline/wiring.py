@@ -36,11 +36,12 @@ class Way(NamedTuple):
     giving: ChunkPlace
     givers: list[int]  # by row, the sender's place on the sample axis
     sources: list[int]  # by row, the node that sends
-    firsts: list[tuple[int, int]]  # nodes that wait for this message alone, or first, and its row
+    waiting: list[int]  # the nodes that wait for a message as for their source
+    firsts: list[int]  # the row of that message
     others: list[tuple[int, int]]  # nodes that wait for a message beside, and its row
 
 
-class Crossing(NamedTuple):
+class BoundaryMessages(NamedTuple):
     """A boundary between model chunks of two stages."""
 
     boundary: int
@@ -89,13 +90,13 @@ class Wiring:
         self.runs: dict[Place, Run] = {}
         for stage, spec in enumerate(layout.stages):
             for replica in range(len(spec.replicas)):
-                together = replica > 0 and layout.plan.runs_in_rounds(stage)
-                run = self.runs[stage, 0] if together else self._run(actor_order(layout, stage, replica))
+                shared = replica > 0 and layout.plan.runs_in_rounds(stage)
+                run = self.runs[stage, 0] if shared else self._run(actor_order(layout, stage, replica))
                 self.runs[stage, replica] = run
         self.stages = [self._stage_nodes(stage) for stage in range(layout.num_stages)]
         self._known_nodes: dict[tuple[Kind, int, int], list[int]] = {}
         self.sources = [NONE] * self._num_nodes
-        self.crossings = list(self._crossings())
+        self.boundaries = list(self._boundaries())
 
     @property
     def _num_nodes(self) -> int:
@@ -116,7 +117,7 @@ class Wiring:
     def _stage_nodes(self, stage: int) -> StageNodes:
         return StageNodes(stage, {place: run for place, run in self.runs.items() if place[0] == stage})
 
-    def _crossings(self) -> Iterator[Crossing]:
+    def _boundaries(self) -> Iterator[BoundaryMessages]:
         """A microbatch waits for those of the chunk before (backward: behind) that overlap it, where another stage ran
         them."""
         stages, chunks = self.layout.stages, [(chunk.stage, chunk.chunk) for chunk in self.layout.model_chunks]
@@ -125,7 +126,7 @@ class Wiring:
                 own = stage_overlap(stages[above[0]].replicas, stages[below[0]].replicas)
                 down = self._way(Kind.FORWARD, (above, own.above), (below, own.below), own.firsts[1], own.others[1])
                 up = self._way(Kind.BACKWARD, (below, own.below), (above, own.above), own.firsts[0], own.others[0])
-                yield Crossing(boundary, (above[0], below[0]), own, (down, up))
+                yield BoundaryMessages(boundary, (above[0], below[0]), own, (down, up))
 
     def _way(
         self,
@@ -133,7 +134,7 @@ class Wiring:
         givers: tuple[ChunkPlace, list[int]],
         takers: tuple[ChunkPlace, list[int]],
         firsts: list[int],
-        others: Sequence[int],
+        others: list[int],
     ) -> Way:
         """The messages from a chunk to another; both come with their places on the sample axis by row. A taker's
         first message goes to its row of `sources`."""
@@ -141,11 +142,12 @@ class Wiring:
         given, waiting = self._nodes(kind, *giving), self._nodes(kind, *taking)
         sources = [given[place] for place in senders]
         if self.layout.plan.runs_in_rounds(taking[0]):  # a node is of several microbatches
-            firsts, others = [], range(len(sources))
-        for node, row in zip(waiting, firsts, strict=False):
+            beside = [(waiting[place], row) for row, place in enumerate(receivers)]
+            return Way(kind, giving, senders, sources, [], [], beside)
+        for node, row in zip(waiting, firsts, strict=True):
             self.sources[node] = sources[row]
         beside = [(waiting[receivers[row]], row) for row in others]
-        return Way(kind, giving, senders, sources, list(zip(waiting, firsts, strict=False)), beside)
+        return Way(kind, giving, senders, sources, waiting, firsts, beside)
 
     def _nodes(self, kind: Kind, stage: int, chunk: int) -> list[int]:
         """The node of each of a stage's microbatches, in order of the sample axis."""
