@@ -9,6 +9,7 @@ from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.problem.problem import Problem
 
 NEAR = 1.25  # times the best: plans on which estimate and prediction are compared
+STEADY = 1.05  # times the best step: up to there a plan may still have the smallest mean over the scenarios
 
 
 class Incumbent:
@@ -77,10 +78,14 @@ class Incumbent:
         """All plans that fit, the fastest first."""
         return sorted(self.fitting.values(), key=lambda evaluation: evaluation.seconds)
 
+    @property
+    def hopeful_seconds(self) -> float:
+        """Up to which step a plan may be the answer: it may have a smaller mean than a faster one."""
+        return STEADY * self.best_seconds
+
     def may_win(self, candidate: Candidate) -> bool:
-        """Whether the candidate's busiest replica computes less than the best plan takes: else it is proved to be
-        slower."""
-        return self.costs.least(candidate) < self.best_seconds
+        """Whether the candidate's busiest replica computes for so short a time that its plan may be the answer."""
+        return self.costs.least(candidate) < self.hopeful_seconds
 
     def better(self, one: Evaluation | None, other: Evaluation | None) -> bool:
         """Whether `one` is to be preferred: it fits and the other does not, or it is faster, or less over memory."""

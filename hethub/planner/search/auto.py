@@ -170,7 +170,7 @@ def _evaluate_whole(problem: Problem, incumbent: Incumbent, family: Family) -> N
     those that its system ranks, none behind one that is far from it."""
     if incumbent.out_of_time:
         return
-    for candidate in filter(incumbent.may_win, _whole(problem, incumbent, family, incumbent.best_seconds)):
+    for candidate in filter(incumbent.may_win, _whole(problem, incumbent, family, incumbent.hopeful_seconds)):
         evaluation = incumbent.within_time(candidate)
         if family.ranked and evaluation is not None and evaluation.seconds > FAR * incumbent.best_seconds:
             break

@@ -13,7 +13,6 @@ from hethub.planner.search.effort import effort_for
 from hethub.spec.plan import PlanSpec
 
 PLACED = 8  # of the plans found without a device type, the fastest, evaluated in the whole cluster
-NEAR = 1.05  # times the best step: up to there a plan may still have the smallest mean over the scenarios
 
 
 def leave_out(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
@@ -34,7 +33,7 @@ def leave_out(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
 def _search_without(problem: Problem, incumbent: Incumbent, used: list[int]) -> None:
     """Makes known the fastest plans that use these kinds only, where they are near the best."""
     part = problem.of_kinds(used)
-    own = Incumbent(Evaluator(part, Estimator(part)), to_beat=NEAR * incumbent.best_seconds)
+    own = Incumbent(Evaluator(part, Estimator(part)), to_beat=incumbent.hopeful_seconds)
     own.limit_seconds = incumbent.seconds_left
     search(part, own, effort_for(part))
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
