@@ -3,8 +3,8 @@
 python benchmarks/planner.py [hethub] [joint] [families] [times] [growth] [exhaustive | bounded --clusters N --first
 SEED]
 
-hethub      hethub-768 with Llama-140B: % of the upper bound at 2,048 and 512 sequences, and over AMD:NVIDIA layer-rate
-ratios joint       joint-16 with Llama 3 8B: % of the upper bound (configs/jobs/joint-16.yaml: batch 512) families
+hethub      hethub-768 with Llama-140B: % of the makers alone at 2,048 and 512 sequences, and over AMD:NVIDIA layer-rate
+ratios joint       joint-16 with Llama 3 8B: % of the makers alone (configs/jobs/joint-16.yaml: batch 512) families
 mixed clusters x models: auto against every family, how much the search beat its start, the gap closed times
 search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain growth
 search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg exhaustive  auto against the whole grid of
@@ -74,9 +74,9 @@ OWN_CLUSTER = {
 
 def line(name: str, found: PlanResult) -> None:
     p = found.prediction
-    bound = "-" if p.percent_of_upper_bound is None else f"{p.percent_of_upper_bound:.2f}"
+    bound = "-" if p.percent_of_makers_alone is None else f"{p.percent_of_makers_alone:.2f}"
     print(
-        f"{name:44s} step {p.step_seconds:9.4f} s  {bound:>7s} % of upper bound  {p.percent_of_ceiling:6.2f} % of ceiling  "
+        f"{name:44s} step {p.step_seconds:9.4f} s  {bound:>7s} % of makers alone  {p.percent_of_ceiling:6.2f} % of ceiling  "
         f"{found.candidates:4d} judged  {found.search_seconds:6.2f} s",
         flush=True,
     )
@@ -113,14 +113,14 @@ def hethub() -> None:
     for size, least in ((2048, 99.0), (512, 97.5)):
         found = plan(model, cluster, Batch(size, 4096, "bf16"))
         line(f"hethub-768 llama-140b batch {size}", found)
-        verdict("  % of the upper bound", found.prediction.percent_of_upper_bound or 0.0, least, unit=" %")
+        verdict("  % of the makers alone", found.prediction.percent_of_makers_alone or 0.0, least, unit=" %")
     batch = Batch(2048, 4096, "bf16")
     print(f"layer-rate ratio AMD:NVIDIA as fitted: {layer_ratio(cluster, model, batch):.3f}")
     percents = []
     for ratio in (0.35, 0.5, 0.61, 0.75, 0.9):
         found = plan(model, with_ratio(cluster, model, batch, ratio), batch)
         line(f"hethub-768 llama-140b batch 2048 ratio {ratio}", found)
-        percents.append(found.prediction.percent_of_upper_bound or 0.0)
+        percents.append(found.prediction.percent_of_makers_alone or 0.0)
     verdict(
         "mean over ratios (HETHUB's own best case: 97.49 % of its bound)", statistics.mean(percents), 98.5, unit=" %"
     )
@@ -130,7 +130,7 @@ def joint() -> None:
     for size in (256, 512, 1024, 2048):
         found = plan(model_named("llama3-8b"), cluster_named("joint-16"), Batch(size, 8192, "bf16"))
         line(f"joint-16 llama3-8b batch {size} sequence 8192", found)
-        verdict("  % of the upper bound", found.prediction.percent_of_upper_bound or 0.0, 98.5, unit=" %")
+        verdict("  % of the makers alone", found.prediction.percent_of_makers_alone or 0.0, 98.5, unit=" %")
 
 
 def families() -> None:
@@ -163,7 +163,7 @@ def families() -> None:
                     over_even = even and even / times[family]
                     own[family].append((f"{name} {model}", times["uniform"] / times[family], over_even))
         tokens = global_batch * seq_len
-        bound = min(found.prediction.upper_bound_tokens_per_second or 1e99, found.prediction.ceiling_tokens_per_second)
+        bound = min(found.prediction.makers_alone_tokens_per_second or 1e99, found.prediction.ceiling_tokens_per_second)
         if best * bound / tokens > 1.02:
             closed.append(max(1e-3, (best - step) / (best - min(best, tokens / bound))))
     mean = statistics.geometric_mean

@@ -66,7 +66,7 @@ def planned(question: tuple[str, str, int, int, str]) -> dict[str, Any]:
     cluster, model, global_batch, seq_len, precision = question
     result = plan(model_named(model), cluster_named(cluster), Batch(global_batch, seq_len, precision))  # type: ignore[arg-type]
     prediction = result.prediction
-    bound = prediction.upper_bound_tokens_per_second
+    bound = prediction.makers_alone_tokens_per_second
     return {
         "step_seconds": prediction.step_seconds.hex(),
         "upper_bound_tokens_per_second": None if bound is None else bound.hex(),

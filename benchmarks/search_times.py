@@ -104,7 +104,7 @@ def one(count: int, seed: int, explain: bool, alike: bool) -> dict[str, float]:
     return {
         "seconds": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
-        "bound": found.prediction.percent_of_upper_bound or 0.0,
+        "bound": found.prediction.percent_of_makers_alone or 0.0,
     }
 
 

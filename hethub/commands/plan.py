@@ -69,7 +69,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
-    text = f"write every device type's best plan alone, the parts of the upper bound, into this folder{default}"
+    text = f"write every device type's best plan alone into this folder{default}"
     parser.add_argument("--alone", type=Path, metavar="DIR", help=text)
 
 
@@ -126,7 +126,9 @@ def _add_predict(commands: Any) -> None:
     parser.add_argument("--plan", type=Path, metavar="PLAN.yaml", help="the plan to predict (default: the job's)")
     add_profile(parser)
     add_calibrate(parser)
-    parser.add_argument("--bounds", action="store_true", help="plan every device type alone, for %% of the upper bound")
+    parser.add_argument(
+        "--bounds", action="store_true", help="plan every device type alone, for %% of the makers alone"
+    )
     _add_alone(parser, "; as --bounds")
     parser.add_argument("--trace", type=Path, metavar="TRACE.json", help="write a timeline that Perfetto opens")
     add_json(parser)
@@ -159,7 +161,7 @@ def predict(options: argparse.Namespace) -> None:
     prediction = make_prediction(
         layout,
         reserve=job.reserve,
-        upper_bound_tokens_per_second=chosen.upper_bound_tokens_per_second,
+        makers_alone_tokens_per_second=chosen.makers_alone_tokens_per_second,
         with_timeline=options.trace is not None,
         profile=profile,
     )
@@ -210,7 +212,7 @@ class _Chosen(NamedTuple):
     strategy: str
     plan: "PlanSpec"
     homogeneous_parts: "tuple[HomogeneousPart, ...] | None"  # None: not asked for
-    upper_bound_tokens_per_second: float | None
+    makers_alone_tokens_per_second: float | None
 
 
 def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", profile: "ProfileSpec | None") -> _Chosen:
@@ -223,15 +225,15 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
         from hethub.planner import plan as make_plan
 
         result = make_plan(*question, strategy=job.spec.plan, profile=profile, processes=processors())
-        bound = result.prediction.upper_bound_tokens_per_second
+        bound = result.prediction.makers_alone_tokens_per_second
         return _Chosen(job.spec.plan, result.plan, result.homogeneous_parts, bound)
     plan = load_plan_of(job, file)
     if not options.bounds and options.alone is None:
         return _Chosen("plan file", plan, None, None)
-    from hethub.planner.explain.homogeneous_sum import homogeneous_parts, upper_bound_tokens_per_second
+    from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
 
     alone = homogeneous_parts(*question, profile, processors())
-    return _Chosen("plan file", plan, alone or (), upper_bound_tokens_per_second(alone))
+    return _Chosen("plan file", plan, alone or (), makers_alone_tokens_per_second(alone))
 
 
 def _add_diff(commands: Any) -> None:

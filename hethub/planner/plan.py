@@ -15,7 +15,7 @@ from hethub.planner.evaluate.layouts import is_equal
 from hethub.planner.evaluate.outlook import Outlooks
 from hethub.planner.exhaustive.search import refuse_larger, search_exhaustively
 from hethub.planner.explain.bottlenecks import bottlenecks
-from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, upper_bound_tokens_per_second
+from hethub.planner.explain.homogeneous_sum import Alone, homogeneous_parts_beside, makers_alone_tokens_per_second
 from hethub.planner.explain.infeasible import nothing_fits
 from hethub.planner.explain.unsearched import not_searched
 from hethub.planner.generate import cuts
@@ -61,7 +61,7 @@ def plan(
     of the fastest plans it found the one with the smallest mean step over the scenarios (`evaluate/outlook.py`), all
     other strategies the fastest.
 
-    `with_bounds` also plans every kind alone, for the upper bound. `explain` adds every family's own best plan and what
+    `with_bounds` also plans every kind alone, to compare with. `explain` adds every family's own best plan and what
     binds. What `profile` measured counts instead of estimates. Raises BadInput where the question contradicts itself or no
     plan fits; the message says by how many bytes on which accelerators, and what would help. With several
     `processes` the kinds are planned beside the whole, and what binds is found for all constraints at once; the plans
@@ -114,10 +114,10 @@ def _alone(problem: Problem, incumbent: Incumbent, wanted: bool, processes: int)
 
 
 def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
-    """The prediction beside the upper bound that the kinds alone make."""
-    bound = upper_bound_tokens_per_second(alone)
+    """The prediction beside what the kinds reach alone."""
+    bound = makers_alone_tokens_per_second(alone)
     percent = 100.0 * prediction.tokens_per_second / bound if bound else None
-    return replace(prediction, upper_bound_tokens_per_second=bound, percent_of_upper_bound=percent)
+    return replace(prediction, makers_alone_tokens_per_second=bound, percent_of_makers_alone=percent)
 
 
 def answer(problem: Problem, strategy: str = "auto") -> Evaluation:

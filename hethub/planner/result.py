@@ -32,7 +32,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True)
 class HomogeneousPart:
-    """One kind's part of the upper bound: its best plan with its part of the batch and nobody else."""
+    """One kind alone: its best plan with its part of the batch and nobody else."""
 
     accelerator: str
     island: str
@@ -96,7 +96,7 @@ class Unsearched(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """What `plan` returns. `prediction` carries the upper bound and the ceiling."""
+    """What `plan` returns. `prediction` carries what the makers reach alone and the ceiling."""
 
     plan: PlanSpec
     prediction: Prediction

@@ -17,6 +17,11 @@ from hethub.predictor.pipeline.timeline import Span, timeline
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 
+# For one version more; it never was a bound: good mixtures exceed it.
+OLD_NAMES = {
+    "makers_alone_tokens_per_second": "upper_bound_tokens_per_second", "percent_of_makers_alone": "percent_of_upper_bound",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -32,9 +37,9 @@ class Prediction:
     bottleneck: str
     ceiling_tokens_per_second: float
     percent_of_ceiling: float
-    upper_bound_tokens_per_second: float | None
+    makers_alone_tokens_per_second: float | None
     extrapolated: bool  # a profile was asked beyond what it measured
-    percent_of_upper_bound: float | None
+    percent_of_makers_alone: float | None
     timeline: tuple[Span, ...] | None = None
     staging: Staging | None = None  # where bytes cross between islands, and it was asked for
 
@@ -45,6 +50,8 @@ class Prediction:
         data["step_seconds_interval"] = list(self.step_seconds_interval)
         data["memory"] = [entry._asdict() for entry in self.memory]
         data["staging"] = self.staging and self.staging._asdict()
+        for name, old in OLD_NAMES.items():
+            data[old] = data[name]
         return data
 
 
@@ -52,7 +59,7 @@ def predict(
     layout: Layout,
     *,
     reserve: float = 0.06,
-    upper_bound_tokens_per_second: float | None = None,
+    makers_alone_tokens_per_second: float | None = None,
     with_timeline: bool = False,
     software: Software = HETHUB,
     constants: Constants | None = None,
@@ -62,7 +69,7 @@ def predict(
     """The prediction for a bound plan. `reserve` is the fraction of memory that must stay free for it to fit; `used` is
     the layout's memory, where it is known.
 
-    The upper bound needs the planner, so it is passed in where known. Raises BadInput where the cluster lacks a link
+    What the makers reach alone needs the planner, so it is passed in where known. Raises BadInput where the cluster lacks a link
     speed that the plan needs, or the profile measured another model.
     """
     constants = constants or packaged()
@@ -94,11 +101,11 @@ def predict(
         bottleneck=_bottleneck(layout, times),
         ceiling_tokens_per_second=ceiling,
         percent_of_ceiling=100.0 * tokens_per_second / ceiling,
-        upper_bound_tokens_per_second=upper_bound_tokens_per_second,
+        makers_alone_tokens_per_second=makers_alone_tokens_per_second,
         extrapolated=extrapolated,
-        percent_of_upper_bound=None
-        if upper_bound_tokens_per_second is None
-        else 100.0 * tokens_per_second / upper_bound_tokens_per_second,
+        percent_of_makers_alone=None
+        if makers_alone_tokens_per_second is None
+        else 100.0 * tokens_per_second / makers_alone_tokens_per_second,
         timeline=timeline(layout, times) if with_timeline else None,
     )
 

@@ -1,4 +1,4 @@
-"""The parts of the upper bound: every device type alone in its best plan, on the terminal and as files."""
+"""Every device type alone in its best plan, on the terminal and as files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def print_alone(alone: Sequence["HomogeneousPart"], console: Console) -> None:
             f"{each.tokens_per_second:,.0f} tokens/s{lifted}, {each.plan.schedule}, {shape(each.plan)}"
         )
     if not alone:
-        console.print("no upper bound: the batch leaves one device type without a sample")
+        console.print("not compared with the makers alone: the batch leaves one device type without a sample")
 
 
 def save_alone(alone: Sequence["HomogeneousPart"], model: ModelSpec, folder: Path) -> list[Path]:

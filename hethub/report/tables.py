@@ -40,7 +40,7 @@ def print_plan(
         print_alone(result.homogeneous_parts, console)
     else:
         console.print(
-            "no upper bound: time was up before every device type was planned alone; `predict --bounds` does it"
+            "not compared with the makers alone: time was up before each was planned; `predict --bounds` does it"
         )
     print_explanation(result, console)
     if result.space_bound_seconds is not None:
@@ -60,7 +60,7 @@ def print_predicted(
     assumed: Sequence[str],
     written: Sequence[Path],
 ) -> None:
-    """What `hethub predict` says of a plan; the parts of the upper bound where they were asked for."""
+    """What `hethub predict` says of a plan; every device type alone where that was asked for."""
     console = make_console()
     print_prediction(strategy, plan, prediction, assumed, console)
     if alone is not None:
@@ -136,8 +136,8 @@ def print_prediction(
         f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1f} %"
     )
     bounds = [f"{prediction.percent_of_ceiling:.1f} % of the ceiling"]
-    if prediction.percent_of_upper_bound is not None:
-        bounds.insert(0, f"{prediction.percent_of_upper_bound:.1f} % of the upper bound")
+    if prediction.percent_of_makers_alone is not None:
+        bounds.insert(0, f"{prediction.percent_of_makers_alone:.1f} % of the makers alone")
     console.print(", ".join(bounds))
     console.print(f"of which {_parts(prediction)}")
     console.print(prediction.bottleneck)

@@ -16,7 +16,8 @@ from tests.support.command import HETHUB, PROJECT, Running, one, ranks
 from tests.support.job_files import write_job, write_yaml
 
 PREDICTED = {
-    "strategy", "fits", "step_seconds", "step_seconds_interval", "tokens_per_second", "mfu", "percent_of_upper_bound",
+    "strategy", "fits", "step_seconds", "step_seconds_interval", "tokens_per_second", "mfu", "percent_of_makers_alone",
+    "makers_alone_tokens_per_second", "percent_of_upper_bound",
     "upper_bound_tokens_per_second", "percent_of_ceiling", "breakdown", "memory",
 }  # fmt: skip
 PLANNED = {"plan", "search_seconds", "candidates", "runners_up", "not_searched"}
@@ -55,22 +56,23 @@ def test_plan_prints_one_json_object_with_the_interfaces_keys(capsys, tmp_path):
     check_prediction(data)
     assert set(data) >= PLANNED
     assert data["strategy"] == "auto"
-    assert data["percent_of_upper_bound"] == pytest.approx(
-        100 * data["tokens_per_second"] / data["upper_bound_tokens_per_second"]
+    assert data["percent_of_upper_bound"] == data["percent_of_makers_alone"]  # its name until now
+    assert data["percent_of_makers_alone"] == pytest.approx(
+        100 * data["tokens_per_second"] / data["makers_alone_tokens_per_second"]
     )
     written = yaml.safe_load(out.read_text())
     assert written.pop("job")["cluster"]["name"] == "laptop-mixed"
     assert written == data["plan"]
     again = answer(capsys, "predict", LAPTOP, "--plan", out)
     assert again["step_seconds"] == pytest.approx(data["step_seconds"])
-    assert again["percent_of_upper_bound"] is None
+    assert again["percent_of_makers_alone"] is None
     bounded = answer(capsys, "predict", LAPTOP, "--plan", out, "--bounds")
-    assert bounded["percent_of_upper_bound"] == pytest.approx(data["percent_of_upper_bound"])
+    assert bounded["percent_of_makers_alone"] == pytest.approx(data["percent_of_makers_alone"])
     rates = [kind["tokens_per_second"] for kind in bounded["kinds_alone"]]
-    assert sum(rates) == pytest.approx(data["upper_bound_tokens_per_second"])
+    assert sum(rates) == pytest.approx(data["makers_alone_tokens_per_second"])
 
 
-def test_the_parts_of_the_upper_bound_are_printed_and_saved_as_plans(capsys, tmp_path):
+def test_every_device_type_alone_is_printed_and_saved_as_a_plan(capsys, tmp_path):
     """Beside the plan; each is a folder that `hethub report` draws without a job."""
     assert run(["plan", str(LAPTOP), "--out", str(tmp_path / "plan.yaml")]) == 0
     printed = capsys.readouterr().out
@@ -96,7 +98,7 @@ def test_a_reader_that_has_seen_enough_is_told_nothing(tmp_path):
 def test_predict_prints_one_json_object_with_the_interfaces_keys(capsys):
     data = answer(capsys, "predict", LAPTOP)
     check_prediction(data)
-    assert data["percent_of_upper_bound"] is not None
+    assert data["percent_of_makers_alone"] is not None
 
 
 def test_predict_writes_a_trace_of_the_schedule(capsys, tmp_path):

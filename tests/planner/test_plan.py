@@ -136,7 +136,7 @@ def test_a_time_limit_ends_with_a_plan_and_says_so():
     found = plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(time_limit_seconds=1e-9))
     assert found.out_of_time
     assert found.prediction.fits
-    assert found.prediction.percent_of_upper_bound is None  # no bound from searches cut short
+    assert found.prediction.percent_of_makers_alone is None  # no bound from searches cut short
 
 
 def test_no_smaller_batch_is_proposed_where_it_is_to_be_kept():

@@ -132,7 +132,7 @@ class UnitCosts:
         return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)
 
     def layer_rate(self, kind: int) -> float:
-        """The kind's best layer-samples per second, which weights its part of the batch in the upper bound."""
+        """The kind's best layer-samples per second, which weights its part of the batch when it is planned alone."""
         return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)
 
 

@@ -1,4 +1,5 @@
-"""HETHUB's upper bound: the sum over kinds of the throughput that each reaches alone in its best plan."""
+"""HETHUB's reference, which its paper calls the upper bound: the sum over kinds of the throughput that each reaches
+alone in its best plan."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int 
         yield lambda: _complete(planned)
 
 
-def upper_bound_tokens_per_second(alone: Alone) -> float | None:
+def makers_alone_tokens_per_second(alone: Alone) -> float | None:
     """The sum of the kinds' throughputs."""
     return sum(kind.tokens_per_second for kind in alone) if alone else None
 

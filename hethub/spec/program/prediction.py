@@ -29,7 +29,9 @@ def prediction_of(plan: ProgramPlanSpec, made_for: ProgramFor) -> dict[str, Any]
         "tokens_per_second": tokens,
         "samples_per_second": plan.global_batch / step,
         "mfu": None,
-        "percent_of_upper_bound": None,
+        "percent_of_makers_alone": None,
+        "makers_alone_tokens_per_second": None,
+        "percent_of_upper_bound": None,  # the old names of these two
         "upper_bound_tokens_per_second": None,
         "percent_of_ceiling": None,
         "breakdown": {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hethub.planner import plan
-from hethub.planner.explain.homogeneous_sum import homogeneous_parts, upper_bound_tokens_per_second
+from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
 from hethub.planner.generate.families import FAMILIES
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
@@ -20,16 +20,16 @@ def with_little_host_memory(on: ClusterSpec) -> ClusterSpec:
 
 def test_the_bound_of_a_job_is_the_one_that_planning_reports() -> None:
     on = cluster(("A100-SXM4-80GB", 1, 2), ("MI250X-GCD", 1, 2))
-    found = plan(TINY, on, (16, 128, "bf16")).prediction.upper_bound_tokens_per_second
+    found = plan(TINY, on, (16, 128, "bf16")).prediction.makers_alone_tokens_per_second
     alone = homogeneous_parts(TINY, on, (16, 128, "bf16"))
-    assert upper_bound_tokens_per_second(alone) == pytest.approx(found)
+    assert makers_alone_tokens_per_second(alone) == pytest.approx(found)
 
 
 def test_a_kind_without_a_sample_leaves_it_undefined() -> None:
     on = cluster(("H100-SXM5-80GB", 1, 8), ("T4", 1, 1))
     alone = homogeneous_parts(TINY, on, (2, 128, "fp16"))
     assert alone is None
-    assert upper_bound_tokens_per_second(alone) is None
+    assert makers_alone_tokens_per_second(alone) is None
 
 
 MID = LLAMA_8B.replace(name="mid", layers=8, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000)

@@ -128,5 +128,5 @@ def test_one_kind_needs_no_order() -> None:
 def test_unlike_kinds_in_stages_of_unlike_width() -> None:
     """Twelve slow accelerators beside four fast ones: equally wide stages waste either, which the plan does not."""
     found = plan(MODEL, cluster(("A100-SXM4-40GB", 1, 4), ("T4", 3, 4), gbps=12.5), Batch(128, 1024, "fp16"))
-    assert found.prediction.percent_of_upper_bound is not None
-    assert found.prediction.percent_of_upper_bound > 90
+    assert found.prediction.percent_of_makers_alone is not None
+    assert found.prediction.percent_of_makers_alone > 90
