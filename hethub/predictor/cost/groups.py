@@ -12,9 +12,9 @@ class Group:
     machines: tuple[tuple[int, int], ...]  # (machine, ranks of the group on it)
     islands: tuple[tuple[str, int], ...]
 
-    @property
+    @cached_property
     def most_per_machine(self) -> int:
-        return max(count for _, count in self.machines)
+        return max([count for _, count in self.machines])
 
     def exchanged(self, num_bytes: float, island: str, ranks: int = 1) -> float:
         """What so many ranks of an island send to the others of a reduce-scatter or an all-gather of `num_bytes`."""

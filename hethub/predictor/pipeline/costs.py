@@ -139,10 +139,10 @@ class PlanCosts:
     def _between(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
         """Where two replicas' leaders are, and how many of their stages leave and enter there at a time."""
         places = self.layout.cluster.places
-        a, b = (places[self.layout.replica(*at).ranks[0]] for at in ((stage, source), (below, target)))
-        on_one_machine = a.machine == b.machine
+        a = places[self.layout.replica(stage, source).ranks[0]]
+        b = places[self.layout.replica(below, target).ranks[0]]
         return (
-            on_one_machine,
+            a.machine == b.machine,
             a.node.name,
             b.node.name,
             self._at_once(stage, below, a),
