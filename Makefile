@@ -12,6 +12,10 @@ INSTALLED := $(VENV)/.installed
 MPIRUN := OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	$(BIN)/mpirun --oversubscribe --bind-to none --continuous
 
+# A run starts hundreds of processes. Without files of bytecode, each would compile hethub anew, and each of pytest's
+# workers all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests wait as much as they compute, for processes and for faults to show, so four run at a time on two cores.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25
 

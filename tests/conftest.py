@@ -1,10 +1,13 @@
 """Settings of all tests."""
 
+import gc
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # `python -m pytest` puts the repository root on sys.path, where the link `kernels` would answer for another package.
@@ -27,3 +30,17 @@ os.environ["HETHUB_CACHE"] = _CACHE.name
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Rests Python's collector while tests are collected, and keeps what is there then out of its later rounds.
+
+    Modules and tests stay to the end, so there is no garbage to find among them: looking takes a third of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

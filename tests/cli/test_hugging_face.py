@@ -9,20 +9,19 @@ import torch
 import yaml
 
 from tests.support.command import one, ranks
+from tests.support.hugging_face import transformers
 from tests.support.job_files import MODEL, plan, write_job
-
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'hethub[test]'")
 
 
 def folder_of(path: Path) -> Any:
     """A tiny Llama of transformers, saved."""
-    config = transformers.LlamaConfig(
+    config = transformers().LlamaConfig(
         vocab_size=MODEL["vocab"], hidden_size=MODEL["hidden"], intermediate_size=MODEL["ffn"],
         num_hidden_layers=MODEL["layers"], num_attention_heads=MODEL["heads"], num_key_value_heads=MODEL["kv_heads"],
         max_position_embeddings=MODEL["max_seq_len"], tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers().LlamaForCausalLM(config)
     model.save_pretrained(path)
     return model
 
@@ -39,7 +38,7 @@ def test_weights_come_from_the_folder_and_return_to_one(tmp_path: Path) -> None:
     for ended in ranks(4, "train", job, "--run-dir", run, cwd=tmp_path):
         assert ended.exit_code == 0, ended.stderr
     assert one(ranks(1, "export", run, "--to", back, cwd=tmp_path)).exit_code == 0
-    ours = transformers.LlamaForCausalLM.from_pretrained(back).state_dict()
+    ours = transformers().LlamaForCausalLM.from_pretrained(back).state_dict()
     for name, value in theirs.state_dict().items():
         assert torch.equal(ours[name], value), name
     # A fresh model of this size would not have this loss: it is that of the folder's weights on the first batch.

@@ -8,6 +8,7 @@ repository root on `sys.path` (where the link `kernels` would answer for another
 import ctypes
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import multiprocessing
@@ -24,6 +25,8 @@ from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+MADV_COLLAPSE = 25
+HUGE_PAGE = 2 << 20
 
 # What ranks import sooner or later; torch's optimizers pull in torch._dynamo, state shares scipy.optimize (seconds
 # each).
@@ -40,6 +43,7 @@ def main() -> None:
     for name in IMPORTS:
         importlib.import_module(name)
     warm_up()
+    gather_pages()
     stream = channel.makefile("rwb")
     while True:
         try:
@@ -56,19 +60,37 @@ def end_with_parent() -> None:
 
 
 def warm_up() -> None:
-    """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s),
-    and a layout, which reads the catalogue and has pydantic build its validators. What is there by now is no garbage:
-    a rank that collects need not look at it, and copy its pages.
+    """Does here, once, what would otherwise be done in every rank: what torch imports at its first comparison (1.6 s), a
+    look for the installed packages, and a layout, which reads the catalogue and has pydantic build its validators. What
+    is there by now is no garbage: a rank that collects need not look at it, and copy its pages.
     """
     import torch
 
+    from hethub.spec.job import TrainSpec
     from tests.support.layouts import Case
 
+    importlib.metadata.version("torch")
+    TrainSpec.model_validate({"steps": 1})
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
     replica = {"ranks": [0], "micro_batch": 8, "samples": 8}
     Case(name="alone", stages=[{"layers": [[0, 4]], "replicas": [replica]}]).layout()
     gc.collect()
     gc.freeze()
+
+
+def gather_pages() -> None:
+    """Has the kernel put this process's memory into pages of 2 MiB, where it can (Linux 6.1).
+
+    A fork copies the table of pages and a rank's end frees its own: 17 ms of processor time a rank with pages of 4 KiB,
+    6 ms with these. What a rank then writes to is copied by 4 KiB as before.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, _, *file = line.split()
+        start, stop = (int(address, 16) for address in place.split("-"))
+        first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, stop // HUGE_PAGE * HUGE_PAGE
+        if rights == "rw-p" and file in ([], ["[heap]"]) and first < last:
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
 
 
 def load_package(name: str, folder: Path) -> ModuleType:

@@ -1,5 +1,6 @@
 """torch's own DistributedTest over emulated islands: whatever native Gloo passes here, the backend hethub passes."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -32,9 +33,16 @@ def outcomes(layout, *tests, backend="gloo"):
 
 
 @pytest.fixture(scope="module")
-def native():
-    found, _ = outcomes("native")
-    return {test for test, outcome in found.items() if outcome == "passed"}
+def native(testrun_uid, tmp_path_factory):
+    """What native Gloo passes, run once: pytest's workers, which may get a layout each, share the answer."""
+    kept = tmp_path_factory.getbasetemp().parent / f"native-{testrun_uid}.json"
+    with kept.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if not (text := file.read()):
+            text = json.dumps(outcomes("native")[0])
+            file.write(text)
+    return {test for test, outcome in json.loads(text).items() if outcome == "passed"}
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ import torch
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
 from tests.runtime.data.test_sources import save_tokenizer
 from tests.support.command import check_refused, one, ranks
+from tests.support.hugging_face import transformers
 from tests.support.job_files import ALONE, plan, write_job
-
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'hethub[test]'")
 
 CLUSTER = {"nodes": [{"name": "alone", "accelerator": "CPU-core", "accelerators": 1}]}
 PROMPT = "line 7: 49"
@@ -43,8 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(run: Path, to: Path) -> Any:
     ended = one(ranks(1, "export", run, "--to", to, cwd=to.parent))
     assert ended.exit_code == 0, ended.stderr
-    model = transformers.LlamaForCausalLM.from_pretrained(to, dtype=torch.float64)
-    return model, transformers.AutoTokenizer.from_pretrained(to)
+    model = transformers().LlamaForCausalLM.from_pretrained(to, dtype=torch.float64)
+    return model, transformers().AutoTokenizer.from_pretrained(to)
 
 
 def generated(run: Path, *options: Any, prompt: str = PROMPT) -> str:

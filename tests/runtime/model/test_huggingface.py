@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from hethub.runtime.model.huggingface import INDEX_FILE, SINGLE_FILE, open_weights, write_folder
 from hethub.spec.errors import BadInput, RunFailed
@@ -18,6 +17,7 @@ from hethub.spec.hugging_face import config_of, from_hugging_face
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range, split
+from tests.support.hugging_face import transformers
 
 LLAMA_31 = {
     "rope_type": "llama3",
@@ -36,8 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(**changes: Any) -> LlamaForCausalLM:
-    config = LlamaConfig(
+def tiny(**changes: Any) -> Any:
+    config = transformers().LlamaConfig(
         **{
             "vocab_size": 48,
             "hidden_size": 32,
@@ -52,7 +52,7 @@ def tiny(**changes: Any) -> LlamaForCausalLM:
         }
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config)
+    return transformers().LlamaForCausalLM(config)
 
 
 @pytest.fixture
@@ -105,11 +105,11 @@ def test_parts_are_runs_of_the_stored_tensor(folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_written_folder_loads_back_equal(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     tiny(**KINDS[kind]).to(dtype).save_pretrained(tmp_path / "theirs")
-    reference = LlamaForCausalLM.from_pretrained(tmp_path / "theirs")
+    reference = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "theirs")
     model = from_hugging_face(tmp_path / "theirs")
     write_folder(tmp_path / "ours", model, all_tensors(tmp_path / "theirs", model), dtype, max_shard_bytes=20_000)
     assert from_hugging_face(tmp_path / "ours").replace(name="theirs") == model
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    loaded, report = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
     assert loaded.dtype == dtype
     assert_same(dict(loaded.named_parameters()), dict(reference.named_parameters()))
@@ -130,17 +130,17 @@ def test_a_config_of_either_generation_means_the_same(tmp_path: Path) -> None:
         kept = {key: value for key, value in config.items() if key not in dropped}
         (tmp_path / "ours" / "config.json").write_text(json.dumps(kept))
         assert from_hugging_face(tmp_path / "ours").replace(name="theirs") == model
-        assert LlamaConfig.from_pretrained(tmp_path / "ours").rope_parameters == LLAMA_31
+        assert transformers().LlamaConfig.from_pretrained(tmp_path / "ours").rope_parameters == LLAMA_31
 
 
 @pytest.mark.parametrize("window", [7, None])
 def test_a_mistral_is_a_llama_with_a_window(tmp_path: Path, window: int | None) -> None:
-    MistralConfig(sliding_window=window, hidden_size=64, num_attention_heads=8).save_pretrained(tmp_path)
+    transformers().MistralConfig(sliding_window=window, hidden_size=64, num_attention_heads=8).save_pretrained(tmp_path)
     model = from_hugging_face(tmp_path)
     assert model.sliding_window == window
     (tmp_path / "config.json").write_text(json.dumps(config_of(model, "float32")))
     assert from_hugging_face(tmp_path) == model
-    loaded = AutoConfig.from_pretrained(tmp_path)
+    loaded = transformers().AutoConfig.from_pretrained(tmp_path)
     assert (loaded.model_type, getattr(loaded, "sliding_window", None)) == ("mistral" if window else "llama", window)
     (tmp_path / "config.json").write_text(json.dumps({**config_of(model, "float32"), "model_type": "qwen2"}))
     with pytest.raises(BadInput, match="model_type is 'qwen2'; hethub implements 'llama' and 'mistral' only"):
@@ -150,14 +150,16 @@ def test_a_mistral_is_a_llama_with_a_window(tmp_path: Path, window: int | None) 
 def test_a_window_left_out_is_the_one_of_transformers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
-    assert from_hugging_face(folder).sliding_window == MistralConfig.from_pretrained(folder).sliding_window
+    assert (
+        from_hugging_face(folder).sliding_window == transformers().MistralConfig.from_pretrained(folder).sliding_window
+    )
 
 
 def test_an_epsilon_left_out_is_the_one_of_transformers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["rms_norm_eps"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert from_hugging_face(folder).norm_eps == LlamaConfig.from_pretrained(folder).rms_norm_eps
+    assert from_hugging_face(folder).norm_eps == transformers().LlamaConfig.from_pretrained(folder).rms_norm_eps
 
 
 def test_shards_keep_to_their_size(tmp_path: Path, folder: Path) -> None:
@@ -182,9 +184,10 @@ def test_tokenizer_and_special_ids_come_along(tmp_path: Path, folder: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 8], "bos_token_id": 3}))
 
-    def written(name: str, **arguments: Any) -> tuple[LlamaConfig, bool]:
+    def written(name: str, **arguments: Any) -> tuple[Any, bool]:
         write_folder(tmp_path / name, model, all_tensors(folder, model), torch.float32, **arguments)
-        return LlamaConfig.from_pretrained(tmp_path / name), (tmp_path / name / "tokenizer.json").exists()
+        config = transformers().LlamaConfig.from_pretrained(tmp_path / name)
+        return config, (tmp_path / name / "tokenizer.json").exists()
 
     config, copied = written("a", tokenizer_source=folder)
     assert (config.bos_token_id, config.eos_token_id, copied) == (3, [7, 8], True)
