@@ -242,12 +242,9 @@ def identifiers(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_identifiers_use_the_fields_words() -> None:
-    """Outside the planner, whose search is written anew: what survives there is renamed then."""
     wrong = []
     for path in SOURCES:
         place = path.relative_to(PACKAGE).as_posix()
-        if place.startswith("planner/"):
-            continue
         for line, name in identifiers(path):
             words = {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
             found = {word for word in words if word in REPLACED}

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from tests.support.command import one, ranks
-from tests.support.hugging_face import transformers
 from tests.support.job_files import MODEL, plan, write_job
+from tests.support.plain_llama import transformers
 
 
 def folder_of(path: Path) -> Any:

@@ -1,7 +1,9 @@
 """A Llama in plain PyTorch, by autograd alone and in one dtype: what our own backward functions are held against."""
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -75,3 +77,9 @@ class PlainLlama(nn.Module):
         return x + linear(
             torch.nn.functional.silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj"
         )
+
+
+def transformers() -> Any:
+    """Hugging Face's own Llamas, imported where a test runs: at the head of a file they would take two seconds of each of
+    pytest's workers, which all collect every file."""
+    return pytest.importorskip("transformers", reason="needs transformers: pip install 'hethub[test]'")

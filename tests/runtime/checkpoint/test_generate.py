@@ -10,8 +10,8 @@ import torch
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
 from tests.runtime.data.test_sources import save_tokenizer
 from tests.support.command import check_refused, one, ranks
-from tests.support.hugging_face import transformers
 from tests.support.job_files import ALONE, plan, write_job
+from tests.support.plain_llama import transformers
 
 CLUSTER = {"nodes": [{"name": "alone", "accelerator": "CPU-core", "accelerators": 1}]}
 PROMPT = "line 7: 49"

@@ -17,7 +17,7 @@ from hethub.spec.hugging_face import config_of, from_hugging_face
 from hethub.spec.layout.tensors import EMBEDDING, FINAL_NORM, HEAD, model_tensors
 from hethub.spec.model import ModelSpec
 from hethub.spec.ranges import Range, split
-from tests.support.hugging_face import transformers
+from tests.support.plain_llama import transformers
 
 LLAMA_31 = {
     "rope_type": "llama3",
