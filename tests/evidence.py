@@ -55,6 +55,7 @@ PROOFS = {
     "planner-recipes": ["benchmarks/recipes.py"],
     "links": ["benchmarks/links.py"],
     "memory": ["benchmarks/memory.py"],
+    "planned-memory": ["benchmarks/memory.py", "--planned", "12"],
     "wire": ["benchmarks/wire.py"],
     "laws": [
         "-m",

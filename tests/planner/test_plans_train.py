@@ -12,6 +12,7 @@ from hethub.planner.result import PlanResult, plan_dict
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
+from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec
 from tests.support.layouts import MODEL, Case, check_against_one_process
 
@@ -88,17 +89,17 @@ def tight(cluster: ClusterSpec, found: PlanResult, part: float) -> ClusterSpec:
     return scaled(cluster, Scale(memory=(own + part * (fullest.bytes - own)) / fullest.limit))
 
 
-def random_answer(seed: int) -> tuple[PlanResult, ClusterSpec, int]:
+def random_answer(seed: int, model: ModelSpec = MODEL, seq_len: int = SEQ_LEN) -> tuple[PlanResult, ClusterSpec, int]:
     """The answer to a random question over the whole space, and where its memory is drawn anew: from half of what the
     first answer takes beside the process itself up to more than that."""
     draw = random.Random(f"answer {seed}")
     slowed = Scale(compute=dict.fromkeys(("cpu-0", "cpu-1"), 1 / draw.choice(SLOWED)))
-    cluster, batch = scaled(random_cluster(seed), slowed), Batch(draw.choice((6, 8, 12)), SEQ_LEN, "fp32")
-    found = plan(MODEL, cluster, batch, with_bounds=False)
+    cluster, batch = scaled(random_cluster(seed), slowed), Batch(draw.choice((6, 8, 12)), seq_len, "fp32")
+    found = plan(model, cluster, batch, with_bounds=False)
     for part in sorted((draw.uniform(0.5, 1.3), 1.3)):
         less = tight(cluster, found, part)
         try:
-            return plan(MODEL, less, batch, with_bounds=False), less, batch.global_batch
+            return plan(model, less, batch, with_bounds=False), less, batch.global_batch
         except BadInput:
             continue
     return found, cluster, batch.global_batch
@@ -112,20 +113,19 @@ def described(found: PlanSpec) -> str:
     return f"{found.schedule}, unused {list(found.unused)}: " + "; ".join(" ".join(own) for own in parts)
 
 
+def random_case(seed: int, model: ModelSpec = MODEL, seq_len: int = SEQ_LEN, **more: Any) -> Case:
+    """Training under the answer to a random question."""
+    answer, cluster, batch = random_answer(seed, model, seq_len)
+    found, vendors = answer.plan, "".join(LETTERS[place.island] for place in cluster.places)
+    return Case(
+        name=described(found), stages=plan_dict(found)["stages"], vendors=vendors, schedule=found.schedule,
+        unused=found.unused, global_batch=batch, model=model, seq_len=seq_len, **more,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100 + SEED, 100 + SEED + COUNT))
 def test_random_answers_equal_one_process(seed: int) -> None:
-    answer, cluster, batch = random_answer(seed)
-    found = answer.plan
-    print(f"{seed}: {described(found)}")
-    vendors = "".join(LETTERS[place.island] for place in cluster.places)
-    stages = plan_dict(found)["stages"]
-    case = Case(
-        name=f"random {seed}",
-        stages=stages,
-        vendors=vendors,
-        schedule=found.schedule,
-        unused=found.unused,
-        global_batch=batch,
-    )
+    case = random_case(seed)
+    print(f"{seed}: {case.name}")
     check_against_one_process(case)
