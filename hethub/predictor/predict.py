@@ -156,7 +156,9 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
 LIMITS = 1.01  # times as long as without staging
 
 
-def with_staging(prediction: Prediction, layout: Layout, profile: ProfileSpec | None) -> Prediction:
+def with_staging(
+    prediction: Prediction, layout: Layout, profile: ProfileSpec | None, software: Software = HETHUB
+) -> Prediction:
     """The prediction of a layout, with what staging means for it where bytes cross between islands."""
     cluster = layout.cluster
     if len({cluster.places[rank].island for rank in layout.plan.ranks}) == 1:
@@ -174,6 +176,6 @@ def with_staging(prediction: Prediction, layout: Layout, profile: ProfileSpec | 
     other = Layout(layout.plan, layout.model, cluster.replace(links=cluster.links.replace(staging=direct)))
     without = prediction.step_seconds
     if not measured:
-        without = min(without, step_times(other, PlanCosts(other, HETHUB, packaged(), profile)).seconds)
+        without = min(without, step_times(other, PlanCosts(other, software, packaged(), profile)).seconds)
     limits = prediction.step_seconds > LIMITS * without
     return replace(prediction, staging=Staging(given, source, limits, without))

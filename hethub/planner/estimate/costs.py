@@ -42,7 +42,7 @@ class Rate(NamedTuple):
 
 def _layer_cost(problem: Problem, kind: Kind) -> LayerCost:
     """A kind's layer costs, measured where there is a profile of it."""
-    args = (problem.model, kind.accelerator, problem.batch.seq_len, problem.batch.precision)
+    args = (problem.model, kind.accelerator, problem.batch.seq_len, problem.batch.precision, problem.software)
     measured = problem.profile and problem.profile.device(kind.accelerator.name, problem.batch.precision)
     return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
 

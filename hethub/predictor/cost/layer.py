@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
+from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, is_cpu, packaged, peak_flops
 from hethub.predictor.cost.operators import (
     Shape,
     Work,
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 Number = TypeVar("Number", float, "np.ndarray")
+
+# Bytes per parameter and backward of hethub's gradients in fp32, beside a product's own half-precision result. cuBLAS
+# reads and writes them as that result (addmm's out_dtype, hethub/runtime/state/parameter.py); elsewhere the result is
+# written, read again and added.
+SUMMED_IN_PRODUCTS = 4.0 + 4.0 - 2.0
+SUMMED_BEHIND_PRODUCTS = 2.0 + 4.0 + 4.0
 
 
 def adamw_bytes(precision: MathPrecision) -> float:
@@ -73,12 +79,24 @@ def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
     return (device**4 + (work.kernels * fit.launch_seconds) ** 4) ** 0.25
 
 
-def _gradient_bytes(fit: Efficiency, precision: MathPrecision, software: Software) -> float:
+def _gradient_bytes(
+    fit: Efficiency, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software
+) -> float:
     """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in
     place."""
     if element_bytes(precision) > 2:
         return 0.0
-    return float(fit.gradient_bytes) if software.gradient_pass_bytes is None else software.gradient_pass_bytes
+    given = software.gradient_pass_bytes
+    if given == "by device":
+        return SUMMED_IN_PRODUCTS if accelerator.vendor == "nvidia" else SUMMED_BEHIND_PRODUCTS
+    return float(fit.gradient_bytes) if given is None else given
+
+
+def executed_on(accelerator: AcceleratorSpec, software: Software) -> Software:
+    """The software with what it leaves to the accelerator settled: small operations are compiled on devices alone."""
+    if software.fused_elementwise is not None:
+        return software
+    return replace(software, fused_elementwise=not is_cpu(accelerator))
 
 
 class Device:
@@ -96,7 +114,7 @@ class Device:
         self.fit = replace(
             fit,
             scale=scale,
-            gradient_bytes=_gradient_bytes(fit, precision, software),
+            gradient_bytes=_gradient_bytes(fit, accelerator, precision, software),
             attention=fit.attention * tuned,
             launch_seconds=0.0 if software.captured else fit.launch_seconds * slow,
         )
@@ -129,7 +147,8 @@ class LayerCost:
         software: Software = HETHUB,
         constants: Constants | None = None,
     ) -> None:
-        self.model, self.accelerator, self.seq_len, self.software = model, accelerator, seq_len, software
+        self.model, self.accelerator, self.seq_len = model, accelerator, seq_len
+        self.software = executed_on(accelerator, software)
         self.precision = software.math_precision(precision)
         self.device = Device(accelerator, self.precision, software, constants or packaged())
         self._layers: dict[tuple[float, float, int, Recompute], PassSeconds] = {}

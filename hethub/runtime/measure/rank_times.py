@@ -6,7 +6,7 @@ from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import PassSeconds
 from hethub.predictor.cost.links import host_gbytes_per_second
 from hethub.predictor.cost.profile import ProfileSpec
-from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Kind
@@ -50,11 +50,14 @@ class RankTimes:
 
 
 def planned_seconds(
-    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
+    layout: Layout,
+    profile: ProfileSpec | None,
+    factors: dict[int, float] | None = None,
+    software: Software = HETHUB,
 ) -> list[dict[str, float]]:
     """What every rank is planned to compute in a step, by kind of action, communication left out; times its known
     factor; nothing for an unused rank."""
-    costs = PlanCosts(layout, HETHUB, packaged(), profile)
+    costs = PlanCosts(layout, software, packaged(), profile)
     result: list[dict[str, float]] = [{} for _ in range(layout.plan.num_ranks)]
     for assignment in layout.assignments:
         times = RankTimes(costs, assignment, (factors or {}).get(assignment.rank, 1.0))
