@@ -9,11 +9,11 @@ from hethub.predictor.cost.intervals import interval
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
-from hethub.predictor.cost.staging import Staging
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
 from hethub.predictor.pipeline.timeline import Span, timeline
+from hethub.predictor.staging import Staging
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 

@@ -17,8 +17,8 @@ from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import Group
-from hethub.predictor.cost.links import host_gbytes_per_second
+from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.spec.plan import Offload
@@ -111,13 +111,17 @@ class StageTimes:
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
         return found
 
-    def collective(self, groups: Sequence[ReplicaGroup]) -> tuple[float, float]:
-        """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
-        key = tuple([(own.kind, own.tp, own.number) for own in groups])
+    def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
+        """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
+        more per byte."""
+        operation: Operation = "reduce_scatter" if zero else "all_reduce"
+        key = (operation, *[(own.kind, own.tp, own.number) for own in groups])
         found = self._collectives.get(key)
         if found is None:
             group, network = self._group(groups), self.costs.network
-            one, two = (network.reduce_scatter(group, num_bytes, self.costs.sharing(group)) for num_bytes in _PROBED)
+            one, two = (
+                network.reduce_scatter(group, num_bytes, self.costs.sharing(group), operation) for num_bytes in _PROBED
+            )
             per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
         return found
@@ -292,7 +296,7 @@ class StageTimes:
         return found
 
     def _sums(self, own: Side) -> Sums:
-        met = [self.collective(p.stage.groups) if p.stage.replicas > 1 else _ALONE for p in own.stages]
+        met = [self.collective(p.stage.groups, p.stage.zero) if p.stage.replicas > 1 else _ALONE for p in own.stages]
         tp = np.array([min([group.tp for group in placed.stage.groups]) for placed in own.stages])
         first, last = np.array([placed.ends for placed in own.stages]).T
         return Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)

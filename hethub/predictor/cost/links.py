@@ -12,14 +12,12 @@ from math import log2
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import Constants, packaged
-from hethub.predictor.cost.groups import Group
+from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.node_links import through_host
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
-from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.cluster import ClusterSpec, NodeSpec, Place, RackSpec
 from hethub.spec.errors import BadInput
 
-PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
-UNKNOWN_GENERATION = 5
 OUT, IN = "out", "in"
 OF_RANKS = ("port", "staging")  # resources that the ranks of a machine do not share
 
@@ -49,22 +47,6 @@ class Path(NamedTuple):
     resources: tuple[Resource, ...]
 
 
-def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
-    """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
-    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
-    return gbytes_per_second <= PCIE_3_GBYTES_PER_SECOND * 2 ** (generation - 3)
-
-
-def host_gbytes_per_second(accelerator: AcceleratorSpec, fit: Mapping[str, float]) -> float:
-    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower.
-
-    Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
-    """
-    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
-    wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
-    return wire * fit["host_copy_fraction"]
-
-
 class Network:
     """The links of a cluster, with the fitted fractions of what their data sheets promise."""
 
@@ -80,11 +62,18 @@ class Network:
         self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int], Path] = {}
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """Where `ranks` are."""
+    def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
+        """Where `ranks` are. Those that `shares` names own so much of what a stage steps, the others what is left."""
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
-        return Group(len(ranks), tuple(machines.items()), tuple(islands.items()))
+        owned: tuple[float, ...] = ()
+        if shares and len(islands) > 1:
+            by_island = dict.fromkeys(islands, 0.0)
+            unnamed = (1.0 - sum(shares.values())) / max(1, len(ranks) - len(shares))
+            for rank in ranks:
+                by_island[self.places[rank].island] += shares.get(rank, max(0.0, unnamed))
+            owned = tuple(own / sum(by_island.values()) for own in by_island.values())
+        return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned)
 
     # -- messages
 
@@ -247,8 +236,11 @@ class Network:
 
     # -- collectives
 
-    def reduce_scatter(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
-        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long.
+    def reduce_scatter(
+        self, group: Group, num_bytes: float, sharing: int = 1, operation: Operation = "reduce_scatter"
+    ) -> float:
+        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long, and so does half
+        of an all-reduce, but for what islands exchange (`operation`).
 
         A ring: every link carries (n-1)/n of the bytes in n-1 steps. `sharing` groups like it are at work on each of
         their machines, and so on all others of their racks and regions.
@@ -264,7 +256,7 @@ class Network:
         rings = self._rings(group, sharing, measured)
         ring = max([num_bytes * (own.size - 1) / own.size / rate for own, rate in rings])
         if len(rings) > 1:
-            ring = max(ring, self._exchange_seconds(group, num_bytes, sharing, measured))
+            ring = max(ring, self._exchange_seconds(group, num_bytes, sharing, measured, operation))
         if measured is not None:
             return measured.latency_seconds / 2 + max(ring, num_bytes * part / (measured.gbytes_per_second * 1e9))
         steps = self._ring_seconds(group)
@@ -284,7 +276,7 @@ class Network:
 
         Over machines NCCL's trees were measured to be no faster (benchmarks/collectives.py).
         """
-        return 2.0 * self.reduce_scatter(group, num_bytes, sharing)
+        return 2.0 * self.reduce_scatter(group, num_bytes, sharing, "all_reduce")
 
     def _ring_seconds(self, group: Group) -> float:
         """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
@@ -321,30 +313,34 @@ class Network:
             machines[self.machines[machine[0]].device.vendor].append(machine)
         return [Group(size, tuple(machines[island]), ((island, size),)) for island, size in group.islands]
 
-    def ring_bytes(self, group: Group, num_bytes: float) -> dict[Resource, float]:
-        """What a reduce-scatter or an all-gather of `num_bytes` sends over what machines share on its way."""
+    def ring_bytes(self, group: Group, num_bytes: float, operation: Operation) -> dict[Resource, float]:
+        """What a collective, of an all-reduce half of it, sends and receives over what machines share on its way."""
         found: dict[Resource, float] = {}
         links = self.cluster.links
         if len(group.islands) > 1:
             for machine, count in group.machines:
                 node = self.machines[machine]
+                island = node.device.vendor
                 wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
-                here = group.exchanged(num_bytes, node.device.vendor, count)
-                if wire == "bridge" or self._has_cards(node, group):
-                    found[Resource(wire, machine)] = here
-                if links.staging.per_host_gbytes_per_second is not None:
-                    found[Resource("host", machine)] = here
+                here = num_bytes * group.of_ranks(island, count)
+                for way, part in zip((OUT, IN), group.exchanged(operation, island), strict=True):
+                    if wire == "bridge" or self._has_cards(node, group):
+                        found[Resource(wire, machine, way)] = here * part
+                    if links.staging.per_host_gbytes_per_second is not None:
+                        found[Resource("host", machine, way)] = here * part
         elif len(group.machines) > 1:
             ring = num_bytes * (group.size - 1) / group.size
-            found = {Resource("cards", machine): ring for machine, _ in group.machines}
+            found = {Resource("cards", machine, way): ring for machine, _ in group.machines for way in (OUT, IN)}
             found |= {resource: ring for resource, _ in self._passed_between(group)}
         return found
 
-    def rank_bytes(self, group: Group, rank: int, kind: str, num_bytes: float) -> float:
-        """What a reduce-scatter or an all-gather of `num_bytes` sends over a rank's own staging or port."""
+    def rank_bytes(self, group: Group, rank: int, own: Resource, num_bytes: float, operation: Operation) -> float:
+        """What a collective, of an all-reduce half of it, moves over a rank's own staging or port, in its direction."""
         if len(group.islands) > 1:
-            return group.exchanged(num_bytes, self.places[rank].island) if kind == "staging" else 0.0
-        return num_bytes * (group.size - 1) / group.size if kind == "port" and len(group.machines) == 1 else 0.0
+            island = self.places[rank].island
+            part = group.exchanged(operation, island)[own.way == IN] * group.of_ranks(island)
+            return num_bytes * part if own.kind == "staging" else 0.0
+        return num_bytes * (group.size - 1) / group.size if own.kind == "port" and len(group.machines) == 1 else 0.0
 
     def _has_cards(self, node: NodeSpec, group: Group) -> bool:
         """Whether what islands exchange takes the interfaces of their nodes."""
@@ -376,16 +372,20 @@ class Network:
                 found.append((Resource("regions", (a, b)), machines / own.count(a)))
         return found
 
-    def _exchange_seconds(self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None) -> float:
-        """What islands send each other, every one its partial sum, each rank a part; it overlaps with the rings inside
-        them in chunks."""
+    def _exchange_seconds(
+        self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None, operation: Operation
+    ) -> float:
+        """What islands send each other, partials or what they own, each rank a part; it overlaps with the rings inside
+        them in chunks. Both directions go at once."""
         links = self.cluster.links
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
-        most = max(group.exchanged(num_bytes, island) for island, _ in group.islands)
+        island_bytes = {island: num_bytes * max(group.exchanged(operation, island)) for island, _ in group.islands}
+        most = max(num_bytes * group.of_ranks(island) for island, num_bytes in island_bytes.items())
         seconds = [most / max(least, self.staging_rate)]
         for machine, count in group.machines:
             node = self.machines[machine]
-            here = group.exchanged(num_bytes, node.device.vendor, count) * min(sharing, node.accelerators)
+            island = node.device.vendor
+            here = island_bytes[island] * group.of_ranks(island, count) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
             if links.between_islands.gbps_per_node is not None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import PassSeconds
-from hethub.predictor.cost.links import host_gbytes_per_second
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts

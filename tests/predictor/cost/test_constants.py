@@ -7,7 +7,8 @@ import pytest
 
 from hethub.predictor.cost.constants import ASSUMED, family, packaged, peak_flops
 from hethub.predictor.cost.layer import Device
-from hethub.predictor.cost.links import Network, host_gbytes_per_second
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.cost.software import HETHUB, MathPrecision, Software
 from hethub.spec.accelerator import catalogue, find_accelerator
 from hethub.spec.cluster import ClusterSpec

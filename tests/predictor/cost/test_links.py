@@ -3,7 +3,8 @@
 import pytest
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import Network, through_host
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.node_links import through_host
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts

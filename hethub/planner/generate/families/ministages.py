@@ -18,7 +18,7 @@ from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
 from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits, levels, offers
 from hethub.planner.problem.problem import Problem
-from hethub.predictor.cost.links import host_gbytes_per_second
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 

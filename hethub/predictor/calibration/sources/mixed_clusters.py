@@ -13,7 +13,7 @@ from hethub.predictor.calibration.sources.training_steps import (
     stage_specs,
     without_ends,
 )
-from hethub.predictor.cost.links import through_host
+from hethub.predictor.cost.node_links import through_host
 from hethub.predictor.cost.software import Software
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
