@@ -15,7 +15,7 @@ from hethub.planner.candidate.samples import earliest_finish, largest_able, with
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import Kind, Problem
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
@@ -328,7 +328,13 @@ class StageTimes:
                     machines[self.costs.network.places[ranks[0]].machine] += here
                     islands[island] += here
                 left -= here
-        return Group(machines.total(), tuple(machines.items()), tuple(islands.items()))
+        joined = all(self._joins(self.problem.kinds[kind], tp * number) for kind, tp, _, number in groups)
+        return Group(machines.total(), tuple(machines.items()), tuple(islands.items()), joined=joined)
+
+    def _joins(self, kind: Kind, ranks: int) -> bool:
+        """Whether the links of a kind's first so many accelerators reach each other, as far as they share a machine."""
+        network, machine = self.costs.network, kind.machines[0]
+        return network.joined(machine[:ranks])
 
 
 def _offloads(own: Side, what: Offload) -> np.ndarray:

@@ -23,6 +23,7 @@ class Group:
     machines: tuple[tuple[int, int], ...]  # (machine, ranks of the group on it)
     islands: tuple[tuple[str, int], ...]
     owned: tuple[float, ...] = ()  # fractions by island, in their order; empty: every rank as much
+    joined: bool = True  # whether the link of each one's accelerator reaches the others on its machine
 
     @property
     def most_per_machine(self) -> int:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from hethub.predictor.cost.cache import shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.links import IN, Link, Network
+from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
@@ -102,6 +103,7 @@ class PlanCosts:
                 tuple(names if len(set(names)) > 1 else names[:1]),
                 tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
                 spec.tensor_shares,
+                self.network.joined(spec.ranks),
             )
         return found
 
@@ -142,6 +144,7 @@ class PlanCosts:
         a, b = (places[self.layout.replica(*at).ranks[0]] for at in ((stage, source), (below, target)))
         on_one_machine = a.machine == b.machine
         return (
+            on_one_machine and self.network.joined((a.rank, b.rank)),
             on_one_machine,
             a.node.name,
             b.node.name,
@@ -270,7 +273,7 @@ class PlanCosts:
             return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
         seconds = self._way(stage, source, below, target).seconds(num_bytes)
         if receiver.tp > 1:
-            seconds += self.network.link(receiver.ranks[0], receiver.ranks[1]).seconds(num_bytes)
+            seconds += self.network.broadcast(receiver.ranks).seconds(num_bytes)
         return seconds
 
     def _way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:

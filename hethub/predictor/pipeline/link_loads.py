@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hethub.predictor.cost.groups import Operation
-from hethub.predictor.cost.links import OF_RANKS, Network, Path, Resource
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
 from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.layout.bind import Layout
@@ -87,7 +88,8 @@ class LinkLoads:
             if one == other:
                 above, below = (self.layout.stages[stage].replicas[one] for stage in self.stages[boundary])
                 machines = (places[above.ranks[0]].machine, places[below.ranks[0]].machine)
-                sort = (boundary, *machines, self.samples[key], above.micro_batch, above.tp, below.tp)
+                joined = self.network.joined((above.ranks[0], below.ranks[0]))
+                sort = (boundary, *machines, joined, self.samples[key], above.micro_batch, above.tp, below.tp)
             found[key] = first.setdefault(sort, key)
         return found
 

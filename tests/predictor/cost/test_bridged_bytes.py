@@ -6,7 +6,8 @@ import pytest
 
 from hethub.communicator.bridge.routes import all_reduce_route, gather_route, island_parts, reduce_scatter_route
 from hethub.predictor.cost.groups import Exchanged, Operation
-from hethub.predictor.cost.links import IN, OUT, Network, Resource
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import IN, OUT, Resource
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.ranges import Range, from_sizes, split
 

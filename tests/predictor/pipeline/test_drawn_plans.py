@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which the random layouts' module imports: pip install hethub[train]")
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import Resource
+from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.cluster import ClusterSpec
