@@ -81,8 +81,8 @@ class UnitCosts:
         again = 2 * once if recompute == "full" else 0.0
         return Rate(
             PassSeconds(layer.forward + 2 * once, layer.backward + 2 * once + again),
-            PassSeconds(embedding.forward + once, embedding.backward + once),
-            PassSeconds(head.forward + once, head.backward + once),
+            PassSeconds(embedding.forward + once, embedding.backward),
+            PassSeconds(head.forward + once, head.backward),
         )
 
     def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:

@@ -46,8 +46,12 @@ class StageTimes:
         self._collectives: dict[object, tuple[float, float]] = {}
         self._capacity = [problem.capacity(kind) for kind in range(len(problem.kinds))]  # bytes of a rank
         devices, fit = [kind.accelerator for kind in problem.kinds], costs.network.fit
-        self._host = [1e-9 / host_gbytes_per_second(device, fit) for device in devices]  # seconds of a byte
         nodes = [problem.cluster.places[kind.ranks[0]].node for kind in problem.kinds]
+        per_host = problem.cluster.links.staging.per_host_gbytes_per_second
+        self._host = [  # seconds of a byte, where all of a machine offload
+            1e-9 / host_gbytes_per_second(device, fit, per_host, node.accelerators)
+            for device, node in zip(devices, nodes, strict=True)
+        ]
         self._host_bytes = [  # for a rank
             _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
             for node in nodes

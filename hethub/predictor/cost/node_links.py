@@ -20,13 +20,17 @@ def pcie_gbytes_per_second(accelerator: AcceleratorSpec) -> float:
     return PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3)
 
 
-def host_gbytes_per_second(accelerator: AcceleratorSpec, fit: Mapping[str, float]) -> float:
-    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower.
+def host_gbytes_per_second(
+    accelerator: AcceleratorSpec, fit: Mapping[str, float], per_host: float | None = None, at_once: int = 1
+) -> float:
+    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower; no more
+    than its part of what the host carries in all (`per_host`, GB/s) where so many copy at once.
 
     Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
     """
     wire = min(pcie_gbytes_per_second(accelerator), accelerator.link_gbytes_per_second)
-    return wire * fit["host_copy_fraction"]
+    own = wire * fit["host_copy_fraction"]
+    return own if per_host is None else min(own, per_host / max(1, at_once))
 
 
 @dataclass(frozen=True)

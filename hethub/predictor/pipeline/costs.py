@@ -1,6 +1,7 @@
 """What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -104,8 +105,14 @@ class PlanCosts:
                 tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
                 spec.tensor_shares,
                 self.network.joined(spec.ranks),
+                self._offloading_there(machines),
             )
         return found
+
+    def _offloading_there(self, machines: Sequence[int]) -> int:
+        """How many ranks offload on the busiest of these machines, where hosts limit what they copy."""
+        limited = self.layout.cluster.links.staging.per_host_gbytes_per_second is not None
+        return max(self.state.offloading[machine] for machine in machines) if limited else 0
 
     @cached_property
     def microbatches_alike(self) -> bool:
@@ -227,8 +234,8 @@ class PlanCosts:
     def _tensor_parallel_seconds(
         self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion
     ) -> tuple[float, float]:
-        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and loss add one
-        each."""
+        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and head add one each to
+        the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody."""
         tp = self.state.tensor_parallel(spec)
         if tp == 1:
             return 0.0, 0.0
@@ -239,7 +246,7 @@ class PlanCosts:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
         again = 2 * layers if stage_spec.recompute == "full" else 0
-        return (2 * layers + ends) * once, (2 * layers + ends + again) * once
+        return (2 * layers + ends) * once, (2 * layers + again) * once
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
         """Seconds of the optimizer on a portion, by default on all of the stage, on the replica's slowest rank."""

@@ -1,5 +1,6 @@
 """What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -299,8 +300,16 @@ class StateCosts:
         )
 
     def host_seconds_per_byte(self, place: Place) -> float:
-        """Of one byte between an accelerator and its host, either way."""
-        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit)
+        """Of one byte between an accelerator and its host, either way; where hosts limit, all of a machine that offload
+        copy at once."""
+        per_host, at_once = self.layout.cluster.links.staging.per_host_gbytes_per_second, self.offloading[place.machine]
+        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit, per_host, at_once)
+
+    @cached_property
+    def offloading(self) -> Counter[int]:
+        """By machine, how many of its ranks copy something between accelerator and host in a step."""
+        places = self.layout.cluster.places
+        return Counter(places[rank].machine for stage in self.layout.stages if stage.offload for rank in stage.ranks)
 
     def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
         """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""

@@ -4,7 +4,6 @@ from collections import Counter
 
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import PassSeconds
-from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
@@ -28,7 +27,7 @@ class RankTimes:
         self._defers_wgrad = layout.plan.schedule == "zero_bubble"
         self._first = 0 if assignment.stage == 0 else None
         self._last = stage.num_layers - 1 if assignment.stage == layout.num_stages - 1 else None
-        self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator, packaged().links)
+        self.host_seconds_per_byte = costs.state.host_seconds_per_byte(layout.cluster.places[assignment.rank])
 
     def layer(self, kind: Kind, layer: int, samples: int) -> float:
         """Seconds of an action in a layer of the stage, counted in model order; embedding and head count with the

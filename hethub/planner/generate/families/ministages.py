@@ -106,8 +106,12 @@ class _Paces:
             return 0.0
         num_bytes = 2 * self._unit_costs.width * self._problem.model.layer_parameters
         kinds, fit = self._problem.kinds, self._unit_costs.network.fit
+        per_host = self._problem.cluster.links.staging.per_host_gbytes_per_second
         rates = [
-            min(host_gbytes_per_second(kinds[own.kind].accelerator, fit) for own in stage.groups)
+            min(
+                host_gbytes_per_second(kinds[own.kind].accelerator, fit, per_host, len(kinds[own.kind].machines[0]))
+                for own in stage.groups
+            )
             for stage in plain.stages
         ]
         return max(stage.layers * num_bytes * 1e-9 / rate for stage, rate in zip(plain.stages, rates, strict=True))
