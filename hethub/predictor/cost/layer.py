@@ -7,7 +7,7 @@ from hethub.predictor.cost.constants import Constants, Efficiency, attention_pea
 from hethub.predictor.cost.operators import (
     Shape,
     Work,
-    attention_share,
+    attention_work,
     embedding_work,
     head_work,
     layer_work,
@@ -165,19 +165,24 @@ class LayerCost:
         found = self._layers.get(key)
         if found is None:
             once = self._layer_once(samples, self.seq_len, share)
-            again = self._recompute_fraction(recompute) * once.forward
+            again = self._recompute_fraction(recompute, Shape(samples, self.seq_len, share)) * once.forward
             found = self._layers[key] = PassSeconds(once.forward, once.backward + again)
         return found
 
     def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
         return self.device.both(layer_work(self.model, Shape(samples, seq_len, share), self.precision, self.software))
 
-    def _recompute_fraction(self, recompute: Recompute) -> float:
-        """Which part of a forward runs again in the backward. hethub's selective recompute runs attention again."""
-        if recompute == "selective":
-            given = self.software.selective_fraction
-            return attention_share(self.model, self.seq_len, self.software) if given is None else given
-        return 1.0 if recompute == "full" else 0.0
+    def _recompute_fraction(self, recompute: Recompute, shape: Shape) -> float:
+        """Which part of a forward's seconds runs again in the backward. hethub's selective recompute runs attention
+        again, which is slower than products of as many FLOPs."""
+        if recompute != "selective":
+            return 1.0 if recompute == "full" else 0.0
+        if self.software.selective_fraction is not None:
+            return self.software.selective_fraction
+        attention, (whole, _) = (
+            of(self.model, shape, self.precision, self.software) for of in (attention_work, layer_work)
+        )
+        return self.device.seconds(attention) / self.device.seconds(whole)
 
     def weight_share(self, samples: float, share: float) -> float:
         """The part of a layer's backward that is its weights' gradients, which zero_bubble puts off."""
