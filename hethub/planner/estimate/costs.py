@@ -80,10 +80,21 @@ class UnitCosts:
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
         return Rate(
-            PassSeconds(layer.forward + 2 * once, layer.backward + 2 * once + again),
+            PassSeconds(
+                layer.forward + 2 * once, layer.backward + self._sums_of_backward(kind, tp, samples, once) + again
+            ),
             PassSeconds(embedding.forward + once, embedding.backward),
             PassSeconds(head.forward + once, head.backward),
         )
+
+    def _sums_of_backward(self, kind: int, tp: int, samples: int, once: float) -> float:
+        """What a layer's two sums add to its backward, as the predictor has it; where zero_bubble is searched beside
+        1F1B, as 1F1B has it."""
+        apart = self.problem.schedule == "zero_bubble" or self.problem.cluster.emulated or self._on_cpu[kind]
+        if not once or apart:
+            return 2 * once
+        cost = self.network.fit["overlap_cost"]
+        return self.layer_costs[kind].sums_beside_weights(samples, tp, 1 / tp, once, cost)
 
     def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
         """One of the group's replicas with the seconds of its microbatches of every size."""

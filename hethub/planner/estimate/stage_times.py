@@ -57,7 +57,9 @@ class StageTimes:
             for node in nodes
         ]
         real = not problem.cluster.emulated
-        self._overlap = [1.0 if real and is_cpu(device) else fit["overlap_cost"] for device in devices]
+        on_cpu = [real and is_cpu(device) for device in devices]
+        self._overlap = [1.0 if own else fit["overlap_cost"] for own in on_cpu]
+        self._beside_step = [0.0 if own else fit["overlap_cost"] for own in on_cpu]
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -91,7 +93,16 @@ class StageTimes:
         if moves.any():
             moving = self._with_transfers(own, found, sums)
             found = StageEstimate(*(np.where(moves, *each) for each in zip(moving, found, strict=True)))
-        return found._replace(backward=found.backward - self._deferred_wgrad(stages) * own.layers), division, room
+        slowed = self._slowed(own, found)
+        return (
+            found._replace(
+                backward=found.backward - self._deferred_wgrad(stages) * own.layers,
+                reduce=found.reduce + slowed,
+                tail=found.tail + slowed,
+            ),
+            division,
+            room,
+        )
 
     def room(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, slack: float = 1.0) -> Room:
         """What one of the group's ranks has for microbatches, by the closed form."""
@@ -220,6 +231,12 @@ class StageTimes:
             reduce=np.where(summed, reduce / own.layers, alone.reduce),
             tail=np.where(summed, reduce / own.layers, alone.tail),
         )
+
+    def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:
+        """[stage]: by how much a step's one reduction slows the backward that hides it; CPUs as they were measured."""
+        cost = np.array([min(self._beside_step[group.kind] for group in p.stage.groups) for p in own.stages])
+        once = (own.zero < 2) & (own.replicas > 1)
+        return np.where(once, cost * np.minimum(found.reduce - found.tail, found.backward), 0.0)
 
     def _copied(self, own: Side) -> np.ndarray:
         """[stage, sort]: seconds of copying what a microbatch keeps of the layers to the host, where that is

@@ -8,6 +8,7 @@ from hethub.predictor.cost.operators import (
     Shape,
     Work,
     attention_work,
+    beside_sums,
     embedding_work,
     head_work,
     layer_work,
@@ -179,10 +180,8 @@ class LayerCost:
             return 1.0 if recompute == "full" else 0.0
         if self.software.selective_fraction is not None:
             return self.software.selective_fraction
-        attention, (whole, _) = (
-            of(self.model, shape, self.precision, self.software) for of in (attention_work, layer_work)
-        )
-        return self.device.seconds(attention) / self.device.seconds(whole)
+        asked = (self.model, shape, self.precision, self.software)
+        return self.device.seconds(attention_work(*asked)) / self.device.seconds(layer_work(*asked)[0])
 
     def weight_share(self, samples: float, share: float) -> float:
         """The part of a layer's backward that is its weights' gradients, which zero_bubble puts off."""
@@ -190,6 +189,15 @@ class LayerCost:
         whole = layer_work(self.model, shape, self.precision, self.software)[1]
         weights = weight_work(self.model, shape, self.precision, self.software)
         return self.device.seconds(weights, backward=True) / self.device.seconds(whole, backward=True)
+
+    def sums_beside_weights(self, samples: float, tp: int, share: float, once: float, cost: float) -> float:
+        """Seconds that a layer's two sums over ranks, `once` each, add to its backward: what the gradients of the weights
+        beside each do not hide, and `cost` for every second that they do, by which it slows them."""
+        asked = (self.model, Shape(samples, self.seq_len, share), self.precision, self.software)
+        whole = self.device.seconds(layer_work(*asked)[1], backward=True)
+        measured = self.layer(samples, tp, share=share).backward / whole  # 1 without a profile
+        beside = [measured * self.device.seconds(work, backward=True) for work in beside_sums(*asked)]
+        return sum(max(0.0, once - compute) + cost * min(once, compute) for compute in beside)
 
     def embedding(self, samples: float) -> PassSeconds:
         """Looking tokens up, and adding their gradients."""

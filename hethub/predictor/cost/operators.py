@@ -128,6 +128,18 @@ def attention_work(model: ModelSpec, shape: Shape, precision: MathPrecision, sof
     return Work.of(scores, width, attention, 0.0, kernels, fused_bytes=score_bytes)
 
 
+def beside_sums(model: ModelSpec, shape: Shape, precision: MathPrecision, software: Software) -> tuple[Work, Work]:
+    """The weights' gradients that a layer's backward computes beside its two sums over tensor-parallel ranks: those of
+    the matrices cut by columns, before attention and before the activation."""
+    forward = _projections(model, shape, shape.samples * shape.seq_len / software.context_parallel)
+
+    def gradient(of: Product) -> Work:
+        product = Product(of.inner, of.columns, of.rows)
+        return Work.of((product,), element_bytes(precision), 0.0, 0.0, 1, of.columns * of.inner)
+
+    return gradient(forward[0]), gradient(forward[2])
+
+
 def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product, ...]:
     query = model.heads * model.head_size * shape.share
     kv = max(model.num_kv_heads * shape.share, 1.0) * model.head_size  # beyond one KV head per rank they are replicated

@@ -25,6 +25,7 @@ class Software:
     fused_elementwise: bool | None = None
     overlapped_reduction: bool = True  # gradients summed under the last backward
     overlapped_tensor_parallel: bool = False  # products cut in chunks that hide their own collectives
+    sums_beside_weights: bool = True  # a backward's sums over tensor-parallel ranks, beside its weights' gradients
     overlapped_gather: bool = True  # new weights under ZeRO-1 and 2 are gathered under the next forward
     captured: bool = False  # CUDA graphs, XLA: the host launches a program, not kernels
     slow_host: bool = False  # programs before PyTorch 2, which take longer to launch a kernel

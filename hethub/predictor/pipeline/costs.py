@@ -63,7 +63,9 @@ class PlanCosts:
         """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
         self.constants = constants
         self.network = Network(self.layout.cluster, constants, self.profile)
-        self.state = StateCosts(self.layout, self.software, self.network, self._shortest_forward)
+        self.state = StateCosts(
+            self.layout, self.software, self.network, self._shortest_forward, self._shortest_backward
+        )
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
@@ -106,6 +108,7 @@ class PlanCosts:
                 spec.tensor_shares,
                 self.network.joined(spec.ranks),
                 self._offloading_there(machines),
+                spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
             )
         return found
 
@@ -171,23 +174,31 @@ class PlanCosts:
 
     def _shortest_forward(self, stage: int, portion: Portion) -> float:
         """Seconds of one sample, the least that a microbatch has, on the replica that is through with it first."""
-        replicas = {
-            self.replica_key(stage, replica): replica for replica in range(len(self.plan.stages[stage].replicas))
-        }
-        return min(self.microbatch(stage, replica, 1, portion).forward.total for replica in replicas.values())
+        return min(self.microbatch(stage, replica, 1, portion).forward.total for replica, _ in self._unlike(stage))
+
+    def _shortest_backward(self, stage: int, portion: Portion) -> float:
+        """Seconds of a microbatch on the replica that is through with it first."""
+        return min(
+            self.microbatch(stage, replica, size, portion).backward.total for replica, size in self._unlike(stage)
+        )
+
+    def _unlike(self, stage: int) -> list[tuple[int, int]]:
+        """A replica of each sort with its micro-batch."""
+        specs = enumerate(self.plan.stages[stage].replicas)
+        found = {(self.replica_key(stage, replica), spec.micro_batch): replica for replica, spec in specs}
+        return [(replica, size) for (_, size), replica in found.items()]
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)
         fractions = self.state.rank_fractions(spec)
-        unlike = {
-            (self.layer_cost(rank).accelerator.name, fraction): rank
-            for rank, fraction in zip(spec.ranks, fractions, strict=True)
-        }
-        each = [self._rank_passes(stage, spec, rank, share, samples, portion) for (_, share), rank in unlike.items()]
+        named = {(self.layer_cost(r).accelerator.name, part): r for r, part in zip(spec.ranks, fractions, strict=True)}
+        unlike = [(share, rank) for (_, share), rank in named.items()]
+        each = [self._rank_passes(stage, spec, rank, share, samples, portion) for share, rank in unlike]
         forward, backward, weight = map(max, zip(*each, strict=True))
-        tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, samples, portion)
+        tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
-        dp_forward, dp_backward = self.state.round_seconds(stage, passes, portion)
+        slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
+        dp_forward, dp_backward = map(sum, zip(self.state.round_seconds(stage, passes, portion), slowed, strict=True))
         if "activations" in self.layout.stages[stage].offload:
             shown = [self._offloading(stage, spec, samples, portion.layers, seconds) for seconds in passes]
             dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
@@ -232,7 +243,7 @@ class PlanCosts:
         return samples * self.plan.seq_len * self.model.hidden * self.width / self.software.context_parallel
 
     def _tensor_parallel_seconds(
-        self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion
+        self, stage: int, spec: ReplicaSpec, unlike: Sequence[tuple[float, int]], samples: int, portion: Portion
     ) -> tuple[float, float]:
         """Two all-reduces per layer and pass, two more where the forward runs again; embedding and head add one each to
         the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody."""
@@ -245,8 +256,18 @@ class PlanCosts:
         if self.software.overlapped_tensor_parallel and self.software.sequence_parallel:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
-        again = 2 * layers if stage_spec.recompute == "full" else 0
-        return (2 * layers + ends) * once, (2 * layers + again) * once
+        again = 2 * layers * once if stage_spec.recompute == "full" else 0.0
+        backward = max(self._sums_of_backward(stage, rank, tp, share, samples, once) for share, rank in unlike)
+        return (2 * layers + ends) * once, layers * backward + again
+
+    def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
+        """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before
+        them, unless these are put off, the cores that compute sum, or a rehearsal paces one after the other."""
+        apart = self.plan.schedule == "zero_bubble" or self.layout.cluster.emulated or self.state.by_turns[stage]
+        if apart or not self.software.sums_beside_weights:
+            return 2 * once
+        cost = self.network.fit["overlap_cost"]
+        return self.layer_cost(rank).sums_beside_weights(samples, tp, share, once, cost)
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
         """Seconds of the optimizer on a portion, by default on all of the stage, on the replica's slowest rank."""

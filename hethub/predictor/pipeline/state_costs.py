@@ -46,13 +46,18 @@ class Reduction(NamedTuple):
 
 class StateCosts:
     """Seconds of a layout's collectives over replicas, whatever the microbatches. `forward` is that of one sample through
-    a portion of a stage, on its fastest replica."""
+    a portion of a stage, on its fastest replica, `backward` that of a whole microbatch."""
 
     def __init__(
-        self, layout: Layout, software: Software, network: Network, forward: Callable[[int, Portion], float]
+        self,
+        layout: Layout,
+        software: Software,
+        network: Network,
+        forward: Callable[[int, Portion], float],
+        backward: Callable[[int, Portion], float],
     ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
-        self._forward = forward
+        self._forward, self._backward = forward, backward
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         last = layout.num_stages - 1
         self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
@@ -215,18 +220,43 @@ class StateCosts:
         num_bytes = parameters * self.gradient_wire_bytes
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         if stage_spec.zero == 0:
-            seconds = 2.0 * self.ring_seconds(stage, num_bytes)
-            return Reduction(seconds, seconds * tail, 0.0)
+            return self._beside_backward(stage, portion, 2.0 * self.ring_seconds(stage, num_bytes), tail, 0.0)
         uneven = self._unevenness(stage)
         gather = uneven * self.ring_seconds(stage, parameters * self.width)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             ends = portion or self.whole[stage]
-            gather = max(gather * tail, excess(gather, self._forward(stage, ends), ends.layers))
+            shown = max(gather * tail, excess(gather, self._forward(stage, ends), ends.layers))
+            gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            seconds = uneven * self.ring_seconds(stage, num_bytes)
-            return Reduction(seconds, seconds * tail, gather)
+            return self._beside_backward(stage, portion, uneven * self.ring_seconds(stage, num_bytes), tail, gather)
         last = self.reduce_seconds(stage, portion or self.whole[stage])[0] if self.software.gathers_ahead else 0.0
         return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
+
+    def _beside_backward(
+        self, stage: int, portion: Portion | None, seconds: float, tail: float, gather: float
+    ) -> Reduction:
+        """A reduction whose last part, a fraction `tail`, no backward hides, and which slows the backward that hides the
+        rest."""
+        slowed = self._overlap_cost(stage) * min(
+            seconds * (1.0 - tail), self._backward(stage, portion or self.whole[stage])
+        )
+        return Reduction(seconds + slowed, seconds * tail + slowed, gather)
+
+    def _overlap_cost(self, stage: int) -> float:
+        """By how much a second of hidden communication slows the compute that hides it. CPUs, which communicate with the
+        cores that compute, were measured in rounds and passes alone."""
+        return 0.0 if self.by_turns[stage] else self.network.fit["overlap_cost"]
+
+    def slowed_passes(
+        self, stage: int, passes: tuple[float, float], portion: Portion, part: float
+    ) -> tuple[float, float]:
+        """What the collectives beside a chunk's passes, once for all its microbatches, slow the forward and backward of
+        one that is so large a part of them."""
+        if not self.in_passes(stage):
+            return 0.0, 0.0
+        gather, cost = part * sum(self.gather_seconds(stage, portion)), self._overlap_cost(stage)
+        reduce = part * sum(self.reduce_seconds(stage, portion)) if self.level(stage) >= 2 else 0.0
+        return cost * min(gather, passes[0]), cost * min(gather + reduce, passes[1])
 
     def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
         """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward and
