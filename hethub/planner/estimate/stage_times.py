@@ -59,7 +59,7 @@ class StageTimes:
         real = not problem.cluster.emulated
         on_cpu = [real and is_cpu(device) for device in devices]
         self._overlap = [1.0 if own else fit["overlap_cost"] for own in on_cpu]
-        self._beside_step = [0.0 if own else fit["overlap_cost"] for own in on_cpu]
+        self._beside_step = [0.0 if own or not real else fit["overlap_cost"] for own in on_cpu]
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -236,7 +236,8 @@ class StageTimes:
         """[stage]: by how much a step's one reduction slows the backward that hides it; CPUs as they were measured."""
         cost = np.array([min(self._beside_step[group.kind] for group in p.stage.groups) for p in own.stages])
         once = (own.zero < 2) & (own.replicas > 1)
-        return np.where(once, cost * np.minimum(found.reduce - found.tail, found.backward), 0.0)
+        one_sample = np.where(own.numbers > 0, own.backward / own.micro_batches, np.inf).min(axis=1)
+        return np.where(once, cost * np.minimum(found.reduce - found.tail, one_sample), 0.0)
 
     def _copied(self, own: Side) -> np.ndarray:
         """[stage, sort]: seconds of copying what a microbatch keeps of the layers to the host, where that is

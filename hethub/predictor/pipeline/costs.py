@@ -63,9 +63,7 @@ class PlanCosts:
         """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
         self.constants = constants
         self.network = Network(self.layout.cluster, constants, self.profile)
-        self.state = StateCosts(
-            self.layout, self.software, self.network, self._shortest_forward, self._shortest_backward
-        )
+        self.state = StateCosts(self.layout, self.software, self.network, self._shortest)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
@@ -172,21 +170,14 @@ class PlanCosts:
             found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion)
         return found
 
-    def _shortest_forward(self, stage: int, portion: Portion) -> float:
-        """Seconds of one sample, the least that a microbatch has, on the replica that is through with it first."""
-        return min(self.microbatch(stage, replica, 1, portion).forward.total for replica, _ in self._unlike(stage))
-
-    def _shortest_backward(self, stage: int, portion: Portion) -> float:
-        """Seconds of a microbatch on the replica that is through with it first."""
-        return min(
-            self.microbatch(stage, replica, size, portion).backward.total for replica, size in self._unlike(stage)
-        )
-
-    def _unlike(self, stage: int) -> list[tuple[int, int]]:
-        """A replica of each sort with its micro-batch."""
-        specs = enumerate(self.plan.stages[stage].replicas)
-        found = {(self.replica_key(stage, replica), spec.micro_batch): replica for replica, spec in specs}
-        return [(replica, size) for (_, size), replica in found.items()]
+    def _shortest(self, stage: int, portion: Portion) -> tuple[float, float]:
+        """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
+        through with it first."""
+        replicas = {
+            self.replica_key(stage, replica): replica for replica in range(len(self.plan.stages[stage].replicas))
+        }
+        found = [self.microbatch(stage, replica, 1, portion) for replica in replicas.values()]
+        return min(own.forward.total for own in found), min(own.backward.total for own in found)
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)

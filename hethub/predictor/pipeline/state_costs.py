@@ -45,19 +45,18 @@ class Reduction(NamedTuple):
 
 
 class StateCosts:
-    """Seconds of a layout's collectives over replicas, whatever the microbatches. `forward` is that of one sample through
-    a portion of a stage, on its fastest replica, `backward` that of a whole microbatch."""
+    """Seconds of a layout's collectives over replicas, whatever the microbatches. `passes` are the forward and
+    the backward of one sample through a portion of a stage, on its fastest replica."""
 
     def __init__(
         self,
         layout: Layout,
         software: Software,
         network: Network,
-        forward: Callable[[int, Portion], float],
-        backward: Callable[[int, Portion], float],
+        passes: Callable[[int, Portion], tuple[float, float]],
     ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
-        self._forward, self._backward = forward, backward
+        self._passes = passes
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         last = layout.num_stages - 1
         self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
@@ -225,7 +224,7 @@ class StateCosts:
         gather = uneven * self.ring_seconds(stage, parameters * self.width)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             ends = portion or self.whole[stage]
-            shown = max(gather * tail, excess(gather, self._forward(stage, ends), ends.layers))
+            shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
             gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
             return self._beside_backward(stage, portion, uneven * self.ring_seconds(stage, num_bytes), tail, gather)
@@ -236,16 +235,16 @@ class StateCosts:
         self, stage: int, portion: Portion | None, seconds: float, tail: float, gather: float
     ) -> Reduction:
         """A reduction whose last part, a fraction `tail`, no backward hides, and which slows the backward that hides the
-        rest."""
-        slowed = self._overlap_cost(stage) * min(
-            seconds * (1.0 - tail), self._backward(stage, portion or self.whole[stage])
-        )
+        rest: one sample's at least, whatever the microbatches."""
+        backward = self._passes(stage, portion or self.whole[stage])[1]
+        slowed = self._overlap_cost(stage) * min(seconds * (1.0 - tail), backward)
         return Reduction(seconds + slowed, seconds * tail + slowed, gather)
 
     def _overlap_cost(self, stage: int) -> float:
         """By how much a second of hidden communication slows the compute that hides it. CPUs, which communicate with the
-        cores that compute, were measured in rounds and passes alone."""
-        return 0.0 if self.by_turns[stage] else self.network.fit["overlap_cost"]
+        cores that compute, were measured in rounds and passes alone; rehearsals slow nothing."""
+        free = self.by_turns[stage] or self.layout.cluster.emulated
+        return 0.0 if free else self.network.fit["overlap_cost"]
 
     def slowed_passes(
         self, stage: int, passes: tuple[float, float], portion: Portion, part: float

@@ -72,3 +72,20 @@ def test_one_microbatch_in_rounds_and_layer_by_layer_is_one_thing(gbps: int) -> 
         for schedule in ("1f1b", "layered")
     )
     assert layered == pytest.approx(rounds, rel=0.02)
+
+
+def test_a_reduction_does_not_depend_on_the_microbatches() -> None:
+    """The exhaustive search prices it once for all of them."""
+    on = cluster(("A100-SXM4-80GB", 2, 2), gbps=100)
+    found = [
+        PlanCosts(uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=size, batch=32, seq=4096, zero=1), HETHUB, packaged())
+        for size in (1, 8)
+    ]
+    assert found[0].state.reduction(0) == found[1].state.reduction(0)
+
+
+def test_rehearsals_slow_nothing() -> None:
+    costs = costs_of("layered", 3)
+    layout = Layout(costs.plan, LLAMA_8B, costs.layout.cluster.replace(emulated=True))
+    rehearsed = PlanCosts(layout, HETHUB, packaged())
+    assert rehearsed.microbatch(0, 0, 1, rehearsed.state.portions[0][1]).forward.dp == 0.0
