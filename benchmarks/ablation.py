@@ -71,7 +71,7 @@ def none(*_: object, **__: object) -> list[object]:
 
 AUTO, NEAR, EFFORT = "hethub.planner.search.auto", "hethub.planner.search.neighbours", "hethub.planner.plan.effort_for"
 CUTS, SMALL_ONES = "hethub.planner.generate.cuts", "hethub.planner.generate.small"
-WAYS, STAGES = "hethub.planner.generate.kind_ways", "hethub.planner.generate.kind_stages"
+LAYOUTS, STAGES = "hethub.planner.generate.stage_layouts", "hethub.planner.generate.device_type_stages"
 
 
 def with_effort(**given: Any) -> Change:
@@ -103,10 +103,10 @@ def constant(name: str, value: Any) -> Change:
 CHANGES: dict[str, Change] = {
     "as it is": dict,
     # generators
-    "no order of kinds but the main ones": constant(f"{AUTO}.reordered", none),
+    "no order of device types but the main ones": constant(f"{AUTO}.reordered", none),
     "no small": constant(f"{SMALL_ONES}.propose", nothing),
     "no partition": constant("hethub.planner.generate.partition.propose", nothing),
-    "no kind_stages": constant(f"{AUTO}.kinds_apart", none),
+    "no device_type_stages": constant(f"{AUTO}.stages_by_device_type", none),
     "no modes": constant(f"{AUTO}.in_modes", none),
     "no microbatches beyond the default, other schedules of cuts": constant(f"{AUTO}._add_with_slacks", as_given),
     "no uniform": without_families("uniform"),
@@ -151,9 +151,9 @@ CHANGES: dict[str, Change] = {
     "small MOST_ESTIMATED 500": constant(f"{SMALL_ONES}.MOST_ESTIMATED", 500),
     "small CUT_ERR 1": constant(f"{SMALL_ONES}.CUT_ERR", 1.0),
     "small WORTH_MOVING 1": constant(f"{SMALL_ONES}.WORTH_MOVING", 1.0),
-    "kind_ways EXPOSED 1": constant(f"{WAYS}.EXPOSED", 1.0),
-    "kind_ways FLIGHTS 1": constant(f"{WAYS}.FLIGHTS", 1.0),
-    "kind_stages 16 candidates": constant(f"{STAGES}.MOST_CANDIDATES", 16),
+    "stage_layouts EXPOSED 1": constant(f"{LAYOUTS}.EXPOSED", 1.0),
+    "stage_layouts IN_FLIGHT 1": constant(f"{LAYOUTS}.IN_FLIGHT", 1.0),
+    "device_type_stages 16 candidates": constant(f"{STAGES}.MOST_CANDIDATES", 16),
 }
 
 

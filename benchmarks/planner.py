@@ -83,13 +83,13 @@ def line(name: str, found: PlanResult) -> None:
 
 
 def layer_ratio(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> float:
-    """Layer rate of the first kind over the second's."""
+    """Layer rate of the first device type over the second's."""
     costs = UnitCosts(pose(model, cluster, batch))
     return costs.layer_rate(0) / costs.layer_rate(1)
 
 
 def with_ratio(cluster: ClusterSpec, model: ModelSpec, batch: Batch, wanted: float) -> ClusterSpec:
-    """The cluster with its first kind's compute scaled until its layer rate is `wanted` of the second's."""
+    """The cluster with its first device type's compute scaled until its layer rate is `wanted` of the second's."""
     name = cluster.nodes[0].device.name
     low, high = 0.05, 20.0
     for _ in range(40):
@@ -206,7 +206,7 @@ CLAIMS = {
 def rates_differ(cluster: ClusterSpec, model: ModelSpec, batch: Batch) -> bool:
     problem = pose(model, cluster, batch)
     costs = UnitCosts(problem)
-    rates = [costs.layer_rate(kind) for kind in range(len(problem.kinds))]
+    rates = [costs.layer_rate(index) for index in range(len(problem.device_types))]
     return max(rates) >= 1.5 * min(rates)
 
 

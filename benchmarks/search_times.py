@@ -55,7 +55,7 @@ def cluster_named(name: str) -> ClusterSpec:
 
 def question(count: int, alike: bool = False) -> Question:
     """The question of a size: one of its own for 64, 320 and 768 accelerators, else (and where `alike`, always) four
-    kinds in three regions."""
+    device types in three regions."""
     if count == 64 and not alike:
         return Question(model_named("llama-7b"), cluster_named("zorse-b"), Batch(1024, 1024, "fp16"))
     if count == 768 and not alike:
@@ -88,7 +88,7 @@ def _four_kinds(count: int) -> ClusterSpec:
 
 
 def random_speeds(cluster: ClusterSpec, seed: int) -> ClusterSpec:
-    """The cluster with every kind's compute scaled at random."""
+    """The cluster with every device type's compute scaled at random."""
     draw = random.Random(seed)
     names = dict.fromkeys(node.device.name for node in cluster.nodes)
     return scaled(cluster, Scale(compute={name: draw.uniform(0.5, 2.0) for name in names}))
@@ -146,7 +146,8 @@ def growth() -> None:
         runs = [fresh(count, alike=True) for _ in range(3 if count < 2000 else 1)]
         points.append((count, _median(runs, "seconds")))
         print(
-            f"{count} accelerators of four kinds: {points[-1][1]:.2f} s (CPU {_median(runs, 'cpu'):.2f} s)", flush=True
+            f"{count} accelerators of four device types: {points[-1][1]:.2f} s (CPU {_median(runs, 'cpu'):.2f} s)",
+            flush=True,
         )
     (first, one_time), (last, other_time) = points[0], points[-1]
     exponent = math.log(other_time / one_time) / math.log(last / first)

@@ -63,10 +63,10 @@ def plan(
     of the fastest plans it found the one with the smallest mean step over the scenarios (`evaluate/outlook.py`), all
     other strategies the fastest.
 
-    `with_bounds` also plans every kind alone, for the upper bound. `explain` adds every family's own best plan and what
+    `with_bounds` also plans every device type alone, for the upper bound. `explain` adds every family's own best plan and what
     binds. What `profile` measured counts instead of estimates. Raises BadInput where the question contradicts itself or no
     plan fits; the message says by how many bytes on which accelerators, and what would help. With several
-    `processes` the kinds are planned beside the whole, and what binds is found for all constraints at once; the plans
+    `processes` the device types are planned beside the whole, and what binds is found for all constraints at once; the plans
     are the same.
     """
     started = time.perf_counter()
@@ -105,7 +105,7 @@ def plan(
 
 @contextmanager
 def _alone(problem: Problem, incumbent: Incumbent, wanted: bool, processes: int) -> Iterator[Callable[[], Alone]]:
-    """What gives every kind's best plan by itself, if it is wanted; None where time is up, since a search cut short
+    """What gives every device type's best plan by itself, if it is wanted; None where time is up, since a search cut short
     would understate the bound. Under a time limit nothing runs beside the search."""
     unlimited = problem.with_constraints(problem.constraints.replace(time_limit_seconds=None))
     beside = wanted and processes > 1 and incumbent.limit_seconds is None
@@ -116,7 +116,7 @@ def _alone(problem: Problem, incumbent: Incumbent, wanted: bool, processes: int)
 
 
 def _bounded(prediction: Prediction, alone: Alone) -> Prediction:
-    """The prediction beside the upper bound that the kinds alone make."""
+    """The prediction beside the upper bound that the device types alone make."""
     bound = upper_bound_tokens_per_second(alone)
     percent = 100.0 * prediction.tokens_per_second / bound if bound else None
     return replace(prediction, upper_bound_tokens_per_second=bound, percent_of_upper_bound=percent)

@@ -32,14 +32,14 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True)
 class HomogeneousPart:
-    """One kind's part of the upper bound: its best plan with its part of the batch and nobody else."""
+    """One device type's part of the upper bound: its best plan with its part of the batch and nobody else."""
 
     accelerator: str
     island: str
     count: int
     global_batch: int
     tokens_per_second: float
-    memory_lifted: bool  # the kind alone cannot hold the model, so its memory limit was ignored
+    memory_lifted: bool  # the device type alone cannot hold the model, so its memory limit was ignored
     cluster: ClusterSpec  # its nodes
     plan: PlanSpec
 
@@ -136,7 +136,7 @@ class PlanResult:
             "start_step_seconds": self.start_step_seconds,
             "gap_percent": 100.0 * (self.prediction.step_seconds / self.lower_bound_seconds - 1.0),
             "estimate_error_percent": self.estimate_error_percent,
-            "kinds_alone": [kind.to_dict() for kind in self.homogeneous_parts],
+            "kinds_alone": [device_type.to_dict() for device_type in self.homogeneous_parts],
             "not_searched": [entry._asdict() for entry in self.not_searched],
             "reasons": [reason._asdict() | {"sentence": reason.sentence()} for reason in self.reasons],
         }

@@ -61,4 +61,6 @@ def every_plan(problem: Problem, number: int = 40) -> list[Evaluation]:
 
 
 def kind_of(problem: Problem, replica: ReplicaSpec) -> int:
-    return next(index for index, kind in enumerate(problem.kinds) if replica.ranks[0] in kind.ranks)
+    return next(
+        index for index, device_type in enumerate(problem.device_types) if replica.ranks[0] in device_type.ranks
+    )

@@ -98,7 +98,7 @@ def test_a_degree_that_leaves_a_machine_a_rest_contradicts_its_node():
 
 
 def test_kinds_may_be_forbidden_by_name_too():
-    slow, fast = (kind.accelerator.name for kind in pose(TINY, MIXED, Batch(16, 64, "fp32")).kinds)
+    slow, fast = (device_type.accelerator.name for device_type in pose(TINY, MIXED, Batch(16, 64, "fp32")).device_types)
     found = plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(forbid=((slow, fast),)), with_bounds=False)
     assert all(len(stage_islands(stage)) == 1 for stage in found.plan.stages)
 

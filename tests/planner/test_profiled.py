@@ -92,7 +92,7 @@ def test_the_limit_is_each_kinds_own_and_the_jobs_micro_batch_counts_for_itself(
     measured = profile({"A100-PCIe-40GB": 1e-3, "A100-PCIe-80GB": 1e-3}, largest=2)
     free = measured.devices[1].replace(largest_micro_batch=None)
     asked = pose(TINY, CLUSTER, Batch(*BATCH), profile=measured.replace(devices=(measured.devices[0], free)))
-    assert [asked.at_most(kind, 8) for kind in (0, 1)] == [2, 8]
+    assert [asked.at_most(device_type, 8) for device_type in (0, 1)] == [2, 8]
     assert asked.at_most(0, 1) == 1
     assert asked.with_constraints(ConstraintsSpec(micro_batch=4)).at_most(0, 4) == 4
 

@@ -11,10 +11,10 @@ from hethub.spec.plan import Offload, PlanSpec, Recompute, ScheduleName
 
 
 class ReplicaGroup(NamedTuple):
-    """`number` like replicas of a stage: units of one kind and TP degree with one micro-batch. Their samples follow
+    """`number` like replicas of a stage: units of one device type and TP degree with one micro-batch. Their samples follow
     from their speed."""
 
-    kind: int
+    device_type: int
     tp: int
     micro_batch: int
     number: int
@@ -28,7 +28,7 @@ class CandidateStage:
     groups: tuple[ReplicaGroup, ...]
     recompute: Recompute = "none"
     zero: int = 1
-    state_shares: tuple[tuple[int, float], ...] = ()  # (kind, share of one of its ranks)
+    state_shares: tuple[tuple[int, float], ...] = ()  # (device type, share of one of its ranks)
     nudges: tuple[int, ...] = ()  # samples more or fewer than by speed, per replica; empty: none
     offload: tuple[Offload, ...] = ()
 
@@ -67,8 +67,8 @@ class CandidateStage:
 def merged(groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
     """Groups in one spelling: like ones together, in order."""
     counts: dict[tuple[int, int, int], int] = {}
-    for kind, tp, micro_batch, count in groups:
-        counts[kind, tp, micro_batch] = counts.get((kind, tp, micro_batch), 0) + count
+    for device_type, tp, micro_batch, count in groups:
+        counts[device_type, tp, micro_batch] = counts.get((device_type, tp, micro_batch), 0) + count
     return tuple(ReplicaGroup(*sort, count) for sort, count in sorted(counts.items()) if count)
 
 
@@ -92,12 +92,12 @@ class Pattern(NamedTuple):
 @dataclass(frozen=True)
 class Candidate:
     """Stages in order. `alike`: replica i of every stage gets the same samples, so that chains of replicas stay apart.
-    `roomy`: as many microbatches in flight as hide the links between stages, where memory allows, and not the
+    `with extra in flight`: as many microbatches in flight as hide the links between stages, where memory allows, and not the
     default."""
 
     stages: tuple[CandidateStage, ...]
     alike: bool = True
-    roomy: bool = False
+    extra_in_flight: bool = False
     even: bool = False  # samples in equal parts, whatever the speeds
     name: str = ""  # tells candidates apart that carry their plan
     plan: PlanSpec | None = field(default=None, compare=False)  # evaluated as it stands, not moved about
@@ -109,7 +109,7 @@ class Candidate:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.stages, self.alike, self.roomy, self.even, self.name, self.schedule, self.chunks))
+        return hash((self.stages, self.alike, self.extra_in_flight, self.even, self.name, self.schedule, self.chunks))
 
     def with_stage(self, index: int, stage: CandidateStage) -> "Candidate":
         return self.with_stages({index: stage})
@@ -117,17 +117,19 @@ class Candidate:
     def with_stages(self, changed: Mapping[int, CandidateStage]) -> "Candidate":
         """The candidate with other stages at these indices."""
         stages = tuple([changed.get(index, stage) for index, stage in enumerate(self.stages)])
-        return Candidate(stages, self.alike, self.roomy, self.even, self.name, self.plan, self.schedule, self.chunks)
+        return Candidate(
+            stages, self.alike, self.extra_in_flight, self.even, self.name, self.plan, self.schedule, self.chunks
+        )
 
     @cached_property
     def shape(self) -> object:
         """Which units form which stage, whatever their layers and micro-batches."""
-        return tuple([tuple([(own.kind, own.tp, own.number) for own in stage.groups]) for stage in self.stages])
+        return tuple([tuple([(own.device_type, own.tp, own.number) for own in stage.groups]) for stage in self.stages])
 
     @property
     def mixtures(self) -> Iterator[Iterator[int]]:
-        """Per stage, the kinds in it."""
-        return ((own.kind for own in stage.groups) for stage in self.stages)
+        """Per stage, the device types in it."""
+        return ((own.device_type for own in stage.groups) for stage in self.stages)
 
     def is_executable(self, schedule: ScheduleName) -> bool:
         """Whether the stages can do what the schedule asks of them: layers for all chunks, and something to put off."""
@@ -145,12 +147,14 @@ class Candidate:
 def to_candidate(
     problem: Problem, stages: Sequence[tuple[int, int]], units: Sequence[Unit], combination: Combination
 ) -> Candidate:
-    """Stages of (layers, number of units) as a candidate: units in line order, micro-batches by kind."""
+    """Stages of (layers, number of units) as a candidate: units in line order, micro-batches by device type."""
     formed, position = [], 0
     for layers, size in stages:
         own = units[position : position + size]
         position += size
-        groups = merged([ReplicaGroup(unit.kind, unit.tp, combination.micro_batches[unit.kind], 1) for unit in own])
+        groups = merged(
+            [ReplicaGroup(unit.device_type, unit.tp, combination.micro_batches[unit.device_type], 1) for unit in own]
+        )
         formed.append(CandidateStage(layers, groups, combination.recompute, problem.usual_zero))
     return Candidate(tuple(formed))
 
@@ -158,26 +162,26 @@ def to_candidate(
 def assign_units(candidate: Candidate, problem: Problem) -> list[list[tuple[Unit, int]]] | None:
     """Per stage, every replica's ranks and micro-batch in order of ranks, or None where machines cannot be divided so.
 
-    Each kind's machines are filled from the first stage to the last, in every stage the widest units first.
+    Each device type's machines are filled from the first stage to the last, in every stage the widest units first.
     """
-    free = [[list(machine) for machine in kind.machines] for kind in problem.kinds]
+    free = [[list(machine) for machine in device_type.machines] for device_type in problem.device_types]
     first = [0] * len(free)  # the first machine with a free rank
     assigned = []
     for stage in candidate.stages:
         own: list[tuple[Unit, int]] = []
-        for kind, tp, micro_batch, count in sorted(stage.groups, key=lambda group: (-group.tp, group)):
-            machines = free[kind]
-            index = first[kind]
+        for device_type, tp, micro_batch, count in sorted(stage.groups, key=lambda group: (-group.tp, group)):
+            machines = free[device_type]
+            index = first[device_type]
             while count:
                 if index == len(machines):
                     return None
                 while count and len(machines[index]) >= tp:
-                    own.append((Unit(kind, tuple(machines[index][:tp])), micro_batch))
+                    own.append((Unit(device_type, tuple(machines[index][:tp])), micro_batch))
                     del machines[index][:tp]
                     count -= 1
                 index += 1
-            while first[kind] < len(machines) and not machines[first[kind]]:
-                first[kind] += 1
+            while first[device_type] < len(machines) and not machines[first[device_type]]:
+                first[device_type] += 1
         assigned.append(sorted(own, key=lambda entry: entry[0].ranks))
     return assigned
 

@@ -79,7 +79,7 @@ def _workers(candidate: Candidate, index: int, assigned: Assigned, worker: Worke
     known: dict[tuple[int, int, int], Worker] = {}
     workers = []
     for unit, micro_batch in assigned:
-        key = (unit.kind, unit.tp, micro_batch)
+        key = (unit.device_type, unit.tp, micro_batch)
         if key not in known:
             known[key] = worker(stage, ReplicaGroup(*key, 1), first, last)
         workers.append(known[key])
@@ -105,10 +105,10 @@ def _stage(
         ReplicaSpec(ranks=unit.ranks, micro_batch=min(micro_batch, count), samples=count, in_flight=held)
         for (unit, micro_batch), count in zip(assigned, samples, strict=True)
     )
-    islands = {problem.kinds[unit.kind].island for unit, _ in assigned}
+    islands = {problem.device_types[unit.device_type].island for unit, _ in assigned}
     zero = 0 if len(replicas) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
     shares = dict(stage.state_shares)
-    named = {rank: shares[unit.kind] for unit, _ in assigned for rank in unit.ranks} if shares and zero else {}
+    named = {rank: shares[unit.device_type] for unit, _ in assigned for rank in unit.ranks} if shares and zero else {}
     return StageSpec(
         layers=chunks,
         replicas=replicas,

@@ -1,4 +1,4 @@
-"""Seconds of microbatches on units of each kind, from the predictor's own layer and link costs: what guides the search.
+"""Seconds of microbatches on units of each device type, from the predictor's own layer and link costs: what guides the search.
 
 The evaluator of every plan is the predictor. These figures are its figures for one replica, without a plan around it.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from hethub.planner.candidate.candidate import CandidateStage, ReplicaGroup
 from hethub.planner.candidate.samples import Worker
 from hethub.planner.estimate.memory_model import Coefficients, Mode, memory_model_of
-from hethub.planner.problem.problem import Kind, Problem
+from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.predictor.cost.constants import is_cpu, packaged
 from hethub.predictor.cost.groups import Group
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
@@ -40,23 +40,23 @@ class Rate(NamedTuple):
         return PassSeconds(forward, backward)
 
 
-def _layer_cost(problem: Problem, kind: Kind) -> LayerCost:
-    """A kind's layer costs, measured where there is a profile of it."""
-    args = (problem.model, kind.accelerator, problem.batch.seq_len, problem.batch.precision, problem.software)
-    measured = problem.profile and problem.profile.device(kind.accelerator.name, problem.batch.precision)
+def _layer_cost(problem: Problem, device_type: DeviceType) -> LayerCost:
+    """A device type's layer costs, measured where there is a profile of it."""
+    args = (problem.model, device_type.accelerator, problem.batch.seq_len, problem.batch.precision, problem.software)
+    measured = problem.profile and problem.profile.device(device_type.accelerator.name, problem.batch.precision)
     return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
 
 
 class UnitCosts:
-    """Rates by kind, TP degree, micro-batch and recompute, each computed once."""
+    """Rates by device type, TP degree, micro-batch and recompute, each computed once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.network = Network(problem.cluster, packaged(), problem.profile)
         self.width = element_bytes(HETHUB.math_precision(problem.batch.precision))
         self.memory = memory_model_of(problem)
-        self._on_cpu = [is_cpu(kind.accelerator) for kind in problem.kinds]
-        self.layer_costs = [_layer_cost(problem, kind) for kind in problem.kinds]
+        self._on_cpu = [is_cpu(device_type.accelerator) for device_type in problem.device_types]
+        self.layer_costs = [_layer_cost(problem, device_type) for device_type in problem.device_types]
         self._rates: dict[tuple[int, int, int, str], Rate] = {}
         self._deferred_wgrad: dict[tuple[int, int, int, str], float] = {}
         self._reduce: dict[tuple[int, int, int], float] = {}
@@ -66,73 +66,76 @@ class UnitCosts:
         """Bytes of a gradient on the wire: fp32 at least."""
         return max(4, self.width)
 
-    def rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
-        """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the kind."""
-        key = (kind, tp, samples, recompute)
+    def rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
+        """Seconds per micro-batch of `samples` on a unit of `tp` ranks of the device type."""
+        key = (device_type, tp, samples, recompute)
         found = self._rates.get(key)
         if found is None:
-            found = self._rates[key] = self._rate(kind, tp, samples, recompute)
+            found = self._rates[key] = self._rate(device_type, tp, samples, recompute)
         return found
 
-    def _rate(self, kind: int, tp: int, samples: int, recompute: Recompute) -> Rate:
-        cost = self.layer_costs[kind]
-        once = self.all_reduce(kind, tp, samples)
+    def _rate(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> Rate:
+        cost = self.layer_costs[device_type]
+        once = self.all_reduce(device_type, tp, samples)
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
         return Rate(
             PassSeconds(
-                layer.forward + 2 * once, layer.backward + self._sums_of_backward(kind, tp, samples, once) + again
+                layer.forward + 2 * once,
+                layer.backward + self._sums_of_backward(device_type, tp, samples, once) + again,
             ),
             PassSeconds(embedding.forward + once, embedding.backward),
             PassSeconds(head.forward + once, head.backward),
         )
 
-    def _sums_of_backward(self, kind: int, tp: int, samples: int, once: float) -> float:
+    def _sums_of_backward(self, device_type: int, tp: int, samples: int, once: float) -> float:
         """What a layer's two sums add to its backward, as the predictor has it; where zero_bubble is searched beside
         1F1B, as 1F1B has it."""
-        apart = self.problem.schedule == "zero_bubble" or self.problem.cluster.emulated or self._on_cpu[kind]
+        apart = self.problem.schedule == "zero_bubble" or self.problem.cluster.emulated or self._on_cpu[device_type]
         if not once or apart:
             return 2 * once
         cost = self.network.fit["overlap_cost"]
-        return self.layer_costs[kind].sums_beside_weights(samples, tp, 1 / tp, once, cost)
+        return self.layer_costs[device_type].sums_beside_weights(samples, tp, 1 / tp, once, cost)
 
     def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
         """One of the group's replicas with the seconds of its microbatches of every size."""
-        rates = (self.rate(group.kind, group.tp, b, stage.recompute) for b in range(1, group.micro_batch + 1))
+        rates = (self.rate(group.device_type, group.tp, b, stage.recompute) for b in range(1, group.micro_batch + 1))
         # More samples never count as less work, whatever a measured profile says.
         microbatches = accumulate((rate.microbatch(stage.layers, first, last).total for rate in rates), max)
         return Worker(group.micro_batch, tuple(microbatches))
 
     def coefficients(
-        self, kind: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
+        self, device_type: int, tp: int, micro_batch: int, recompute: Recompute, mode: Mode | None = None
     ) -> Coefficients:
-        """What a rank of the kind needs of memory, by default at the usual ZeRO level under 1F1B."""
-        mode, on_cpu = mode or Mode(self.problem.usual_zero), self._on_cpu[kind]
+        """What a rank of the device type needs of memory, by default at the usual ZeRO level under 1F1B."""
+        mode, on_cpu = mode or Mode(self.problem.usual_zero), self._on_cpu[device_type]
         found = self.memory.coefficients(on_cpu, tp, micro_batch, recompute, mode)
         if self.problem.size > 1:
             return found
         # Probes have several ranks.
         return found._replace(once=found.once - communicator_bytes(2, on_cpu=on_cpu))
 
-    def deferred_wgrad(self, kind: int, tp: int, samples: int, recompute: Recompute) -> float:
+    def deferred_wgrad(self, device_type: int, tp: int, samples: int, recompute: Recompute) -> float:
         """Seconds of a layer's backward that zero_bubble puts off: its weights' gradients."""
-        key = (kind, tp, samples, recompute)
+        key = (device_type, tp, samples, recompute)
         found = self._deferred_wgrad.get(key)
         if found is None:
-            cost = self.layer_costs[kind]
+            cost = self.layer_costs[device_type]
             found = self._deferred_wgrad[key] = cost.layer(samples, tp, recompute).backward * cost.weight_share(
                 samples, 1 / tp
             )
         return found
 
-    def all_reduce(self, kind: int, tp: int, samples: int) -> float:
+    def all_reduce(self, device_type: int, tp: int, samples: int) -> float:
         """Seconds to sum a micro-batch's hidden states over a unit."""
         if tp == 1:
             return 0.0
-        key = (kind, tp, samples)
+        key = (device_type, tp, samples)
         found = self._reduce.get(key)
         if found is None:
-            group = self.network.group(next(m for m in self.problem.kinds[kind].machines if len(m) >= tp)[:tp])
+            group = self.network.group(
+                next(m for m in self.problem.device_types[device_type].machines if len(m) >= tp)[:tp]
+            )
             sharing = self.sharing(group)
             num_bytes = samples * self.problem.batch.seq_len * self.problem.model.hidden * self.width
             found = self._reduce[key] = self.network.all_reduce(group, num_bytes, sharing)
@@ -142,9 +145,9 @@ class UnitCosts:
         """How many groups like this one share a machine's interfaces."""
         return max(1, self.network.machines[group.machines[0][0]].accelerators // group.most_per_machine)
 
-    def layer_rate(self, kind: int) -> float:
-        """The kind's best layer-samples per second, which weights its part of the batch in the upper bound."""
-        return self.layer_costs[kind].best_layer_samples_per_second(self.problem.batch.global_batch)
+    def layer_rate(self, device_type: int) -> float:
+        """The device type's best layer-samples per second, which weights its part of the batch in the upper bound."""
+        return self.layer_costs[device_type].best_layer_samples_per_second(self.problem.batch.global_batch)
 
 
 def rank_parameters(

@@ -14,11 +14,11 @@ import numpy as np
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, chains, merged
 from hethub.planner.candidate.samples import earliest_finish, within
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
+from hethub.planner.estimate.in_flight import default_in_flight, enough_in_flight, round_trips, slowest_cycle
 from hethub.planner.estimate.stage_figures import StageEstimate
 from hethub.planner.estimate.stage_rows import StageRows
 from hethub.planner.estimate.stage_times import StageTimes
-from hethub.planner.estimate.transfers import Crossings
+from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.problem import Problem
 
 
@@ -41,7 +41,7 @@ class Estimator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.unit_costs = problem, UnitCosts(problem)
-        self.times, self.crossings = StageTimes(problem, self.unit_costs), Crossings(problem, self.unit_costs)
+        self.times, self.p2p_costs = StageTimes(problem, self.unit_costs), P2pCosts(problem, self.unit_costs)
         self._rows = StageRows(self.times)
         self._estimated: dict[Candidate, Estimate] = {}
         self._least: dict[Candidate, float] = {}
@@ -63,7 +63,7 @@ class Estimator:
         return self._of(candidate).seconds
 
     def holds(self, candidate: Candidate) -> tuple[int, ...]:
-        """Microbatches in flight per stage: by depth, or for a roomy candidate as many as its circuits need to run at
+        """Microbatches in flight per stage: by depth, or for a with extra in flight candidate as many as its circuits need to run at
         the pace of the busiest stage, where they fit; never fewer than the stage below holds."""
         return self._of(candidate).holds
 
@@ -153,25 +153,25 @@ class Estimator:
         least = own.stages.least.max(axis=1).tolist()
         return list(map(Estimate, seconds.tolist(), holds, fits.tolist(), slowest, least, floor.tolist()))
 
-    def _side_by_side(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> "_Together":
+    def _side_by_side(self, candidates: Sequence[Candidate], rows: Sequence[list[int]]) -> "_SideBySide":
         """The candidates with their stages in arrays that end with the last. In front of the first stage of shorter
         ones stands a blank: the stage once more, without any work."""
         depth = len(rows[-1])  # the largest, of candidates in order
         first = np.array([depth - len(own) for own in rows])
         table = np.array([own[:1] * (depth - len(own)) + own for own in rows])
-        crossing = np.array(
-            [[0.0] * (depth - len(candidate.stages)) + self.crossings.of(candidate) for candidate in candidates]
+        p2p_seconds = np.array(
+            [[0.0] * (depth - len(candidate.stages)) + self.p2p_costs.of(candidate) for candidate in candidates]
         )
-        crossing = crossing.reshape(len(candidates), -1)
+        p2p_seconds = p2p_seconds.reshape(len(candidates), -1)
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
         filled = np.array([self._pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
-        trips = round_trips(stages.microbatch, stages.wave, crossing)
-        return _Together(candidates, table, first, blank, stages, crossing, trips, filled)
+        trips = round_trips(stages.microbatch, stages.microstep, p2p_seconds)
+        return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
-    def _seconds(self, own: "_Together", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _seconds(self, own: "_SideBySide", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[candidate]: the step with so many microbatches in flight, and what it is not below with any."""
-        stages, crossing, trips, several = own.stages, own.crossing, own.trips, own.several
+        stages, p2p_seconds, trips, several = own.stages, own.p2p_seconds, own.trips, own.several
         # Who has the shorter update begins the next step while others still step (predictor/step.py).
         first = stages.finish.min(axis=1)
         away = np.where(
@@ -180,10 +180,10 @@ class Estimator:
         slack = np.maximum(0.0, away - (held - 1) * stages.forward)
         gap = slack + np.maximum(0.0, away - (held - 1) * stages.backward)
         drain = np.zeros_like(away)
-        np.cumsum(stages.backward[:, :-1] + crossing, axis=1, out=drain[:, 1:])
+        np.cumsum(stages.backward[:, :-1] + p2p_seconds, axis=1, out=drain[:, 1:])
         fill = stages.finish - first[:, None]
         for s in range(1, fill.shape[1]):
-            below = fill[:, s - 1] + stages.forward[:, s - 1] + crossing[:, s - 1]
+            below = fill[:, s - 1] + stages.forward[:, s - 1] + p2p_seconds[:, s - 1]
             np.maximum(fill[:, s], below, out=fill[:, s])
         floor = (fill + stages.busy).max(axis=1) + first
         # Under zero_bubble, weights' gradients fill the drain.
@@ -199,7 +199,7 @@ class Estimator:
             floor = np.where(chunks > 1, (fill + stages.busy).max(axis=1) + first, floor)
         end = (fill + stages.busy + waits).max(axis=1)
         if several.any():
-            around = slowest_circuit(trips, stages.wave, held, self.problem.batch.global_batch, own.first)
+            around = slowest_cycle(trips, stages.microstep, held, self.problem.batch.global_batch, own.first)
             end = np.where(several & (chunks == 1), np.maximum(end, stages.finish[:, 0] - first + around), end)
         reduce = np.maximum(stages.tail, stages.reduce - stages.covered)
         if self.problem.model.tied_head:
@@ -254,26 +254,26 @@ class Estimator:
         (stages,) = self._rows.divided([own.candidate])
         return [[one.per_sample[sort] for one, sort in zip(stages, sorts, strict=True)] for _, sorts in own.chains]
 
-    def _held(self, own: "_Together") -> tuple[np.ndarray, np.ndarray]:
+    def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
         stages, filled = own.stages, own.filled
-        held = default_flights(stages.wave)
+        held = default_in_flight(stages.microstep)
         patterns = [self._pattern(candidate) for candidate in own.candidates]
         alone = np.array([pattern.schedule not in ("1f1b", "zero_bubble") for pattern in patterns])
-        roomy = np.array([candidate.roomy for candidate in own.candidates]) & own.several & ~alone
+        extra_in_flight = np.array([candidate.extra_in_flight for candidate in own.candidates]) & own.several & ~alone
         if alone.any():
             held[alone] = self._held_under(
                 own.at(alone), [p for p in patterns if p.schedule not in ("1f1b", "zero_bubble")]
             )
-        if roomy.any():
-            held[roomy] = self._enough(own.at(roomy))
+        if extra_in_flight.any():
+            held[extra_in_flight] = self._enough(own.at(extra_in_flight))
         able = np.ones(len(held), dtype=bool)
         if filled.any():
-            held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], roomy[filled])
+            held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], extra_in_flight[filled])
         able &= ((held <= stages.most) | own.blank).all(axis=1)
         return held, able & self._hosts_have_room(own, held)
 
-    def _hosts_have_room(self, own: "_Together", held: np.ndarray) -> np.ndarray:
+    def _hosts_have_room(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: whether all hosts together have room for what all ranks offload."""
         hosted = np.where(own.blank, 0.0, own.stages.host + held * own.stages.host_microbatch)
         if not hosted.any():
@@ -284,7 +284,7 @@ class Estimator:
         found: np.ndarray = (hosted * ranks).sum(axis=1) <= ranks.sum(axis=1)
         return found
 
-    def _held_under(self, own: "_Together", patterns: Sequence[Pattern]) -> np.ndarray:
+    def _held_under(self, own: "_SideBySide", patterns: Sequence[Pattern]) -> np.ndarray:
         """[candidate, stage]: microbatches held under schedules that leave no choice: all, or interleaved what fills
         the pipeline (arXiv 2104.04473, §2.2), in whole stages' microbatches."""
         every, depth = np.ceil(own.stages.microbatches), own.rows.shape[1]
@@ -294,7 +294,7 @@ class Estimator:
         some = np.array([not pattern.holds_all for pattern in patterns])[:, None]
         return np.where(some, np.minimum(filling, every), every)
 
-    def _enough(self, own: "_Together") -> np.ndarray:
+    def _enough(self, own: "_SideBySide") -> np.ndarray:
         """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are
         put off, as many as if they were not keep the gaps to be filled few."""
         plain, trips = own.stages, own.trips
@@ -303,26 +303,30 @@ class Estimator:
             rows = self._rows.of(own.candidates, repeat(plainly, len(own.candidates)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
-            trips = round_trips(plain.microbatch, plain.wave, own.crossing)
+            trips = round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
-        return enough_flights(trips, plain.wave, pace, own.stages.sure, np.ceil(plain.microbatches))
+        return enough_in_flight(trips, plain.microstep, pace, own.stages.sure, np.ceil(plain.microbatches))
 
-    def _deferred_wgrad(self, own: "_Together", held: np.ndarray, roomy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches in flight under zero_bubble, of roomy candidates as many as leave memory for what is put off,
+    def _deferred_wgrad(
+        self, own: "_SideBySide", held: np.ndarray, extra_in_flight: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Microbatches in flight under zero_bubble, of with extra in flight candidates as many as leave memory for what is put off,
         and whether there is [candidate]."""
-        most, wave = self._most_under_way(own, held), own.stages.wave
-        short = roomy & (most < own.widest(held))
+        most, microstep = self._most_under_way(own, held), own.stages.microstep
+        short = extra_in_flight & (most < own.widest(held))
         if short.any():
-            held = np.where(short[:, None], np.minimum(held, np.maximum(most[:, None] // wave, 1)), held)
+            held = np.where(short[:, None], np.minimum(held, np.maximum(most[:, None] // microstep, 1)), held)
             most = self._most_under_way(own, held)
         return held, own.widest(held) <= most
 
-    def _most_under_way(self, own: "_Together", held: np.ndarray) -> np.ndarray:
+    def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
         off as many as are under way in one of them, beside the microbatches it holds."""
         free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
         deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
-        most: np.ndarray = np.where(own.blank, np.inf, own.stages.wave * (held + deferred_wgrad + 1) - 1).min(axis=1)
+        most: np.ndarray = np.where(own.blank, np.inf, own.stages.microstep * (held + deferred_wgrad + 1) - 1).min(
+            axis=1
+        )
         return most
 
     def _tied(self, candidate: Candidate) -> float:
@@ -333,7 +337,7 @@ class Estimator:
         return 2 * latency + per_byte * each * (self.unit_costs.gradient_width + self.unit_costs.width)
 
 
-class _Together(NamedTuple):
+class _SideBySide(NamedTuple):
     """Candidates side by side: the rows of their stages, where the first of these is and where none, their figures,
     seconds of one microbatch over each boundary [candidate, boundary] and around [candidate, s, t], and whose weights'
     gradients fill the drain [candidate]."""
@@ -343,7 +347,7 @@ class _Together(NamedTuple):
     first: np.ndarray
     blank: np.ndarray
     stages: StageEstimate
-    crossing: np.ndarray
+    p2p_seconds: np.ndarray
     trips: np.ndarray
     filled: np.ndarray
 
@@ -354,17 +358,19 @@ class _Together(NamedTuple):
 
     def widest(self, held: np.ndarray) -> np.ndarray:
         """[candidate]: the most samples that are under way in a stage."""
-        most: np.ndarray = np.where(self.blank, 0.0, self.stages.wave * held).max(axis=1)
+        most: np.ndarray = np.where(self.blank, 0.0, self.stages.microstep * held).max(axis=1)
         return most
 
-    def at(self, chosen: np.ndarray) -> "_Together":
+    def at(self, chosen: np.ndarray) -> "_SideBySide":
         """Some of the candidates."""
         if chosen.all():
             return self
         candidates = list(compress(self.candidates, chosen))
         places = (self.rows[chosen], self.first[chosen], self.blank[chosen])
         stages = StageEstimate(*(figure[chosen] for figure in self.stages))
-        return _Together(candidates, *places, stages, self.crossing[chosen], self.trips[chosen], self.filled[chosen])
+        return _SideBySide(
+            candidates, *places, stages, self.p2p_seconds[chosen], self.trips[chosen], self.filled[chosen]
+        )
 
 
 class _Chained(NamedTuple):

@@ -2,7 +2,7 @@
 hide that.
 
 For many candidates of equally many stages at once. Where stages have microbatches of unlike sizes, the largest on the
-way counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `wave`
+way counts: a stage with smaller ones runs several for it. `microbatch` are seconds of one microbatch both ways, `microstep`
 samples of one microbatch on every replica, `held` microbatches in flight, all [candidate, stage]; `trips` come from
 `round_trips`.
 """
@@ -12,27 +12,27 @@ from functools import cache
 import numpy as np
 
 
-def round_trips(microbatch: np.ndarray, wave: np.ndarray, crossing: np.ndarray) -> np.ndarray:
+def round_trips(microbatch: np.ndarray, microstep: np.ndarray, p2p_seconds: np.ndarray) -> np.ndarray:
     """[candidate, s, t]: for t >= s the seconds until what stage s sends down comes back from stage t, both passes of
-    all on the way included; `crossing` [candidate, boundary]."""
+    all on the way included; `p2p_seconds` [candidate, boundary]."""
     starts = np.zeros_like(microbatch)
-    np.cumsum(microbatch[:, :-1] + 2 * crossing, axis=1, out=starts[:, 1:])
+    np.cumsum(microbatch[:, :-1] + 2 * p2p_seconds, axis=1, out=starts[:, 1:])
     trips: np.ndarray = (starts + microbatch)[:, None, :] - starts[:, :, None]
-    unlike = (wave != wave[:, :1]).any(axis=1)
+    unlike = (microstep != microstep[:, :1]).any(axis=1)
     if unlike.any():
-        trips[unlike] += _repeated(microbatch[unlike], wave[unlike])
+        trips[unlike] += _repeated(microbatch[unlike], microstep[unlike])
     return trips
 
 
-def _repeated(microbatch: np.ndarray, wave: np.ndarray) -> np.ndarray:
+def _repeated(microbatch: np.ndarray, microstep: np.ndarray) -> np.ndarray:
     """[candidate, s, t]: seconds that the stages from s to t take on further microbatches for one of the largest among
     them."""
-    most, beside = _largest_between(wave), np.zeros((*wave.shape, wave.shape[1]))
-    size = wave.max(axis=1)[:, None]
-    while (size > wave).any():
-        further = _largest_between((size / wave - 1) * microbatch)
+    most, beside = _largest_between(microstep), np.zeros((*microstep.shape, microstep.shape[1]))
+    size = microstep.max(axis=1)[:, None]
+    while (size > microstep).any():
+        further = _largest_between((size / microstep - 1) * microbatch)
         beside = np.where(most == size[:, :, None], further, beside)
-        size = np.where(wave < size, wave, 0.0).max(axis=1)[:, None]
+        size = np.where(microstep < size, microstep, 0.0).max(axis=1)[:, None]
     return beside
 
 
@@ -49,46 +49,46 @@ def _upper(count: int) -> np.ndarray:
     return np.triu(np.ones((count, count)))
 
 
-def default_flights(wave: np.ndarray) -> np.ndarray:
+def default_in_flight(microstep: np.ndarray) -> np.ndarray:
     """About how many microbatches each stage holds by default: what the one below does and one more of its
     microbatches."""
-    depth = wave.shape[1]
-    held = np.repeat(np.arange(depth, 0.0, -1.0)[None], len(wave), axis=0)
-    unlike = (wave != wave[:, :1]).any(axis=1)
+    depth = microstep.shape[1]
+    held = np.repeat(np.arange(depth, 0.0, -1.0)[None], len(microstep), axis=0)
+    unlike = (microstep != microstep[:, :1]).any(axis=1)
     if unlike.any():
-        own, some = held[unlike], wave[unlike]
+        own, some = held[unlike], microstep[unlike]
         for s in range(depth - 2, -1, -1):
             own[:, s] = np.maximum(1, np.ceil((own[:, s + 1] + 1) * some[:, s + 1] / some[:, s]))
         held[unlike] = own
     return held
 
 
-def slowest_circuit(
-    trips: np.ndarray, wave: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray | int = 0
+def slowest_cycle(
+    trips: np.ndarray, microstep: np.ndarray, held: np.ndarray, samples: int, first: np.ndarray | int = 0
 ) -> np.ndarray:
     """[candidate]: seconds of `samples` at the rate of the slowest circuit from its `first` stage on, and of one
     microbatch through all: a microbatch's backward in stage s lets the next forward go down to stage t, where it comes
     before the backward that answers it as many microbatches later as both hold."""
-    behind = wave * (held - 1)
-    apart = np.maximum((behind + wave)[:, :-1, None] - behind[:, None, 1:], 1)
+    behind = microstep * (held - 1)
+    apart = np.maximum((behind + microstep)[:, :-1, None] - behind[:, None, 1:], 1)
     rates = (trips[:, :-1, 1:] / apart * _upper(apart.shape[1])).max(axis=2)
     rates[np.arange(rates.shape[1]) < np.reshape(first, (-1, 1))] = 0.0
     slowest = rates.argmax(axis=1)[:, None]
-    left = np.maximum(samples - np.take_along_axis(wave, slowest, 1), 0.0)
+    left = np.maximum(samples - np.take_along_axis(microstep, slowest, 1), 0.0)
     seconds: np.ndarray = (np.take_along_axis(rates, slowest, 1) * left)[:, 0] + trips[:, 0, -1]
     return seconds
 
 
-def enough_flights(
-    trips: np.ndarray, wave: np.ndarray, pace: np.ndarray, room: np.ndarray, microbatches: np.ndarray
+def enough_in_flight(
+    trips: np.ndarray, microstep: np.ndarray, pace: np.ndarray, room: np.ndarray, microbatches: np.ndarray
 ) -> np.ndarray:
     """As many microbatches per stage as its circuits need for `pace` [candidate] samples per second, as far as there is
     room and there are microbatches (both [candidate, stage]); never fewer samples than the stage below holds."""
-    spare = (wave != wave[:, :1]).any(axis=1)
-    most, held = np.minimum(room, microbatches), np.ones_like(wave)
-    for s in range(wave.shape[1] - 2, -1, -1):
-        need = (pace[:, None] * trips[:, s, s + 1 :] + wave[:, s + 1 :] * (held[:, s + 1 :] - 1)).max(axis=1)
-        wanted = np.ceil(need / wave[:, s] - 1e-6) + spare
-        below = np.ceil(held[:, s + 1] * wave[:, s + 1] / wave[:, s])
+    spare = (microstep != microstep[:, :1]).any(axis=1)
+    most, held = np.minimum(room, microbatches), np.ones_like(microstep)
+    for s in range(microstep.shape[1] - 2, -1, -1):
+        need = (pace[:, None] * trips[:, s, s + 1 :] + microstep[:, s + 1 :] * (held[:, s + 1 :] - 1)).max(axis=1)
+        wanted = np.ceil(need / microstep[:, s] - 1e-6) + spare
+        below = np.ceil(held[:, s + 1] * microstep[:, s + 1] / microstep[:, s])
         held[:, s] = np.maximum(np.minimum(wanted, most[:, s]), below)
     return held

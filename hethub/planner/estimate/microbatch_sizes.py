@@ -6,17 +6,17 @@ from hethub.planner.candidate.candidate import Candidate, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.memory_model import position
 
-Where = Sequence[tuple[int, int | None]]  # stages, each with one kind of its replicas or, None, all
+Where = Sequence[tuple[int, int | None]]  # stages, each with one device type of its replicas or, None, all
 
 
 def resized(candidate: Candidate, where: Where, estimator: Estimator, step: int) -> Candidate:
     """The candidate with microbatches of the next larger (`step` 1) or smaller (-1) even size in `where`, or (0) evened
     out."""
     changed = {}
-    for index, kind in where:
+    for index, device_type in where:
         stage, samples = candidate.stages[index], estimator.samples(candidate, index)
         sizes = [
-            _next_even(own, taken, step, estimator) if kind in (None, own.kind) else own.micro_batch
+            _next_even(own, taken, step, estimator) if device_type in (None, own.device_type) else own.micro_batch
             for own, taken in zip(stage.groups, samples, strict=True)
         ]
         changed[index] = stage.with_sizes(sizes)
@@ -40,7 +40,7 @@ def even(samples: int, size: int) -> int:
 
 def _allowed(own: ReplicaGroup, size: int, estimator: Estimator) -> int:
     given = estimator.problem.constraints
-    return estimator.problem.at_most(own.kind, min(size, given.max_micro_batch or size))
+    return estimator.problem.at_most(own.device_type, min(size, given.max_micro_batch or size))
 
 
 def fitted(candidate: Candidate, estimator: Estimator) -> Candidate | None:

@@ -37,7 +37,7 @@ class StageEstimate(NamedTuple):
     backward: np.ndarray  # what the microbatch above waits for
     covered: np.ndarray  # from when the last replica begins its last backward until the stage is through
     microbatches: np.ndarray  # of the busiest replica
-    wave: np.ndarray  # samples of one microbatch on every replica
+    microstep: np.ndarray  # samples of one microbatch on every replica
     reduce: np.ndarray
     tail: np.ndarray
     finish: np.ndarray  # optimizer and new weights

@@ -15,7 +15,7 @@ from hethub.planner.candidate.samples import earliest_finish, largest_able, with
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
-from hethub.planner.problem.problem import Kind, Problem
+from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.predictor.cost.constants import is_cpu
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import host_gbytes_per_second
@@ -44,9 +44,11 @@ class StageTimes:
         self._bytes: dict[object, Coefficients] = {}
         self._largest: dict[object, int] = {}
         self._collectives: dict[object, tuple[float, float]] = {}
-        self._capacity = [problem.capacity(kind) for kind in range(len(problem.kinds))]  # bytes of a rank
-        devices, fit = [kind.accelerator for kind in problem.kinds], costs.network.fit
-        nodes = [problem.cluster.places[kind.ranks[0]].node for kind in problem.kinds]
+        self._capacity = [
+            problem.capacity(device_type) for device_type in range(len(problem.device_types))
+        ]  # bytes of a rank
+        devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
+        nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
         self._host = [  # seconds of a byte, where all of a machine offload
             1e-9 / host_gbytes_per_second(device, fit, per_host, node.accelerators)
@@ -81,7 +83,7 @@ class StageTimes:
         found = StageEstimate(
             busy=division.least, least=division.least, forward=forward, backward=backward,
             covered=_covered(own, division), microbatches=microbatches,
-            wave=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
+            microstep=np.minimum((own.numbers * own.micro_batches).sum(axis=1), self.problem.batch.global_batch),
             reduce=reduce, tail=reduce * np.minimum(1.0, BUCKET_BYTES / num_bytes),
             finish=gather + self._optimizer(own, sums.parameters / own.shards.max(axis=1)) + self._stored(own, sums),
             most=np.where(named, _UNLIMITED, np.minimum(most, _UNLIMITED)),
@@ -108,7 +110,7 @@ class StageTimes:
         """What one of the group's ranks has for microbatches, by the closed form."""
         shards = stage.ranks / own.tp if stage.zero else 1
         at = self._coefficients(stage, own, place, pattern)
-        return _room(at, stage.layers, shards, slack * self._capacity[own.kind])
+        return _room(at, stage.layers, shards, slack * self._capacity[own.device_type])
 
     def largest(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, held: float) -> int:
         """The largest micro-batch up to that of the group with which its ranks have memory for so many microbatches;
@@ -130,7 +132,7 @@ class StageTimes:
         """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
         more per byte."""
         operation: Operation = "reduce_scatter" if zero else "all_reduce"
-        key = (operation, *[(own.kind, own.tp, own.number) for own in groups])
+        key = (operation, *[(own.device_type, own.tp, own.number) for own in groups])
         found = self._collectives.get(key)
         if found is None:
             group, network = self._group(groups), self.costs.network
@@ -190,7 +192,7 @@ class StageTimes:
         forward, backward = own.forward.copy(), own.backward.copy()
         for s, i in np.argwhere(taken < own.micro_batches).tolist():
             placed, group = own.stages[s], own.stages[s].stage.groups[i]
-            rate = self.costs.rate(group.kind, group.tp, int(taken[s, i]), placed.stage.recompute)
+            rate = self.costs.rate(group.device_type, group.tp, int(taken[s, i]), placed.stage.recompute)
             forward[s, i], backward[s, i] = rate.microbatch(placed.stage.layers, *placed.ends)
         part = taken * own.numbers / self.problem.batch.global_batch  # what of the samples passes a sort
         microbatches = np.where(own.numbers > 0, taken / np.minimum(own.micro_batches, taken), 0.0)
@@ -200,7 +202,7 @@ class StageTimes:
         """Stages whose passes go beside gathers and reductions of their layers, weights from the host, or copies of
         what layers keep. A round's replicas go in lockstep; chunk by chunk, state moves once for all microbatches."""
         whole = np.array([placed.pattern.goes_chunk_by_chunk for placed in own.stages])
-        rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.wave)
+        rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.microstep)
         met, number = own.replicas > 1, np.where(whole, 1.0, rounds)
         host = self._host_seconds(own)
         fetched = sums.parameters * self.costs.width * host / np.where((own.zero == 3) & met, own.replicas, 1)
@@ -211,7 +213,7 @@ class StageTimes:
         forward, backward = (
             np.where(own.numbers > 0, np.maximum(each, copied), 0.0).max(axis=1) for each in (own.forward, own.backward)
         )
-        overlap = np.array([max(self._overlap[group.kind] for group in p.stage.groups) for p in own.stages])
+        overlap = np.array([max(self._overlap[group.device_type] for group in p.stage.groups) for p in own.stages])
         scale = np.where(whole, rounds, 1.0)
         ahead, behind = (
             np.maximum(0.0, seconds - scale * compute) * (1 - overlap) + overlap * seconds
@@ -234,7 +236,7 @@ class StageTimes:
 
     def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:
         """[stage]: by how much a step's one reduction slows the backward that hides it; CPUs as they were measured."""
-        cost = np.array([min(self._beside_step[group.kind] for group in p.stage.groups) for p in own.stages])
+        cost = np.array([min(self._beside_step[group.device_type] for group in p.stage.groups) for p in own.stages])
         once = (own.zero < 2) & (own.replicas > 1)
         one_sample = np.where(own.numbers > 0, own.backward / own.micro_batches, np.inf).min(axis=1)
         return np.where(once, cost * np.minimum(found.reduce - found.tail, one_sample), 0.0)
@@ -248,7 +250,7 @@ class StageTimes:
                 plain = replace(placed.stage, offload=())
                 for i, group in enumerate(placed.stage.groups):
                     at = self._coefficients(plain, group, MIDDLE, Pattern("1f1b"))
-                    found[s, i] = at.layer_microbatch * placed.stage.layers * self._host[group.kind]
+                    found[s, i] = at.layer_microbatch * placed.stage.layers * self._host[group.device_type]
         return found
 
     def _hosted(self, own: Side, sums: Sums) -> np.ndarray:
@@ -264,12 +266,15 @@ class StageTimes:
             / np.where(own.zero > 0, own.shards.max(axis=1), own.replicas)
         )
         found: np.ndarray = saved + optimizer + _offloads(own, "parameters") * kept * self.costs.width
-        return found / np.array([min(self._host_bytes[group.kind] for group in p.stage.groups) for p in own.stages])
+        return found / np.array(
+            [min(self._host_bytes[group.device_type] for group in p.stage.groups) for p in own.stages]
+        )
 
     def _hosted_microbatch(self, own: Side) -> np.ndarray:
         """[stage]: the same of a microbatch's activations, where they take most."""
         sizes = [
-            [self._host_bytes[group.kind] * self._host[group.kind] for group in p.stage.groups] for p in own.stages
+            [self._host_bytes[group.device_type] * self._host[group.device_type] for group in p.stage.groups]
+            for p in own.stages
         ]
         found: np.ndarray = (self._copied(own) / np.array(_padded(sizes, own.numbers.shape[1], 1.0))).max(axis=1)
         return found
@@ -282,7 +287,7 @@ class StageTimes:
 
     def _host_seconds(self, own: Side) -> np.ndarray:
         """[stage]: of a byte between host and accelerator, where it takes longest."""
-        return np.array([max(self._host[group.kind] for group in p.stage.groups) for p in own.stages])
+        return np.array([max(self._host[group.device_type] for group in p.stage.groups) for p in own.stages])
 
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
@@ -305,7 +310,7 @@ class StageTimes:
 
     def _capacities(self, own: Side) -> np.ndarray:
         """[stage, sort]: bytes of a rank."""
-        capacities = [[self._capacity[group.kind] for group in placed.stage.groups] for placed in own.stages]
+        capacities = [[self._capacity[group.device_type] for group in placed.stage.groups] for placed in own.stages]
         return np.array(_padded(capacities, own.numbers.shape[1], _BOUNDLESS))
 
     def _coefficients(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern) -> Coefficients:
@@ -324,15 +329,17 @@ class StageTimes:
         return Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
 
     def _optimizer(self, own: Side, owned: np.ndarray) -> np.ndarray:
-        """[stage]: seconds of a rank that owns so many parameters, on the slowest kind. Where nothing is sharded, ranks
+        """[stage]: seconds of a rank that owns so many parameters, on the slowest device type. Where nothing is sharded, ranks
         of wider replicas than the narrowest hold and step the less."""
         slowest = np.zeros_like(owned)
         narrowest = [min(group.tp for group in placed.stage.groups) for placed in own.stages]
-        for kind in {group.kind for placed in own.stages for group in placed.stage.groups}:
-            held = [[group.tp for group in placed.stage.groups if group.kind == kind] for placed in own.stages]
+        for device_type in {group.device_type for placed in own.stages for group in placed.stage.groups}:
+            held = [
+                [group.tp for group in placed.stage.groups if group.device_type == device_type] for placed in own.stages
+            ]
             part = np.array([few / min(tps) if tps else 0.0 for few, tps in zip(narrowest, held, strict=True)])
             stepped = owned * np.where(own.zero == 0, part, 1.0)
-            seconds = self.costs.layer_costs[kind].optimizer(stepped)
+            seconds = self.costs.layer_costs[device_type].optimizer(stepped)
             slowest = np.where(part > 0, np.maximum(slowest, seconds), slowest)
         fetched = 2 * owned * optimizer_bytes(self.costs.width) * self._host_seconds(own)
         slowest = np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
@@ -342,20 +349,22 @@ class StageTimes:
         """Where one rank of every replica is, as if they were the first to be assigned."""
         machines: Counter[int] = Counter()
         islands: Counter[str] = Counter()
-        for kind, tp, _, number in groups:
-            island, left = self.problem.kinds[kind].island, number
-            for ranks in self.problem.kinds[kind].machines:
+        for device_type, tp, _, number in groups:
+            island, left = self.problem.device_types[device_type].island, number
+            for ranks in self.problem.device_types[device_type].machines:
                 here = min(left, len(ranks) // tp)
                 if here:
                     machines[self.costs.network.places[ranks[0]].machine] += here
                     islands[island] += here
                 left -= here
-        joined = all(self._joins(self.problem.kinds[kind], tp * number) for kind, tp, _, number in groups)
+        joined = all(
+            self._joins(self.problem.device_types[device_type], tp * number) for device_type, tp, _, number in groups
+        )
         return Group(machines.total(), tuple(machines.items()), tuple(islands.items()), joined=joined)
 
-    def _joins(self, kind: Kind, ranks: int) -> bool:
-        """Whether the links of a kind's first so many accelerators reach each other, as far as they share a machine."""
-        network, machine = self.costs.network, kind.machines[0]
+    def _joins(self, device_type: DeviceType, ranks: int) -> bool:
+        """Whether the links of a device type's first so many accelerators reach each other, as far as they share a machine."""
+        network, machine = self.costs.network, device_type.machines[0]
         return network.joined(machine[:ranks])
 
 

@@ -7,21 +7,21 @@ from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.problem.problem import Problem
 
 
-class Crossings:
+class P2pCosts:
     """Boundaries of candidates; those seen before cost nothing."""
 
     def __init__(self, problem: Problem, costs: UnitCosts) -> None:
         self.problem, self.costs = problem, costs
         self._known: dict[object, float] = {}
-        self._ways: dict[object, list[float]] = {}
-        self._machine_sizes = [len(kind.machines[0]) for kind in problem.kinds]
+        self._pairs: dict[object, list[float]] = {}
+        self._machine_sizes = [len(device_type.machines[0]) for device_type in problem.device_types]
 
     def of(self, candidate: Candidate) -> list[float]:
         """Seconds of one microbatch over each boundary, from the slowest pair of sorts."""
         key = tuple([stage.groups for stage in candidate.stages])
-        found = self._ways.get(key)
+        found = self._pairs.get(key)
         if found is None:
-            found = self._ways[key] = self._boundaries(candidate)
+            found = self._pairs[key] = self._boundaries(candidate)
         return found
 
     def _boundaries(self, candidate: Candidate) -> list[float]:
@@ -29,33 +29,36 @@ class Crossings:
         found = []
         for above, below in pairwise(candidate.stages):
             near = []  # per sort, whether its ranks and as many behind them are on one machine
-            for kind, tp, _, number in above.groups:
-                start, stop = used[kind], used[kind] + number * tp
-                used[kind] = stop
-                near.append(start // sizes[kind] == (2 * stop - start - 1) // sizes[kind])
+            for device_type, tp, _, number in above.groups:
+                start, stop = used[device_type], used[device_type] + number * tp
+                used[device_type] = stop
+                near.append(start // sizes[device_type] == (2 * stop - start - 1) // sizes[device_type])
             key = (above.groups, below.groups, *near)
             seconds = self._known.get(key)
             if seconds is None:
                 seconds = self._known[key] = max(
-                    self._crossing(one, two, one.kind == two.kind and together)
-                    for one, together in zip(above.groups, near, strict=True)
+                    self._p2p_seconds(one, two, one.device_type == two.device_type and neighbours)
+                    for one, neighbours in zip(above.groups, near, strict=True)
                     for two in below.groups
                 )
             found.append(seconds)
         return found
 
-    def _crossing(self, sender: ReplicaGroup, receiver: ReplicaGroup, together: bool) -> float:
-        key = (sender, receiver[:3], together)
+    def _p2p_seconds(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
+        key = (sender, receiver[:3], neighbours)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._cross(sender, receiver, together)
+            found = self._known[key] = self._cross(sender, receiver, neighbours)
         return found
 
-    def _cross(self, sender: ReplicaGroup, receiver: ReplicaGroup, together: bool) -> float:
-        """Seconds of one microbatch from a replica to another, on one machine or on two of their kinds."""
-        one, two = self.problem.kinds[sender.kind].machines, self.problem.kinds[receiver.kind].machines
+    def _cross(self, sender: ReplicaGroup, receiver: ReplicaGroup, neighbours: bool) -> float:
+        """Seconds of one microbatch from a replica to another, on one machine or on two of their device types."""
+        one, two = (
+            self.problem.device_types[sender.device_type].machines,
+            self.problem.device_types[receiver.device_type].machines,
+        )
         source = one[0][0]
-        target = one[0][-1] if together else two[-1][0]
+        target = one[0][-1] if neighbours else two[-1][0]
         sharing = min(sender.number, max(1, len(one[0]) // sender.tp))
         tokens = min(sender.micro_batch, receiver.micro_batch) * self.problem.batch.seq_len
         num_bytes = tokens * self.problem.model.hidden * self.costs.width

@@ -31,11 +31,14 @@ class Evaluator:
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
         """The candidate's plan with its memory and prediction, or None where it is no valid plan."""
         problem = self.problem
-        holds = self.costs.holds(candidate) if candidate.roomy else None
+        holds = self.costs.holds(candidate) if candidate.extra_in_flight else None
         plan = candidate.plan or materialize(candidate, problem, self.costs.unit_costs.worker, holds)
         if plan is None or not keeps(plan, problem.constraints) or problem.forbids_any(candidate.mixtures):
             return None
-        key = (candidate.roomy, plan.model_dump_json())  # what is roomy may be given more microbatches in flight
+        key = (
+            candidate.extra_in_flight,
+            plan.model_dump_json(),
+        )  # what is with extra in flight may be given more microbatches in flight
         if key in self._known:  # of another candidate
             known = self._known[key]
             return known and known.of(candidate)
@@ -61,13 +64,13 @@ class Evaluator:
         return None if wanted and not found.is_predictable else found
 
     def _layout(self, candidate: Candidate, plan: PlanSpec) -> Layout:
-        """The layout of a candidate's plan; of a roomy candidate with more microbatches in flight where those estimated
+        """The layout of a candidate's plan; of a with extra in flight candidate with more microbatches in flight where those estimated
         cannot be. Raises BadInput where it does not bind."""
         model, cluster = self.problem.model, self.problem.cluster
         try:
             return layout_of(plan, model, cluster)
         except BadInput:
-            if not candidate.roomy:
+            if not candidate.extra_in_flight:
                 raise
             return layout_of(raised(plan), model, cluster)
 

@@ -49,8 +49,8 @@ def errors_of(problem: Problem) -> Errors:
     known, table = packaged(), packaged().interval
     precision = HETHUB.math_precision(problem.batch.precision)
     compute = {}
-    for kind in problem.kinds:
-        name = kind.accelerator.name
+    for device_type in problem.device_types:
+        name = device_type.accelerator.name
         half = table["known"]
         if problem.profile is not None and problem.profile.device(name, problem.batch.precision):
             half = table["profiled"]
@@ -127,7 +127,10 @@ class Outlooks:
 
     @cached_property
     def _scenarios(self) -> tuple[Scenario, ...]:
-        found, names = errors_of(self.problem), sorted({kind.accelerator.name for kind in self.problem.kinds})
+        found, names = (
+            errors_of(self.problem),
+            sorted({device_type.accelerator.name for device_type in self.problem.device_types}),
+        )
         links = [found.least_links + (1 - found.least_links) * quantile for quantile in _quantiles("links")]
         speeds = [[NormalDist(0, found.compute[name]).inv_cdf(q) for q in _quantiles(name)] for name in names]
         overlaps = [NormalDist(0, found.overlap).inv_cdf(quantile) for quantile in _quantiles("overlap")]

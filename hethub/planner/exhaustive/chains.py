@@ -17,9 +17,9 @@ class Chains:
     """What bounds the points of branches under one schedule that have as many replicas in every stage: [stage][branch]
     of options, [boundary][branch] of crossings."""
 
-    def __init__(self, stages: Sequence[Sequence[StageOptions]], crossings: Sequence[Sequence[np.ndarray]]) -> None:
+    def __init__(self, stages: Sequence[Sequence[StageOptions]], p2p_costs: Sequence[Sequence[np.ndarray]]) -> None:
         self.stages = [ChainStage(own) for own in stages]
-        self.boundaries = [ChainBoundary(own) for own in crossings]
+        self.boundaries = [ChainBoundary(own) for own in p2p_costs]
 
     def bounds(self, branches: np.ndarray, options: np.ndarray) -> np.ndarray:
         """Seconds that no point is shorter than, given by its branch and options [point, stage]."""
@@ -92,8 +92,8 @@ class ChainStage:
 class ChainBoundary:
     """What lies between two stages of many branches, in arrays [unlike, replica above, replica below, samples]."""
 
-    def __init__(self, crossings: Sequence[np.ndarray]) -> None:
-        every, self._number_of = _unlike(crossings)
+    def __init__(self, p2p_costs: Sequence[np.ndarray]) -> None:
+        every, self._number_of = _unlike(p2p_costs)
         self._seconds = np.stack(every)
 
     def seconds(self, branches: np.ndarray, above: "_Dealt", below: "_Dealt") -> np.ndarray:

@@ -11,7 +11,7 @@ from hethub.planner.exhaustive.chains import Chains
 from hethub.planner.exhaustive.stages import Mode, Shape, StageBounds, StageChoice, StageCosts, StageOptions, plan_of
 from hethub.spec.plan import PlanSpec
 
-TOGETHER = 131_072  # points whose chains are bounded at once
+AT_ONCE = 131_072  # points whose chains are bounded at once
 
 
 class Branch(NamedTuple):
@@ -22,9 +22,9 @@ class Branch(NamedTuple):
     layers: tuple[int, ...]
     stages: tuple[StageOptions, ...]
 
-    def crossing(self, above: int) -> np.ndarray:
+    def p2p_seconds(self, above: int) -> np.ndarray:
         """Seconds over a boundary: [replica above, replica below, samples]."""
-        return self.costs.crossing(self.shape, above)
+        return self.costs.p2p_seconds(self.shape, above)
 
 
 class Point(NamedTuple):
@@ -93,9 +93,9 @@ def promising_floors(limit: float, branches: Sequence[Branch], most: int, above:
             padded = np.pad(options, ((0, 0), (0, width - options.shape[1])))
             new.append(Points(branches, bounds, np.full(len(bounds), index), padded))
             count += len(bounds)
-        if count > TOGETHER or index == len(branches) - 1:
-            chained = _together([_chained(*alike, limit)[0] for alike in _alike(_together(new))] or [none])
-            found = _together([found, chained.at(chained.bounds >= above)])
+        if count > AT_ONCE or index == len(branches) - 1:
+            chained = _joined([_chained(*alike, limit)[0] for alike in _alike(_joined(new))] or [none])
+            found = _joined([found, chained.at(chained.bounds >= above)])
             found = found.at(np.argsort(found.bounds, kind="stable")[:most])
             new, count = [none], 0
             if len(found.bounds) == most:
@@ -105,11 +105,11 @@ def promising_floors(limit: float, branches: Sequence[Branch], most: int, above:
 
 def refined(points: Points, limit: float) -> Points:
     """What points of floors stand for, by their bounds, where these are below the limit."""
-    every = _together([points.at(slice(0)), *(_refined(*alike, limit) for alike in _alike(points))])
+    every = _joined([points.at(slice(0)), *(_refined(*alike, limit) for alike in _alike(points))])
     return every.at(np.argsort(every.bounds, kind="stable"))
 
 
-def _together(parts: Sequence[Points]) -> Points:
+def _joined(parts: Sequence[Points]) -> Points:
     """The points of all parts."""
     return Points(parts[0].branches, *(np.concatenate(own) for own in list(zip(*parts, strict=True))[1:]))
 
@@ -124,8 +124,8 @@ def _alike(points: Points) -> Iterator[tuple[Points, np.ndarray, Chains]]:
     sort_of = np.array([sorts.setdefault(key, len(sorts)) for key in keys], dtype=np.int64)
     for sort, (_, widths) in enumerate(sorts):
         branches = [points.branches[owner] for owner in owners[sort_of == sort].tolist()]
-        crossings = [[branch.crossing(above) for branch in branches] for above in range(len(widths) - 1)]
-        chains = Chains(list(zip(*(branch.stages for branch in branches), strict=True)), crossings)
+        p2p_costs = [[branch.p2p_seconds(above) for branch in branches] for above in range(len(widths) - 1)]
+        chains = Chains(list(zip(*(branch.stages for branch in branches), strict=True)), p2p_costs)
         rows = np.nonzero(sort_of[number_of] == sort)[0]
         yield points.at(rows), np.cumsum(sort_of == sort)[number_of[rows]] - 1, chains
 
@@ -153,11 +153,11 @@ def branches_below(limit: float, costs: StageCosts, shape: Shape) -> list[tuple[
     stages: list[dict[int, StageOptions]] = []
     least: list[StageBounds] = []
     for stage, own in enumerate(cuts.T):
-        counts, rows, kinds = np.unique(own, return_index=True, return_inverse=True)
+        counts, rows, device_types = np.unique(own, return_index=True, return_inverse=True)
         examples = zip(counts.tolist(), cuts[rows].tolist(), strict=True)
         stages.append({layers: costs.options(shape, cut, stage) for layers, cut in examples})
         parts = zip(*(options.least for options in stages[-1].values()), strict=True)
-        least.append(StageBounds(*(np.concatenate(part)[kinds] for part in parts)))
+        least.append(StageBounds(*(np.concatenate(part)[device_types] for part in parts)))
     bounds = step_bound(least, costs.nearest(shape))
     found = []
     for row in np.nonzero(bounds < limit)[0].tolist():
@@ -192,7 +192,7 @@ def _below(limit: float, branch: Branch) -> tuple[np.ndarray, np.ndarray]:
     return bounds[below], np.stack([own[at] for own, at in zip(rows, below, strict=True)], axis=1)
 
 
-def step_bound(stages: Sequence[StageBounds], crossings: Sequence[float]) -> np.ndarray:
+def step_bound(stages: Sequence[StageBounds], p2p_costs: Sequence[float]) -> np.ndarray:
     """Seconds that no plan with these stages, in arrays that broadcast, is shorter than.
 
     A stage begins when a microbatch has come down to it, works on all its microbatches, and one goes back up from it;
@@ -208,8 +208,8 @@ def step_bound(stages: Sequence[StageBounds], crossings: Sequence[float]) -> np.
         back = fill + stage.passed
         end = np.maximum(end, fill + stage.busy + stage.reduced)
         for above in range(s - 1, -1, -1):
-            back = back + stages[above].backward + crossings[above]
+            back = back + stages[above].backward + p2p_costs[above]
             end = np.maximum(end, back + stages[above].weight + stages[above].reduced)
         if s < len(stages) - 1:
-            fill = fill + stage.forward + crossings[s]
+            fill = fill + stage.forward + p2p_costs[s]
     return np.asarray(end + first)

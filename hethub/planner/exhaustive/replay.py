@@ -71,10 +71,10 @@ def nodes_of(layout: Layout) -> list[Node]:
         actor: _passes(layout, *actor)
         for actor in dict.fromkeys(microbatch.actor for own in microbatches for microbatch in own)
     }
-    together: dict[tuple[tuple[int, int], int], list[_Microbatch]] = {}  # those of a round
+    of_round: dict[tuple[tuple[int, int], int], list[_Microbatch]] = {}  # those of a round
     for own in microbatches:
         for microbatch in own:
-            together.setdefault((microbatch.actor, microbatch.turn), []).append(microbatch)
+            of_round.setdefault((microbatch.actor, microbatch.turn), []).append(microbatch)
     heads = {actor: next(order) for actor, order in entries.items()}
     done: dict[tuple[tuple[int, int], int, int], int] = {}  # by actor, pass and index
     nodes: list[Node] = []
@@ -86,7 +86,7 @@ def nodes_of(layout: Layout) -> list[Node]:
                 wanted = needs.get((actor, way, index), [])
                 if any(source not in done for source, *_ in wanted):
                     break
-                works = tuple(dict.fromkeys(Work(way, t.replica, t.samples) for t in together[actor, index]))
+                works = tuple(dict.fromkeys(Work(way, t.replica, t.samples) for t in of_round[actor, index]))
                 nodes.append(Node(actor, works, tuple(Need(done[source], *rest) for source, *rest in wanted)))
                 done[actor, way, index] = len(nodes) - 1
                 if (following := next(entries[actor], None)) is None:
@@ -128,8 +128,8 @@ def _needs(layout: Layout, microbatches: Sequence[Sequence[_Microbatch]]) -> dic
     return found
 
 
-def ends_of(nodes: Sequence[Node], stages: Sequence[Passed], crossings: Sequence[np.ndarray]) -> list[Ends]:
-    """Per stage, when its compute ends in every plan. `crossings` are, per boundary, the seconds
+def ends_of(nodes: Sequence[Node], stages: Sequence[Passed], p2p_costs: Sequence[np.ndarray]) -> list[Ends]:
+    """Per stage, when its compute ends in every plan. `p2p_costs` are, per boundary, the seconds
     [plan, replica above, replica below, samples]."""
     clock: dict[tuple[int, int], np.ndarray] = {}
     last: dict[tuple[int, int], np.ndarray] = {}
@@ -138,7 +138,7 @@ def ends_of(nodes: Sequence[Node], stages: Sequence[Passed], crossings: Sequence
         seconds, begins = stages[actor[0]]
         start = clock[actor] if actor in clock else begins[:, actor[1]]
         for node, boundary, above, below, samples in needs:
-            start = np.maximum(start, stops[node] + crossings[boundary][:, above, below, samples])
+            start = np.maximum(start, stops[node] + p2p_costs[boundary][:, above, below, samples])
         spent = [seconds[:, way, replica, samples] for way, replica, samples in works]
         stop = start + (spent[0] if len(spent) == 1 else np.maximum.reduce(spent))
         stops.append(stop)

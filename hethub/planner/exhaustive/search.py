@@ -186,7 +186,7 @@ def _timed(problem: Problem, points: Sequence[Point], orders: dict[object, list[
 def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
     """The step of points that cut the samples alike."""
     stages = list(zip(*(point.modes for point in points), strict=True))
-    crossings = [np.stack([point.branch.crossing(above) for point in points]) for above in range(len(stages) - 1)]
+    p2p_costs = [np.stack([point.branch.p2p_seconds(above) for point in points]) for above in range(len(stages) - 1)]
     updates = [np.stack([mode.updates for mode in own]) for own in stages]
     first = np.minimum.reduce([own.min(axis=1) for own in updates])
     passed = [
@@ -198,7 +198,7 @@ def step_seconds(points: Sequence[Point], nodes: Sequence[Node]) -> list[float]:
             ends.stop + [mode.reduction.tail_seconds for mode in own],
             ends.start + [mode.reduction.seconds for mode in own],
         )
-        for ends, own in zip(ends_of(nodes, passed, crossings), stages, strict=True)
+        for ends, own in zip(ends_of(nodes, passed, p2p_costs), stages, strict=True)
     ]
     seconds: list[float] = (np.maximum.reduce(reduced) + first).tolist()
     return seconds
@@ -224,5 +224,5 @@ def _candidate(point: Point, incumbent: Incumbent) -> Candidate:
 
 
 def _groups(units: Units, sizes: Sequence[int]) -> tuple[ReplicaGroup, ...]:
-    counts = Counter((unit.kind, unit.tp, size) for unit, size in zip(units, sizes, strict=True))
+    counts = Counter((unit.device_type, unit.tp, size) for unit, size in zip(units, sizes, strict=True))
     return merged([ReplicaGroup(*sort, number) for sort, number in counts.items()])

@@ -48,7 +48,7 @@ def shapes_of(problem: Problem) -> Iterator[Shape]:
     for grouping in _groupings(problem):
         sorts: dict[tuple[int, int], list[Unit]] = {}
         for unit in grouping:
-            sorts.setdefault((unit.kind, unit.tp), []).append(unit)
+            sorts.setdefault((unit.device_type, unit.tp), []).append(unit)
         for composition in ordered_partitions(tuple(map(len, sorts.values()))):
             shape = _assigned(list(sorts.values()), composition)
             if _is_allowed(problem, shape):
@@ -64,19 +64,23 @@ def _is_allowed(problem: Problem, shape: Shape) -> bool:
         and given.pp in (None, len(shape))
         and (given.dp is None or widths == {given.dp})
         and all(levels(problem, units) for units in shape)
-        and not problem.forbids_any((unit.kind for unit in units) for units in shape)
+        and not problem.forbids_any((unit.device_type for unit in units) for units in shape)
     )
 
 
 def _groupings(problem: Problem) -> Iterator[list[Unit]]:
     """All ways to group the ranks of every machine, the widest groups first."""
-    machines = [(index, machine) for index, kind in enumerate(problem.kinds) for machine in kind.machines]
+    machines = [
+        (index, machine) for index, device_type in enumerate(problem.device_types) for machine in device_type.machines
+    ]
     wanted = problem.constraints.tp
-    for chosen in product(*(_sizes(len(machine), problem.degrees_of(kind)) for kind, machine in machines)):
+    for chosen in product(
+        *(_sizes(len(machine), problem.degrees_of(device_type)) for device_type, machine in machines)
+    ):
         if wanted is None or {size for sizes in chosen for size in sizes} == {wanted}:
             yield [
-                Unit(kind, machine[sum(sizes[:i]) : sum(sizes[: i + 1])])
-                for (kind, machine), sizes in zip(machines, chosen, strict=True)
+                Unit(device_type, machine[sum(sizes[:i]) : sum(sizes[: i + 1])])
+                for (device_type, machine), sizes in zip(machines, chosen, strict=True)
                 for i in range(len(sizes))
             ]
 

@@ -109,7 +109,7 @@ def levels(problem: Problem, units: Units) -> tuple[int, ...]:
     least."""
     if len(units) == 1:
         return (0,)
-    islands = {problem.kinds[unit.kind].island for unit in units}
+    islands = {problem.device_types[unit.device_type].island for unit in units}
     return tuple(level for level in LEVELS if level in problem.zeros and (level or len(islands) == 1))
 
 
@@ -230,7 +230,7 @@ class StageCosts:
         self.recomputes = recomputes_under(schedule, problem)
         self._options: dict[object, StageOptions] = {}
         self._microbatches: dict[object, np.ndarray] = {}
-        self._crossings: dict[tuple[Units, Units], np.ndarray] = {}
+        self._p2p_costs: dict[tuple[Units, Units], np.ndarray] = {}
         self._nearest: dict[Shape, list[float]] = {}
 
     @property
@@ -259,9 +259,9 @@ class StageCosts:
 
     def _fits(self, units: Units, layers: int, mode: Mode, place: int) -> np.ndarray:
         """Whether a rank may run microbatches of so many samples and has memory for one: [replica, samples]."""
-        most = [min(self.most, self.problem.at_most(unit.kind, self.most)) for unit in units]
+        most = [min(self.most, self.problem.at_most(unit.device_type, self.most)) for unit in units]
         if (times := self.times) is not None:
-            groups = [ReplicaGroup(unit.kind, unit.tp, 1, 1) for unit in units]
+            groups = [ReplicaGroup(unit.device_type, unit.tp, 1, 1) for unit in units]
             stage = CandidateStage(layers, merged(groups), mode.recompute, mode.zero)
 
             def holds(own: ReplicaGroup, size: int) -> bool:
@@ -287,7 +287,7 @@ class StageCosts:
 
     def _microbatch_seconds(self, costs: PlanCosts, stage: int, replica: int, ends: tuple[bool, bool]) -> np.ndarray:
         """Seconds of a replica's microbatches: [pass, samples]. Without gathers they are those of any other of its
-        kind."""
+        device type."""
         spec, own = costs.layout.stages[stage], costs.layout.replica(stage, replica)
         node = costs.layout.cluster.places[own.ranks[0]].node
         others = spec.ranks if spec.zero >= 2 else None
@@ -304,17 +304,17 @@ class StageCosts:
         found = self._nearest.get(shape)
         if found is None:
             boundaries = range(len(shape) - 1)
-            found = self._nearest[shape] = [float(self.crossing(shape, above)[..., 1].min()) for above in boundaries]
+            found = self._nearest[shape] = [float(self.p2p_seconds(shape, above)[..., 1].min()) for above in boundaries]
         return found
 
-    def crossing(self, shape: Shape, above: int) -> np.ndarray:
+    def p2p_seconds(self, shape: Shape, above: int) -> np.ndarray:
         """Seconds from a replica of a stage to one of the next, or back: [replica above, replica below, samples]."""
         key = (shape[above], shape[above + 1])
-        found = self._crossings.get(key)
+        found = self._p2p_costs.get(key)
         if found is None:
             layers = [1] * (len(shape) - 1)
             costs = self._costs(shape, [*layers, self.problem.model.layers - len(layers)], 1, self.recomputes[0])
-            found = self._crossings[key] = np.array(
+            found = self._p2p_costs[key] = np.array(
                 [
                     [[costs.boundary(above, a, b, size) for size in range(self.most + 1)] for b in range(len(key[1]))]
                     for a in range(len(key[0]))

@@ -36,7 +36,7 @@ def bottlenecks(problem: Problem, incumbent: Incumbent, best: Evaluation, proces
 
 def _relaxations(problem: Problem) -> dict[str, Problem]:
     cluster = problem.cluster
-    names = list(dict.fromkeys(kind.accelerator.name for kind in problem.kinds))
+    names = list(dict.fromkeys(device_type.accelerator.name for device_type in problem.device_types))
     scales = {f"the speed of {name}": Scale(compute={name: RELAXED}) for name in names}
     scales["the accelerators' memory"] = Scale(memory=RELAXED)
     scales["the links inside nodes"] = Scale(in_node=RELAXED)

@@ -1,4 +1,4 @@
-"""HETHUB's upper bound: the sum over kinds of the throughput that each reaches alone in its best plan."""
+"""HETHUB's upper bound: the sum over device types of the throughput that each reaches alone in its best plan."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.evaluate.evaluator import Evaluator
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.pose import pose
-from hethub.planner.problem.problem import Batch, Kind, Problem
+from hethub.planner.problem.problem import Batch, DeviceType, Problem
 from hethub.planner.result import HomogeneousPart
 from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
@@ -21,7 +21,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
 from hethub.spec.model import ModelSpec
 
-Alone = tuple[HomogeneousPart, ...] | None  # every kind's part; None where the bound is undefined
+Alone = tuple[HomogeneousPart, ...] | None  # every device type's part; None where the bound is undefined
 
 
 def homogeneous_parts(
@@ -41,8 +41,8 @@ def homogeneous_parts(
 
 @contextmanager
 def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int = 1) -> Iterator[Callable[[], Alone]]:
-    """What gives every kind alone with its part of the batch; None where the bound is undefined, a kind's part being no
-    sample. With several processes the kinds are planned beside what the caller does before it asks."""
+    """What gives every device type alone with its part of the batch; None where the bound is undefined, a device type's part being no
+    sample. With several processes the device types are planned beside what the caller does before it asks."""
     parts = _parts(problem, costs)
     with forked(processes) as run:
         planned = run(_alone, parts)
@@ -50,42 +50,42 @@ def homogeneous_parts_beside(problem: Problem, costs: UnitCosts, processes: int 
 
 
 def upper_bound_tokens_per_second(alone: Alone) -> float | None:
-    """The sum of the kinds' throughputs."""
-    return sum(kind.tokens_per_second for kind in alone) if alone else None
+    """The sum of the device types' throughputs."""
+    return sum(device_type.tokens_per_second for device_type in alone) if alone else None
 
 
 class _Part(NamedTuple):
-    """One kind of the whole problem, and the problem on it alone; no problem where its part of the batch is no
+    """One device type of the whole problem, and the problem on it alone; no problem where its part of the batch is no
     sample."""
 
-    kind: Kind
+    device_type: DeviceType
     problem: Problem | None
 
 
 def _parts(problem: Problem, costs: UnitCosts) -> list[_Part]:
-    weights = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
+    weights = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
     found = []
-    for index, (kind, weight) in enumerate(zip(problem.kinds, weights, strict=True)):
+    for index, (device_type, weight) in enumerate(zip(problem.device_types, weights, strict=True)):
         samples = round(problem.batch.global_batch * weight / sum(weights))
-        alone = problem.of_kinds([index])
+        alone = problem.of_device_types([index])
         own = alone.on(alone.cluster, problem.batch._replace(global_batch=samples)) if samples else None
-        found.append(_Part(kind, own))
+        found.append(_Part(device_type, own))
     return found
 
 
 def _complete(planned: Iterable[HomogeneousPart | None]) -> Alone:
-    """All kinds, or None where one has no part."""
+    """All device types, or None where one has no part."""
     found = []
-    for kind in planned:
-        if kind is None:
+    for device_type in planned:
+        if device_type is None:
             return None
-        found.append(kind)
+        found.append(device_type)
     return tuple(found)
 
 
 def _alone(part: _Part) -> HomogeneousPart | None:
-    """The kind's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
-    kind, problem = part
+    """The device type's best plan, as `auto` finds it; where nothing fits, its best plan without a memory limit, marked so."""
+    device_type, problem = part
     if problem is None:
         return None
     for lifted in (False, True):
@@ -93,9 +93,9 @@ def _alone(part: _Part) -> HomogeneousPart | None:
         best = search(problem, incumbent, effort_for(problem))
         if best is not None:
             return HomogeneousPart(
-                accelerator=kind.accelerator.name,
-                island=kind.island,
-                count=kind.size,
+                accelerator=device_type.accelerator.name,
+                island=device_type.island,
+                count=device_type.size,
                 global_batch=problem.batch.global_batch,
                 tokens_per_second=best.prediction.tokens_per_second,
                 memory_lifted=lifted,

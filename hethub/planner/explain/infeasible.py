@@ -132,7 +132,7 @@ def _shorter(problem: Problem) -> Iterator[Change]:
 
 
 def _more_nodes(problem: Problem) -> Iterator[Change]:
-    """More nodes of the kind with the most memory: an eighth more, a quarter, … up to four times as many."""
+    """More nodes of the device type with the most memory: an eighth more, a quarter, … up to four times as many."""
     nodes = problem.cluster.nodes
     index = max(range(len(nodes)), key=lambda i: nodes[i].device.memory_bytes * nodes[i].accelerators)
     count = nodes[index].count

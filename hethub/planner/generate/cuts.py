@@ -17,9 +17,9 @@ from hethub.planner.problem.problem import Combination, Problem
 
 PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ
 PROPOSED = 96  # cuts
-REORDERED = 8  # leading cuts tried with the kinds in every order
+REORDERED = 8  # leading cuts tried with the device types in every order
 ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
-PURE_CUTS = 32  # kept of those whose stages hold one kind each
+PURE_CUTS = 32  # kept of those whose stages hold one device type each
 FIRST_LOOK, BATCH = 512, 4096  # lines cut at once
 
 SIDE_BY_SIDE = -1  # in place of an order
@@ -56,7 +56,7 @@ class Lines(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The best cuts of all, and of those whose stages hold one kind each; best first."""
+    """The best cuts of all, and of those whose stages hold one device type each; best first."""
 
     cuts: list[Entry]
     pure: list[Entry]
@@ -130,7 +130,7 @@ def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: boo
 
 
 def reordered(problem: Problem, table: Table, leaders: Sequence[Entry], *, memory_counts: bool) -> list[Entry]:
-    """The leading cuts with the kinds in every order that was not looked at before."""
+    """The leading cuts with the device types in every order that was not looked at before."""
     every = orders(problem)
     seen = {(entry.row, entry.line) for entry in leaders}
     wanted = []
@@ -174,7 +174,7 @@ def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts
 
 
 def _is_pure(table: Table, lines: Lines) -> np.ndarray:
-    """Whether every stage holds one kind of unit only, as HETHUB's stages do."""
+    """Whether every stage holds one device type of unit only, as HETHUB's stages do."""
     counts = table.counts[lines.rows]
     pure: np.ndarray = (counts % lines.replicas(table)[:, None] == 0).all(axis=1) & (lines.orders != SIDE_BY_SIDE)
     return pure | ((counts > 0).sum(axis=1) == 1)
@@ -182,9 +182,9 @@ def _is_pure(table: Table, lines: Lines) -> np.ndarray:
 
 def compositions(table: Table, lines: Lines, tried: Sequence[tuple[int, ...]]) -> Arrangements:
     """The replicas of each sort in each of the lines' stages."""
-    counts, kinds, stages = table.counts[lines.rows], table.kinds[lines.rows], Stages(lines.stages)
-    rank = np.array([[order.index(kind) for kind in range(len(order))] for order in tried])
-    place = rank[np.maximum(lines.orders, 0)[:, None], kinds] * counts.shape[1] + np.arange(counts.shape[1])
+    counts, device_types, stages = table.counts[lines.rows], table.device_types[lines.rows], Stages(lines.stages)
+    rank = np.array([[order.index(device_type) for device_type in range(len(order))] for order in tried])
+    place = rank[np.maximum(lines.orders, 0)[:, None], device_types] * counts.shape[1] + np.arange(counts.shape[1])
     before = place[:, None, :] < place[:, :, None]  # [line, sort, other]: whether the other comes first
     start = (before * counts[:, None, :]).sum(axis=2)
     replicas = lines.replicas(table).take(stages.of)
@@ -209,13 +209,13 @@ class _Found:
 
     def entry(self, index: int) -> Entry:
         row, order, stages = (int(part[index]) for part in self.lines)
-        together = order == SIDE_BY_SIDE
-        kinds = tuple(range(len(self.tried[0]))) if together else self.tried[order]
+        beside = order == SIDE_BY_SIDE
+        device_types = tuple(range(len(self.tried[0]))) if beside else self.tried[order]
         return Entry(
             seconds=float(self.seconds[index]),
             row=row,
             combination=self.table.combinations[row],
-            line=Line(kinds, int(self.table.units[row]) // stages, together),
+            line=Line(device_types, int(self.table.units[row]) // stages, beside),
             layers=tuple(self.layers[self.first[index] :][:stages].tolist()),
         )
 

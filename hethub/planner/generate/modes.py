@@ -51,7 +51,7 @@ class _Line(NamedTuple):
             for stage in self.candidate.stages
         )
         schedule, chunks = self.pattern
-        return replace(self.candidate, stages=stages, schedule=schedule, chunks=chunks, roomy=False)
+        return replace(self.candidate, stages=stages, schedule=schedule, chunks=chunks, extra_in_flight=False)
 
 
 def propose(

@@ -28,7 +28,7 @@ MOST_CELLS = 2_000_000  # of the programme, over all settings
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration to partition: units from first to last stage, micro-batch of each kind, recompute."""
+    """One configuration to partition: units from first to last stage, micro-batch of each device type, recompute."""
 
     line: tuple[Unit, ...]
     micro_batches: tuple[int, ...]
@@ -83,7 +83,7 @@ class Partitioner:
     def __init__(self, problem: Problem, costs: UnitCosts, setting: Setting, *, memory_counts: bool = True) -> None:
         self.problem, self.costs, self.setting, self.memory_counts = problem, costs, setting, memory_counts
         self.num_layers, self.samples = problem.model.layers, problem.batch.global_batch
-        walked = [(unit.kind, unit.tp) for unit in reversed(setting.line)]
+        walked = [(unit.device_type, unit.tp) for unit in reversed(setting.line)]
         self.num_units, self.sorts = len(walked), sorted(set(walked))
         runs = [(self.sorts.index(sort), len(list(alike))) for sort, alike in groupby(walked)]
         self.run_sort, self.run_units = np.array(runs).T
@@ -116,7 +116,7 @@ class Partitioner:
         deadlines = [bound * step for step in DEADLINES if bound * step < below]
         if not wanted or not deadlines:
             return []
-        used, taken = self._programme(np.array(deadlines), max(wanted))
+        used, taken = self._reached(np.array(deadlines), max(wanted))
         found: dict[int, Partition] = {}
         for row, deadline in enumerate(deadlines):
             if found and deadline > _GIVE_UP * found[min(found)].deadline_seconds:
@@ -126,7 +126,7 @@ class Partitioner:
                     found[depth] = Partition(self._trace(used[:, row], taken[:, row], depth), deadline)
         return [found[depth] for depth in sorted(found)]
 
-    def _programme(self, deadlines: np.ndarray, deepest: int) -> tuple[np.ndarray, np.ndarray]:
+    def _reached(self, deadlines: np.ndarray, deepest: int) -> tuple[np.ndarray, np.ndarray]:
         """[stages, deadline, layers]: the fewest units that hold so many of the last layers in so many stages, and how
         many of these layers the first of the stages takes."""
         used = np.full((deepest + 1, len(deadlines), self.num_layers + 1), _NEVER)

@@ -16,7 +16,7 @@ from hethub.planner.problem.problem import Combination, Problem, Unit
 
 MOST_UNITS = 5
 MOST_ESTIMATED = 2_000  # candidates
-TOGETHER = 128  # arrangements
+AT_ONCE = 128  # arrangements
 CUT_ERR = 1.15  # a balanced cut's seconds over those of the best one, estimated with communication
 WORTH_MOVING = 1.2  # times the shortest estimate: balanced cuts whose layers are moved
 
@@ -80,7 +80,7 @@ def propose(
 
 
 def _batches(every: Iterator[_Arrangement]) -> Iterator[list[_Arrangement]]:
-    while some := list(islice(every, TOGETHER)):
+    while some := list(islice(every, AT_ONCE)):
         yield some
 
 
@@ -159,7 +159,7 @@ def _candidate(
     stages = []
     for counts, x in zip(composition, layers, strict=True):
         groups = [
-            ReplicaGroup(unit.kind, unit.tp, combination.micro_batches[unit.kind], number)
+            ReplicaGroup(unit.device_type, unit.tp, combination.micro_batches[unit.device_type], number)
             for unit, number in zip(examples, counts, strict=True)
         ]
         stages.append(CandidateStage(x, merged(groups), combination.recompute, problem.usual_zero))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.settings import degree_choices, degrees_by_kind, micro_batch_choices
+from hethub.planner.candidate.settings import degree_choices, degrees_by_device_type, micro_batch_choices
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import Coefficients
 from hethub.planner.problem.problem import Combination, Problem, Unit
@@ -25,7 +25,7 @@ class Table:
 
     combinations: tuple[Combination, ...]
     examples: tuple[tuple[Unit, ...], ...]  # a unit of every sort
-    kinds: np.ndarray
+    device_types: np.ndarray
     counts: np.ndarray
     layer: np.ndarray  # seconds of one layer per sample
     embedding: np.ndarray  # seconds per sample
@@ -58,22 +58,25 @@ class Table:
 
 
 _FIGURES = ("layer", "embedding", "head", "microbatch", "capacity")
-_ARRAYS = ("kinds", "counts", *_FIGURES, "bound", "through")
+_ARRAYS = ("device_types", "counts", *_FIGURES, "bound", "through")
 
 
 def tabulate(problem: Problem, costs: UnitCosts) -> Table:
     """The table of all combinations that the problem's constraints allow."""
     settings = tuple(product(micro_batch_choices(problem), problem.recomputes))
     records = _Records(problem, costs)
-    sorts = [{tp: records.sorts(kind, tp, settings) for tp in own} for kind, own in enumerate(degrees_by_kind(problem))]
+    sorts = [
+        {tp: records.sorts(device_type, tp, settings) for tp in own}
+        for device_type, own in enumerate(degrees_by_device_type(problem))
+    ]
     every = degree_choices(problem)
-    groups = [[sort for kind, tp in enumerate(degrees) for sort in sorts[kind][tp]] for degrees in every]
+    groups = [[sort for device_type, tp in enumerate(degrees) for sort in sorts[device_type][tp]] for degrees in every]
     width = max(map(len, groups))
-    kinds, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
+    device_types, counts = np.full((len(every), width), -1), np.zeros((len(every), width), dtype=np.int64)
     numbered = np.zeros((len(every), len(settings), width), dtype=np.int64)  # 0: a blank record
     for row, group in enumerate(groups):
         for place, (example, number, own) in enumerate(group):
-            kinds[row, place], counts[row, place], numbered[row, :, place] = example.kind, number, own
+            device_types[row, place], counts[row, place], numbered[row, :, place] = example.device_type, number, own
     index, counts = numbered.reshape(-1, width), counts.repeat(len(settings), axis=0)
     figures = dict(zip(_FIGURES, np.array(records.figures)[index].transpose(2, 0, 1), strict=True))
     present = counts > 0
@@ -81,7 +84,7 @@ def tabulate(problem: Problem, costs: UnitCosts) -> Table:
     table = Table(
         combinations=tuple(Combination(degrees, *setting) for degrees in every for setting in settings),
         examples=tuple(own for group in groups for own in [tuple(sort.example for sort in group)] * len(settings)),
-        kinds=kinds.repeat(len(settings), axis=0),
+        device_types=device_types.repeat(len(settings), axis=0),
         counts=counts,
         memory=Coefficients(*(np.array(part)[index] for part in zip(*records.memory, strict=True))),
         bound=problem.batch.global_batch * problem.model.layers / rate,
@@ -92,7 +95,7 @@ def tabulate(problem: Problem, costs: UnitCosts) -> Table:
 
 
 class _Sort(NamedTuple):
-    """Like units of a kind: one of them, how many there are, and by setting the number of their record."""
+    """Like units of a device type: one of them, how many there are, and by setting the number of their record."""
 
     example: Unit
     number: int
@@ -108,27 +111,28 @@ class _Records:
         self.memory: list[Coefficients] = [Coefficients(*(np.zeros(4) for _ in Coefficients._fields))]
         self._known: dict[tuple[int, int, int, Recompute], int] = {}
 
-    def sorts(self, kind: int, tp: int, settings: Sequence[tuple[tuple[int, ...], Recompute]]) -> list[_Sort]:
-        """The sorts of unit that a degree makes of a kind: a machine's rest beside the units of the wanted degree."""
-        units = self.problem.units(kind, tp)
+    def sorts(self, device_type: int, tp: int, settings: Sequence[tuple[tuple[int, ...], Recompute]]) -> list[_Sort]:
+        """The sorts of unit that a degree makes of a device type: a machine's rest beside the units of the wanted degree."""
+        units = self.problem.units(device_type, tp)
         return [
             _Sort(
                 example=next(unit for unit in units if unit.tp == size),
                 number=number,
                 records=[
-                    self._index(kind, size, micro_batches[kind], recompute) for micro_batches, recompute in settings
+                    self._index(device_type, size, micro_batches[device_type], recompute)
+                    for micro_batches, recompute in settings
                 ],
             )
             for size, number in Counter(unit.tp for unit in units).items()
         ]
 
-    def _index(self, kind: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
-        key = (kind, tp, micro_batch, recompute)
+    def _index(self, device_type: int, tp: int, micro_batch: int, recompute: Recompute) -> int:
+        key = (device_type, tp, micro_batch, recompute)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = len(self.figures)
-            rate = self.costs.rate(kind, tp, micro_batch, recompute)
+            rate = self.costs.rate(device_type, tp, micro_batch, recompute)
             layer, embedding, head = (part.total / micro_batch for part in rate)
-            self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(kind)))
-            self.memory.append(self.costs.coefficients(kind, tp, micro_batch, recompute))
+            self.figures.append((layer, embedding, head, rate.layer.total, self.problem.capacity(device_type)))
+            self.memory.append(self.costs.coefficients(device_type, tp, micro_batch, recompute))
         return found

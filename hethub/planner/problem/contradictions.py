@@ -35,7 +35,7 @@ def _check_listed(key: str, value: object, known: Sequence[object]) -> None:
 
 
 def _check_forbidden_names(problem: Problem) -> None:
-    devices = [kind.accelerator for kind in problem.kinds]
+    devices = [device_type.accelerator for device_type in problem.device_types]
     known = list(dict.fromkeys([*(device.name for device in devices), *(device.vendor for device in devices)]))
     for name in (name for pair in problem.constraints.forbid for name in pair):
         if name not in known:
@@ -53,8 +53,8 @@ def _of_degrees(problem: Problem) -> Iterator[Contradiction]:
         yield Contradiction(
             f"tp: {given.tp}", f"the degrees that the heads of '{problem.model.name}' and the machines allow ({listed})"
         )
-    for kind in problem.kinds if given.tp else ():
-        for machine in kind.machines:
+    for device_type in problem.device_types if given.tp else ():
+        for machine in device_type.machines:
             if given.tp and len(machine) % given.tp:
                 node = problem.cluster.places[machine[0]].node.name
                 yield Contradiction(f"tp: {given.tp}", f"the {len(machine)} accelerators of node '{node}'")
@@ -103,14 +103,14 @@ def _least_replicas(problem: Problem) -> int:
     allowed."""
     given = problem.constraints
     units = 0
-    for machine in (machine for kind in problem.kinds for machine in kind.machines):
+    for machine in (machine for device_type in problem.device_types for machine in device_type.machines):
         widest = given.tp or max(degree for degree in problem.degrees if degree <= len(machine))
         units += -(-len(machine) // widest)
     return -(-units // (given.pp or problem.model.layers))
 
 
 def _of_modes(problem: Problem) -> Iterator[Contradiction]:
-    """Schedule, recompute and ZeRO, and which kinds may not meet."""
+    """Schedule, recompute and ZeRO, and which device types may not meet."""
     given, islands = problem.constraints, len(problem.cluster.islands)
     if given.schedule == "zero_bubble" and given.recompute == "full":
         yield Contradiction("schedule: zero_bubble", "recompute: full, which leaves no weights' gradients to put off")

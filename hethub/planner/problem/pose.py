@@ -33,7 +33,7 @@ def pose(
         batch=batch,
         constraints=constraints or ConstraintsSpec(),
         capabilities=capabilities,
-        kinds=collapse(cluster),
+        device_types=collapse(cluster),
         profile=profile,
         software=software,
     )
@@ -48,11 +48,13 @@ def pose(
 
 def _check_precision(problem: Problem) -> None:
     precision = problem.batch.precision
-    for kind in problem.kinds:
-        if not kind.accelerator.peak_flops(precision):
-            node = problem.cluster.places[kind.ranks[0]].node.name
-            able = [p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.kinds)]
+    for device_type in problem.device_types:
+        if not device_type.accelerator.peak_flops(precision):
+            node = problem.cluster.places[device_type.ranks[0]].node.name
+            able = [
+                p for p in ("bf16", "fp16", "fp32") if all(k.accelerator.peak_flops(p) for k in problem.device_types)
+            ]
             raise BadInput(
-                f"precision {precision}: accelerator {kind.accelerator.name} (node '{node}') does not compute in it. All of cluster "
+                f"precision {precision}: accelerator {device_type.accelerator.name} (node '{node}') does not compute in it. All of cluster "
                 f"'{problem.cluster.name}' compute in {', '.join(able)}; choose one of these, or leave that node out."
             )

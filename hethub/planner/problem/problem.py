@@ -1,4 +1,4 @@
-"""What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into kinds."""
+"""What is to be planned: model, cluster, batch and constraints, with symmetric accelerators collapsed into device types."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +27,9 @@ class Batch(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Ranks of one machine that form a replica: the smallest thing the planner moves. `kind` indexes the kinds."""
+    """Ranks of one machine that form a replica: the smallest thing the planner moves. `device type` indexes the device types."""
 
-    kind: int
+    device_type: int
     ranks: tuple[int, ...]
 
     @property
@@ -38,7 +38,7 @@ class Unit(NamedTuple):
 
 
 class Combination(NamedTuple):
-    """What does not depend on the line: TP degree and micro-batch of every kind, and recompute."""
+    """What does not depend on the line: TP degree and micro-batch of every device type, and recompute."""
 
     degrees: tuple[int, ...]
     micro_batches: tuple[int, ...]
@@ -46,7 +46,7 @@ class Combination(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class DeviceType:
     """Accelerators that are interchangeable for the planner: same device, same island, equally placed nodes."""
 
     accelerator: AcceleratorSpec
@@ -72,13 +72,13 @@ class Problem:
     batch: Batch
     constraints: ConstraintsSpec = field(default_factory=ConstraintsSpec)
     capabilities: Capabilities = RUNTIME
-    kinds: tuple[Kind, ...] = ()
+    device_types: tuple[DeviceType, ...] = ()
     profile: ProfileSpec | None = None
     software: Software = HETHUB  # as the job's `train.compile` has it
 
-    def capacity(self, kind: int) -> float:
+    def capacity(self, device_type: int) -> float:
         """Bytes of an accelerator that a rank may use."""
-        return self.kinds[kind].memory_bytes * (1 - self.constraints.reserve)
+        return self.device_types[device_type].memory_bytes * (1 - self.constraints.reserve)
 
     @property
     def usual_zero(self) -> int:
@@ -92,12 +92,12 @@ class Problem:
     @cached_property
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that some machine can hold and the model's heads allow, ascending."""
-        widest = max(len(machine) for kind in self.kinds for machine in kind.machines)
+        widest = max(len(machine) for device_type in self.device_types for machine in device_type.machines)
         return tuple(d for d in tp_degrees(self.model) if d <= widest)
 
-    def degrees_of(self, kind: int) -> list[int]:
-        """The powers of two among the degrees that a machine of the kind can hold."""
-        widest = max(map(len, self.kinds[kind].machines))
+    def degrees_of(self, device_type: int) -> list[int]:
+        """The powers of two among the degrees that a machine of the device type can hold."""
+        widest = max(map(len, self.device_types[device_type].machines))
         return [d for d in self.degrees if d <= widest and d & (d - 1) == 0]
 
     @cached_property
@@ -113,22 +113,24 @@ class Problem:
 
     @cached_property
     def _largest(self) -> tuple[int | None, ...]:
-        """Per kind, the largest micro-batch that its ranks measured to fit, None where they did not look for it or
+        """Per device type, the largest micro-batch that its ranks measured to fit, None where they did not look for it or
         where the job names a micro-batch, which then counts."""
         if self.profile is None or self.constraints.micro_batch:
-            return (None,) * len(self.kinds)
-        found = (self.profile.device(kind.accelerator.name, self.batch.precision) for kind in self.kinds)
+            return (None,) * len(self.device_types)
+        found = (
+            self.profile.device(device_type.accelerator.name, self.batch.precision) for device_type in self.device_types
+        )
         return tuple(None if own is None else own.largest_micro_batch for own in found)
 
-    def at_most(self, kind: int, micro_batch: int) -> int:
-        """The micro-batch, or the largest that a rank of the kind measured to fit, if that is smaller."""
-        largest = self._largest[kind]
+    def at_most(self, device_type: int, micro_batch: int) -> int:
+        """The micro-batch, or the largest that a rank of the device type measured to fit, if that is smaller."""
+        largest = self._largest[device_type]
         return micro_batch if largest is None else min(micro_batch, largest)
 
     @cached_property
     def forbidden(self) -> frozenset[frozenset[int]]:
-        """Pairs of kinds that may not share a stage."""
-        named = [{kind.accelerator.name, kind.accelerator.vendor} for kind in self.kinds]
+        """Pairs of device types that may not share a stage."""
+        named = [{device_type.accelerator.name, device_type.accelerator.vendor} for device_type in self.device_types]
         return frozenset(
             frozenset((a, b))
             for one, other in self.constraints.forbid
@@ -138,8 +140,10 @@ class Problem:
         )
 
     def forbids_any(self, mixtures: Iterable[Iterable[int]]) -> bool:
-        """Whether one of these mixtures of kinds holds a pair that may not share a stage."""
-        return bool(self.forbidden) and any(pair <= set(kinds) for kinds in mixtures for pair in self.forbidden)
+        """Whether one of these mixtures of device types holds a pair that may not share a stage."""
+        return bool(self.forbidden) and any(
+            pair <= set(device_types) for device_types in mixtures for pair in self.forbidden
+        )
 
     @property
     def schedule(self) -> ScheduleName:
@@ -181,30 +185,30 @@ class Problem:
             unused=tuple(unused),
         )
 
-    def units(self, kind: int, tp: int) -> tuple[Unit, ...]:
-        """The kind's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
+    def units(self, device_type: int, tp: int) -> tuple[Unit, ...]:
+        """The device type's ranks as tensor-parallel groups of `tp` inside machines; what `tp` leaves over of a machine forms
         the largest groups that the heads allow."""
-        if (kind, tp) not in self._units:
-            self._units[kind, tp] = self._grouped(kind, tp)
-        return self._units[kind, tp]
+        if (device_type, tp) not in self._units:
+            self._units[device_type, tp] = self._grouped(device_type, tp)
+        return self._units[device_type, tp]
 
     @cached_property
     def _units(self) -> dict[tuple[int, int], tuple[Unit, ...]]:
         return {}
 
-    def _grouped(self, kind: int, tp: int) -> tuple[Unit, ...]:
+    def _grouped(self, device_type: int, tp: int) -> tuple[Unit, ...]:
         found = []
-        for machine in self.kinds[kind].machines:
+        for machine in self.device_types[device_type].machines:
             start = 0
             while start < len(machine):
                 size = max(d for d in self.degrees if d <= min(tp, len(machine) - start))
-                found.append(Unit(kind, machine[start : start + size]))
+                found.append(Unit(device_type, machine[start : start + size]))
                 start += size
         return tuple(found)
 
-    def of_kinds(self, kinds: Sequence[int]) -> "Problem":
-        """The same problem on some kinds' accelerators alone, whose ranks are counted anew."""
-        return self.on(_only(self.cluster, [self.kinds[kind] for kind in kinds]))
+    def of_device_types(self, device_types: Sequence[int]) -> "Problem":
+        """The same problem on some device types' accelerators alone, whose ranks are counted anew."""
+        return self.on(_only(self.cluster, [self.device_types[device_type] for device_type in device_types]))
 
     def with_constraints(self, constraints: ConstraintsSpec) -> "Problem":
         """The same question under other constraints."""
@@ -212,11 +216,11 @@ class Problem:
 
     def on(self, cluster: ClusterSpec, batch: Batch | None = None) -> "Problem":
         """The same question on another cluster, or for another batch."""
-        return replace(self, cluster=cluster, batch=batch or self.batch, kinds=collapse(cluster))
+        return replace(self, cluster=cluster, batch=batch or self.batch, device_types=collapse(cluster))
 
 
-def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
-    """The cluster's accelerators by kind, in order of first appearance."""
+def collapse(cluster: ClusterSpec) -> tuple[DeviceType, ...]:
+    """The cluster's accelerators by device type, in order of first appearance."""
     regions = cluster.links.regions
     found: dict[object, dict[int, list[Place]]] = {}
     for place in cluster.places:
@@ -226,12 +230,12 @@ def collapse(cluster: ClusterSpec) -> tuple[Kind, ...]:
         interfaces = (node.nics, node.gbps_per_nic)
         key = (node.device.name, place.island, node.accelerators, interfaces, node.reserved_memory_gb, region, rack)
         found.setdefault(key, {}).setdefault(place.machine, []).append(place)
-    return tuple(_kind(machines) for machines in found.values())
+    return tuple(_device_type(machines) for machines in found.values())
 
 
-def _kind(machines: dict[int, list[Place]]) -> Kind:
+def _device_type(machines: dict[int, list[Place]]) -> DeviceType:
     first = next(iter(machines.values()))[0]
-    return Kind(
+    return DeviceType(
         accelerator=first.accelerator,
         island=first.island,
         machines=tuple(tuple(place.rank for place in places) for places in machines.values()),
@@ -239,9 +243,9 @@ def _kind(machines: dict[int, list[Place]]) -> Kind:
     )
 
 
-def _only(cluster: ClusterSpec, kinds: Sequence[Kind]) -> ClusterSpec:
-    """The nodes of some kinds as a cluster of their own."""
-    wanted = {cluster.places[rank].node.name for kind in kinds for rank in kind.ranks}
+def _only(cluster: ClusterSpec, device_types: Sequence[DeviceType]) -> ClusterSpec:
+    """The nodes of some device types as a cluster of their own."""
+    wanted = {cluster.places[rank].node.name for device_type in device_types for rank in device_type.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
     racks = (
         rack.replace(nodes=tuple(name for name in rack.nodes if name in wanted))
@@ -249,5 +253,5 @@ def _only(cluster: ClusterSpec, kinds: Sequence[Kind]) -> ClusterSpec:
         if wanted & {*rack.nodes}
     )
     links = cluster.links.replace(racks=tuple(racks))
-    names = " and ".join(f"{kind.accelerator.name} ({kind.island})" for kind in kinds)
+    names = " and ".join(f"{device_type.accelerator.name} ({device_type.island})" for device_type in device_types)
     return cluster.replace(name=f"{cluster.name}, {names} alone", nodes=nodes, links=links)

@@ -12,7 +12,7 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
-from hethub.planner.generate import kind_stages, modes, partition, small
+from hethub.planner.generate import device_type_stages, modes, partition, small
 from hethub.planner.generate.cuts import Best, Entry, best_cuts, reordered
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
@@ -24,13 +24,13 @@ FAMILY_FINALISTS = 4  # evaluated of each family
 FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 # Times the best: a family's candidate estimated to take longer is not evaluated; small changes lead no further.
 FAR = 1.15
-NEAR = 1.05  # times the shortest estimate: the most with which candidates of one kind a stage are looked at
+NEAR = 1.05  # times the shortest estimate: the most with which candidates of one device type a stage are looked at
 MOST_LEADERS = 3  # times as many finalists: looked at for some that can be evaluated
 MOST_CUTS = 24  # looked at in every mode
 FEW_CUTS = 4  # looked at in the thriftiest modes, where nothing fits by estimate
 WHOLE_FINALISTS = 3  # of its candidates that carry their plan
 WHOLE_MICROBATCHES = 1_000_000  # of these, since equal replicas are replayed once
-TOGETHER, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once one is known that fits
+AT_ONCE, MOST_STARTS = 32, 64  # candidates estimated at once, and in all once one is known that fits
 
 
 def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation | None:
@@ -45,7 +45,7 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     found = promising(problem, incumbent, effort, table, cuts, memory_counts=counts)
     if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in found):
         return incumbent.best
-    apart = [] if incumbent.out_of_time else kinds_apart(problem, incumbent, effort, table, found)
+    apart = [] if incumbent.out_of_time else stages_by_device_type(problem, incumbent, effort, table, found)
     moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
     if not {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:
         found, apart = [], []  # seen as cuts alone
@@ -87,8 +87,8 @@ def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candid
     costs.bound(unlike)
     every = sorted(unlike, key=costs.least)
     start, shortest = None, float("inf")
-    for first in range(0, len(every), TOGETHER):
-        some = every[first : first + TOGETHER]
+    for first in range(0, len(every), AT_ONCE):
+        some = every[first : first + AT_ONCE]
         known_enough = start is not None and first >= MOST_STARTS
         if known_enough or costs.least(some[0]) >= shortest or incumbent.out_of_time:
             break
@@ -257,16 +257,16 @@ def promising(
     return list(dict.fromkeys([*ranked[: 2 * effort.finalists // 3], *unlike]))[: effort.finalists]
 
 
-def kinds_apart(
+def stages_by_device_type(
     problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
 ) -> list[Candidate]:
-    """The best candidates whose stages hold one kind each and every kind its own number of stages, by estimate; none
+    """The best candidates whose stages hold one device type each and every device type its own number of stages, by estimate; none
     that is far behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
     if problem.schedule == "gpipe":
         return []
     costs = incumbent.costs
     shortest = min(map(costs.seconds, filter(costs.likely_fits, found)), default=float("inf"))
-    proposed = kind_stages.propose(problem, costs, table=table, limit_seconds=shortest)
+    proposed = device_type_stages.propose(problem, costs, table=table, limit_seconds=shortest)
     estimates: dict[Candidate, float] = {}
     _add_with_slacks(estimates, problem, incumbent, [with_room(own, problem) for own in proposed], effort.finalists)
     near = [candidate for candidate in estimates if costs.is_faster(candidate, NEAR * shortest)]
@@ -283,11 +283,11 @@ def _add_with_slacks(
     found.update(zip(candidates, costs.estimate(candidates), strict=True))
     modes: list[dict[str, Any]] = [{"schedule": schedule} for schedule in problem.other_schedules]
     if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
-        modes += [{"roomy": True}, *({"roomy": True, **mode} for mode in modes)]
+        modes += [{"extra_in_flight": True}, *({"extra_in_flight": True, **mode} for mode in modes)]
     ranked = sorted((candidate for candidate in candidates if len(candidate.stages) > 1), key=costs.seconds)
-    for start in range(0, len(ranked), TOGETHER):
+    for start in range(0, len(ranked), AT_ONCE):
         limit = _last_wanted(found, wanted)
-        near = [candidate for candidate in ranked[start : start + TOGETHER] if costs.floor(candidate) < limit]
+        near = [candidate for candidate in ranked[start : start + AT_ONCE] if costs.floor(candidate) < limit]
         others = {candidate: [replace(candidate, **mode) for mode in modes] for candidate in near}
         costs.estimate(other for own in others.values() for other in own)
         for candidate, own in others.items():

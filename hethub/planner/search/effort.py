@@ -33,7 +33,7 @@ def effort_for(problem: Problem) -> Effort:
             cuts=96, free_cells=2_000_000, finalists=32, descents=32, climbs=8, arrangements=16, pairs=64, steps=40,
             tried_per_step=64, microbatches=200_000, uphill=1.6, optimism=0.75,
         )  # fmt: skip
-    alike = len(problem.kinds) == 1  # where fewer changes lead anywhere
+    alike = len(problem.device_types) == 1  # where fewer changes lead anywhere
     if problem.size <= 8 and not alike:
         return Effort(
             cuts=96, free_cells=2_000_000, finalists=48, descents=8, climbs=4, arrangements=8, steps=16,

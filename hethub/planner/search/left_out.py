@@ -20,20 +20,20 @@ def leave_out(problem: Problem, incumbent: Incumbent) -> Evaluation | None:
     """The best plan after looking at plans without the slowest accelerators, without the next slowest too, and so on:
     until what is left, at its best, is slower than the best plan."""
     costs = incumbent.costs.unit_costs
-    rates = [kind.size * costs.layer_rate(index) for index, kind in enumerate(problem.kinds)]
-    used = sorted(range(len(problem.kinds)), key=costs.layer_rate)
+    rates = [device_type.size * costs.layer_rate(index) for index, device_type in enumerate(problem.device_types)]
+    used = sorted(range(len(problem.device_types)), key=costs.layer_rate)
     while incumbent.best is not None and len(used) > 1 and not incumbent.out_of_time:
         used = used[1:]
         reached = incumbent.best.prediction.percent_of_ceiling / 100.0
-        if sum(rates[kind] for kind in used) < reached * sum(rates):
+        if sum(rates[device_type] for device_type in used) < reached * sum(rates):
             break
         _search_without(problem, incumbent, sorted(used))
     return incumbent.best
 
 
 def _search_without(problem: Problem, incumbent: Incumbent, used: list[int]) -> None:
-    """Makes known the fastest plans that use these kinds only, where they are near the best."""
-    part = problem.of_kinds(used)
+    """Makes known the fastest plans that use these device types only, where they are near the best."""
+    part = problem.of_device_types(used)
     own = Incumbent(Evaluator(part, Estimator(part)), to_beat=NEAR * incumbent.best_seconds)
     own.limit_seconds = incumbent.seconds_left
     search(part, own, effort_for(part))
@@ -44,12 +44,12 @@ def _search_without(problem: Problem, incumbent: Incumbent, used: list[int]) -> 
 
 
 def _placed(problem: Problem, used: list[int], evaluation: Evaluation) -> Candidate:
-    """A plan for some kinds as one for all, with the others unused."""
-    ranks = sorted(rank for kind in used for rank in problem.kinds[kind].ranks)
+    """A plan for some device types as one for all, with the others unused."""
+    ranks = sorted(rank for device_type in used for rank in problem.device_types[device_type].ranks)
     stages = []
     for stage in evaluation.candidate.stages:
-        groups = [group._replace(kind=used[group.kind]) for group in stage.groups]
-        shares = tuple((used[kind], share) for kind, share in stage.state_shares)
+        groups = [group._replace(device_type=used[group.device_type]) for group in stage.groups]
+        shares = tuple((used[device_type], share) for device_type, share in stage.state_shares)
         stages.append(replace(stage, groups=merged(groups), state_shares=shares))
     plan = _renumbered(problem, evaluation.plan, ranks)
     return replace(evaluation.candidate, stages=tuple(stages), name=plan.model_dump_json(), plan=plan)

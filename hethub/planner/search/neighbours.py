@@ -59,44 +59,44 @@ def _shifted(candidate: Candidate, giver: int, taker: int, layers: int) -> Candi
 
 
 def _micro_batches(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """The next smaller or larger micro-batch for all, for one stage, or for one kind in a stage."""
+    """The next smaller or larger micro-batch for all, for one stage, or for one device type in a stage."""
     everywhere: list[tuple[int, int | None]] = [(index, None) for index in range(len(candidate.stages))]
-    kinds = sorted({own.kind for stage in candidate.stages for own in stage.groups})
+    device_types = sorted({own.device_type for stage in candidate.stages for own in stage.groups})
     for step in (-1, 1):
         yield _stepped(candidate, everywhere, problem, step)
         if len(candidate.stages) > 1:
             for index in stages:
                 yield _stepped(candidate, [(index, None)], problem, step)
         for index in stages:
-            own = sorted({own.kind for own in candidate.stages[index].groups})
-            for kind in own if len(own) > 1 else ():
-                yield _stepped(candidate, [(index, kind)], problem, step)
-        for kind in kinds if len(kinds) > 1 else ():
-            yield _stepped(candidate, [(index, kind) for index, _ in everywhere], problem, step)
+            own = sorted({own.device_type for own in candidate.stages[index].groups})
+            for device_type in own if len(own) > 1 else ():
+                yield _stepped(candidate, [(index, device_type)], problem, step)
+        for device_type in device_types if len(device_types) > 1 else ():
+            yield _stepped(candidate, [(index, device_type) for index, _ in everywhere], problem, step)
 
 
 def _even_microbatches(candidate: Candidate, costs: Estimator, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Microbatches that come out even, fewer, more or as many, for all, for one stage, or for one kind in a stage or
+    """Microbatches that come out even, fewer, more or as many, for all, for one stage, or for one device type in a stage or
     in all."""
     everywhere = range(len(candidate.stages))
     places: list[Where] = [[(index, None) for index in everywhere]]
     if len(candidate.stages) > 1:
         places += [[(index, None)] for index in stages]
     for index in stages:
-        own = sorted({own.kind for own in candidate.stages[index].groups})
-        places += [[(index, kind)] for kind in own if len(own) > 1]
+        own = sorted({own.device_type for own in candidate.stages[index].groups})
+        places += [[(index, device_type)] for device_type in own if len(own) > 1]
     for where in places:
         for step in (-1, 0, 1):
             yield resized(candidate, where, costs, step)
 
 
 def with_room(candidate: Candidate, problem: Problem) -> Candidate:
-    """The candidate, roomy where its stages have microbatches of unlike sizes: by default these wait for each other."""
+    """The candidate, with extra in flight where its stages have microbatches of unlike sizes: by default these wait for each other."""
     chooses = (candidate.schedule or problem.schedule) in ("1f1b", "zero_bubble")
-    if candidate.roomy or not chooses or not problem.capabilities.chooses_in_flight:
+    if candidate.extra_in_flight or not chooses or not problem.capabilities.chooses_in_flight:
         return candidate
-    waves = {sum(own.micro_batch * own.number for own in stage.groups) for stage in candidate.stages}
-    return candidate if len(waves) == 1 else replace(candidate, roomy=True)
+    microsteps = {sum(own.micro_batch * own.number for own in stage.groups) for stage in candidate.stages}
+    return candidate if len(microsteps) == 1 else replace(candidate, extra_in_flight=True)
 
 
 def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]:
@@ -109,9 +109,11 @@ def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]
 
 def _stepped(candidate: Candidate, where: list[tuple[int, int | None]], problem: Problem, step: int) -> Candidate:
     changed = {}
-    for index, kind in where:
+    for index, device_type in where:
         groups = candidate.stages[index].groups
-        sizes = [_next(own, problem, step) if kind in (None, own.kind) else own.micro_batch for own in groups]
+        sizes = [
+            _next(own, problem, step) if device_type in (None, own.device_type) else own.micro_batch for own in groups
+        ]
         changed[index] = candidate.stages[index].with_sizes(sizes)
     return candidate.with_stages(changed)
 
@@ -120,7 +122,7 @@ def _next(own: ReplicaGroup, problem: Problem, step: int) -> int:
     """The group's next smaller or larger micro-batch."""
     sizes, value = problem.micro_batches, own.micro_batch
     position = sizes.index(value) + step if value in sizes else 0
-    return problem.at_most(own.kind, sizes[min(max(position, 0), len(sizes) - 1)])
+    return problem.at_most(own.device_type, sizes[min(max(position, 0), len(sizes) - 1)])
 
 
 def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
@@ -145,9 +147,9 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
     now = (candidate.schedule or problem.schedule, candidate.chunks)
     for pattern in patterns(problem, candidate):
         if pattern != now:
-            yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, roomy=False)
+            yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, extra_in_flight=False)
     if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight and now[0] in ("1f1b", "zero_bubble"):
-        yield replace(candidate, roomy=not candidate.roomy)
+        yield replace(candidate, extra_in_flight=not candidate.extra_in_flight)
     yield replace(candidate, alike=not candidate.alike)
 
 
@@ -178,7 +180,7 @@ def _each(candidate: Candidate, indices: Sequence[int], **changes: object) -> Ca
 
 
 def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]) -> Iterator[Candidate]:
-    """One replica from one stage of a pair to the other; replicas of unlike kinds exchanged."""
+    """One replica from one stage of a pair to the other; replicas of unlike device types exchanged."""
     for a, b in pairs:
         for giver, taker in ((a, b), (b, a)) if problem.constraints.dp is None else ():
             if candidate.stages[giver].replicas > 1:
@@ -193,12 +195,15 @@ def _groups(candidate: Candidate, problem: Problem, pairs: list[tuple[int, int]]
                 if one[:2] != two[:2]:
                     now = (one.micro_batch, two.micro_batch)
                     for sizes in dict.fromkeys((now, now[::-1], (min(now),) * 2)):
-                        ones, twos = problem.at_most(one.kind, sizes[1]), problem.at_most(two.kind, sizes[0])
+                        ones, twos = (
+                            problem.at_most(one.device_type, sizes[1]),
+                            problem.at_most(two.device_type, sizes[0]),
+                        )
                         yield _exchanged(candidate, (a, one, ones), (b, two, twos))
 
 
 def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Twice or half the TP degree for one kind in a stage, its micro-batch going with it or staying."""
+    """Twice or half the TP degree for one device type in a stage, its micro-batch going with it or staying."""
     given = problem.constraints
     if given.tp is not None or given.dp is not None:
         return
@@ -206,10 +211,10 @@ def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> I
         stage = candidate.stages[index]
         for own in stage.groups:
             for tp, count in ((2 * own.tp, own.number // 2), (own.tp // 2, 2 * own.number)):
-                if tp in problem.degrees_of(own.kind) and count * tp == own.number * own.tp:
+                if tp in problem.degrees_of(own.device_type) and count * tp == own.number * own.tp:
                     rest = [other for other in stage.groups if other != own]
                     for micro_batch in dict.fromkeys((own.micro_batch, _next(own, problem, 1))):
-                        groups = [*rest, ReplicaGroup(own.kind, tp, micro_batch, count)]
+                        groups = [*rest, ReplicaGroup(own.device_type, tp, micro_batch, count)]
                         yield candidate.with_stage(index, stage.with_groups(groups))
 
 

@@ -30,7 +30,7 @@ def stage(layers: int, *groups: ReplicaGroup, **modes: Any) -> CandidateStage:
 
 
 def every_candidate() -> list[Candidate]:
-    """One to five stages, of one kind and mixed, in every mode that an estimate knows."""
+    """One to five stages, of one device type and mixed, in every mode that an estimate knows."""
     mixed = stage(3, SLOW, FAST)
     lines = [
         (stage(12, SLOW._replace(number=4), FAST._replace(number=4)),),
@@ -40,9 +40,9 @@ def every_candidate() -> list[Candidate]:
         (stage(2, SLOW), stage(2, SLOW), mixed, stage(2, FAST), stage(3, FAST)),
     ]
     return [
-        Candidate(stages, roomy=roomy, even=even, schedule=schedule)  # type: ignore[arg-type]
+        Candidate(stages, extra_in_flight=extra_in_flight, even=even, schedule=schedule)  # type: ignore[arg-type]
         for stages in lines
-        for roomy in (False, True)
+        for extra_in_flight in (False, True)
         for even in (False, True)
         for schedule in (None, "zero_bubble")
     ]
@@ -79,9 +79,9 @@ def test_no_microbatches_in_flight_and_neither_schedule_bring_an_estimate_below_
     asked, candidates = problem(), every_candidate()
     estimator = Estimator(asked)
     for candidate in candidates:
-        for roomy in (False, True):
+        for extra_in_flight in (False, True):
             for schedule in (None, "zero_bubble"):
-                other = replace(candidate, roomy=roomy, schedule=schedule)  # type: ignore[arg-type]
+                other = replace(candidate, extra_in_flight=extra_in_flight, schedule=schedule)  # type: ignore[arg-type]
                 assert estimator.floor(candidate) <= estimator.seconds(other) * (1 + 1e-12)
 
 

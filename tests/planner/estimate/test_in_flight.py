@@ -5,19 +5,19 @@ import numpy as np
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
-from hethub.planner.estimate.in_flight import default_flights, enough_flights, round_trips, slowest_circuit
+from hethub.planner.estimate.in_flight import default_in_flight, enough_in_flight, round_trips, slowest_cycle
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from tests.planner.problems import TINY, cluster, incumbent_of
 
 
-def trips_of(microbatches: list[float], waves: list[int], crossing: list[float]) -> np.ndarray:
+def trips_of(microbatches: list[float], microsteps: list[int], p2p_seconds: list[float]) -> np.ndarray:
     """[s, t] of one candidate."""
-    return round_trips(np.array([microbatches]), np.array([waves], dtype=float), np.array([crossing]))[0]
+    return round_trips(np.array([microbatches]), np.array([microsteps], dtype=float), np.array([p2p_seconds]))[0]
 
 
-def flights_of(waves: list[int]) -> list[float]:
-    return default_flights(np.array([waves], dtype=float))[0].tolist()
+def flights_of(microsteps: list[int]) -> list[float]:
+    return default_in_flight(np.array([microsteps], dtype=float))[0].tolist()
 
 
 def test_like_microbatches_pass_all_stages_and_come_back():
@@ -34,11 +34,11 @@ def test_smaller_microbatches_below_or_above_are_run_as_often_as_the_largest_nee
 
 
 def test_candidates_estimated_together_are_estimated_as_alone():
-    waves = [[4, 4, 4], [4, 1, 2], [1, 3, 2]]
-    microbatches, crossing = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
-    together = round_trips(microbatches, np.array(waves, dtype=float), crossing)
-    for index, wave in enumerate(waves):
-        alone = trips_of(microbatches[index].tolist(), wave, crossing[index].tolist())
+    microsteps = [[4, 4, 4], [4, 1, 2], [1, 3, 2]]
+    microbatches, p2p_seconds = np.array([[3.0, 2.0, 1.0], [1.0, 4.0, 2.0], [2.0, 2.0, 5.0]]), np.full((3, 2), 0.25)
+    together = round_trips(microbatches, np.array(microsteps, dtype=float), p2p_seconds)
+    for index, microstep in enumerate(microsteps):
+        alone = trips_of(microbatches[index].tolist(), microstep, p2p_seconds[index].tolist())
         assert np.allclose(np.triu(together[index]), np.triu(alone), rtol=1e-12)
 
 
@@ -49,27 +49,28 @@ def test_default_flights_are_the_depth_where_microbatches_are_alike():
 
 
 @pytest.mark.parametrize("waves", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (3, 5, 2)])
-def test_enough_flights_let_no_circuit_be_slower_than_the_pace(waves):
-    wave = np.array([waves], dtype=float)
-    trips = round_trips(wave, wave, np.array([[0.1, 0.2]]))
-    many = np.full(wave.shape, float(1 << 20))
-    held = enough_flights(trips, wave, np.ones(1), many, many)
-    assert slowest_circuit(trips, wave, held, 1000) <= 1000 + trips[0, 0, -1]
+def test_enough_flights_let_no_circuit_be_slower_than_the_pace(microsteps):
+    microstep = np.array([microsteps], dtype=float)
+    trips = round_trips(microstep, microstep, np.array([[0.1, 0.2]]))
+    many = np.full(microstep.shape, float(1 << 20))
+    held = enough_in_flight(trips, microstep, np.ones(1), many, many)
+    assert slowest_cycle(trips, microstep, held, 1000) <= 1000 + trips[0, 0, -1]
     fewer = np.maximum(1, held // 2)
-    assert slowest_circuit(trips, wave, fewer, 1000) > slowest_circuit(trips, wave, held, 1000)
+    assert slowest_cycle(trips, microstep, fewer, 1000) > slowest_cycle(trips, microstep, held, 1000)
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1), (1, 4), (5, 5)])
 @pytest.mark.parametrize("roomy", [False, True])
-def test_estimates_of_unlike_microbatches_are_near_the_prediction(sizes, roomy):
+def test_estimates_of_unlike_microbatches_are_near_the_prediction(sizes, extra_in_flight):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(120, 64, "fp32"))
     incumbent = incumbent_of(problem)
     incumbent.evaluator.microbatches_left = 10**6
     candidate = Candidate(
-        tuple(CandidateStage(3, (ReplicaGroup(k, 1, b, 2),)) for k, b in enumerate(sizes)), roomy=roomy
+        tuple(CandidateStage(3, (ReplicaGroup(k, 1, b, 2),)) for k, b in enumerate(sizes)),
+        extra_in_flight=extra_in_flight,
     )
     evaluation = incumbent.consider(candidate)
     assert evaluation is not None
     estimate = incumbent.costs.seconds(candidate)
     assert estimate > 0.75 * evaluation.seconds  # the default may be roomier than the estimate has it
-    assert not roomy or estimate < 1.3 * evaluation.seconds
+    assert not extra_in_flight or estimate < 1.3 * evaluation.seconds

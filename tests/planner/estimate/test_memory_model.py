@@ -36,8 +36,8 @@ def test_the_memory_model_is_the_predictors_memory(tied, depth):
         for s, stage in enumerate(stages):
             replica = stage.replicas[0]
             place = 3 if len(stages) == 1 else 0 if s == 0 else 2 if s == len(stages) - 1 else 1
-            kind = kind_of(problem, replica)
-            coefficients = costs.coefficients(kind, replica.tp, replica.micro_batch, stage.recompute)
+            device_type = kind_of(problem, replica)
+            coefficients = costs.coefficients(device_type, replica.tp, replica.micro_batch, stage.recompute)
             shards = len(stage.ranks) / replica.tp if stage.zero else 1
             mine = coefficients.fixed(stage.num_layers, in_flight[s][0], place)
             mine += coefficients.state(stage.num_layers, place) / shards

@@ -19,7 +19,7 @@ from tests.planner.problems import TINY, cluster, every_plan, incumbent_of, mixe
 def test_plans_with_too_few_microbatches_in_flight_are_raised_to_the_default(sizes):
     problem = pose(TINY, cluster(("amd", 2, 0.1, 4.0), ("nvidia", 2, 0.1, 4.0)), Batch(24, 64, "fp32"))
     candidate = Candidate(
-        tuple(CandidateStage(3, (ReplicaGroup(kind, 1, size, 2),)) for kind, size in enumerate(sizes))
+        tuple(CandidateStage(3, (ReplicaGroup(device_type, 1, size, 2),)) for device_type, size in enumerate(sizes))
     )
     plan = incumbent_of(problem).consider(candidate).plan
     low = plan.replace(
@@ -63,7 +63,7 @@ def test_a_plan_over_memory_is_predicted_only_where_it_is_the_closest_or_asked_f
     problem = pose(TINY, cluster(("amd", 2, 0.05, 0.001), ("nvidia", 2, 0.1, 0.001)), Batch(16, 64, "fp32"))
     incumbent = incumbent_of(problem)
     candidates = [
-        Candidate(tuple(CandidateStage(3, (ReplicaGroup(kind, 1, size, 2),)) for kind in range(2)))
+        Candidate(tuple(CandidateStage(3, (ReplicaGroup(device_type, 1, size, 2),)) for device_type in range(2)))
         for size in (2, 4, 1)
     ]
     evaluations = [incumbent.consider(candidate) for candidate in candidates]

@@ -71,8 +71,8 @@ def bounds_at(point: Point) -> list[StageBounds]:
 
 def chain_bound(point: Point) -> float:
     branch = point.branch
-    crossings = [[branch.crossing(above)] for above in range(len(branch.shape) - 1)]
-    chains = Chains([[stage] for stage in branch.stages], crossings)
+    p2p_costs = [[branch.p2p_seconds(above)] for above in range(len(branch.shape) - 1)]
+    chains = Chains([[stage] for stage in branch.stages], p2p_costs)
     return float(chains.bounds(np.zeros(1, dtype=np.int64), np.array([point.options])).item())
 
 

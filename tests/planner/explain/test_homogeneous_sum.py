@@ -53,16 +53,20 @@ def test_no_system_is_faster_on_a_homogeneous_part_than_the_bound_counts(name: s
     model, on, (batch, seq_len, precision) = ALONE[name]
     alone = homogeneous_parts(model, on, (batch, seq_len, precision))
     assert alone is not None
-    assert [kind.memory_lifted for kind in alone] == [name == "memory lifted", False]
-    for kind in alone:
+    assert [device_type.memory_lifted for device_type in alone] == [name == "memory lifted", False]
+    for device_type in alone:
         for family in FAMILIES:
             try:
                 found = plan(
-                    model, kind.cluster, (kind.global_batch, seq_len, precision), strategy=family, with_bounds=False
+                    model,
+                    device_type.cluster,
+                    (device_type.global_batch, seq_len, precision),
+                    strategy=family,
+                    with_bounds=False,
                 )
             except BadInput:
-                continue  # it has no plan that fits this kind
-            assert found.prediction.tokens_per_second <= kind.tokens_per_second * (1 + 1e-9), family
+                continue  # it has no plan that fits this device type
+            assert found.prediction.tokens_per_second <= device_type.tokens_per_second * (1 + 1e-9), family
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hethub.planner.generate.families.whole import (
     held_alone,
     memory_of,
     plan_of,
-    ranks_by_kind,
+    ranks_by_device_type,
     shared_bytes,
 )
 from hethub.planner.problem.pose import pose
@@ -89,11 +89,12 @@ def test_cephalo_divides_state_by_memory_and_samples_by_speed() -> None:
 
 
 def test_zorse_cuts_stages_into_ministages_and_offloads_only_where_memory_asks_for_it() -> None:
-    roomy, tight = problem(), problem(memories=(0.085, 0.085), recompute="full")
+    extra_in_flight, tight = problem(), problem(memories=(0.085, 0.085), recompute="full")
     found = [
-        [candidate.plan for candidate in whole_candidates("zorse", asked) if candidate.plan] for asked in (roomy, tight)
+        [candidate.plan for candidate in whole_candidates("zorse", asked) if candidate.plan]
+        for asked in (extra_in_flight, tight)
     ]
-    for asked, plans in zip((roomy, tight), found, strict=True):
+    for asked, plans in zip((extra_in_flight, tight), found, strict=True):
         assert plans
         for plan in plans:
             assert plan.schedule == "ministages"
@@ -109,7 +110,10 @@ def test_memory_of_a_whole_plan_is_read_off_a_few_ranks(schedule: ScheduleName, 
     base = problem()
     model = MODEL.replace(tied_head=tied_head, name="maybe-tied")
     asked = pose(model, base.cluster, base.batch._replace(global_batch=36))
-    workers = [Worker(kind, rank, 2 + kind, 6 + 6 * kind) for kind, rank in ranks_by_kind(asked)]
+    workers = [
+        Worker(device_type, rank, 2 + device_type, 6 + 6 * device_type)
+        for device_type, rank in ranks_by_device_type(asked)
+    ]
     stage = WholeStage(((0, model.layers),), workers, zero, "full")
     held = held_alone(asked, schedule, stage)
     for own, entry in zip(workers, memory_of(asked, plan_of(asked, schedule, [stage])), strict=True):
@@ -131,5 +135,5 @@ def test_zorse_parts_regions_before_it_parts_machines() -> None:
     pairs = [candidate for candidate in candidates if len(candidate.stages) == 2]
     assert pairs
     for candidate in pairs:
-        assert sorted(sorted(own.kind for own in stage.groups) for stage in candidate.stages) == [[0, 1], [2, 3]]
+        assert sorted(sorted(own.device_type for own in stage.groups) for stage in candidate.stages) == [[0, 1], [2, 3]]
     assert max(len(candidate.stages) for candidate in candidates) == 8

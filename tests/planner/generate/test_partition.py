@@ -27,8 +27,8 @@ def busiest(problem, costs, setting, layers, sizes):
     for stage, (held, size) in enumerate(zip(layers, sizes, strict=True)):
         seconds = []
         for unit in setting.line[position : position + size]:
-            size_of = setting.micro_batches[unit.kind]
-            microbatch = costs.rate(unit.kind, unit.tp, size_of, setting.recompute).microbatch(
+            size_of = setting.micro_batches[unit.device_type]
+            microbatch = costs.rate(unit.device_type, unit.tp, size_of, setting.recompute).microbatch(
                 held, stage == 0, stage == len(layers) - 1
             )
             seconds.append(microbatch.total / size_of)
@@ -48,8 +48,8 @@ def cuts_of(total, parts):
 def test_partitions_meet_the_first_deadline_that_any_of_their_depth_meets(numbers):
     nodes = [node for node in (("amd", numbers[0], 0.05, 4.0), ("nvidia", numbers[1], 0.1, 4.0)) if node[1]]
     problem = pose(TINY, cluster(*nodes), Batch(12, 64, "fp32"))
-    costs, kinds = UnitCosts(problem), tuple(range(len(nodes)))
-    setting = Setting(Line(kinds, 1).units(problem, (1,) * len(kinds)), (2,) * len(kinds), "none")
+    costs, device_types = UnitCosts(problem), tuple(range(len(nodes)))
+    setting = Setting(Line(device_types, 1).units(problem, (1,) * len(device_types)), (2,) * len(device_types), "none")
     partitioner = Partitioner(problem, costs, setting)
     found = {len(partition.stages): partition for partition in partitioner.partitions(range(1, 6), float("inf"))}
     assert len(found) > 2

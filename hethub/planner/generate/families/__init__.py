@@ -1,4 +1,4 @@
-"""The systems that hethub unites, each as a generator of its own kind of plan; all evaluated alike.
+"""The systems that hethub unites, each as a generator of its own device type of plan; all evaluated alike.
 
 Start reading: uniform.py, then hethub.py.
 May import: spec, predictor, planner.
@@ -35,7 +35,9 @@ class Family(NamedTuple):
     propose: Propose = _none
     propose_whole: ProposeWhole = _none
     ranked: bool = False
-    are_pure_cuts: bool = False  # what it proposes are the best cuts of one kind a stage, which a search makes anyway
+    are_pure_cuts: bool = (
+        False  # what it proposes are the best cuts of one device type a stage, which a search makes anyway
+    )
 
 
 FAMILIES: dict[str, Family] = {

@@ -23,7 +23,7 @@ from hethub.planner.generate.families.whole import (
     levels,
     meeting_seconds,
     offers,
-    ranks_by_kind,
+    ranks_by_device_type,
     shared_bytes,
 )
 from hethub.planner.problem.problem import Problem
@@ -83,7 +83,9 @@ def _largest(
 def _least_seconds(problem: Problem, curves: Sequence[division.Worker]) -> float:
     """Seconds of all samples if they could be divided exactly by speed."""
     best = [max(b / seconds for b, seconds in enumerate(curve.microbatch_seconds, start=1)) for curve in curves]
-    return problem.batch.global_batch / sum(kind.size * rate for kind, rate in zip(problem.kinds, best, strict=True))
+    return problem.batch.global_batch / sum(
+        device_type.size * rate for device_type, rate in zip(problem.device_types, best, strict=True)
+    )
 
 
 def _stage(
@@ -110,15 +112,15 @@ def _stage(
 
 
 def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most: int) -> list[division.Worker]:
-    """Every kind at its fastest micro-batch up to `most`."""
+    """Every device type at its fastest micro-batch up to `most`."""
     curves = []
-    for kind in range(len(problem.kinds)):
-        rates = (unit_costs.rate(kind, 1, b, recompute) for b in range(1, most + 1))
+    for device_type in range(len(problem.device_types)):
+        rates = (unit_costs.rate(device_type, 1, b, recompute) for b in range(1, most + 1))
         microbatches = list(
             accumulate((rate.microbatch(problem.model.layers, True, True).total for rate in rates), max)
         )
         size = max(
-            (b for b in problem.micro_batches if b <= problem.at_most(kind, most)),
+            (b for b in problem.micro_batches if b <= problem.at_most(device_type, most)),
             key=lambda b: b / microbatches[b - 1],
         )
         curves.append(division.Worker(size, tuple(microbatches[:size])))
@@ -128,21 +130,24 @@ def _curves(problem: Problem, unit_costs: UnitCosts, recompute: Recompute, most:
 def _workers(problem: Problem, curves: Sequence[division.Worker], limits: Mapping[int, int]) -> list[Worker] | None:
     """Every rank with samples for the earliest finish, those with a limit at it; None where the others cannot take
     all."""
-    own = ranks_by_kind(problem)
-    free = [(kind, rank) for kind, rank in own if rank not in limits]
+    own = ranks_by_device_type(problem)
+    free = [(device_type, rank) for device_type, rank in own if rank not in limits]
     left = problem.batch.global_batch - sum(limits.values())
     if left < len(free) or not free:
         return None
-    divided = division.divide(left, [curves[kind] for kind, _ in free])
+    divided = division.divide(left, [curves[device_type] for device_type, _ in free])
     loads = dict(limits) | {rank: n for (_, rank), n in zip(free, divided, strict=True)}
-    return [Worker(kind, rank, min(curves[kind].micro_batch, loads[rank]), loads[rank]) for kind, rank in own]
+    return [
+        Worker(device_type, rank, min(curves[device_type].micro_batch, loads[rank]), loads[rank])
+        for device_type, rank in own
+    ]
 
 
 def _rooms(problem: Problem, schedule: ScheduleName, stage: WholeStage, state: float) -> list[float]:
     """What every rank has left for state, as a fraction of all of it."""
     room = {}
     for load, held in held_alone(problem, schedule, stage).items():
-        free = problem.capacity(load.kind) - held.framework
+        free = problem.capacity(load.device_type) - held.framework
         room[load] = (ROUNDING * free - (held.alone - held.framework)) / state
     return [room[own.load] for own in stage.workers]
 

@@ -1,4 +1,4 @@
-"""`hethub`: HETHUB's plans (arXiv 2405.16256). TP inside a node, one DP degree, every stage of one kind, uneven
+"""`hethub`: HETHUB's plans (arXiv 2405.16256). TP inside a node, one DP degree, every stage of one device type, uneven
 layers."""
 
 from collections.abc import Iterator
@@ -11,6 +11,6 @@ from hethub.planner.problem.problem import Problem
 
 
 def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
-    """The best cuts over orders of kinds, TP degrees and DP degrees whose stages hold one kind each."""
+    """The best cuts over orders of device types, TP degrees and DP degrees whose stages hold one device type each."""
     for entry in best_cuts(problem, tabulate(problem, costs.unit_costs), 1).pure:
         yield entry.candidate(problem)

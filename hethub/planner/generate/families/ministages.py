@@ -105,11 +105,16 @@ class _Paces:
         if "parameters" not in made.plan.stages[0].offload:
             return 0.0
         num_bytes = 2 * self._unit_costs.width * self._problem.model.layer_parameters
-        kinds, fit = self._problem.kinds, self._unit_costs.network.fit
+        device_types, fit = self._problem.device_types, self._unit_costs.network.fit
         per_host = self._problem.cluster.links.staging.per_host_gbytes_per_second
         rates = [
             min(
-                host_gbytes_per_second(kinds[own.kind].accelerator, fit, per_host, len(kinds[own.kind].machines[0]))
+                host_gbytes_per_second(
+                    device_types[own.device_type].accelerator,
+                    fit,
+                    per_host,
+                    len(device_types[own.device_type].machines[0]),
+                )
                 for own in stage.groups
             )
             for stage in plain.stages
@@ -119,15 +124,17 @@ class _Paces:
     def _pace(self, candidate: Candidate, index: int) -> _Pace:
         stage, compute, microbatch = candidate.stages[index], 0.0, 0.0
         for own, samples in zip(stage.groups, self._costs.samples(candidate, index), strict=True):
-            layer = self._unit_costs.rate(own.kind, own.tp, own.micro_batch, stage.recompute).layer.total
+            layer = self._unit_costs.rate(own.device_type, own.tp, own.micro_batch, stage.recompute).layer.total
             compute, microbatch = max(compute, samples / own.micro_batch * layer), max(microbatch, layer)
         return _Pace(compute, microbatch, self._collective(stage.groups))
 
     def _collective(self, groups: tuple[ReplicaGroup, ...]) -> float:
-        """To sum a layer's gradients and gather its new weights, on the kinds' first ranks."""
+        """To sum a layer's gradients and gather its new weights, on the device types' first ranks."""
         if groups not in self._collectives:
             problem, network = self._problem, self._unit_costs.network
-            group = network.group([rank for own in groups for rank in problem.kinds[own.kind].ranks[: own.number]])
+            group = network.group(
+                [rank for own in groups for rank in problem.device_types[own.device_type].ranks[: own.number]]
+            )
             num_bytes = problem.model.layer_parameters * sum(_widths(self._unit_costs))
             self._collectives[groups] = network.reduce_scatter(group, num_bytes)
         return self._collectives[groups]
@@ -147,10 +154,10 @@ def _may_fit(problem: Problem, costs: CostModel, candidate: Candidate, chunks: i
         top, most = stage.layers // chunks, -(-stage.layers // chunks)
         keeps = not any("activations" in offload for offload in _offloads(problem, stage.recompute))
         for own, samples in zip(stage.groups, costs.samples(candidate, index), strict=True):
-            at = costs.unit_costs.coefficients(own.kind, 1, own.micro_batch, stage.recompute)
+            at = costs.unit_costs.coefficients(own.device_type, 1, own.micro_batch, stage.recompute)
             microbatches = max(samples - DIVISION_ERR, 1) / own.micro_batch
             kept = keeps * at.layer_microbatch[MIDDLE] * (stage.layers * microbatches - top)
-            room = problem.capacity(own.kind) - at.once[MIDDLE]
+            room = problem.capacity(own.device_type) - at.once[MIDDLE]
             if max(kept + top * (weights + gradients), most * (weights + gradients) + gradients) > room:
                 return False
     return True
@@ -195,13 +202,13 @@ def _workers(candidate: Candidate, problem: Problem, unit_costs: UnitCosts) -> l
         return None
     found = []
     for stage, own in zip(candidate.stages, assigned, strict=True):
-        curves = {sort: _curve(stage, *sort, unit_costs) for sort in {(unit.kind, b) for unit, b in own}}
-        divided = division.divide(problem.batch.global_batch, [curves[unit.kind, b] for unit, b in own])
-        found.append([Worker(unit.kind, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
+        curves = {sort: _curve(stage, *sort, unit_costs) for sort in {(unit.device_type, b) for unit, b in own}}
+        divided = division.divide(problem.batch.global_batch, [curves[unit.device_type, b] for unit, b in own])
+        found.append([Worker(unit.device_type, unit.ranks[0], b, n) for (unit, b), n in zip(own, divided, strict=True)])
     return found
 
 
-def _curve(stage: CandidateStage, kind: int, micro_batch: int, unit_costs: UnitCosts) -> division.Worker:
-    rates = (unit_costs.rate(kind, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
+def _curve(stage: CandidateStage, device_type: int, micro_batch: int, unit_costs: UnitCosts) -> division.Worker:
+    rates = (unit_costs.rate(device_type, 1, b, stage.recompute) for b in range(1, micro_batch + 1))
     microbatches = accumulate((rate.microbatch(stage.layers, False, False).total for rate in rates), max)
     return division.Worker(micro_batch, tuple(microbatches))

@@ -26,7 +26,7 @@ from hethub.planner.generate.families.whole import (
     held_alone,
     levels,
     meeting_seconds,
-    ranks_by_kind,
+    ranks_by_device_type,
     shared_bytes,
 )
 from hethub.planner.problem.problem import Problem
@@ -43,9 +43,12 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
         return
     for recompute in problem.recomputes:
         for zero in (level for level in levels(problem) if level < 2):
-            sizes = [_peak(problem, costs.unit_costs, kind, recompute, zero) for kind in range(len(problem.kinds))]
+            sizes = [
+                _peak(problem, costs.unit_costs, device_type, recompute, zero)
+                for device_type in range(len(problem.device_types))
+            ]
             if all(sizes):
-                groups = [ReplicaGroup(k, 1, size or 1, problem.kinds[k].size) for k, size in enumerate(sizes)]
+                groups = [ReplicaGroup(k, 1, size or 1, problem.device_types[k].size) for k, size in enumerate(sizes)]
                 yield Candidate((CandidateStage(problem.model.layers, merged(groups), recompute, zero),))
 
 
@@ -72,27 +75,29 @@ def _is_allowed(problem: Problem) -> bool:
     return problem.constraints.tp in (None, 1) and allowed(problem, 1, problem.size)
 
 
-def _peak(problem: Problem, unit_costs: UnitCosts, kind: int, recompute: Recompute, zero: int) -> int | None:
-    """The micro-batch at which an accelerator of the kind is fastest among those that fit; None where none does."""
+def _peak(problem: Problem, unit_costs: UnitCosts, device_type: int, recompute: Recompute, zero: int) -> int | None:
+    """The micro-batch at which an accelerator of the device type is fastest among those that fit; None where none does."""
     layers = problem.model.layers
-    capacity = problem.capacity(kind)
+    capacity = problem.capacity(device_type)
     fitting = [
         b
         for b in problem.micro_batches
-        if unit_costs.coefficients(kind, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[layers]
+        if unit_costs.coefficients(device_type, 1, b, recompute).least_replicas(layers, 1, ONLY, capacity, zero > 0)[
+            layers
+        ]
         <= problem.size
     ]
     most = -(-problem.batch.global_batch // problem.size) * 4  # beyond a few even shares nobody gets a whole microbatch
-    able = [b for b in fitting if b <= problem.at_most(kind, most)]
+    able = [b for b in fitting if b <= problem.at_most(device_type, most)]
     return max(
         able,
-        key=lambda b: b / unit_costs.rate(kind, 1, b, recompute).microbatch(layers, True, True).total,
+        key=lambda b: b / unit_costs.rate(device_type, 1, b, recompute).microbatch(layers, True, True).total,
         default=None,
     )
 
 
 class _Steps(NamedTuple):
-    """A number of micro-steps and every kind's batch in them."""
+    """A number of micro-steps and every device type's batch in them."""
 
     seconds: float
     number: int
@@ -104,13 +109,15 @@ def _shared_steps(
     problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, limit_seconds: float
 ) -> set[_Steps]:
     """All micro-step times with the largest batches that end within them and fit."""
-    kinds = range(len(problem.kinds))
-    widest = [_widest(problem, kind) for kind in kinds]
+    device_types = range(len(problem.device_types))
+    widest = [_widest(problem, device_type) for device_type in device_types]
     fast = [steps for steps in _every_step(problem, unit_costs, recompute, zero, widest) if steps.least < limit_seconds]
     if not fast:
         return set()
     fitting = _Fitting(problem, recompute, zero)
-    tops = [fitting.largest(kind, min(steps.batches[kind] for steps in fast)) for kind in kinds]
+    tops = [
+        fitting.largest(device_type, min(steps.batches[device_type] for steps in fast)) for device_type in device_types
+    ]
     return set(_every_step(problem, unit_costs, recompute, zero, [top or 1 for top in tops])) if all(tops) else set()
 
 
@@ -134,7 +141,7 @@ class _Ends(NamedTuple):
 def _every_step(
     problem: Problem, unit_costs: UnitCosts, recompute: Recompute, zero: int, tops: Sequence[int]
 ) -> list[_Steps]:
-    """Every micro-step time with the largest batches that end within it, up to `tops` by kind."""
+    """Every micro-step time with the largest batches that end within it, up to `tops` by device type."""
     total, fixed = problem.batch.global_batch, problem.constraints.micro_batch
     curves = [
         {
@@ -154,10 +161,10 @@ def _every_step(
     for seconds in {t for curve in curves for b, t in curve.items() if fixed in (None, b)}:
         batches = [ended.within(seconds) for ended in ends]
         if 0 not in batches and (fixed is None or set(batches) == {fixed}):
-            together = sum(b * kind.size for b, kind in zip(batches, problem.kinds, strict=True))
-            count = -(-total // together)
+            microstep = sum(b * device_type.size for b, device_type in zip(batches, problem.device_types, strict=True))
+            count = -(-total // microstep)
             computing = max(curve[b] for curve, b in zip(curves, batches, strict=True))
-            left = (total - (count - 1) * together) / together  # of a batch, in the last step
+            left = (total - (count - 1) * microstep) / microstep  # of a batch, in the last step
             ending = max(curve[max(1, round(left * b))] for curve, b in zip(curves, batches, strict=True))
             step = (count - 1) * shown(computing) + shown(ending)
             found.append(_Steps(step, count, tuple(batches), max((count - 1) * computing, count * beside)))
@@ -166,38 +173,40 @@ def _every_step(
 
 def _workers(problem: Problem, steps: _Steps) -> list[Worker] | None:
     """Every rank's samples: a batch in all steps but the last, which takes what is left; None where that is nothing."""
-    own = [(kind, rank, steps.batches[kind]) for kind, rank in ranks_by_kind(problem)]
+    own = [(device_type, rank, steps.batches[device_type]) for device_type, rank in ranks_by_device_type(problem)]
     left = problem.batch.global_batch - (steps.number - 1) * sum(batch for _, _, batch in own)
     last = [part.size for part in split_by_shares(left, [batch for _, _, batch in own])]
     samples = [(steps.number - 1) * batch + more for (_, _, batch), more in zip(own, last, strict=True)]
     if min(samples) < 1:
         return None
-    return [Worker(kind, rank, batch, n) for (kind, rank, batch), n in zip(own, samples, strict=True)]
+    return [Worker(device_type, rank, batch, n) for (device_type, rank, batch), n in zip(own, samples, strict=True)]
 
 
-def _widest(problem: Problem, kind: int) -> int:
-    """The largest micro-batch that the job allows on the kind."""
+def _widest(problem: Problem, device_type: int) -> int:
+    """The largest micro-batch that the job allows on the device type."""
     widest = min(max(problem.micro_batches), problem.batch.global_batch)
-    return problem.constraints.micro_batch or problem.at_most(kind, widest)
+    return problem.constraints.micro_batch or problem.at_most(device_type, widest)
 
 
 class _Fitting:
-    """Which micro-batches fit on the ranks of a kind at a ZeRO level."""
+    """Which micro-batches fit on the ranks of a device type at a ZeRO level."""
 
     def __init__(self, problem: Problem, recompute: Recompute, zero: int) -> None:
         self._problem, self._recompute, self._zero = problem, recompute, zero
         self._part = shared_bytes(problem, zero) / problem.size
         self._alone: dict[tuple[AcceleratorSpec, int], float] = {}
 
-    def largest(self, kind: int, needed: int) -> int | None:
-        """The largest micro-batch with which a rank of the kind fits, by bisection; None where not even `needed` do."""
-        found = largest_able(partial(self._fits, kind), _widest(self._problem, kind))
+    def largest(self, device_type: int, needed: int) -> int | None:
+        """The largest micro-batch with which a rank of the device type fits, by bisection; None where not even `needed` do."""
+        found = largest_able(partial(self._fits, device_type), _widest(self._problem, device_type))
         return found if found >= needed else None
 
-    def _fits(self, kind: int, batch: int) -> bool:
-        key = (probe_for(self._problem.kinds[kind].accelerator), batch)
+    def _fits(self, device_type: int, batch: int) -> bool:
+        key = (probe_for(self._problem.device_types[device_type].accelerator), batch)
         if key not in self._alone:
-            twice = Worker(kind, 0, batch, 2 * batch)  # a microbatch's last reduction goes on beside the next one
+            twice = Worker(
+                device_type, 0, batch, 2 * batch
+            )  # a microbatch's last reduction goes on beside the next one
             stage = WholeStage(((0, self._problem.model.layers),), [twice], self._zero, self._recompute)
             self._alone[key] = held_alone(self._problem, "1f1b", stage)[twice.load].alone
-        return self._alone[key] + self._part <= self._problem.capacity(kind)
+        return self._alone[key] + self._part <= self._problem.capacity(device_type)

@@ -23,19 +23,22 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
 
 def units_in_order(problem: Problem, tp: int) -> list[Unit]:
     """All units of one TP degree by rank."""
-    units = [unit for kind in range(len(problem.kinds)) for unit in problem.units(kind, tp)]
+    units = [unit for device_type in range(len(problem.device_types)) for unit in problem.units(device_type, tp)]
     return sorted(units, key=lambda unit: unit.ranks)
 
 
 def sorts_of(units: Iterable[Unit]) -> Counter[tuple[int, int]]:
-    """How many of the units are of each kind and TP degree."""
-    return Counter([(unit.kind, unit.tp) for unit in units])
+    """How many of the units are of each device type and TP degree."""
+    return Counter([(unit.device_type, unit.tp) for unit in units])
 
 
 def groups_of(problem: Problem, sorts: Mapping[tuple[int, int], int], micro_batch: int) -> tuple[ReplicaGroup, ...]:
-    """Counted units as a stage's replicas, all with one micro-batch, or what their kind measured to fit."""
+    """Counted units as a stage's replicas, all with one micro-batch, or what their device type measured to fit."""
     return merged(
-        [ReplicaGroup(kind, tp, problem.at_most(kind, micro_batch), number) for (kind, tp), number in sorts.items()]
+        [
+            ReplicaGroup(device_type, tp, problem.at_most(device_type, micro_batch), number)
+            for (device_type, tp), number in sorts.items()
+        ]
     )
 
 
@@ -50,7 +53,9 @@ def _variants(problem: Problem, units: list[Unit], stages: int) -> Iterator[Cand
     sorts = [tuple(sorts_of(units[i * replicas : (i + 1) * replicas]).items()) for i in range(stages)]
     unlike = list(zip(sizes, sorts, strict=True))
     for micro_batch in problem.micro_batches:
-        fits = all(problem.at_most(kind, micro_batch) == micro_batch for kind in range(len(problem.kinds)))
+        fits = all(
+            problem.at_most(device_type, micro_batch) == micro_batch for device_type in range(len(problem.device_types))
+        )
         if micro_batch * replicas > problem.batch.global_batch or not fits:
             break
         held = {own: groups_of(problem, dict(own), micro_batch) for own in set(sorts)}

@@ -20,20 +20,20 @@ from hethub.spec.plan import Offload, PlanSpec, Recompute, ReplicaSpec, Schedule
 class Worker(NamedTuple):
     """A rank that is a replica by itself, and its load."""
 
-    kind: int
+    device_type: int
     rank: int
     micro_batch: int
     samples: int
 
     @property
     def load(self) -> "Load":
-        return Load(self.kind, self.micro_batch, self.samples)
+        return Load(self.device_type, self.micro_batch, self.samples)
 
 
 class Load(NamedTuple):
     """What a worker's memory depends on."""
 
-    kind: int
+    device_type: int
     micro_batch: int
     samples: int
 
@@ -66,9 +66,12 @@ def offers(problem: Problem, schedule: ScheduleName) -> bool:
     return schedule in problem.schedules
 
 
-def ranks_by_kind(problem: Problem) -> list[tuple[int, int]]:
-    """(kind, rank) of every accelerator, by rank."""
-    return sorted(((k, rank) for k, kind in enumerate(problem.kinds) for rank in kind.ranks), key=lambda own: own[1])
+def ranks_by_device_type(problem: Problem) -> list[tuple[int, int]]:
+    """(device type, rank) of every accelerator, by rank."""
+    return sorted(
+        ((k, rank) for k, device_type in enumerate(problem.device_types) for rank in device_type.ranks),
+        key=lambda own: own[1],
+    )
 
 
 def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStage]) -> PlanSpec:
@@ -77,7 +80,7 @@ def plan_of(problem: Problem, schedule: ScheduleName, stages: Sequence[WholeStag
 
 
 def _stage(problem: Problem, stage: WholeStage) -> StageSpec:
-    islands = {problem.kinds[own.kind].island for own in stage.workers}
+    islands = {problem.device_types[own.device_type].island for own in stage.workers}
     zero = 0 if len(stage.workers) == 1 else max(stage.zero, 1 if len(islands) > 1 else 0)
     return StageSpec(
         layers=stage.chunks,
@@ -97,7 +100,7 @@ def candidate_of(problem: Problem, name: str, schedule: ScheduleName, stages: Se
     formed = tuple(
         CandidateStage(
             sum(stop - start for start, stop in stage.chunks),
-            merged([ReplicaGroup(own.kind, 1, own.micro_batch, 1) for own in stage.workers]),
+            merged([ReplicaGroup(own.device_type, 1, own.micro_batch, 1) for own in stage.workers]),
             stage.recompute,
             stage.zero,
         )
@@ -119,7 +122,7 @@ def fits(problem: Problem, plan: PlanSpec) -> bool:
 
 def shared_bytes(problem: Problem, zero: int) -> float:
     """Bytes of state that the ranks of an only stage share at a ZeRO level: the sum of all their parts."""
-    on_cpu = is_cpu(problem.kinds[0].accelerator)
+    on_cpu = is_cpu(problem.device_types[0].accelerator)
     return memory_model_of(problem).state(on_cpu, problem.model.layers, zero)
 
 
@@ -131,7 +134,9 @@ def held_alone(problem: Problem, schedule: ScheduleName, stage: WholeStage) -> d
     sorts = {own.load: own for own in stage.workers}
     few = list(sorts.values()) * (2 if len(sorts) == 1 else 1)
     nodes = tuple(
-        NodeSpec(name=f"probe-{i}", accelerator=probe_for(problem.kinds[own.kind].accelerator), accelerators=1)
+        NodeSpec(
+            name=f"probe-{i}", accelerator=probe_for(problem.device_types[own.device_type].accelerator), accelerators=1
+        )
         for i, own in enumerate(few)
     )
     cluster = ClusterSpec(name="probe", emulated=True, nodes=nodes)

@@ -14,7 +14,7 @@ from hethub.planner.problem.problem import Problem, Unit
 from hethub.spec.plan import Recompute
 from hethub.spec.ranges import split_by_shares
 
-MOST_NODES = 48  # of the graph: with more machines, neighbours of one kind are one node
+MOST_NODES = 48  # of the graph: with more machines, neighbours of one device type are one node
 
 
 def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
@@ -33,7 +33,10 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
         sorts = _by_memory(problem, [counted[tuple(part)] for part in parts])
         if allowed(problem, len(parts), sum(number for _, number in sorts[0])):
             for micro_batch in problem.micro_batches:
-                groups = {own: groups_of(problem, {(kind, 1): n for kind, n in own}, micro_batch) for own in set(sorts)}
+                groups = {
+                    own: groups_of(problem, {(device_type, 1): n for device_type, n in own}, micro_batch)
+                    for own in set(sorts)
+                }
                 for recompute in problem.recomputes:
                     yield _candidate(problem, costs.unit_costs, [(own, groups[own]) for own in sorts], recompute)
         if len(parts) == len(nodes):
@@ -41,34 +44,35 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
         parts = _split_once(parts, weights, known)
 
 
-Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (kind, how many)
+Sort = tuple[tuple[int, int], ...]  # a group's accelerators: (device type, how many)
 
 
 def _count(nodes: list[list[Unit]], part: list[int]) -> Sort:
     own: Counter[int] = Counter()
     for node in sorted(part):
-        own[nodes[node][0].kind] += len(nodes[node])
+        own[nodes[node][0].device_type] += len(nodes[node])
     return tuple(own.items())
 
 
 def _by_memory(problem: Problem, parts: list[Sort]) -> list[Sort]:
     """Groups from the most memory per accelerator to the least: the first stages hold the most microbatches."""
     memory = {
-        part: sum(problem.kinds[kind].memory_bytes * n for kind, n in part) / sum(n for _, n in part)
+        part: sum(problem.device_types[device_type].memory_bytes * n for device_type, n in part)
+        / sum(n for _, n in part)
         for part in set(parts)
     }
     return sorted(parts, key=memory.__getitem__, reverse=True)
 
 
 def _nodes(problem: Problem) -> list[list[Unit]]:
-    """Machines as lists of single-rank units; few of one kind together where there are many machines."""
+    """Machines as lists of single-rank units; few of one device type together where there are many machines."""
     machines: dict[int, list[Unit]] = {}
     for unit in units_in_order(problem, 1):
         machines.setdefault(problem.cluster.places[unit.ranks[0]].machine, []).append(unit)
-    together = -(-len(machines) // MOST_NODES)
+    number = -(-len(machines) // MOST_NODES)
     nodes: list[list[Unit]] = []
     for units in machines.values():
-        if nodes and nodes[-1][0].kind == units[0].kind and len(nodes[-1]) < together * len(units):
+        if nodes and nodes[-1][0].device_type == units[0].device_type and len(nodes[-1]) < number * len(units):
             nodes[-1] = nodes[-1] + units
         else:
             nodes.append(units)
@@ -87,7 +91,7 @@ def _bandwidths(problem: Problem, unit_costs: UnitCosts, nodes: list[list[Unit]]
     known: dict[tuple[int, int], float] = {}
     for a in range(len(nodes)):
         for b in range(a):
-            key = (nodes[a][0].kind, nodes[b][0].kind)
+            key = (nodes[a][0].device_type, nodes[b][0].device_type)
             if key not in known:
                 known[key] = (
                     1.0 / unit_costs.network.link(firsts[a], firsts[b], sharing=len(nodes) - 1).seconds_per_byte
@@ -162,5 +166,5 @@ def _candidate(
 
 def _speed(unit_costs: UnitCosts, groups: tuple[ReplicaGroup, ...], recompute: Recompute) -> float:
     """Samples per second on a layer."""
-    layer = [unit_costs.rate(own.kind, own.tp, own.micro_batch, recompute).layer.total for own in groups]
+    layer = [unit_costs.rate(own.device_type, own.tp, own.micro_batch, recompute).layer.total for own in groups]
     return sum(own.number * own.micro_batch / s for own, s in zip(groups, layer, strict=True))

@@ -1,6 +1,6 @@
-"""What one kind of accelerator can hold in stages of its own, in every way to form them, under many goals at once.
+"""What one device type of accelerator can hold in stages of its own, in every way to form them, under many goals at once.
 
-A goal is a deadline, seconds that a stage may compute and reduce its gradients, with a wave, samples that the replicas
+A goal is a deadline, seconds that a stage may compute and reduce its gradients, with a microstep, samples that the replicas
 of a stage take together: with micro-batches that come near it no stage waits for larger microbatches of another.
 """
 
@@ -20,22 +20,22 @@ from hethub.spec.ranges import split
 
 MOST_STAGES = 16
 EXPOSED = 0.5  # of a reduction: about what nothing hides
-FLIGHTS = 1.3  # microbatches in flight for every stage behind: links take time too
+IN_FLIGHT = 1.3  # microbatches in flight for every stage behind: links take time too
 _NONE = -1_000_000  # layers of a stage that cannot hold one
 
 Ends = tuple[bool, bool]  # whether one of the stages is the model's first, and one its last
 
 
 class Goals(NamedTuple):
-    """Deadlines and waves side by side [goal]: seconds, and an index of `waves` [wave], samples."""
+    """Deadlines and microsteps side by side [goal]: seconds, and an index of `microsteps` [microstep], samples."""
 
     seconds: np.ndarray
-    wave: np.ndarray
-    waves: np.ndarray
+    microstep: np.ndarray
+    microsteps: np.ndarray
 
 
-class Way(NamedTuple):
-    """How a kind's units form a number of stages."""
+class StageLayout(NamedTuple):
+    """How a device type's units form a number of stages."""
 
     tp: int
     widths: tuple[int, ...]  # replicas of each stage, the wider ones first
@@ -47,11 +47,11 @@ class Way(NamedTuple):
         return len(self.widths) - self.widths.count(self.widths[0])
 
 
-class Ways(NamedTuple):
-    """All ways of a kind to form a number of stages: micro-batches and seconds of a microbatch through a layer [wave,
+class StageLayouts(NamedTuple):
+    """All ways of a device type to form a number of stages: micro-batches and seconds of a microbatch through a layer [microstep,
     way], and how many layers a stage holds at most, by where it stands [goal, way, wide or narrow, stages behind]."""
 
-    ways: Sequence[Way]
+    layouts: Sequence[StageLayout]
     sizes: np.ndarray
     through: np.ndarray
     middle: np.ndarray
@@ -64,37 +64,37 @@ class Table(NamedTuple):
     fewest."""
 
     seconds: np.ndarray
-    way: np.ndarray
+    layout: np.ndarray
 
 
-class KindWays:
-    """The ways of one kind."""
+class DeviceTypeLayouts:
+    """The ways of one device type."""
 
-    def __init__(self, problem: Problem, costs: CostModel, kind: int, goals: Goals) -> None:
-        self.problem, self.costs, self.kind, self.goals = problem, costs, kind, goals
+    def __init__(self, problem: Problem, costs: CostModel, device_type: int, goals: Goals) -> None:
+        self.problem, self.costs, self.device_type, self.goals = problem, costs, device_type, goals
         self.depth = min(MOST_STAGES, problem.model.layers)
         self._tables: dict[tuple[int, Ends], Table | None] = {}
         self._between: dict[int, np.ndarray] = {}
 
     @cached_property
-    def ways(self) -> dict[int, Ways]:
+    def layouts(self) -> dict[int, StageLayouts]:
         """By number of stages."""
         problem, given = self.problem, self.problem.constraints
-        found: dict[int, list[Way]] = {}
-        for tp in [given.tp] if given.tp else problem.degrees_of(self.kind):
-            units = problem.units(self.kind, tp)
+        found: dict[int, list[StageLayout]] = {}
+        for tp in [given.tp] if given.tp else problem.degrees_of(self.device_type):
+            units = problem.units(self.device_type, tp)
             if any(unit.tp != tp for unit in units):
                 continue
             for stages in range(1, min(len(units), self.depth) + 1):
                 widths = tuple(part.size for part in split(len(units), stages))
                 if widths[0] <= problem.batch.global_batch and (given.dp is None or set(widths) == {given.dp}):
-                    found.setdefault(stages, []).extend(Way(tp, widths, mode) for mode in problem.recomputes)
+                    found.setdefault(stages, []).extend(StageLayout(tp, widths, mode) for mode in problem.recomputes)
         return {stages: self._figures(own) for stages, own in found.items()}
 
     @cached_property
     def most(self) -> int:
         """Layers that all stages hold at most under any goal; the model's ends leave room for fewer."""
-        return max(int(self._held_between(stages).max()) for stages in self.ways)
+        return max(int(self._held_between(stages).max()) for stages in self.layouts)
 
     def table(self, stages: int, ends: Ends) -> Table | None:
         """For so many stages; None where no way holds a layer in each."""
@@ -105,125 +105,145 @@ class KindWays:
 
     def stages(self, number: int, ends: Ends, goal: int, behind: int, layers: int) -> list[CandidateStage]:
         """The stages that hold so many layers soonest, so that the busiest is as little busy as can be."""
-        own, table = self.ways[number], self.table(number, ends)
+        own, table = self.layouts[number], self.table(number, ends)
         assert table is not None  # asked for what the table holds
-        index = int(table.way[goal, behind, layers])
-        way, size = own.ways[index], int(own.sizes[self.goals.wave[goal], index])
+        index = int(table.layout[goal, behind, layers])
+        layout, size = own.layouts[index], int(own.sizes[self.goals.microstep[goal], index])
         most = [
-            own.middle[goal, index, int(width < way.widths[0]), behind + number - 1 - i]
-            for i, width in enumerate(way.widths)
+            own.middle[goal, index, int(width < layout.widths[0]), behind + number - 1 - i]
+            for i, width in enumerate(layout.widths)
         ]
         if ends[0]:
             most[0] = own.first[goal, index, 0, behind + number - 1]
         if ends[1]:
-            most[-1] = own.last[goal, index, int(way.num_narrow > 0), 0]
+            most[-1] = own.last[goal, index, int(layout.num_narrow > 0), 0]
         return [
-            CandidateStage(x, (ReplicaGroup(self.kind, way.tp, size, width),), way.recompute, self.problem.usual_zero)
-            for x, width in zip(_dealt(layers, most, way.widths), way.widths, strict=True)
+            CandidateStage(
+                x, (ReplicaGroup(self.device_type, layout.tp, size, width),), layout.recompute, self.problem.usual_zero
+            )
+            for x, width in zip(_dealt(layers, most, layout.widths), layout.widths, strict=True)
         ]
 
     def _table(self, stages: int, ends: Ends) -> Table | None:
-        own, held = self.ways[stages], self._held(stages, ends)
+        own, held = self.layouts[stages], self._held(stages, ends)
         most = min(int(held.max()), self.problem.model.layers)
         if most < stages:
             return None
-        soonest = np.argsort(own.through, axis=1, kind="stable")[self.goals.wave]
+        soonest = np.argsort(own.through, axis=1, kind="stable")[self.goals.microstep]
         held = np.maximum.accumulate(np.take_along_axis(held, soonest[:, :, None], axis=1), axis=1)
         layers = np.arange(most + 1)
         place = (held[..., None] < layers).sum(axis=1)  # [goal, stages behind, layers]: of the soonest that holds them
-        able = (place < len(own.ways)) & (layers >= stages)
+        able = (place < len(own.layouts)) & (layers >= stages)
         goal = np.arange(len(soonest))[:, None, None]
-        way = soonest[goal, np.minimum(place, len(own.ways) - 1)]
-        return Table(np.where(able, own.through[self.goals.wave[goal], way] * layers, np.inf), way)
+        layout = soonest[goal, np.minimum(place, len(own.layouts) - 1)]
+        return Table(np.where(able, own.through[self.goals.microstep[goal], layout] * layers, np.inf), layout)
 
     def _held(self, stages: int, ends: Ends) -> np.ndarray:
         """[goal, way, stages behind]: layers that all stages together hold at most; negative where one can hold none.
         None are behind the model's last."""
-        own, held = self.ways[stages], self._held_between(stages)
+        own, held = self.layouts[stages], self._held_between(stages)
         if ends[0]:
             held = held + (own.first - own.middle)[:, :, 0, stages - 1 :]
         if ends[1]:
-            way, narrow = np.arange(len(own.ways)), [int(way.num_narrow > 0) for way in own.ways]
-            held = held[:, :, :1] + (own.last - own.middle)[:, way, narrow, :1]
+            layout, narrow = np.arange(len(own.layouts)), [int(layout.num_narrow > 0) for layout in own.layouts]
+            held = held[:, :, :1] + (own.last - own.middle)[:, layout, narrow, :1]
         return held
 
     def _held_between(self, stages: int) -> np.ndarray:
         """The same where none of the stages is the model's first or last."""
         if stages not in self._between:
-            own, behind = self.ways[stages], np.arange(self.depth - stages + 1)
-            way, narrow = np.arange(len(own.ways))[:, None], np.array([[way.num_narrow] for way in own.ways])
+            own, behind = self.layouts[stages], np.arange(self.depth - stages + 1)
+            layout, narrow = (
+                np.arange(len(own.layouts))[:, None],
+                np.array([[layout.num_narrow] for layout in own.layouts]),
+            )
             sums = np.zeros((*own.middle.shape[:3], self.depth + 1), dtype=np.int64)
             np.cumsum(own.middle, axis=3, out=sums[..., 1:])
-            held = sums[:, way, 1, behind + narrow] - sums[:, :, 1, behind]
-            held += sums[:, :, 0, behind + stages] - sums[:, way, 0, behind + narrow]
+            held = sums[:, layout, 1, behind + narrow] - sums[:, :, 1, behind]
+            held += sums[:, :, 0, behind + stages] - sums[:, layout, 0, behind + narrow]
             self._between[stages] = held
         return self._between[stages]
 
-    def _figures(self, ways: list[Way]) -> Ways:
-        unit_costs, sizes = self.costs.unit_costs, self._sizes(ways)
+    def _figures(self, layouts: list[StageLayout]) -> StageLayouts:
+        unit_costs, sizes = self.costs.unit_costs, self._sizes(layouts)
 
         @cache
         def rate(tp: int, size: int, mode: Recompute) -> list[float]:
-            return [part.total for part in unit_costs.rate(self.kind, tp, size, mode)]
+            return [part.total for part in unit_costs.rate(self.device_type, tp, size, mode)]
 
         @cache
         def memory(tp: int, size: int, mode: Recompute) -> np.ndarray:
-            return np.array(unit_costs.coefficients(self.kind, tp, size, mode)[:6])
+            return np.array(unit_costs.coefficients(self.device_type, tp, size, mode)[:6])
 
-        asked = [[(way.tp, size, way.recompute) for way, size in zip(ways, own, strict=True)] for own in sizes.tolist()]
-        rates = np.array([[rate(*one) for one in own] for own in asked])  # [wave, way, layer, embedding or head]
-        held = np.array([[memory(*one) for one in own] for own in asked])  # [wave, way, coefficient, place]
+        asked = [
+            [(layout.tp, size, layout.recompute) for layout, size in zip(layouts, own, strict=True)]
+            for own in sizes.tolist()
+        ]
+        rates = np.array([[rate(*one) for one in own] for own in asked])  # [microstep, way, layer, embedding or head]
+        held = np.array([[memory(*one) for one in own] for own in asked])  # [microstep, way, coefficient, place]
         most = [
-            self._most_layers(ways, sizes, rates / sizes[:, :, None], held[..., place], ends)
+            self._most_layers(layouts, sizes, rates / sizes[:, :, None], held[..., place], ends)
             for place, ends in ((MIDDLE, (False, False)), (FIRST, (True, False)), (LAST, (False, True)))
         ]
-        return Ways(ways, sizes, rates[:, :, 0], *most)
+        return StageLayouts(layouts, sizes, rates[:, :, 0], *most)
 
-    def _sizes(self, ways: Sequence[Way]) -> np.ndarray:
-        """[wave, way]: the largest micro-batches whose wave is not too large, or the smallest."""
+    def _sizes(self, layouts: Sequence[StageLayout]) -> np.ndarray:
+        """[microstep, way]: the largest micro-batches whose microstep is not too large, or the smallest."""
         problem, fixed = self.problem, self.problem.constraints.micro_batch
         free = problem.capabilities.any_micro_batch and not fixed
-        able = sorted({problem.at_most(self.kind, size) for size in problem.micro_batches})
+        able = sorted({problem.at_most(self.device_type, size) for size in problem.micro_batches})
 
         def size(wanted: int) -> int:
             return min(wanted, able[-1]) if free else max([each for each in able if each <= wanted], default=able[0])
 
-        return np.array([[size(max(1, wave // way.widths[0])) for way in ways] for wave in self.goals.waves.tolist()])
+        return np.array(
+            [
+                [size(max(1, microstep // layout.widths[0])) for layout in layouts]
+                for microstep in self.goals.microsteps.tolist()
+            ]
+        )
 
     def _most_layers(
-        self, ways: Sequence[Way], sizes: np.ndarray, per_sample: np.ndarray, memory: np.ndarray, ends: Ends
+        self, layouts: Sequence[StageLayout], sizes: np.ndarray, per_sample: np.ndarray, memory: np.ndarray, ends: Ends
     ) -> np.ndarray:
         """[goal, way, wide or narrow, stages behind]: layers that a stage holds within the deadline and its memory."""
-        widths, wave = np.array([(way.widths[0], way.widths[-1]) for way in ways]), self.goals.wave
-        once, each = self._reduction(ways, widths, ends)
+        widths, microstep = (
+            np.array([(layout.widths[0], layout.widths[-1]) for layout in layouts]),
+            self.goals.microstep,
+        )
+        once, each = self._reduction(layouts, widths, ends)
         share = -(-self.problem.batch.global_batch // widths)
         extra = once + share * (per_sample[:, :, 1] * ends[0] + per_sample[:, :, 2] * ends[1])[:, :, None]
         per_layer = each + share * per_sample[:, :, 0, None]
-        in_time = (self.goals.seconds[:, None, None] - extra[wave]) / per_layer[wave]
-        larger = np.maximum(1.0, self.goals.waves[:, None, None] / (sizes[:, :, None] * widths))[..., None]
+        in_time = (self.goals.seconds[:, None, None] - extra[microstep]) / per_layer[microstep]
+        larger = np.maximum(1.0, self.goals.microsteps[:, None, None] / (sizes[:, :, None] * widths))[..., None]
         microbatches = np.ceil(
-            (1 + FLIGHTS * np.arange(self.depth)) * larger
-        )  # [wave, way, wide or narrow, stages behind]
+            (1 + IN_FLIGHT * np.arange(self.depth)) * larger
+        )  # [microstep, way, wide or narrow, stages behind]
         fixed, layer, microbatch, layer_microbatch, state, state_layer = memory.transpose(2, 0, 1)[..., None, None]
         shards = widths[..., None] if self.problem.usual_zero > 0 else 1
-        room = self.problem.capacity(self.kind) - (fixed + microbatches * microbatch + state / shards)
-        in_memory = (room / (layer + microbatches * layer_microbatch + state_layer / shards))[wave]
+        room = self.problem.capacity(self.device_type) - (fixed + microbatches * microbatch + state / shards)
+        in_memory = (room / (layer + microbatches * layer_microbatch + state_layer / shards))[microstep]
         found = np.floor(np.minimum(in_time[..., None], in_memory) + 1e-9)
         return np.where(found >= 1, found, _NONE).astype(np.int64)
 
-    def _reduction(self, ways: Sequence[Way], widths: np.ndarray, ends: Ends) -> tuple[np.ndarray, np.ndarray]:
+    def _reduction(
+        self, layouts: Sequence[StageLayout], widths: np.ndarray, ends: Ends
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[way, wide or narrow]: seconds to reduce a stage's gradients that it waits for, of any, and more per
         layer."""
         met = [
             [
-                self.costs.collective((ReplicaGroup(self.kind, way.tp, 1, width),)) if width > 1 else (0.0, 0.0)
+                self.costs.collective((ReplicaGroup(self.device_type, layout.tp, 1, width),))
+                if width > 1
+                else (0.0, 0.0)
                 for width in own
             ]
-            for way, own in zip(ways, widths.tolist(), strict=True)
+            for layout, own in zip(layouts, widths.tolist(), strict=True)
         ]
         latency, per_byte = np.array(met).transpose(2, 0, 1)
-        tp, ones = np.array([way.tp for way in ways]), np.ones(len(ways))
-        first, last = (np.full(len(ways), end) for end in ends)
+        tp, ones = np.array([layout.tp for layout in layouts]), np.ones(len(layouts))
+        first, last = (np.full(len(layouts), end) for end in ends)
         one, two = (rank_parameters(self.problem.model, tp, x * ones, first, last)[:, None] for x in (1, 2))
         passes = 1 if self.problem.usual_zero > 0 else 2
         per_parameter = EXPOSED * passes * per_byte * self.costs.unit_costs.gradient_width

@@ -1,4 +1,4 @@
-"""Stages of one kind each: the candidates, and the dynamic programme against all ways to put kinds behind each
+"""Stages of one device type each: the candidates, and the dynamic programme against all ways to put device types behind each
 other."""
 
 from itertools import permutations, product
@@ -10,9 +10,9 @@ from hethub.planner import plan
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.candidate.settings import main_orders
 from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.generate import kind_stages
-from hethub.planner.generate.kind_stages import TaskGraph
-from hethub.planner.generate.kind_ways import Goals, KindWays
+from hethub.planner.generate import device_type_stages
+from hethub.planner.generate.device_type_stages import TaskGraph
+from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Goals
 from hethub.planner.generate.table import tabulate
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch, Problem
@@ -42,7 +42,7 @@ def posed(constraints: ConstraintsSpec | None = None, on: ClusterSpec = THREE) -
 
 
 def candidates_of(problem: Problem) -> list[Candidate]:
-    return kind_stages.propose(problem, Estimator(problem))
+    return device_type_stages.propose(problem, Estimator(problem))
 
 
 def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
@@ -52,32 +52,35 @@ def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
     for candidate in candidates:
         assert sum(stage.layers for stage in candidate.stages) == MODEL.layers
         assert all(len(stage.groups) == 1 and stage.layers >= 1 for stage in candidate.stages)
-        order = [stage.groups[0].kind for stage in candidate.stages]
+        order = [stage.groups[0].device_type for stage in candidate.stages]
         assert tuple(dict.fromkeys(order)) in main_orders(problem)
-        for kind in range(len(problem.kinds)):
+        for device_type in range(len(problem.device_types)):
             own = [
-                group.number * group.tp for stage in candidate.stages for group in stage.groups if group.kind == kind
+                group.number * group.tp
+                for stage in candidate.stages
+                for group in stage.groups
+                if group.device_type == device_type
             ]
-            assert sum(own) == problem.kinds[kind].size
-            assert order == sorted(order, key=order.index)  # a kind's stages stand together
+            assert sum(own) == problem.device_types[device_type].size
+            assert order == sorted(order, key=order.index)  # a device type's stages stand together
 
 
 @pytest.mark.parametrize("ends_at", [1.5, 2.0])
 def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
-    """Against every choice of stages and layers for every order of the kinds, one goal."""
+    """Against every choice of stages and layers for every order of the device types, one goal."""
     problem = posed()
     estimator = Estimator(problem)
     bound = float(tabulate(problem, estimator.unit_costs).bound[0])
     goals = Goals(np.array([ends_at * bound]), np.array([0]), np.array([4]))
-    kinds = [KindWays(problem, estimator, kind, goals) for kind in range(3)]
+    device_types = [DeviceTypeLayouts(problem, estimator, device_type, goals) for device_type in range(3)]
     soonest: dict[int, float] = {}  # by number of stages
     for order in permutations(range(3)):
         if order not in main_orders(problem):
             continue
-        for stages in product(*(kinds[kind].ways for kind in order)):
+        for stages in product(*(device_types[device_type].layouts for device_type in order)):
             behind = [sum(stages[i + 1 :]) for i in range(3)]
-            tables = [kinds[k].table(stages[i], (i == 0, i == 2)) for i, k in enumerate(order)]
-            if None in tables or sum(stages) > kinds[0].depth:
+            tables = [device_types[k].table(stages[i], (i == 0, i == 2)) for i, k in enumerate(order)]
+            if None in tables or sum(stages) > device_types[0].depth:
                 continue
             rows = [table.seconds[0, at] for table, at in zip(tables, behind, strict=True)]
             for layers in product(*(range(len(row)) for row in rows)):
@@ -86,7 +89,7 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
                     soonest[sum(stages)] = min(through, soonest.get(sum(stages), np.inf))
     wanted = {stages: through for stages, through in soonest.items() if np.isfinite(through)}
     found: dict[int, float] = {}
-    for candidate in TaskGraph(problem, kinds, goals).candidates():
+    for candidate in TaskGraph(problem, device_types, goals).candidates():
         through = sum(
             stage.layers * estimator.unit_costs.rate(*stage.groups[0][:3], stage.recompute).layer.total
             for stage in candidate.stages
@@ -102,7 +105,7 @@ def test_stages_keep_deadline_and_memory() -> None:
     estimator = Estimator(problem)
     table = tabulate(problem, estimator.unit_costs)
     bound = float(table.bound[0])
-    candidates = kind_stages.propose(problem, estimator, table=table)
+    candidates = device_type_stages.propose(problem, estimator, table=table)
     assert len(candidates) > 10
     assert all(estimator.least(candidate) <= 1.5 * bound * 1.001 for candidate in candidates)
     assert sum(map(estimator.likely_fits, candidates)) >= 0.8 * len(candidates)

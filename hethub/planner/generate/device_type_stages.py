@@ -1,0 +1,132 @@
+"""Stages of one device type each: every device type in its own number of stages, with its own TP degree, micro-batch and recompute.
+
+Under a goal (`stage_layouts`) a device type in so many stages holds a number of layers whatever the other device types do. So dynamic
+programming over the device types, from the last stage to the first, finds for every number of stages how all layers are held
+so that a microbatch passes through soonest; for all goals at once.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from hethub.planner.candidate.candidate import Candidate, CandidateStage
+from hethub.planner.candidate.settings import main_orders
+from hethub.planner.estimate.cost_model import CostModel
+from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Ends, Goals
+from hethub.planner.generate.table import Table, tabulate
+from hethub.planner.problem.problem import Problem
+
+DEADLINES = (1.02, 1.06, 1.12, 1.2, 1.32, 1.5)  # times perfect balance
+MICROSTEPS = (2, 4, 8, 12, 16, 24)  # samples
+LEAST_MICROSTEPS = 8  # of a batch: of fewer, too many pass while the pipeline fills
+MOST_CANDIDATES = 64
+
+DeviceTypes = frozenset[int]
+
+
+def propose(
+    problem: Problem, costs: CostModel, *, table: Table | None = None, limit_seconds: float = float("inf")
+) -> list[Candidate]:
+    """Plans that meet goals, the promising ones first; no deadline is beyond the limit."""
+    table = tabulate(problem, costs.unit_costs) if table is None else table
+    balanced_seconds = float(table.bound[0])  # what perfect balance takes
+    deadlines = [balanced_seconds * times for times in DEADLINES if balanced_seconds * times < limit_seconds]
+    microsteps = [microstep for microstep in MICROSTEPS if LEAST_MICROSTEPS * microstep <= problem.batch.global_batch]
+    if len(problem.device_types) == 1 or not deadlines or not microsteps:
+        return []
+    seconds, microstep = zip(*product(deadlines, range(len(microsteps))), strict=True)
+    goals = Goals(np.array(seconds), np.array(microstep), np.array(microsteps))
+    device_types = [
+        DeviceTypeLayouts(problem, costs, device_type, goals) for device_type in range(len(problem.device_types))
+    ]
+    return (
+        TaskGraph(problem, device_types, goals).candidates()
+        if all(device_type.layouts for device_type in device_types)
+        else []
+    )
+
+
+class _State(NamedTuple):
+    """Device types behind each other to the last stage: seconds of a microbatch through what they hold [goal, stages,
+    layers], and what stands in front: device type, stages, layers."""
+
+    seconds: np.ndarray
+    front: np.ndarray
+
+
+class TaskGraph:
+    """The dynamic programme over sets of device types."""
+
+    def __init__(self, problem: Problem, device_types: Sequence[DeviceTypeLayouts], goals: Goals) -> None:
+        self.problem, self.device_types, self.goals = problem, device_types, goals
+        self.layers, self.all = problem.model.layers, DeviceTypes(range(len(device_types)))
+        self.states = {DeviceTypes(): self._nothing()}
+        self.states[DeviceTypes()].seconds[:, 0, 0] = 0.0
+
+    def candidates(self) -> list[Candidate]:
+        """The plans of the smallest deadline and way through, for every device type in front."""
+        ends: dict[int, _State] = {}
+        for behind, device_type in self._edges():
+            joined = behind | {device_type}
+            if joined == self.all:
+                state = ends.setdefault(device_type, self._nothing())
+            else:
+                state = self.states.setdefault(joined, self._nothing())
+            self._extend(behind, device_type, state)
+        wanted = self.problem.constraints.pp
+        ranked = sorted(
+            (float(self.goals.seconds[goal] + state.seconds[goal, stages, -1]), device_type, goal, stages)
+            for device_type, state in ends.items()
+            for goal, stages in np.argwhere(np.isfinite(state.seconds[:, :, -1])).tolist()
+            if wanted in (None, stages)
+        )
+        found: dict[Candidate, None] = {}
+        for _, device_type, goal, stages in ranked:
+            if len(found) == MOST_CANDIDATES:
+                break
+            found[self._candidate(ends[device_type], goal, stages)] = None
+        return list(found)
+
+    def _nothing(self) -> _State:
+        shape = (len(self.goals.seconds), self.device_types[0].depth + 1, self.layers + 1)
+        return _State(np.full(shape, np.inf), np.zeros((*shape, 3), dtype=np.int16))
+
+    def _edges(self) -> list[tuple[DeviceTypes, int]]:
+        """Which device type may come in front of which others, few of them first."""
+        orders = main_orders(self.problem)
+        found = {(DeviceTypes(order[index + 1 :]), order[index]) for order in orders for index in range(len(order))}
+        return sorted(found, key=lambda edge: (len(edge[0]), sorted(edge[0]), edge[1]))
+
+    def _ends(self, behind: DeviceTypes, device_type: int) -> Ends:
+        return behind | {device_type} == self.all, not behind
+
+    def _extend(self, behind: DeviceTypes, device_type: int, new: _State) -> None:
+        """Puts a device type in front of others, in every number of stages and layers with which the rest can hold what is
+        left."""
+        old, total = self.states[behind].seconds, self.layers + 1
+        needed = max(0, self.layers - sum(self.device_types[other].most for other in self.all - behind - {device_type}))
+        for stages in self.device_types[device_type].layouts:
+            table = self.device_types[device_type].table(stages, self._ends(behind, device_type))
+            if table is None:
+                continue
+            for layers in range(stages, table.seconds.shape[2]):
+                seconds = table.seconds[:, :, layers, None]
+                depth, held = slice(stages, stages + seconds.shape[1]), slice(max(needed, layers), None)
+                through = old[:, : seconds.shape[1], max(needed - layers, 0) : total - layers] + seconds
+                there = new.seconds[:, depth, held]
+                better = through < there
+                if better.any():
+                    np.copyto(there, through, where=better)
+                    new.front[:, depth, held][better] = (device_type, stages, layers)
+
+    def _candidate(self, state: _State, goal: int, stages: int) -> Candidate:
+        left, layers = self.all, self.layers
+        found: list[CandidateStage] = []
+        while left:
+            device_type, number, own = state.front[goal, stages, layers].tolist()
+            left, stages, layers = left - {device_type}, stages - number, layers - own
+            found += self.device_types[device_type].stages(number, self._ends(left, device_type), goal, stages, own)
+            state = self.states[left]
+        return Candidate(tuple(found))
