@@ -26,7 +26,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind site-package
 import simgrid  # type: ignore[import-not-found]
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import Network, Resource
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.replay import NONE, TaskGraph, replay

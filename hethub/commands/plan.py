@@ -76,6 +76,7 @@ def _add_alone(parser: argparse.ArgumentParser, default: str) -> None:
 def plan(options: argparse.Namespace) -> None:
     from hethub.planner import plan as make_plan
     from hethub.predictor.cost.profile import assumed_speeds
+    from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.report.alone import save_alone
     from hethub.report.tables import print_plan
@@ -92,14 +93,14 @@ def plan(options: argparse.Namespace) -> None:
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
     cluster, profile = known_cluster(job), measured_for(options, job)
-    strategy = options.strategy or strategy_of(job)
+    strategy, software = options.strategy or strategy_of(job), hethub_software(job.spec.train.compile)
     result = make_plan(
         job.model, cluster, job.spec.train.batch, job.spec.constraints, strategy=strategy,
-        top=options.top, explain=options.explain, profile=profile,
+        top=options.top, explain=options.explain, profile=profile, software=software,
         processes=processors(),
     )  # fmt: skip
     layout = bind(result.plan, job.model, cluster)
-    result = replace(result, prediction=with_staging(result.prediction, layout, profile))
+    result = replace(result, prediction=with_staging(result.prediction, layout, profile, software))
     written = []
     if options.out is not None:
         save_plan(result.plan, options.out, planned_for(job))
@@ -137,6 +138,7 @@ def _add_predict(commands: Any) -> None:
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
     from hethub.predictor.cost.profile import assumed_speeds, load_profile
+    from hethub.predictor.cost.software import HETHUB, hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
@@ -150,12 +152,13 @@ def predict(options: argparse.Namespace) -> None:
             return predict_program_alone(options)
         profile = None if options.profile is None else load_profile(options.profile)
         chosen = _Chosen("plan file", load_plan(options.job), None, None)
-        job = made_for(chosen.plan, options.job, None)
+        job, software = made_for(chosen.plan, options.job, None), HETHUB
     else:
         given = load_job(options.job, options.set)
         if is_program_job(given, options.plan):
             return predict_program_job(options, given)
         profile, job = measured_for(options, given), planned_for(given)
+        software = hethub_software(given.spec.train.compile)
         chosen = _chosen(options, given, job.cluster, profile)
     layout = bind(chosen.plan, job.model, job.cluster)
     prediction = make_prediction(
@@ -164,8 +167,9 @@ def predict(options: argparse.Namespace) -> None:
         makers_alone_tokens_per_second=chosen.makers_alone_tokens_per_second,
         with_timeline=options.trace is not None,
         profile=profile,
+        software=software,
     )
-    prediction = with_staging(prediction, layout, profile)
+    prediction = with_staging(prediction, layout, profile, software)
     written = []
     if options.trace is not None:
         from hethub.report.trace import chrome_trace, write_trace
@@ -217,14 +221,18 @@ class _Chosen(NamedTuple):
 
 def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", profile: "ProfileSpec | None") -> _Chosen:
     """The plan file that the command or the job names, else what the job's strategy finds."""
+    from hethub.predictor.cost.software import hethub_software
     from hethub.spec.job import load_plan_of
 
     question = (job.model, cluster, job.spec.train.batch, job.spec.constraints)
+    software = hethub_software(job.spec.train.compile)
     file = options.plan or job.plan_path
     if file is None:
         from hethub.planner import plan as make_plan
 
-        result = make_plan(*question, strategy=job.spec.plan, profile=profile, processes=processors())
+        result = make_plan(
+            *question, strategy=job.spec.plan, profile=profile, software=software, processes=processors()
+        )
         bound = result.prediction.makers_alone_tokens_per_second
         return _Chosen(job.spec.plan, result.plan, result.homogeneous_parts, bound)
     plan = load_plan_of(job, file)
@@ -232,7 +240,7 @@ def _chosen(options: argparse.Namespace, job: "Job", cluster: "ClusterSpec", pro
         return _Chosen("plan file", plan, None, None)
     from hethub.planner.explain.homogeneous_sum import homogeneous_parts, makers_alone_tokens_per_second
 
-    alone = homogeneous_parts(*question, profile, processors())
+    alone = homogeneous_parts(*question, profile, software, processors())
     return _Chosen("plan file", plan, alone or (), makers_alone_tokens_per_second(alone))
 
 

@@ -30,6 +30,7 @@ from hethub.planner.search.left_out import leave_out
 from hethub.planner.search.processes import uncollected
 from hethub.predictor import Prediction
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, suggest
@@ -55,6 +56,7 @@ def plan(
     top: int = 5,
     explain: bool = False,
     profile: ProfileSpec | None = None,
+    software: Software = HETHUB,
     processes: int = 1,
 ) -> PlanResult:
     """The best plan found for `train` = (global_batch, seq_len, precision), which fits and can be executed. `auto` takes
@@ -68,7 +70,7 @@ def plan(
     are the same.
     """
     started = time.perf_counter()
-    problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
+    problem = pose(model, cluster, Batch(*train), constraints, profile=profile, software=software)
     incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
     with _alone(problem, incumbent, with_bounds, processes) as found_alone:
         best = find(problem, incumbent, strategy)

@@ -9,11 +9,11 @@ from hethub.predictor.cost.intervals import interval
 from hethub.predictor.cost.operators import model_flops
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.software import HETHUB, Software
-from hethub.predictor.cost.staging import Staging
 from hethub.predictor.memory.ranks import RankMemory, all_fit, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.step import StepTimes, step_times
 from hethub.predictor.pipeline.timeline import Span, timeline
+from hethub.predictor.staging import Staging
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout
 
@@ -163,7 +163,9 @@ def _bottleneck(layout: Layout, times: StepTimes) -> str:
 LIMITS = 1.01  # times as long as without staging
 
 
-def with_staging(prediction: Prediction, layout: Layout, profile: ProfileSpec | None) -> Prediction:
+def with_staging(
+    prediction: Prediction, layout: Layout, profile: ProfileSpec | None, software: Software = HETHUB
+) -> Prediction:
     """The prediction of a layout, with what staging means for it where bytes cross between islands."""
     cluster = layout.cluster
     if len({cluster.places[rank].island for rank in layout.plan.ranks}) == 1:
@@ -181,6 +183,6 @@ def with_staging(prediction: Prediction, layout: Layout, profile: ProfileSpec | 
     other = Layout(layout.plan, layout.model, cluster.replace(links=cluster.links.replace(staging=direct)))
     without = prediction.step_seconds
     if not measured:
-        without = min(without, step_times(other, PlanCosts(other, HETHUB, packaged(), profile)).seconds)
+        without = min(without, step_times(other, PlanCosts(other, software, packaged(), profile)).seconds)
     limits = prediction.step_seconds > LIMITS * without
     return replace(prediction, staging=Staging(given, source, limits, without))

@@ -121,11 +121,14 @@ class RackSpec(Spec):
 class StagingSpec(Spec):
     """Between an accelerator and the relay in host memory, each direction: of one accelerator, and of a host in all.
 
-    Where the first is missing the predictor takes a guess; where the second is missing hosts do not limit.
+    Where the first is missing the predictor takes a guess; where the second is missing hosts do not limit. What ranks
+    offload passes the host's memory as well, and shares the second.
     """
 
     gbytes_per_second: Rate | None = None  # between one accelerator and host memory; null: a guess
-    per_host_gbytes_per_second: Figure | None = None  # of all accelerators of a host together; null: no limit
+    per_host_gbytes_per_second: Figure | None = (
+        None  # of all accelerators of a host together, offloading too; null: no limit
+    )
 
 
 class LinksSpec(Spec):

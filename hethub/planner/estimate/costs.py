@@ -42,7 +42,7 @@ class Rate(NamedTuple):
 
 def _layer_cost(problem: Problem, device_type: DeviceType) -> LayerCost:
     """A device type's layer costs, measured where there is a profile of it."""
-    args = (problem.model, device_type.accelerator, problem.batch.seq_len, problem.batch.precision)
+    args = (problem.model, device_type.accelerator, problem.batch.seq_len, problem.batch.precision, problem.software)
     measured = problem.profile and problem.profile.device(device_type.accelerator.name, problem.batch.precision)
     return ProfiledLayerCost(*args).use(measured) if measured else LayerCost(*args)
 
@@ -80,10 +80,22 @@ class UnitCosts:
         layer, embedding, head = cost.layer(samples, tp, recompute), cost.embedding(samples), cost.head(samples, 1 / tp)
         again = 2 * once if recompute == "full" else 0.0
         return Rate(
-            PassSeconds(layer.forward + 2 * once, layer.backward + 2 * once + again),
-            PassSeconds(embedding.forward + once, embedding.backward + once),
-            PassSeconds(head.forward + once, head.backward + once),
+            PassSeconds(
+                layer.forward + 2 * once,
+                layer.backward + self._sums_of_backward(device_type, tp, samples, once) + again,
+            ),
+            PassSeconds(embedding.forward + once, embedding.backward),
+            PassSeconds(head.forward + once, head.backward),
         )
+
+    def _sums_of_backward(self, device_type: int, tp: int, samples: int, once: float) -> float:
+        """What a layer's two sums add to its backward, as the predictor has it; where zero_bubble is searched beside
+        1F1B, as 1F1B has it."""
+        apart = self.problem.schedule == "zero_bubble" or self.problem.cluster.emulated or self._on_cpu[device_type]
+        if not once or apart:
+            return 2 * once
+        cost = self.network.fit["overlap_cost"]
+        return self.layer_costs[device_type].sums_beside_weights(samples, tp, 1 / tp, once, cost)
 
     def worker(self, stage: CandidateStage, group: ReplicaGroup, first: bool, last: bool) -> Worker:
         """One of the group's replicas with the seconds of its microbatches of every size."""

@@ -15,10 +15,10 @@ from hethub.planner.candidate.samples import earliest_finish, largest_able, with
 from hethub.planner.estimate.costs import UnitCosts, rank_parameters
 from hethub.planner.estimate.memory_model import MIDDLE, Coefficients, Mode
 from hethub.planner.estimate.stage_figures import Division, Placed, Room, Side, Sort, StageEstimate, Sums
-from hethub.planner.problem.problem import Problem
+from hethub.planner.problem.problem import DeviceType, Problem
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import Group
-from hethub.predictor.cost.links import host_gbytes_per_second
+from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.memory.state import optimizer_bytes
 from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
 from hethub.spec.plan import Offload
@@ -48,14 +48,20 @@ class StageTimes:
             problem.capacity(device_type) for device_type in range(len(problem.device_types))
         ]  # bytes of a rank
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
-        self._host = [1e-9 / host_gbytes_per_second(device, fit) for device in devices]  # seconds of a byte
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
+        per_host = problem.cluster.links.staging.per_host_gbytes_per_second
+        self._host = [  # seconds of a byte, where all of a machine offload
+            1e-9 / host_gbytes_per_second(device, fit, per_host, node.accelerators)
+            for device, node in zip(devices, nodes, strict=True)
+        ]
         self._host_bytes = [  # for a rank
             _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
             for node in nodes
         ]
         real = not problem.cluster.emulated
-        self._overlap = [1.0 if real and is_cpu(device) else fit["overlap_cost"] for device in devices]
+        on_cpu = [real and is_cpu(device) for device in devices]
+        self._overlap = [1.0 if own else fit["overlap_cost"] for own in on_cpu]
+        self._beside_step = [0.0 if own or not real else fit["overlap_cost"] for own in on_cpu]
 
     def divided(self, stages: Sequence[Placed]) -> Division:
         """How the stages divide the samples."""
@@ -89,7 +95,16 @@ class StageTimes:
         if moves.any():
             moving = self._with_transfers(own, found, sums)
             found = StageEstimate(*(np.where(moves, *each) for each in zip(moving, found, strict=True)))
-        return found._replace(backward=found.backward - self._deferred_wgrad(stages) * own.layers), division, room
+        slowed = self._slowed(own, found)
+        return (
+            found._replace(
+                backward=found.backward - self._deferred_wgrad(stages) * own.layers,
+                reduce=found.reduce + slowed,
+                tail=found.tail + slowed,
+            ),
+            division,
+            room,
+        )
 
     def room(self, stage: CandidateStage, own: ReplicaGroup, place: int, pattern: Pattern, slack: float = 1.0) -> Room:
         """What one of the group's ranks has for microbatches, by the closed form."""
@@ -113,13 +128,17 @@ class StageTimes:
             found = self._largest[key] = largest_able(is_able, own.micro_batch)
         return found
 
-    def collective(self, groups: Sequence[ReplicaGroup]) -> tuple[float, float]:
-        """Seconds of a reduce-scatter or an all-gather over replicas: of any, and more per byte."""
-        key = tuple([(own.device_type, own.tp, own.number) for own in groups])
+    def collective(self, groups: Sequence[ReplicaGroup], zero: int = 1) -> tuple[float, float]:
+        """Seconds of a reduce-scatter or an all-gather over replicas, under ZeRO-0 of half an all-reduce: of any, and
+        more per byte."""
+        operation: Operation = "reduce_scatter" if zero else "all_reduce"
+        key = (operation, *[(own.device_type, own.tp, own.number) for own in groups])
         found = self._collectives.get(key)
         if found is None:
             group, network = self._group(groups), self.costs.network
-            one, two = (network.reduce_scatter(group, num_bytes, self.costs.sharing(group)) for num_bytes in _PROBED)
+            one, two = (
+                network.reduce_scatter(group, num_bytes, self.costs.sharing(group), operation) for num_bytes in _PROBED
+            )
             per_byte = (two - one) / (_PROBED[1] - _PROBED[0])
             found = self._collectives[key] = (one - per_byte * _PROBED[0], per_byte)
         return found
@@ -215,6 +234,13 @@ class StageTimes:
             tail=np.where(summed, reduce / own.layers, alone.tail),
         )
 
+    def _slowed(self, own: Side, found: StageEstimate) -> np.ndarray:
+        """[stage]: by how much a step's one reduction slows the backward that hides it; CPUs as they were measured."""
+        cost = np.array([min(self._beside_step[group.device_type] for group in p.stage.groups) for p in own.stages])
+        once = (own.zero < 2) & (own.replicas > 1)
+        one_sample = np.where(own.numbers > 0, own.backward / own.micro_batches, np.inf).min(axis=1)
+        return np.where(once, cost * np.minimum(found.reduce - found.tail, one_sample), 0.0)
+
     def _copied(self, own: Side) -> np.ndarray:
         """[stage, sort]: seconds of copying what a microbatch keeps of the layers to the host, where that is
         offloaded."""
@@ -297,7 +323,7 @@ class StageTimes:
         return found
 
     def _sums(self, own: Side) -> Sums:
-        met = [self.collective(p.stage.groups) if p.stage.replicas > 1 else _ALONE for p in own.stages]
+        met = [self.collective(p.stage.groups, p.stage.zero) if p.stage.replicas > 1 else _ALONE for p in own.stages]
         tp = np.array([min([group.tp for group in placed.stage.groups]) for placed in own.stages])
         first, last = np.array([placed.ends for placed in own.stages]).T
         return Sums(rank_parameters(self.problem.model, tp, own.layers, first, last), *np.array(met).T)
@@ -331,7 +357,15 @@ class StageTimes:
                     machines[self.costs.network.places[ranks[0]].machine] += here
                     islands[island] += here
                 left -= here
-        return Group(machines.total(), tuple(machines.items()), tuple(islands.items()))
+        joined = all(
+            self._joins(self.problem.device_types[device_type], tp * number) for device_type, tp, _, number in groups
+        )
+        return Group(machines.total(), tuple(machines.items()), tuple(islands.items()), joined=joined)
+
+    def _joins(self, device_type: DeviceType, ranks: int) -> bool:
+        """Whether the links of a device type's first so many accelerators reach each other, as far as they share a machine."""
+        network, machine = self.costs.network, device_type.machines[0]
+        return network.joined(machine[:ranks])
 
 
 def _offloads(own: Side, what: Offload) -> np.ndarray:

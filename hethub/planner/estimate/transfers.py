@@ -65,5 +65,5 @@ class P2pCosts:
         network = self.costs.network
         seconds = network.link(source, target, sharing).seconds(num_bytes)
         if receiver.tp > 1:
-            seconds += network.link(*two[0][:2]).seconds(num_bytes)
+            seconds += network.broadcast(two[0][: receiver.tp]).seconds(num_bytes)
         return seconds

@@ -56,7 +56,9 @@ class Evaluator:
             used = tuple(rank_memory(layout))
         except BadInput:  # too few microbatches in flight, or heads that do not divide: no plan
             return None
-        predicted = partial(predict, layout, reserve=reserve, profile=problem.profile, used=used)
+        predicted = partial(
+            predict, layout, reserve=reserve, used=used, profile=problem.profile, software=problem.software
+        )
         found = Evaluation(candidate, layout.plan, used, all_fit(layout, used, reserve), predicted)
         wanted = found.fits or self.ignore_memory or candidate.plan is not None
         return None if wanted and not found.is_predictable else found

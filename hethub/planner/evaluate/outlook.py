@@ -114,7 +114,7 @@ class Outlooks:
     def _seconds(self, wirings: Wirings, scenario: Scenario) -> float:
         own = copy.copy(wirings.layout)  # how samples are dealt does not depend on the cluster's figures
         object.__setattr__(own, "cluster", scenario.cluster)
-        costs = PlanCosts(own, HETHUB, scenario.constants, self.problem.profile)
+        costs = PlanCosts(own, self.problem.software, scenario.constants, self.problem.profile)
         return step_times(own, costs, wirings=wirings).seconds
 
     @cached_property

@@ -14,7 +14,6 @@ from hethub.planner.estimate.memory_model import position
 from hethub.planner.estimate.stage_times import NEARLY, StageTimes
 from hethub.planner.problem.problem import Problem, Unit
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.predictor.pipeline.state_costs import Reduction
 from hethub.spec.layout.bind import Layout
@@ -333,7 +332,7 @@ class StageCosts:
         layout = Layout(
             plan_of(self.problem, self.schedule, shape, layers, options), self.problem.model, self.problem.cluster
         )
-        return PlanCosts(layout, HETHUB, packaged(), self.problem.profile)
+        return PlanCosts(layout, self.problem.software, packaged(), self.problem.profile)
 
 
 class StageChoice(NamedTuple):

@@ -16,6 +16,7 @@ from hethub.planner.search.auto import search
 from hethub.planner.search.effort import effort_for
 from hethub.planner.search.processes import forked
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import ConstraintsSpec
@@ -30,10 +31,11 @@ def homogeneous_parts(
     train: Batch | tuple[int, int, Precision],
     constraints: ConstraintsSpec | None = None,
     profile: ProfileSpec | None = None,
+    software: Software = HETHUB,
     processes: int = 1,
 ) -> Alone:
     """The parts of the homogeneous sum for a job, whatever its plan; None where it is undefined."""
-    problem = pose(model, cluster, Batch(*train), constraints, profile=profile)
+    problem = pose(model, cluster, Batch(*train), constraints, profile=profile, software=software)
     with homogeneous_parts_beside(problem, UnitCosts(problem), processes) as found:
         return found()
 

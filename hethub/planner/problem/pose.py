@@ -4,6 +4,7 @@ from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.planner.problem.contradictions import check_constraints
 from hethub.planner.problem.problem import Batch, Problem, collapse
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
@@ -17,6 +18,7 @@ def pose(
     constraints: ConstraintsSpec | None = None,
     capabilities: Capabilities = RUNTIME,
     profile: ProfileSpec | None = None,
+    software: Software = HETHUB,
 ) -> Problem:
     """The problem, checked. Raises BadInput where precision, batch or constraints leave no plan at all.
 
@@ -33,6 +35,7 @@ def pose(
         capabilities=capabilities,
         device_types=collapse(cluster),
         profile=profile,
+        software=software,
     )
     _check_precision(problem)
     check_constraints(problem)

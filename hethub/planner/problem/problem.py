@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hethub.planner.problem.capabilities import RUNTIME, Capabilities
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.job import ConstraintsSpec
@@ -73,6 +74,7 @@ class Problem:
     capabilities: Capabilities = RUNTIME
     device_types: tuple[DeviceType, ...] = ()
     profile: ProfileSpec | None = None
+    software: Software = HETHUB  # as the job's `train.compile` has it
 
     def capacity(self, device_type: int) -> float:
         """Bytes of an accelerator that a rank may use."""

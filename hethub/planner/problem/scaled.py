@@ -54,12 +54,14 @@ def scaled(cluster: ClusterSpec, scale: Scale) -> ClusterSpec:
 
 def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
     device = node.device
+    peer = device.peer_gbytes_per_second
     compute = scale.compute.get(device.name, 1.0)
     rates = {key: value * compute for key in RATES if (value := getattr(device, key)) is not None}
     accelerator = device.replace(
         memory_gb=device.memory_gb * scale.memory,
         memory_gbytes_per_second=device.memory_gbytes_per_second * scale.memory_bandwidth * compute,
         link_gbytes_per_second=device.link_gbytes_per_second * scale.in_node,
+        peer_gbytes_per_second=peer and peer * scale.in_node,
         **rates,
     )
     return node.replace(accelerator=accelerator, gbps_per_nic=node.gbps_per_nic and node.gbps_per_nic * scale.network)

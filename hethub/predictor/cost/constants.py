@@ -31,6 +31,12 @@ _FAMILIES = (
 )
 # A family's scales are on top of its predecessor's: clocks, kernels and attention carry over.
 _PREDECESSORS = {"blackwell": "hopper", "blackwell-gb202": "ada"}
+# One chip sold with fewer units or slower links: what was measured of the one holds for the other.
+_SAME_CHIP = {
+    "MI250-GCD": "MI250X-GCD",
+    "A800-SXM4-80GB": "A100-SXM4-80GB",
+    "H800-SXM5-80GB": "H100-SXM5-80GB",
+}
 # What no fit told, and where it comes from.
 ASSUMED = {
     "memory": "a guess: kernels reach 0.8 of the memory bandwidth; `passes` is fitted beside it and takes up the rest",
@@ -126,7 +132,8 @@ class Constants:
     residuals: dict[str, float] = field(default_factory=dict)
 
     def efficiency(self, accelerator: AcceleratorSpec, precision: MathPrecision) -> Efficiency:
-        """The efficiency of an accelerator: its own and its family's scales where fitted, else the mean of all."""
+        """The efficiency of an accelerator: its own or its chip's and its family's scales where fitted, else the mean of
+        all."""
         common, width = self.common, precision_class(precision)
         units = "matrix" if on_matrix_units(accelerator, precision) else "vector"
         bits = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(precision)
@@ -135,7 +142,7 @@ class Constants:
         for values in (
             self.families.get(f"{_PREDECESSORS.get(name)} {width}"),
             self.families.get(f"{name} {width}"),
-            self.accelerators.get(f"{accelerator.name} {width}"),
+            self._own(accelerator.name, width),
         ):
             if values is not None:
                 scale += values.get("log_scale", 0.0)
@@ -160,6 +167,11 @@ class Constants:
             scale=exp(scale),
             throttle=max(throttle, -0.5),
         )
+
+    def _own(self, accelerator: str, width: str) -> dict[str, float] | None:
+        """The scales of an accelerator, else those of the same chip under another name."""
+        own = self.accelerators.get(f"{accelerator} {width}")
+        return own or self.accelerators.get(f"{_SAME_CHIP.get(accelerator)} {width}")
 
     def knows(self, accelerator: str, precision: MathPrecision) -> bool:
         """Whether the fit saw an accelerator of this name compute layers or steps, and not products alone."""

@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, packaged, peak_flops
+from hethub.predictor.cost.constants import Constants, Efficiency, attention_peak_flops, is_cpu, packaged, peak_flops
 from hethub.predictor.cost.operators import (
     Shape,
     Work,
-    attention_share,
+    attention_work,
+    beside_sums,
     embedding_work,
     head_work,
     layer_work,
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 Number = TypeVar("Number", float, "np.ndarray")
+
+# Bytes per parameter and backward of hethub's gradients in fp32, beside a product's own half-precision result. cuBLAS
+# reads and writes them as that result (addmm's out_dtype, hethub/runtime/state/parameter.py); elsewhere the result is
+# written, read again and added.
+SUMMED_IN_PRODUCTS = 4.0 + 4.0 - 2.0
+SUMMED_BEHIND_PRODUCTS = 2.0 + 4.0 + 4.0
 
 
 def adamw_bytes(precision: MathPrecision) -> float:
@@ -73,12 +80,24 @@ def with_launches(device: Any, work: Work, fit: Efficiency) -> Any:
     return (device**4 + (work.kernels * fit.launch_seconds) ** 4) ** 0.25
 
 
-def _gradient_bytes(fit: Efficiency, precision: MathPrecision, software: Software) -> float:
+def _gradient_bytes(
+    fit: Efficiency, accelerator: AcceleratorSpec, precision: MathPrecision, software: Software
+) -> float:
     """Bytes per parameter that a backward moves to accumulate gradients; what is as wide as its products adds in
     place."""
     if element_bytes(precision) > 2:
         return 0.0
-    return float(fit.gradient_bytes) if software.gradient_pass_bytes is None else software.gradient_pass_bytes
+    given = software.gradient_pass_bytes
+    if given == "by device":
+        return SUMMED_IN_PRODUCTS if accelerator.vendor == "nvidia" else SUMMED_BEHIND_PRODUCTS
+    return float(fit.gradient_bytes) if given is None else given
+
+
+def executed_on(accelerator: AcceleratorSpec, software: Software) -> Software:
+    """The software with what it leaves to the accelerator settled: small operations are compiled on devices alone."""
+    if software.fused_elementwise is not None:
+        return software
+    return replace(software, fused_elementwise=not is_cpu(accelerator))
 
 
 class Device:
@@ -96,7 +115,7 @@ class Device:
         self.fit = replace(
             fit,
             scale=scale,
-            gradient_bytes=_gradient_bytes(fit, precision, software),
+            gradient_bytes=_gradient_bytes(fit, accelerator, precision, software),
             attention=fit.attention * tuned,
             launch_seconds=0.0 if software.captured else fit.launch_seconds * slow,
         )
@@ -129,7 +148,8 @@ class LayerCost:
         software: Software = HETHUB,
         constants: Constants | None = None,
     ) -> None:
-        self.model, self.accelerator, self.seq_len, self.software = model, accelerator, seq_len, software
+        self.model, self.accelerator, self.seq_len = model, accelerator, seq_len
+        self.software = executed_on(accelerator, software)
         self.precision = software.math_precision(precision)
         self.device = Device(accelerator, self.precision, software, constants or packaged())
         self._layers: dict[tuple[float, float, int, Recompute], PassSeconds] = {}
@@ -146,19 +166,22 @@ class LayerCost:
         found = self._layers.get(key)
         if found is None:
             once = self._layer_once(samples, self.seq_len, share)
-            again = self._recompute_fraction(recompute) * once.forward
+            again = self._recompute_fraction(recompute, Shape(samples, self.seq_len, share)) * once.forward
             found = self._layers[key] = PassSeconds(once.forward, once.backward + again)
         return found
 
     def _layer_once(self, samples: float, seq_len: int, share: float) -> PassSeconds:
         return self.device.both(layer_work(self.model, Shape(samples, seq_len, share), self.precision, self.software))
 
-    def _recompute_fraction(self, recompute: Recompute) -> float:
-        """Which part of a forward runs again in the backward. hethub's selective recompute runs attention again."""
-        if recompute == "selective":
-            given = self.software.selective_fraction
-            return attention_share(self.model, self.seq_len, self.software) if given is None else given
-        return 1.0 if recompute == "full" else 0.0
+    def _recompute_fraction(self, recompute: Recompute, shape: Shape) -> float:
+        """Which part of a forward's seconds runs again in the backward. hethub's selective recompute runs attention
+        again, which is slower than products of as many FLOPs."""
+        if recompute != "selective":
+            return 1.0 if recompute == "full" else 0.0
+        if self.software.selective_fraction is not None:
+            return self.software.selective_fraction
+        asked = (self.model, shape, self.precision, self.software)
+        return self.device.seconds(attention_work(*asked)) / self.device.seconds(layer_work(*asked)[0])
 
     def weight_share(self, samples: float, share: float) -> float:
         """The part of a layer's backward that is its weights' gradients, which zero_bubble puts off."""
@@ -166,6 +189,15 @@ class LayerCost:
         whole = layer_work(self.model, shape, self.precision, self.software)[1]
         weights = weight_work(self.model, shape, self.precision, self.software)
         return self.device.seconds(weights, backward=True) / self.device.seconds(whole, backward=True)
+
+    def sums_beside_weights(self, samples: float, tp: int, share: float, once: float, cost: float) -> float:
+        """Seconds that a layer's two sums over ranks, `once` each, add to its backward: what the gradients of the weights
+        beside each do not hide, and `cost` for every second that they do, by which it slows them."""
+        asked = (self.model, Shape(samples, self.seq_len, share), self.precision, self.software)
+        whole = self.device.seconds(layer_work(*asked)[1], backward=True)
+        measured = self.layer(samples, tp, share=share).backward / whole  # 1 without a profile
+        beside = [measured * self.device.seconds(work, backward=True) for work in beside_sums(*asked)]
+        return sum(max(0.0, once - compute) + cost * min(once, compute) for compute in beside)
 
     def embedding(self, samples: float) -> PassSeconds:
         """Looking tokens up, and adding their gradients."""

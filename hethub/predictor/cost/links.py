@@ -9,60 +9,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import log2
-from typing import NamedTuple
 
 from hethub.predictor.cost.constants import Constants, packaged
-from hethub.predictor.cost.groups import Group
+from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.node_links import NodeLinks
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
-from hethub.spec.accelerator import AcceleratorSpec
+from hethub.predictor.cost.resources import IN, OF_RANKS, OUT, Link, Path, Resource, ends
 from hethub.spec.cluster import ClusterSpec, NodeSpec, Place, RackSpec
 from hethub.spec.errors import BadInput
-
-PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
-UNKNOWN_GENERATION = 5
-OUT, IN = "out", "in"
-OF_RANKS = ("port", "staging")  # resources that the ranks of a machine do not share
-
-
-class Resource(NamedTuple):
-    """What bytes occupy, in one direction: kind, and which of them."""
-
-    kind: str  # port, staging (of a rank); host, cards, bridge (of a machine); rack (by name); regions (from, to)
-    owner: object
-    way: str = OUT
-
-
-class Link(NamedTuple):
-    """A way between two ranks: seconds of an empty message and of each byte, one direction."""
-
-    latency_seconds: float
-    seconds_per_byte: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency_seconds + num_bytes * self.seconds_per_byte if num_bytes else 0.0
-
-
-class Path(NamedTuple):
-    """A way between two ranks that nobody else uses, and the resources on it."""
-
-    alone: Link
-    resources: tuple[Resource, ...]
-
-
-def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
-    """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
-    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
-    return gbytes_per_second <= PCIE_3_GBYTES_PER_SECOND * 2 ** (generation - 3)
-
-
-def host_gbytes_per_second(accelerator: AcceleratorSpec, fit: Mapping[str, float]) -> float:
-    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower.
-
-    Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
-    """
-    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
-    wire = min(PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3), accelerator.link_gbytes_per_second)
-    return wire * fit["host_copy_fraction"]
 
 
 class Network:
@@ -77,14 +31,37 @@ class Network:
         self.machines = [node for node in cluster.nodes for _ in range(node.count)]
         self._rates: dict[Resource, float] = {}
         self._card_rates: dict[str, float] = {}
+        self._node_links: dict[str, NodeLinks] = {}
         self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
-        self._paths: dict[tuple[int, int], Path] = {}
+        self._paths: dict[tuple[int, int, bool], Path] = {}
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """Where `ranks` are."""
+    def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
+        """Where `ranks` are. Those that `shares` names own so much of what a stage steps, the others what is left."""
         machines = Counter(self.places[rank].machine for rank in ranks)
         islands = Counter(self.places[rank].island for rank in ranks)
-        return Group(len(ranks), tuple(machines.items()), tuple(islands.items()))
+        owned: tuple[float, ...] = ()
+        if shares and len(islands) > 1:
+            by_island = dict.fromkeys(islands, 0.0)
+            unnamed = (1.0 - sum(shares.values())) / max(1, len(ranks) - len(shares))
+            for rank in ranks:
+                by_island[self.places[rank].island] += shares.get(rank, max(0.0, unnamed))
+            owned = tuple(own / sum(by_island.values()) for own in by_island.values())
+        return Group(len(ranks), tuple(machines.items()), tuple(islands.items()), owned, self.joined(ranks))
+
+    def joined(self, ranks: Sequence[int]) -> bool:
+        """Whether the ranks of each machine reach each other by their own links."""
+        places: dict[int, list[int]] = {}
+        for rank in ranks:
+            places.setdefault(self.places[rank].machine, []).append(self.places[rank].local)
+        return all(self.node_links(self.machines[machine]).joins(own) for machine, own in places.items())
+
+    def node_links(self, node: NodeSpec) -> NodeLinks:
+        """The links inside a node."""
+        found = self._node_links.get(node.name)
+        if found is None:
+            given = self.cluster.links.in_node.gbytes_per_second
+            found = self._node_links[node.name] = NodeLinks(node.device, given)
+        return found
 
     # -- messages
 
@@ -98,12 +75,13 @@ class Network:
         """The way from rank to rank. One message has one interface at most; host memory is passed at both ends of a
         bridge."""
         a, b = self.places[source], self.places[target]
-        found = self._paths.get((a.machine, b.machine))
+        key = (a.machine, b.machine, self.joined((source, target)))
+        found = self._paths.get(key)
         if found is None:
-            found = self._paths[a.machine, b.machine] = self._path(a, b)
+            found = self._paths[key] = self._path(a, b)
         if a.island != b.island:
-            return Path(found.alone, (*_ends("staging", source, target), *found.resources))
-        return found if a.machine != b.machine else Path(found.alone, _ends("port", source, target))
+            return Path(found.alone, (*ends("staging", source, target), *found.resources))
+        return found if a.machine != b.machine else Path(found.alone, ends("port", source, target))
 
     def _path(self, a: Place, b: Place) -> Path:
         """Between two machines, or inside one, without what is the ranks' own."""
@@ -114,9 +92,10 @@ class Network:
         elif apart:
             latency = self.fit["in_node_latency_seconds"] + self.cluster.links.between_nodes.latency_seconds
             alone = Link(latency, 1.0 / min(self._interface(node) for node in (a.node, b.node)))
-            resources = [*_ends("cards", a.machine, b.machine)]
+            resources = [*ends("cards", a.machine, b.machine)]
         else:
-            alone = Link(self._in_node_latency(a.node), 1.0 / self._in_node(a.node))
+            rate = self._in_node(a.node, 2, self.joined((a.rank, b.rank)))
+            alone = Link(self._in_node_latency(a.node), 1.0 / rate)
         latency, per_byte = alone
         racks = [self.racks.get(place.node.name) for place in (a, b)]
         if apart and racks[0] is not racks[1]:
@@ -135,12 +114,12 @@ class Network:
         overlap."""
         given, resources = self.cluster.links.between_islands, list[Resource]()
         if self.cluster.links.staging.per_host_gbytes_per_second is not None:
-            resources += _ends("host", a.machine, b.machine)
+            resources += ends("host", a.machine, b.machine)
         rates = [self.staging_rate]
         if given.gbps_per_node is not None:
-            resources += _ends("bridge", a.machine, b.machine)
+            resources += ends("bridge", a.machine, b.machine)
         elif a.machine != b.machine and not (self.cluster.emulated and (a.node.gbps is None or b.node.gbps is None)):
-            resources += _ends("cards", a.machine, b.machine)
+            resources += ends("cards", a.machine, b.machine)
             rates += [self._interface(node) for node in (a.node, b.node)]
         return Link(given.latency_seconds, 1.0 / min(rates)), resources
 
@@ -204,17 +183,9 @@ class Network:
     def _measured(self, level: str, operation: str) -> LinkTiming | None:
         return None if self.profile is None else self.profile.link(level, operation)
 
-    def _in_node(self, node: NodeSpec) -> float:
-        """Bytes per second of one accelerator to its neighbours, each direction."""
-        given = self.cluster.links.in_node.gbytes_per_second
-        sheet = given or node.device.link_gbytes_per_second
-        fraction = "pcie_fraction" if self._hosted(node) else "in_node_fraction"
-        return sheet * 1e9 * self.fit[fraction]
-
-    def _hosted(self, node: NodeSpec) -> bool:
-        """Whether a node's accelerators reach each other through their host."""
-        sheet = self.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
-        return through_host(node.device, sheet)
+    def _in_node(self, node: NodeSpec, ranks: int | None = None, joined: bool = True) -> float:
+        """Bytes per second of one accelerator to others of a group in its node, each direction, by default to all."""
+        return self.node_links(node).bytes_per_second(self.fit, ranks, joined)
 
     def _in_node_latency(self, node: NodeSpec) -> float:
         given = self.cluster.links.in_node.latency_seconds
@@ -247,8 +218,22 @@ class Network:
 
     # -- collectives
 
-    def reduce_scatter(self, group: Group, num_bytes: float, sharing: int = 1) -> float:
-        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long.
+    def broadcast(self, ranks: Sequence[int]) -> Link:
+        """The way from a replica's first rank to its others: along a ring, which takes all links between them."""
+        first, (node, *_) = self.link(ranks[0], ranks[1]), (self.places[rank].node for rank in ranks)
+        group = self.group(ranks)
+        if len(group.machines) > 1:
+            return first
+        alone = self._in_node(node, 2, self.joined(ranks[:2]))
+        return first._replace(
+            seconds_per_byte=first.seconds_per_byte * alone / self._in_node(node, group.size, group.joined)
+        )
+
+    def reduce_scatter(
+        self, group: Group, num_bytes: float, sharing: int = 1, operation: Operation = "reduce_scatter"
+    ) -> float:
+        """Seconds until every rank holds its part of the sum of `num_bytes`; an all-gather takes as long, and so does half
+        of an all-reduce, but for what islands exchange (`operation`).
 
         A ring: every link carries (n-1)/n of the bytes in n-1 steps. `sharing` groups like it are at work on each of
         their machines, and so on all others of their racks and regions.
@@ -264,12 +249,12 @@ class Network:
         rings = self._rings(group, sharing, measured)
         ring = max([num_bytes * (own.size - 1) / own.size / rate for own, rate in rings])
         if len(rings) > 1:
-            ring = max(ring, self._exchange_seconds(group, num_bytes, sharing, measured))
+            ring = max(ring, self._exchange_seconds(group, num_bytes, sharing, measured, operation))
         if measured is not None:
             return measured.latency_seconds / 2 + max(ring, num_bytes * part / (measured.gbytes_per_second * 1e9))
         steps = self._ring_seconds(group)
         latency = self.fit["collective_latency_seconds"] + steps
-        if group.most_per_machine > 1 and any(map(self._hosted, nodes)):
+        if group.most_per_machine > 1 and any(self.node_links(node).hosted(group.joined) for node in nodes):
             latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + steps
         if len(nodes) > 1:
             latency += max(self._between_regions(a, b)[0] for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
@@ -284,7 +269,7 @@ class Network:
 
         Over machines NCCL's trees were measured to be no faster (benchmarks/collectives.py).
         """
-        return 2.0 * self.reduce_scatter(group, num_bytes, sharing)
+        return 2.0 * self.reduce_scatter(group, num_bytes, sharing, "all_reduce")
 
     def _ring_seconds(self, group: Group) -> float:
         """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
@@ -308,7 +293,11 @@ class Network:
         nodes = [self.machines[machine] for machine, _ in group.machines]
         rates = []
         if group.most_per_machine > 1:
-            rates = [max(least, self._in_node(n)) / self._sharing_inside(n, len(nodes), sharing) for n in nodes]
+            rates = [
+                max(least, self._in_node(node, count, group.joined)) / self._sharing_inside(node, group, sharing)
+                for node, (_, count) in zip(nodes, group.machines, strict=True)
+                if count > 1
+            ]
         if len(nodes) > 1:
             rates += [max(least, self._cards(node)) / min(sharing, node.accelerators) for node in nodes]
             rates += [self.rate(resource) / (sharing * like) for resource, like in self._passed_between(group)]
@@ -319,44 +308,52 @@ class Network:
         machines: dict[str, list[tuple[int, int]]] = {island: [] for island, _ in group.islands}
         for machine in group.machines:
             machines[self.machines[machine[0]].device.vendor].append(machine)
-        return [Group(size, tuple(machines[island]), ((island, size),)) for island, size in group.islands]
+        return [
+            Group(size, tuple(machines[island]), ((island, size),), joined=group.joined)
+            for island, size in group.islands
+        ]
 
-    def ring_bytes(self, group: Group, num_bytes: float) -> dict[Resource, float]:
-        """What a reduce-scatter or an all-gather of `num_bytes` sends over what machines share on its way."""
+    def ring_bytes(self, group: Group, num_bytes: float, operation: Operation) -> dict[Resource, float]:
+        """What a collective, of an all-reduce half of it, sends and receives over what machines share on its way."""
         found: dict[Resource, float] = {}
         links = self.cluster.links
         if len(group.islands) > 1:
             for machine, count in group.machines:
                 node = self.machines[machine]
+                island = node.device.vendor
                 wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
-                here = group.exchanged(num_bytes, node.device.vendor, count)
-                if wire == "bridge" or self._has_cards(node, group):
-                    found[Resource(wire, machine)] = here
-                if links.staging.per_host_gbytes_per_second is not None:
-                    found[Resource("host", machine)] = here
+                here = num_bytes * group.of_ranks(island, count)
+                for way, part in zip((OUT, IN), group.exchanged(operation, island), strict=True):
+                    if wire == "bridge" or self._has_cards(node, group):
+                        found[Resource(wire, machine, way)] = here * part
+                    if links.staging.per_host_gbytes_per_second is not None:
+                        found[Resource("host", machine, way)] = here * part
         elif len(group.machines) > 1:
             ring = num_bytes * (group.size - 1) / group.size
-            found = {Resource("cards", machine): ring for machine, _ in group.machines}
+            found = {Resource("cards", machine, way): ring for machine, _ in group.machines for way in (OUT, IN)}
             found |= {resource: ring for resource, _ in self._passed_between(group)}
         return found
 
-    def rank_bytes(self, group: Group, rank: int, kind: str, num_bytes: float) -> float:
-        """What a reduce-scatter or an all-gather of `num_bytes` sends over a rank's own staging or port."""
+    def rank_bytes(self, group: Group, rank: int, own: Resource, num_bytes: float, operation: Operation) -> float:
+        """What a collective, of an all-reduce half of it, moves over a rank's own staging or port, in its direction."""
         if len(group.islands) > 1:
-            return group.exchanged(num_bytes, self.places[rank].island) if kind == "staging" else 0.0
-        return num_bytes * (group.size - 1) / group.size if kind == "port" and len(group.machines) == 1 else 0.0
+            island = self.places[rank].island
+            part = group.exchanged(operation, island)[own.way == IN] * group.of_ranks(island)
+            return num_bytes * part if own.kind == "staging" else 0.0
+        return num_bytes * (group.size - 1) / group.size if own.kind == "port" and len(group.machines) == 1 else 0.0
 
     def _has_cards(self, node: NodeSpec, group: Group) -> bool:
         """Whether what islands exchange takes the interfaces of their nodes."""
         return len(group.machines) > 1 and not (self.cluster.emulated and node.gbps is None)
 
-    def _sharing_inside(self, node: NodeSpec, num_nodes: int, sharing: int) -> int:
+    def _sharing_inside(self, node: NodeSpec, group: Group, sharing: int) -> int:
         """How many like groups share the way between a node's accelerators.
 
         Rings that leave a node over PCIe all pass its host; inside, neighbours may sit under switches of their own, and
         NVLink is for each pair alone.
         """
-        return min(sharing, node.accelerators) if num_nodes > 1 and self._hosted(node) else 1
+        hosted = len(group.machines) > 1 and self.node_links(node).hosted(group.joined)
+        return min(sharing, node.accelerators) if hosted else 1
 
     def _passed_between(self, group: Group) -> list[tuple[Resource, float]]:
         """Racks and regions that a ring leaves, and for each group on one of their machines how many there are in all."""
@@ -376,16 +373,20 @@ class Network:
                 found.append((Resource("regions", (a, b)), machines / own.count(a)))
         return found
 
-    def _exchange_seconds(self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None) -> float:
-        """What islands send each other, every one its partial sum, each rank a part; it overlaps with the rings inside
-        them in chunks."""
+    def _exchange_seconds(
+        self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None, operation: Operation
+    ) -> float:
+        """What islands send each other, partials or what they own, each rank a part; it overlaps with the rings inside
+        them in chunks. Both directions go at once."""
         links = self.cluster.links
         least = 0.0 if measured is None else measured.gbytes_per_second * 1e9
-        most = max(group.exchanged(num_bytes, island) for island, _ in group.islands)
+        island_bytes = {island: num_bytes * max(group.exchanged(operation, island)) for island, _ in group.islands}
+        most = max(num_bytes * group.of_ranks(island) for island, num_bytes in island_bytes.items())
         seconds = [most / max(least, self.staging_rate)]
         for machine, count in group.machines:
             node = self.machines[machine]
-            here = group.exchanged(num_bytes, node.device.vendor, count) * min(sharing, node.accelerators)
+            island = node.device.vendor
+            here = island_bytes[island] * group.of_ranks(island, count) * min(sharing, node.accelerators)
             if links.staging.per_host_gbytes_per_second is not None:
                 seconds.append(here / max(least, self.rate(Resource("host", machine))))
             if links.between_islands.gbps_per_node is not None:
@@ -393,8 +394,3 @@ class Network:
             elif self._has_cards(node, group):
                 seconds.append(here / max(least, self._cards(node)))
         return max(seconds)
-
-
-def _ends(kind: str, source: int, target: int) -> tuple[Resource, Resource]:
-    """What a message leaves and what it enters."""
-    return Resource(kind, source, OUT), Resource(kind, target, IN)

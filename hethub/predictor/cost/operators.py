@@ -6,6 +6,7 @@ from hethub.predictor.cost.software import MathPrecision, Software, element_byte
 from hethub.spec.model import ModelSpec
 
 ALIGNED = 64  # elements: matrix units are fed whole lines of memory (NVIDIA, Matrix Multiplication Background, A100)
+UNFUSED_KERNELS = 6  # of attention beside the one that fused attention has
 
 
 class Product(NamedTuple):
@@ -95,7 +96,7 @@ def layer_work(model: ModelSpec, shape: Shape, precision: MathPrecision, softwar
     moved = tokens * _passes(model, shape, software) * width
     eager, fused = (0.0, moved) if software.fused_elementwise else (moved, 0.0)
     fused += score_bytes  # counted kernel by kernel
-    kernels = (18 if software.fused_elementwise else 28) + (0 if software.fused_attention else 6)
+    kernels = (18 if software.fused_elementwise else 28) + (0 if software.fused_attention else UNFUSED_KERNELS)
     weights = sum(p.columns * p.inner for p in forward)
     return (
         Work.of((*forward, *scores), width, attention, eager, kernels, fused_bytes=fused),
@@ -117,6 +118,26 @@ def weight_work(model: ModelSpec, shape: Shape, precision: MathPrecision, softwa
     products = tuple(Product(f.inner, f.columns, f.rows) for f in forward)
     gradients = sum(p.columns * p.inner for p in forward)
     return Work.of(products, element_bytes(precision), 0.0, 0.0, len(products), gradients)
+
+
+def attention_work(model: ModelSpec, shape: Shape, precision: MathPrecision, software: Software) -> Work:
+    """Attention proper of a layer's forward, between its projections: what selective recompute runs again."""
+    width = element_bytes(precision)
+    attention, scores, score_bytes = _attention(model, shape, width, software)
+    kernels = 1 if software.fused_attention else 1 + UNFUSED_KERNELS
+    return Work.of(scores, width, attention, 0.0, kernels, fused_bytes=score_bytes)
+
+
+def beside_sums(model: ModelSpec, shape: Shape, precision: MathPrecision, software: Software) -> tuple[Work, Work]:
+    """The weights' gradients that a layer's backward computes beside its two sums over tensor-parallel ranks: those of
+    the matrices cut by columns, before attention and before the activation."""
+    forward = _projections(model, shape, shape.samples * shape.seq_len / software.context_parallel)
+
+    def gradient(of: Product) -> Work:
+        product = Product(of.inner, of.columns, of.rows)
+        return Work.of((product,), element_bytes(precision), 0.0, 0.0, 1, of.columns * of.inner)
+
+    return gradient(forward[0]), gradient(forward[2])
 
 
 def _projections(model: ModelSpec, shape: Shape, tokens: float) -> tuple[Product, ...]:
@@ -163,12 +184,6 @@ def _seen(model: ModelSpec, seq_len: int) -> float:
         return float(seq_len)
     window = min(model.sliding_window or seq_len, seq_len)
     return window - window * window / (2 * seq_len)
-
-
-def attention_share(model: ModelSpec, seq_len: int, software: Software) -> float:
-    """The part of a layer's forward FLOPs inside attention proper: what selective recompute runs again."""
-    attention = 4.0 * model.heads * model.head_size * seq_len * (0.5 if software.fused_attention else 1.0)
-    return attention / (attention + 2.0 * model.layer_parameters)
 
 
 def embedding_work(model: ModelSpec, tokens: float, precision: MathPrecision) -> tuple[Work, Work]:

@@ -1,6 +1,6 @@
 """How a step is executed beside its plan: what published measurements vary and hethub's own runtime fixes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hethub.spec.accelerator import Precision
@@ -20,19 +20,22 @@ class Software:
     attention_dropout: bool = False  # where attention is not fused: its scores are kept once more, and a mask
     fused_activation: bool = True  # GELU and the like in one kernel
     keeps_gate_activation: bool = False  # of SwiGLU, until its backward; hethub computes it again
-    fused_elementwise: bool = False  # torch.compile, Megatron: norms, dropout, residuals in few kernels
+    # torch.compile, Megatron: norms, dropout, residuals in few kernels. None: on devices, not on CPUs, as hethub's bodies
+    # are compiled where `train.compile` does not say otherwise (hethub/kernels/bodies.py).
+    fused_elementwise: bool | None = None
     overlapped_reduction: bool = True  # gradients summed under the last backward
     overlapped_tensor_parallel: bool = False  # products cut in chunks that hide their own collectives
+    sums_beside_weights: bool = True  # a backward's sums over tensor-parallel ranks, beside its weights' gradients
     overlapped_gather: bool = True  # new weights under ZeRO-1 and 2 are gathered under the next forward
     captured: bool = False  # CUDA graphs, XLA: the host launches a program, not kernels
     slow_host: bool = False  # programs before PyTorch 2, which take longer to launch a kernel
     tuned_attention: bool = False  # fused attention written for this generation of matrix units
     gathers_ahead: bool = True  # ZeRO-2/3: a layer's collectives overlap its neighbours', over the ends of a pass too
     one_tied_copy: bool = True  # of a tied head: both ends sum and step it together; else each its own copy
-    # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing:
-    # hethub's are read in half and added up in fp32. None: as measured where weights stay in fp32 and are cast for
-    # every pass (autocast).
-    gradient_pass_bytes: float | None = 10.0
+    # Moved per parameter and backward to accumulate half-precision gradients, beside the product's own writing. By device:
+    # hethub's, added up in fp32 in the product itself where a library can. None: as measured where weights stay in fp32
+    # and are cast for every pass (autocast).
+    gradient_pass_bytes: float | Literal["by device"] | None = "by device"
     gradient_wire_bytes: int | None = None  # per gradient on the wire; None: at least fp32 (rule 11 of exactness)
     spread_boundaries: bool = (
         False  # between stages every tensor-parallel rank sends its part through its own interface
@@ -58,6 +61,11 @@ class Software:
 
 
 HETHUB = Software()
+
+
+def hethub_software(compiles: bool | None) -> Software:
+    """hethub's runtime under a job's `train.compile`."""
+    return HETHUB if compiles is None else replace(HETHUB, fused_elementwise=compiles)
 
 
 def held_gradient_bytes(width: int, software: Software) -> int:

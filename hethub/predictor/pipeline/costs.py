@@ -1,15 +1,17 @@
 """What each part of a bound plan costs: microbatches, boundaries and the optimizer, from layer and link costs."""
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.cost.cache import shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.layer import LayerCost
-from hethub.predictor.cost.links import IN, Link, Network
+from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.resources import IN, Link
 from hethub.predictor.cost.software import Software, element_bytes
 from hethub.predictor.memory.activations import kept_of_layer, kept_per_sample
 from hethub.predictor.memory.parameters import replica_widths
@@ -61,7 +63,7 @@ class PlanCosts:
         """Prices everything anew; what depends on the layout alone is kept (the fit asks thousands of times)."""
         self.constants = constants
         self.network = Network(self.layout.cluster, constants, self.profile)
-        self.state = StateCosts(self.layout, self.software, self.network, self._shortest_forward)
+        self.state = StateCosts(self.layout, self.software, self.network, self._shortest)
         self._layer_costs: dict[str, LayerCost] = {}
         self._microbatches: dict[tuple[object, ...], MicrobatchCost] = {}
         self._optimizers: dict[tuple[object, ...], float] = {}
@@ -102,8 +104,16 @@ class PlanCosts:
                 tuple(names if len(set(names)) > 1 else names[:1]),
                 tuple([machines.count(machine) for machine in dict.fromkeys(machines)]),
                 spec.tensor_shares,
+                self.network.joined(spec.ranks),
+                self._offloading_there(machines),
+                spec.samples if self.state.in_passes(stage) else None,  # which share what goes on beside their passes
             )
         return found
+
+    def _offloading_there(self, machines: Sequence[int]) -> int:
+        """How many ranks offload on the busiest of these machines, where hosts limit what they copy."""
+        limited = self.layout.cluster.links.staging.per_host_gbytes_per_second is not None
+        return max(self.state.offloading[machine] for machine in machines) if limited else 0
 
     @cached_property
     def microbatches_alike(self) -> bool:
@@ -141,8 +151,10 @@ class PlanCosts:
         places = self.layout.cluster.places
         a = places[self.layout.replica(stage, source).ranks[0]]
         b = places[self.layout.replica(below, target).ranks[0]]
+        on_one_machine = a.machine == b.machine
         return (
-            a.machine == b.machine,
+            on_one_machine and self.network.joined((a.rank, b.rank)),
+            on_one_machine,
             a.node.name,
             b.node.name,
             self._at_once(stage, below, a),
@@ -159,25 +171,26 @@ class PlanCosts:
             found = self._microbatches[key] = self._microbatch(stage, replica, samples, portion)
         return found
 
-    def _shortest_forward(self, stage: int, portion: Portion) -> float:
-        """Seconds of one sample, the least that a microbatch has, on the replica that is through with it first."""
+    def _shortest(self, stage: int, portion: Portion) -> tuple[float, float]:
+        """Seconds of a forward and a backward of one sample, the least that a microbatch has, on the replica that is
+        through with it first."""
         replicas = {
             self.replica_key(stage, replica): replica for replica in range(len(self.plan.stages[stage].replicas))
         }
-        return min(self.microbatch(stage, replica, 1, portion).forward.total for replica in replicas.values())
+        found = [self.microbatch(stage, replica, 1, portion) for replica in replicas.values()]
+        return min(own.forward.total for own in found), min(own.backward.total for own in found)
 
     def _microbatch(self, stage: int, replica: int, samples: int, portion: Portion) -> MicrobatchCost:
         spec = self.layout.replica(stage, replica)
         fractions = self.state.rank_fractions(spec)
-        unlike = {
-            (self.layer_cost(rank).accelerator.name, fraction): rank
-            for rank, fraction in zip(spec.ranks, fractions, strict=True)
-        }
-        each = [self._rank_passes(stage, spec, rank, share, samples, portion) for (_, share), rank in unlike.items()]
+        named = {(self.layer_cost(r).accelerator.name, part): r for r, part in zip(spec.ranks, fractions, strict=True)}
+        unlike = [(share, rank) for (_, share), rank in named.items()]
+        each = [self._rank_passes(stage, spec, rank, share, samples, portion) for share, rank in unlike]
         forward, backward, weight = map(max, zip(*each, strict=True))
-        tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, samples, portion)
+        tp_forward, tp_backward = self._tensor_parallel_seconds(stage, spec, unlike, samples, portion)
         passes = (forward + tp_forward, backward + tp_backward)
-        dp_forward, dp_backward = self.state.round_seconds(stage, passes, portion)
+        slowed = self.state.slowed_passes(stage, passes, portion, samples / spec.samples)
+        dp_forward, dp_backward = map(sum, zip(self.state.round_seconds(stage, passes, portion), slowed, strict=True))
         if "activations" in self.layout.stages[stage].offload:
             shown = [self._offloading(stage, spec, samples, portion.layers, seconds) for seconds in passes]
             dp_forward, dp_backward = dp_forward + shown[0], dp_backward + shown[1]
@@ -222,10 +235,10 @@ class PlanCosts:
         return samples * self.plan.seq_len * self.model.hidden * self.width / self.software.context_parallel
 
     def _tensor_parallel_seconds(
-        self, stage: int, spec: ReplicaSpec, samples: int, portion: Portion
+        self, stage: int, spec: ReplicaSpec, unlike: Sequence[tuple[float, int]], samples: int, portion: Portion
     ) -> tuple[float, float]:
-        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and loss add one
-        each."""
+        """Two all-reduces per layer and pass, two more where the forward runs again; embedding and head add one each to
+        the forward: the gradient of what enters the head is summed with the loss, that of the embedding by nobody."""
         tp = self.state.tensor_parallel(spec)
         if tp == 1:
             return 0.0, 0.0
@@ -235,8 +248,18 @@ class PlanCosts:
         if self.software.overlapped_tensor_parallel and self.software.sequence_parallel:
             once *= self.network.fit["tensor_parallel_shown"]
         layers, ends = portion.layers, portion.first + portion.last
-        again = 2 * layers if stage_spec.recompute == "full" else 0
-        return (2 * layers + ends) * once, (2 * layers + ends + again) * once
+        again = 2 * layers * once if stage_spec.recompute == "full" else 0.0
+        backward = max(self._sums_of_backward(stage, rank, tp, share, samples, once) for share, rank in unlike)
+        return (2 * layers + ends) * once, layers * backward + again
+
+    def _sums_of_backward(self, stage: int, rank: int, tp: int, share: float, samples: int, once: float) -> float:
+        """What a layer's two sums add to its backward on a rank. They run beside the gradients of the weights before
+        them, unless these are put off, the cores that compute sum, or a rehearsal paces one after the other."""
+        apart = self.plan.schedule == "zero_bubble" or self.layout.cluster.emulated or self.state.by_turns[stage]
+        if apart or not self.software.sums_beside_weights:
+            return 2 * once
+        cost = self.network.fit["overlap_cost"]
+        return self.layer_cost(rank).sums_beside_weights(samples, tp, share, once, cost)
 
     def optimizer(self, stage: int, replica: int, portion: Portion | None = None) -> float:
         """Seconds of the optimizer on a portion, by default on all of the stage, on the replica's slowest rank."""
@@ -270,7 +293,7 @@ class PlanCosts:
             return seconds + self.network.all_gather(self.network.group(receiver.ranks), num_bytes)
         seconds = self._way(stage, source, below, target).seconds(num_bytes)
         if receiver.tp > 1:
-            seconds += self.network.link(receiver.ranks[0], receiver.ranks[1]).seconds(num_bytes)
+            seconds += self.network.broadcast(receiver.ranks).seconds(num_bytes)
         return seconds
 
     def _way(self, stage: int, source: int, below: int, target: int, spread: int = 1) -> Link:

@@ -13,7 +13,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hethub.predictor.cost.links import OF_RANKS, Network, Path, Resource
+from hethub.predictor.cost.groups import Operation
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import OF_RANKS, Path, Resource
+from hethub.predictor.memory.parameters import RankWidths, StageParameters, rank_widths
 from hethub.predictor.pipeline.state_costs import StateCosts
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import ReplicaSpec
@@ -51,7 +54,7 @@ class LinkLoads:
     def __init__(self, layout: Layout, network: Network, state: StateCosts, sample_bytes: float, repeats: int) -> None:
         """`sample_bytes` are those of one sample's hidden states, `repeats` how often a chunk's boundary is crossed by
         software that interleaves."""
-        self.layout, self.network, self.state = layout, network, state
+        self.layout, self.network, self.traffic = layout, network, StateTraffic(state)
         self.sample_bytes, self.repeats = sample_bytes, repeats
         self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
         self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
@@ -85,7 +88,8 @@ class LinkLoads:
             if one == other:
                 above, below = (self.layout.stages[stage].replicas[one] for stage in self.stages[boundary])
                 machines = (places[above.ranks[0]].machine, places[below.ranks[0]].machine)
-                sort = (boundary, *machines, self.samples[key], above.micro_batch, above.tp, below.tp)
+                joined = self.network.joined((above.ranks[0], below.ranks[0]))
+                sort = (boundary, *machines, joined, self.samples[key], above.micro_batch, above.tp, below.tp)
             found[key] = first.setdefault(sort, key)
         return found
 
@@ -135,16 +139,92 @@ class LinkLoads:
         for (_, resource), seconds in self.messages.items():
             messages[resource] += seconds
             both[resource] += seconds
-        for resource, num_bytes in self.state.traffic().items():
+        for resource, num_bytes in self.traffic.by_resource().items():
             both[resource] += num_bytes / self.network.rate(resource)
         leaders: dict[object, tuple[int, int]] = {
             rank: (stage, replica) for stage, own in enumerate(self._leaders) for replica, rank in enumerate(own)
         }
         for resource in messages:
             if resource.kind in OF_RANKS:
-                num_bytes = self.state.leader_traffic(*leaders[resource.owner], resource.kind)
+                num_bytes = self.traffic.of_leader(*leaders[resource.owner], resource)
                 both[resource] += num_bytes / self.network.rate(resource)
         return max(((seconds, messages[resource]) for resource, seconds in both.items()), default=(0.0, 0.0))
+
+
+class StateTraffic:
+    """What collectives over a stage's replicas send in a step."""
+
+    def __init__(self, state: StateCosts) -> None:
+        self.state = state
+
+    def by_resource(self) -> dict[Resource, float]:
+        """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
+        found = defaultdict[Resource, float](float)
+        for stage, spec in enumerate(self.state.layout.stages):
+            cuts, moved = self._summed[stage]
+            for position in range(cuts if len(spec.replicas) > 1 else 0):
+                group = self.state.replica_group(stage, position)
+                for operation, num_bytes in moved.items():
+                    for resource, carried in self.state.network.ring_bytes(group, num_bytes, operation).items():
+                        found[resource] += carried
+        return found
+
+    def of_leader(self, stage: int, replica: int, own: Resource) -> float:
+        """Bytes of a step's collectives over replicas by a leader's own staging or port, in its direction."""
+        spec, (cuts, moved) = self.state.layout.stages[stage], self._summed[stage]
+        if len(spec.replicas) == 1:
+            return 0.0
+        leader = spec.replicas[replica]
+        groups = [self.state.replica_group(stage, position) for position in range(cuts if leader.tp == 1 else 1)]
+        return sum(
+            self.state.network.rank_bytes(group, leader.ranks[0], own, num_bytes, operation)
+            for group in groups
+            for operation, num_bytes in moved.items()
+        )
+
+    @cached_property
+    def _summed(self) -> list[tuple[int, dict[Operation, float]]]:
+        """By stage, into how many parts replicas cut its parameters at most, and a part's bytes in a step's collectives by
+        what these do."""
+        (alone,), found = rank_widths(self.state.model, 1), []
+        for stage, spec in enumerate(self.state.layout.stages):
+            cuts = max(replica.tp for replica in spec.replicas)
+            repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
+            parameters = self.state.count(alone, self.state.whole[stage]).own + repeated
+            moved = {name: parameters * each / cuts for name, each in self._bytes_a_step(stage).items()}
+            if "all_gather" in moved:
+                moved["all_gather"] -= self.state.width * self._not_gathered_again(stage, alone) / cuts
+            found.append((cuts, moved))
+        return found
+
+    def _repeated(self, stage: int) -> int:
+        """Parameters of keys and values where ranks of a replica hold the same heads: their rings have more ranks than
+        replicas, and carry nearly all of their bytes."""
+        spec, model = self.state.layout.stages[stage], self.state.model
+        if spec.cut_alike and spec.replicas[0].tensor_shares is None and spec.replicas[0].tp <= model.num_kv_heads:
+            return 0
+        return 2 * model.hidden * model.num_kv_heads * model.head_size * spec.num_layers
+
+    def _bytes_a_step(self, stage: int) -> dict[Operation, int]:
+        """Bytes that collectives over replicas move of every parameter in a step."""
+        level, wire = self.state.level(stage), self.state.gradient_wire_bytes
+        if level == 0:
+            return {"all_reduce": 2 * wire}
+        rounds = self.state.layout.loads[stage][0].num_microbatches if self.state.in_rounds(stage) else 1
+        return {
+            "reduce_scatter": wire * (rounds if level > 1 else 1),
+            "all_gather": self.state.width * (2 * rounds if level == 3 else 1),
+        }
+
+    def _not_gathered_again(self, stage: int, alone: RankWidths) -> float:
+        """Parameters that stay from one pass to the next under ZeRO-3: of the layer at which a microbatch turns round, and
+        of the stage's first where the next microbatch goes forward behind another's backward."""
+        if self.state.level(stage) < 3 or not self.state.software.gathers_ahead:
+            return 0.0
+        units, again = StageParameters.of(self.state.layout, stage, alone).units, 0
+        if self.state.in_rounds(stage) and self.state.layout.plan.schedule == "1f1b":
+            again = self.state.layout.loads[stage][0].num_microbatches - self.state.layout.actor_limits[stage][0]
+        return (again + 1) * units[-1] + again * units[0]
 
 
 def _sizes(replicas: Sequence[ReplicaSpec]) -> list[tuple[int, int]]:

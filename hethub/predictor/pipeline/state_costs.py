@@ -1,19 +1,19 @@
 """What a stage's training state costs to keep in step: parameters by rank, gathers, reductions, new weights."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
 from hethub.predictor.cost.constants import is_cpu
-from hethub.predictor.cost.groups import Group
-from hethub.predictor.cost.links import Network, Resource, host_gbytes_per_second
+from hethub.predictor.cost.groups import Group, Operation
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.predictor.cost.software import Software, element_bytes, gradient_bytes
 from hethub.predictor.memory.parameters import (
     Held,
     RankParameters,
     RankWidths,
-    StageParameters,
     rank_widths,
     replica_widths,
     stepped,
@@ -45,14 +45,18 @@ class Reduction(NamedTuple):
 
 
 class StateCosts:
-    """Seconds of a layout's collectives over replicas, whatever the microbatches. `forward` is that of one sample through
-    a portion of a stage, on its fastest replica."""
+    """Seconds of a layout's collectives over replicas, whatever the microbatches. `passes` are the forward and
+    the backward of one sample through a portion of a stage, on its fastest replica."""
 
     def __init__(
-        self, layout: Layout, software: Software, network: Network, forward: Callable[[int, Portion], float]
+        self,
+        layout: Layout,
+        software: Software,
+        network: Network,
+        passes: Callable[[int, Portion], tuple[float, float]],
     ) -> None:
         self.layout, self.software, self.network, self.model = layout, software, network, layout.model
-        self._forward = forward
+        self._passes = passes
         self.width = element_bytes(software.math_precision(layout.plan.precision))
         last = layout.num_stages - 1
         self.whole = [Portion(stage.num_layers, s == 0, s == last) for s, stage in enumerate(layout.stages)]  # by stage
@@ -95,16 +99,20 @@ class StateCosts:
         if found is None:
             replicas = self.layout.stages[stage].replicas
             ranks = [replica.ranks[min(position, replica.tp - 1)] for replica in replicas]
-            found = self._groups[stage, position] = self.network.group(ranks)
+            found = self._groups[stage, position] = self.network.group(ranks, self.layout.stages[stage].state_shares)
         return found
 
     def ring_seconds(self, stage: int, num_bytes: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather over a stage's replicas, at the position where it takes longest."""
+        """Seconds of a reduce-scatter or an all-gather over a stage's replicas, where nothing is sharded of half an
+        all-reduce, at the position where it takes longest."""
         found = self._unlike_groups.get(stage)
         if found is None:
             positions = range(max(replica.tp for replica in self.layout.stages[stage].replicas))
             found = self._unlike_groups[stage] = {self.replica_group(stage, position) for position in positions}
-        return max(self.network.reduce_scatter(group, num_bytes, self.groups_per_machine(group)) for group in found)
+        operation: Operation = "reduce_scatter" if self.layout.stages[stage].zero else "all_reduce"
+        return max(
+            self.network.reduce_scatter(group, num_bytes, self.groups_per_machine(group), operation) for group in found
+        )
 
     def most_parameters(self, stage: int, portion: Portion | None = None) -> float:
         """Parameters of a portion, by default of all of the stage, on the stage's fullest rank."""
@@ -126,10 +134,11 @@ class StateCosts:
         found = self._held.get(key)
         if found is None:
             widths = dict.fromkeys(replica_widths(self.model, spec, self.software))
-            found = self._held[key] = max((self._count(one, portion) for one in widths), key=sum)
+            found = self._held[key] = max((self.count(one, portion) for one in widths), key=sum)
         return found
 
-    def _count(self, widths: RankWidths, portion: Portion) -> Held:
+    def count(self, widths: RankWidths, portion: Portion) -> Held:
+        """Parameters of a portion on a rank of these widths."""
         if widths not in self._rank_parameters:
             self._rank_parameters[widths] = RankParameters.of(self.model, widths)
         rank = self._rank_parameters[widths]
@@ -151,7 +160,7 @@ class StateCosts:
         """Parameters that a rank steps of a portion, by default of all of the stage."""
         portion = portion or self.whole[stage]
         (alone,) = rank_widths(self.model, 1)
-        whole = self._count(alone, portion)
+        whole = self.count(alone, portion)
         return stepped(self.layout, self.software, stage, rank, self.held(spec, portion), whole)
 
     def reduction(self, stage: int, portion: Portion | None = None) -> Reduction:
@@ -210,18 +219,43 @@ class StateCosts:
         num_bytes = parameters * self.gradient_wire_bytes
         tail = min(1.0, BUCKET_BYTES / num_bytes) if self.software.overlapped_reduction else 1.0
         if stage_spec.zero == 0:
-            seconds = 2.0 * self.ring_seconds(stage, num_bytes)
-            return Reduction(seconds, seconds * tail, 0.0)
+            return self._beside_backward(stage, portion, 2.0 * self.ring_seconds(stage, num_bytes), tail, 0.0)
         uneven = self._unevenness(stage)
         gather = uneven * self.ring_seconds(stage, parameters * self.width)
         if stage_spec.zero < 3 and self.software.overlapped_gather and "parameters" not in stage_spec.offload:
             ends = portion or self.whole[stage]
-            gather = max(gather * tail, excess(gather, self._forward(stage, ends), ends.layers))
+            shown = max(gather * tail, excess(gather, self._passes(stage, ends)[0], ends.layers))
+            gather = shown + self._overlap_cost(stage) * (gather - shown)
         if stage_spec.zero == 1:
-            seconds = uneven * self.ring_seconds(stage, num_bytes)
-            return Reduction(seconds, seconds * tail, gather)
+            return self._beside_backward(stage, portion, uneven * self.ring_seconds(stage, num_bytes), tail, gather)
         last = self.reduce_seconds(stage, portion or self.whole[stage])[0] if self.software.gathers_ahead else 0.0
         return Reduction(last, last, gather if stage_spec.zero == 2 else 0.0)
+
+    def _beside_backward(
+        self, stage: int, portion: Portion | None, seconds: float, tail: float, gather: float
+    ) -> Reduction:
+        """A reduction whose last part, a fraction `tail`, no backward hides, and which slows the backward that hides the
+        rest: one sample's at least, whatever the microbatches."""
+        backward = self._passes(stage, portion or self.whole[stage])[1]
+        slowed = self._overlap_cost(stage) * min(seconds * (1.0 - tail), backward)
+        return Reduction(seconds + slowed, seconds * tail + slowed, gather)
+
+    def _overlap_cost(self, stage: int) -> float:
+        """By how much a second of hidden communication slows the compute that hides it. CPUs, which communicate with the
+        cores that compute, were measured in rounds and passes alone; rehearsals slow nothing."""
+        free = self.by_turns[stage] or self.layout.cluster.emulated
+        return 0.0 if free else self.network.fit["overlap_cost"]
+
+    def slowed_passes(
+        self, stage: int, passes: tuple[float, float], portion: Portion, part: float
+    ) -> tuple[float, float]:
+        """What the collectives beside a chunk's passes, once for all its microbatches, slow the forward and backward of
+        one that is so large a part of them."""
+        if not self.in_passes(stage):
+            return 0.0, 0.0
+        gather, cost = part * sum(self.gather_seconds(stage, portion)), self._overlap_cost(stage)
+        reduce = part * sum(self.reduce_seconds(stage, portion)) if self.level(stage) >= 2 else 0.0
+        return cost * min(gather, passes[0]), cost * min(gather + reduce, passes[1])
 
     def round_seconds(self, stage: int, passes: tuple[float, float], portion: Portion) -> tuple[float, float]:
         """What the collectives of a round (ZeRO-2/3) and weights from the host add to a microbatch's forward and
@@ -294,65 +328,17 @@ class StateCosts:
             for rank in replica.ranks
         )
 
-    def traffic(self) -> dict[Resource, float]:
-        """Bytes of a step's collectives over replicas by the resources that carry them, in one direction."""
-        found = defaultdict[Resource, float](float)
-        for stage, spec in enumerate(self.layout.stages):
-            cuts, num_bytes = self._summed[stage]
-            for position in range(cuts if len(spec.replicas) > 1 else 0):
-                group = self.replica_group(stage, position)
-                for resource, carried in self.network.ring_bytes(group, num_bytes).items():
-                    found[resource] += carried
-        return found
-
-    def leader_traffic(self, stage: int, replica: int, kind: str) -> float:
-        """Bytes of a step's collectives over replicas by a leader's own staging or port, in one direction."""
-        spec, (cuts, num_bytes) = self.layout.stages[stage], self._summed[stage]
-        if len(spec.replicas) == 1:
-            return 0.0
-        leader = spec.replicas[replica]
-        groups = [self.replica_group(stage, position) for position in range(cuts if leader.tp == 1 else 1)]
-        return sum(self.network.rank_bytes(group, leader.ranks[0], kind, num_bytes) for group in groups)
+    def host_seconds_per_byte(self, place: Place) -> float:
+        """Of one byte between an accelerator and its host, either way; where hosts limit, all of a machine that offload
+        copy at once."""
+        per_host, at_once = self.layout.cluster.links.staging.per_host_gbytes_per_second, self.offloading[place.machine]
+        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit, per_host, at_once)
 
     @cached_property
-    def _summed(self) -> list[tuple[int, float]]:
-        """By stage, into how many parts replicas cut its parameters at most, and a part's bytes in a step's
-        collectives."""
-        (alone,), found = rank_widths(self.model, 1), []
-        for stage, spec in enumerate(self.layout.stages):
-            cuts = max(replica.tp for replica in spec.replicas)
-            repeated = self._repeated(stage) / max(1, len(spec.replicas) - 1)
-            moved = (self._count(alone, self.whole[stage]).own + repeated) * self._bytes_a_step(stage)
-            found.append((cuts, (moved - self.width * self._not_gathered_again(stage, alone)) / cuts))
-        return found
-
-    def _repeated(self, stage: int) -> int:
-        """Parameters of keys and values where ranks of a replica hold the same heads: their rings have more ranks than
-        replicas, and carry nearly all of their bytes."""
-        spec, model = self.layout.stages[stage], self.model
-        if spec.cut_alike and spec.replicas[0].tensor_shares is None and spec.replicas[0].tp <= model.num_kv_heads:
-            return 0
-        return 2 * model.hidden * model.num_kv_heads * model.head_size * spec.num_layers
-
-    def _bytes_a_step(self, stage: int) -> int:
-        """Bytes that collectives over replicas move of every parameter in a step."""
-        level, wire = self.level(stage), self.gradient_wire_bytes
-        rounds = self.layout.loads[stage][0].num_microbatches if self.in_rounds(stage) else 1
-        return (2 * wire, wire + self.width, rounds * wire + self.width, rounds * (wire + 2 * self.width))[level]
-
-    def _not_gathered_again(self, stage: int, alone: RankWidths) -> float:
-        """Parameters that stay from one pass to the next under ZeRO-3: of the layer at which a microbatch turns round, and
-        of the stage's first where the next microbatch goes forward behind another's backward."""
-        if self.level(stage) < 3 or not self.software.gathers_ahead:
-            return 0.0
-        units, again = StageParameters.of(self.layout, stage, alone).units, 0
-        if self.in_rounds(stage) and self.layout.plan.schedule == "1f1b":
-            again = self.layout.loads[stage][0].num_microbatches - self.layout.actor_limits[stage][0]
-        return (again + 1) * units[-1] + again * units[0]
-
-    def host_seconds_per_byte(self, place: Place) -> float:
-        """Of one byte between an accelerator and its host, either way."""
-        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit)
+    def offloading(self) -> Counter[int]:
+        """By machine, how many of its ranks copy something between accelerator and host in a step."""
+        places = self.layout.cluster.places
+        return Counter(places[rank].machine for stage in self.layout.stages if stage.offload for rank in stage.ranks)
 
     def reduce_seconds(self, stage: int, portion: Portion) -> list[float]:
         """Seconds to sum each layer's gradients over the replicas, every rank its part, in model order."""

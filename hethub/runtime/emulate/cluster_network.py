@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.links import Network
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.resources import Link
 from hethub.runtime.emulate.network import Transfer
 from hethub.spec.cluster import ClusterSpec
 
@@ -34,7 +35,9 @@ class ClusterNetwork:
 
     def message(self, source: int, target: int, num_bytes: int) -> Transfer:
         """A message between two ranks: one interface out at the sender, one in at the receiver."""
-        link = self._network.link(source, target)
+        return self._on_its_way(source, target, num_bytes, self._network.link(source, target))
+
+    def _on_its_way(self, source: int, target: int, num_bytes: int, link: Link) -> Transfer:
         a, b = self._places[source], self._places[target]
         kind = "bridge" if a.island != b.island else "rank" if a.machine == b.machine else "nic"
         ends = (source, target) if kind == "rank" else (a.machine, b.machine)
@@ -46,7 +49,7 @@ class ClusterNetwork:
         if len(ranks) == 1 or not num_bytes:
             return Transfer(0.0, 0.0, ())
         if name == "broadcast":
-            return self.message(ranks[0], ranks[1], num_bytes)
+            return self._on_its_way(ranks[0], ranks[1], num_bytes, self._network.broadcast(ranks))
         group = self._network.group(ranks)
         seconds = self._network.all_reduce if name.startswith("all_reduce") else self._network.reduce_scatter
         whole = seconds(group, num_bytes)

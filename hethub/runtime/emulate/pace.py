@@ -11,7 +11,7 @@ from time import monotonic
 
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.profile import ProfileSpec
-from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.memory.ranks import COUNTED, rank_memory
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.runtime.emulate.world import EmulatedWorld
@@ -32,11 +32,16 @@ class EmulatedPace(Pace):
     """The pace of a rank in an emulation. Before a scale is set it runs at full speed and notes what that takes."""
 
     def __init__(
-        self, layout: Layout, world: EmulatedWorld, spec: EmulationSpec, profile: ProfileSpec | None = None
+        self,
+        layout: Layout,
+        world: EmulatedWorld,
+        spec: EmulationSpec,
+        profile: ProfileSpec | None = None,
+        software: Software = HETHUB,
     ) -> None:
         self.rank, self._clock = world.rank, world.clock
-        self._world, self._spec, self._profile = world, spec, profile
-        costs = PlanCosts(layout, HETHUB, packaged(), profile)
+        self._world, self._spec, self._profile, self._software = world, spec, profile, software
+        costs = PlanCosts(layout, software, packaged(), profile)
         assignment = layout.assignment_of.get(world.rank)
         if assignment is not None:  # an unused rank is asked for nothing
             self._times = RankTimes(costs, assignment, spec.slowdown.get(world.rank, 1.0))
@@ -123,7 +128,7 @@ class EmulatedPace(Pace):
 
     def on(self, layout: Layout) -> "EmulatedPace":
         """The pace of this rank under another plan, at the same scale."""
-        return EmulatedPace(layout, self._world, self._spec, self._profile)
+        return EmulatedPace(layout, self._world, self._spec, self._profile, self._software)
 
     # -- what is reported --------------------------------------------------------------------------------------------
 
@@ -176,13 +181,14 @@ def emulated_pace(
     predicted_seconds: float,
     build_trial: Callable[[Pace], Callable[[int], object]],
     profile: ProfileSpec | None = None,
+    software: Software = HETHUB,
 ) -> EmulatedPace:
     """The pace of this rank, its scale agreed with all ranks after a few steps at full speed.
 
     `build_trial` gives, for a pace, the function that trains a step (counted from 1); it is thrown away afterwards.
     Raises BadInput where the scale given is too small for these cores.
     """
-    pace = EmulatedPace(layout, world, spec, profile)
+    pace = EmulatedPace(layout, world, spec, profile, software)
     run_step = build_trial(pace)
     for step in range(1, TRIAL_STEPS + 1):
         world.barrier()

@@ -6,6 +6,7 @@ from hethub.communicator import Rendezvous, World, connect
 from hethub.kernels.bodies import compiles_on
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import hethub_software
 from hethub.runtime.data import Dataset
 from hethub.runtime.emulate.cluster_network import ClusterNetwork
 from hethub.runtime.emulate.pace import emulated_pace
@@ -95,6 +96,7 @@ def _pace(
     return emulated_pace(
         layout, world, job.spec.rehearsal, predicted_seconds,
         lambda pace: make_trainer(layout, world, job, dataset, pace).run_step, profile,
+        hethub_software(job.spec.train.compile),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, profile_for
+from hethub.predictor.cost.software import hethub_software
 from hethub.runtime.checkpoint import has_checkpoints
 from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
@@ -137,6 +138,7 @@ def _decide(
 ) -> dict[str, Any]:
     """Plan, prediction and run folder, on rank 0. Nothing is written yet."""
     folder, goes_on, resumes, notes = opened
+    software = hethub_software(job.spec.train.compile)
     plan_file, constraints = _plan_file(job, plan_path, folder, cluster, resumes=goes_on), job.spec.constraints
     if goes_on and not folder.plan.exists():
         notes.append(f"{folder.plan} is missing: the plan is the job's")
@@ -144,13 +146,23 @@ def _decide(
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
         check_executable(layout)
         check_memory(layout, constraints.reserve)
-        strategy, prediction = "plan file", predict(layout, reserve=constraints.reserve, profile=profile)
+        strategy, prediction = (
+            "plan file",
+            predict(layout, reserve=constraints.reserve, profile=profile, software=software),
+        )
     else:
         from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
         strategy = job.spec.plan
         result = make_plan(
-            job.model, cluster, job.spec.train.batch, constraints, strategy=strategy, with_bounds=False, profile=profile
+            job.model,
+            cluster,
+            job.spec.train.batch,
+            constraints,
+            strategy=strategy,
+            with_bounds=False,
+            profile=profile,
+            software=software,
         )
         layout, prediction = bind(result.plan, job.model, cluster), result.prediction
     return {

@@ -7,6 +7,7 @@ from typing import Any
 from hethub.communicator import World
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import hethub_software
 from hethub.runtime.measure.measured_speeds import MeasuredSpeeds
 from hethub.runtime.measure.rank_times import planned_seconds
 from hethub.runtime.measure.straggler import (
@@ -47,8 +48,9 @@ class Replanner:
         self._planned_for = dict(self._factors)
         self._is_due = False  # the factors are not those last decided on
         self._looked_at: deque[int] = deque(maxlen=self._job.spec.drift.steps)
-        planned = planned_seconds(layout, self._profile, self._factors)
-        self._usual = planned_seconds(layout, self._profile) if self._factors else planned
+        software = hethub_software(self._job.spec.train.compile)
+        planned = planned_seconds(layout, self._profile, self._factors, software)
+        self._usual = planned_seconds(layout, self._profile, software=software) if self._factors else planned
         # Ranks whose predictions err alike: of one device type, in layers of one size; unused ones make none.
         kinds: list[Hashable] = [None] * layout.plan.num_ranks
         for own in layout.assignments:

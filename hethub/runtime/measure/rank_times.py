@@ -4,9 +4,8 @@ from collections import Counter
 
 from hethub.predictor.cost.constants import packaged
 from hethub.predictor.cost.layer import PassSeconds
-from hethub.predictor.cost.links import host_gbytes_per_second
 from hethub.predictor.cost.profile import ProfileSpec
-from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.cost.software import HETHUB, Software
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Kind
@@ -28,7 +27,7 @@ class RankTimes:
         self._defers_wgrad = layout.plan.schedule == "zero_bubble"
         self._first = 0 if assignment.stage == 0 else None
         self._last = stage.num_layers - 1 if assignment.stage == layout.num_stages - 1 else None
-        self.host_seconds_per_byte = 1e-9 / host_gbytes_per_second(self._cost.accelerator, packaged().links)
+        self.host_seconds_per_byte = costs.state.host_seconds_per_byte(layout.cluster.places[assignment.rank])
 
     def layer(self, kind: Kind, layer: int, samples: int) -> float:
         """Seconds of an action in a layer of the stage, counted in model order; embedding and head count with the
@@ -50,11 +49,14 @@ class RankTimes:
 
 
 def planned_seconds(
-    layout: Layout, profile: ProfileSpec | None, factors: dict[int, float] | None = None
+    layout: Layout,
+    profile: ProfileSpec | None,
+    factors: dict[int, float] | None = None,
+    software: Software = HETHUB,
 ) -> list[dict[str, float]]:
     """What every rank is planned to compute in a step, by kind of action, communication left out; times its known
     factor; nothing for an unused rank."""
-    costs = PlanCosts(layout, HETHUB, packaged(), profile)
+    costs = PlanCosts(layout, software, packaged(), profile)
     result: list[dict[str, float]] = [{} for _ in range(layout.plan.num_ranks)]
     for assignment in layout.assignments:
         times = RankTimes(costs, assignment, (factors or {}).get(assignment.rank, 1.0))

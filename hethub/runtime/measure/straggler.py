@@ -15,6 +15,7 @@ from typing import NamedTuple
 import hethub
 from hethub.predictor import Prediction, predict
 from hethub.predictor.cost.profile import ProfileSpec
+from hethub.predictor.cost.software import hethub_software
 from hethub.runtime.measure.measured_speeds import estimated
 from hethub.runtime.measure.rank_times import PASSES
 from hethub.runtime.measure.speed_classes import tell_apart
@@ -147,13 +148,20 @@ def find_remedy(job: Job, layout: Layout, profile: ProfileSpec | None, factors: 
     from hethub.planner import plan as make_plan  # only rank 0 plans, so only it loads the search
 
     cluster, measured = slowed(layout, profile, factors)
-    limit = planning_seconds(job.spec)
+    limit, software = planning_seconds(job.spec), hethub_software(job.spec.train.compile)
     wishes = ConstraintsSpec.model_validate({**job.spec.constraints.model_dump(), "time_limit_seconds": limit})
     strategy = "auto" if job.plan_path else job.spec.plan
     found = make_plan(
-        job.model, cluster, job.spec.train.batch, wishes, strategy=strategy, with_bounds=False, profile=measured
+        job.model,
+        cluster,
+        job.spec.train.batch,
+        wishes,
+        strategy=strategy,
+        with_bounds=False,
+        profile=measured,
+        software=software,
     )
-    present = predict(bind(layout.plan, job.model, cluster), profile=measured)
+    present = predict(bind(layout.plan, job.model, cluster), profile=measured, software=software)
     return Remedy(
         plan=found.plan, step_seconds=found.prediction.step_seconds, present_step_seconds=present.step_seconds,
         prediction=found.prediction,

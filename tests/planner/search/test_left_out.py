@@ -36,7 +36,8 @@ def test_what_only_holds_up_is_left_unused(found):
 
 def test_the_runners_up_say_what_all_of_them_would_give(found):
     assert any(not runner.plan.unused for runner in found.runners_up)
-    assert all(runner.step_seconds >= found.prediction.step_seconds for runner in found.runners_up)
+    shortest = found.best_on_point or found.prediction  # the answer is the best in the mean over scenarios
+    assert all(runner.step_seconds >= shortest.step_seconds for runner in found.runners_up)
 
 
 def test_what_helps_is_used():

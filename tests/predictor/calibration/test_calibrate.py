@@ -33,7 +33,7 @@ MANY = [{"global_batch": batch, "tp": 1, "dp": 4} for batch in (16, 24, 32, 48, 
 
 def test_many_rows_that_agree_are_believed_and_one_nearly(tmp_path: Path) -> None:
     factors = []
-    for name, changes in (("many", MANY), ("one", MANY[:1])):
+    for name, changes in (("many", MANY), ("one", MANY[-1:])):  # the one with the least beside its compute
         cases, _ = read_table(rows(tmp_path / name, 1.3, *changes))
         constants = corrected(packaged(), cases)
         assert abs(evaluate(cases[0], constants).seconds / cases[0].measured_seconds - 1) < 0.03  # 23 % before

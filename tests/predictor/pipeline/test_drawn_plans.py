@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which the random layouts' module imports: pip install hethub[train]")
 
 from hethub.predictor.cost.constants import packaged
-from hethub.predictor.cost.links import Resource
+from hethub.predictor.cost.resources import Resource
 from hethub.predictor.cost.software import HETHUB
 from hethub.predictor.pipeline.costs import PlanCosts
 from hethub.spec.cluster import ClusterSpec
@@ -41,7 +41,7 @@ def test_rings_over_repeated_heads_carry_more_than_those_over_replicas() -> None
     stages = [{"layers": [[0, 2]], "replicas": replicas}]
     layout = bound(model, nodes, {}, global_batch=6, stages=stages)
     needed = sent_bytes(layout)
-    carried = PlanCosts(layout, HETHUB, packaged()).state.traffic()
+    carried = PlanCosts(layout, HETHUB, packaged()).loads.traffic.by_resource()
     for machine in range(3):
         assert needed["cards", machine] <= carried[Resource("cards", machine)] <= 1.05 * needed["cards", machine]
 

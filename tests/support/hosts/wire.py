@@ -99,7 +99,7 @@ def planned_bytes(layout: Layout) -> dict[int, float]:
     """By machine, what a step's messages and collectives send over its card: the figures that predictions price."""
     costs, found = PlanCosts(layout, HETHUB, packaged()), defaultdict[int, float](float)
     carried = [(res, seconds * costs.network.rate(res)) for (_, res), seconds in costs.loads.messages.items()]
-    for (kind, machine, way), num_bytes in [*carried, *costs.state.traffic().items()]:
+    for (kind, machine, way), num_bytes in [*carried, *costs.loads.traffic.by_resource().items()]:
         if kind == "cards" and way == "out":
             assert isinstance(machine, int)
             found[machine] += num_bytes

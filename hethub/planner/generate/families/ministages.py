@@ -18,7 +18,7 @@ from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
 from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits, levels, offers
 from hethub.planner.problem.problem import Problem
-from hethub.predictor.cost.links import host_gbytes_per_second
+from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
 from hethub.spec.ranges import split
 
@@ -106,8 +106,17 @@ class _Paces:
             return 0.0
         num_bytes = 2 * self._unit_costs.width * self._problem.model.layer_parameters
         device_types, fit = self._problem.device_types, self._unit_costs.network.fit
+        per_host = self._problem.cluster.links.staging.per_host_gbytes_per_second
         rates = [
-            min(host_gbytes_per_second(device_types[own.device_type].accelerator, fit) for own in stage.groups)
+            min(
+                host_gbytes_per_second(
+                    device_types[own.device_type].accelerator,
+                    fit,
+                    per_host,
+                    len(device_types[own.device_type].machines[0]),
+                )
+                for own in stage.groups
+            )
             for stage in plain.stages
         ]
         return max(stage.layers * num_bytes * 1e-9 / rate for stage, rate in zip(plain.stages, rates, strict=True))

@@ -68,7 +68,11 @@ def read_layer_row(row: Mapping[str, str]) -> LayerRow:
                       ffn=ffn, vocab=1, max_seq_len=4096)  # fmt: skip
     eager = family == "gpt"  # Hugging Face's GPT: attention and tanh-GELU kernel by kernel
     software = Software(
-        fused_attention=not eager, fused_softmax=False, fused_activation=not eager, gradient_pass_bytes=None
+        fused_attention=not eager,
+        fused_softmax=False,
+        fused_activation=not eager,
+        fused_elementwise=False,
+        gradient_pass_bytes=None,
     )
     precision: MathPrecision = row["precision"]  # type: ignore[assignment]
     batch, seq = int(row["micro_batch"]), int(row["seq"])

@@ -13,7 +13,7 @@ from hethub.predictor.calibration.sources.training_steps import (
     stage_specs,
     without_ends,
 )
-from hethub.predictor.cost.links import through_host
+from hethub.predictor.cost.node_links import through_host
 from hethub.predictor.cost.software import Software
 from hethub.spec.accelerator import AcceleratorSpec, find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -99,6 +99,7 @@ def _amp(row: dict[str, Any], name: str) -> Case:
 _EAGER_MEGATRON: dict[str, Any] = {
     "math": "fp16", "fused_attention": False, "fused_elementwise": True, "overlapped_reduction": False, "chunked_loss": False,
     "gradient_pass_bytes": HALF_GRADIENT_BYTES, "spread_boundaries": True, "gathers_ahead": False,
+    "sums_beside_weights": False,
     "one_tied_copy": False, "keeps_gate_activation": True,
 }  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""Rates of links inside a node, by data sheets and the fitted fractions of them: PCIe, dedicated links, host copies."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hethub.spec.accelerator import AcceleratorSpec
+
+PCIE_3_GBYTES_PER_SECOND = 16  # of 16 lanes, each direction; every generation doubles it
+UNKNOWN_GENERATION = 5
+
+
+def through_host(accelerator: AcceleratorSpec, gbytes_per_second: float) -> bool:
+    """Whether a link of an accelerator is PCIe, through the host; faster ones are dedicated (NVLink, xGMI)."""
+    return gbytes_per_second <= pcie_gbytes_per_second(accelerator)
+
+
+def pcie_gbytes_per_second(accelerator: AcceleratorSpec) -> float:
+    """What an accelerator's 16 lanes carry each direction, by their generation."""
+    generation = accelerator.pcie_generation or UNKNOWN_GENERATION
+    return PCIE_3_GBYTES_PER_SECOND * 2.0 ** (generation - 3)
+
+
+def host_gbytes_per_second(
+    accelerator: AcceleratorSpec, fit: Mapping[str, float], per_host: float | None = None, at_once: int = 1
+) -> float:
+    """What copies between host memory and an accelerator reach: its PCIe, or its only link where that is slower; no more
+    than its part of what the host carries in all (`per_host`, GB/s) where so many copy at once.
+
+    Collectives over PCIe reach far less of it (`pcie_fraction`): those pass the host several times.
+    """
+    wire = min(pcie_gbytes_per_second(accelerator), accelerator.link_gbytes_per_second)
+    own = wire * fit["host_copy_fraction"]
+    return own if per_host is None else min(own, per_host / max(1, at_once))
+
+
+@dataclass(frozen=True)
+class NodeLinks:
+    """The links between a node's accelerators: through a switch, pair by pair, in bridges of a few, or over PCIe. What a
+    cluster file gives stands for the data sheet's link."""
+
+    device: AcceleratorSpec
+    given_gbytes_per_second: float | None = None
+
+    def joins(self, places: Iterable[int]) -> bool:
+        """Whether the link reaches from each of these places in a node to each other."""
+        joined = None if self.given_gbytes_per_second else self.device.linked_accelerators
+        return joined is None or len({place // joined for place in places}) <= 1
+
+    def hosted(self, joined: bool = True) -> bool:
+        """Whether bytes pass the host. Links pair by pair are dedicated, however slow one is."""
+        if self.device.peer_gbytes_per_second is not None:
+            return False
+        return not joined or through_host(self.device, self._sheet)
+
+    def bytes_per_second(self, fit: Mapping[str, float], ranks: int | None = None, joined: bool = True) -> float:
+        """Of one accelerator to `ranks` - 1 others at once, each direction, or to all that its links reach. `joined`
+        tells whether its link reaches them."""
+        sheet, peer = self._sheet, self.device.peer_gbytes_per_second
+        if not joined:
+            sheet = min(sheet, pcie_gbytes_per_second(self.device))
+        elif ranks is not None and peer is not None:
+            sheet = min(sheet, (ranks - 1) * peer)
+        return sheet * 1e9 * fit["pcie_fraction" if self.hosted(joined) else "in_node_fraction"]
+
+    @property
+    def _sheet(self) -> float:
+        return self.given_gbytes_per_second or self.device.link_gbytes_per_second

@@ -1,0 +1,95 @@
+"""What islands exchange is priced as the runtime's routes send it, whatever their sizes, their number and the state shares."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from hethub.communicator.bridge.routes import all_reduce_route, gather_route, island_parts, reduce_scatter_route
+from hethub.predictor.cost.groups import Exchanged, Operation
+from hethub.predictor.cost.links import Network
+from hethub.predictor.cost.resources import IN, OUT, Resource
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.ranges import Range, from_sizes, split
+
+SIZES = [(8, 8), (24, 8), (8, 2), (40, 8), (8, 8, 8), (8, 8, 8, 8)]
+MAKERS = ("A100-SXM4-80GB", "MI250X-GCD", "Ascend-910B(A2)", "Gaudi2")
+
+
+def islands_of(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(range(part.start, part.stop)) for part in from_sizes(list(sizes))]
+
+
+def exchanged(islands: list[tuple[int, ...]], ranges: list[Range], operation: Operation) -> list[Exchanged]:
+    """By island, elements over the bridge that the runtime's routes name; of an all-reduce both halves."""
+    whole, found = Range(0, ranges[-1].stop), []
+    for island in islands:
+        sent = received = 0
+        for rank in island:
+            if operation == "all_gather":
+                gather = gather_route(islands, ranges, rank)
+                sent += sum(piece.size for reader, piece in gather.sent if reader not in island)
+                received += sum(piece.size for owner, piece in gather.expected if owner not in island)
+                continue
+            if operation == "all_reduce":
+                route = all_reduce_route(islands, island_parts(islands, whole), rank)
+                sent += sum(total.piece.size * len(total.readers) for total in route.totals)
+                received += sum(piece.size for _, piece in route.returned)
+            else:
+                route = reduce_scatter_route(islands, ranges, rank)
+            sent += sum(piece.size for own in route.partials for reader, piece in own.readers if reader not in island)
+            received += sum(piece.size for _, piece in route.expected)
+        found.append(Exchanged(sent / whole.size, received / whole.size))
+    return found
+
+
+def network(sizes: Sequence[int]) -> Network:
+    nodes = [
+        {"name": maker, "accelerator": maker, "count": -(-size // 8), "accelerators": min(size, 8), "nics": 8, "gbps_per_nic": 200}
+        for maker, size in zip(MAKERS, sizes, strict=False)
+    ]  # fmt: skip
+    return Network(ClusterSpec.model_validate({"name": "bridged", "nodes": nodes}))
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "all_reduce"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_islands_exchange_what_the_routes_send(sizes: tuple[int, ...], operation: Operation) -> None:
+    """Half of an all-reduce of two islands was taken for each: 24 + 8 ranks were 1.5 times too cheap, 8 + 8 + 8 cost
+    1.5 times what they send."""
+    islands, found = islands_of(sizes), network(sizes)
+    group = found.group(range(sum(sizes)))
+    routed = exchanged(islands, split(840 * group.size, group.size), operation)
+    for (island, _), own in zip(group.islands, routed, strict=True):
+        halves = 2 if operation == "all_reduce" else 1
+        priced = group.exchanged(operation, island)
+        assert halves * priced.sent == pytest.approx(own.sent, rel=1e-2)
+        assert halves * priced.received == pytest.approx(own.received, rel=1e-2)
+
+
+def test_named_state_shares_move_what_islands_exchange() -> None:
+    """Two ranks of a slow island that own little: it sends nearly all, and receives little."""
+    found = network((8, 2))
+    shares = {8: 0.01, 9: 0.01}
+    group = found.group(range(10), shares)
+    ranges = from_sizes([12250] * 8 + [1000] * 2)
+    own = exchanged(islands_of((8, 2)), ranges, "reduce_scatter")
+    for (island, _), routed in zip(group.islands, own, strict=True):
+        assert group.exchanged("reduce_scatter", island) == pytest.approx(routed, rel=1e-3)
+
+
+def test_a_bridged_sum_takes_as_long_as_its_busiest_direction() -> None:
+    """Of 24 + 8 ranks the eight send three quarters, each an eighth of them, and receive one."""
+    found = network((24, 8))
+    group = found.group(range(32))
+    assert found.reduce_scatter(group, 8e9) == pytest.approx(0.75 * 8e9 / 8 / found.staging_rate, rel=0.01)
+    assert found.all_reduce(group, 8e9) == pytest.approx(2 * 0.5 * 8e9 / 8 / found.staging_rate, rel=0.01)
+
+
+def test_links_carry_either_way_what_the_routes_send() -> None:
+    found = network((24, 8))
+    group, slow = found.group(range(32)), 3  # the machine of the eight
+    reduced, gathered = (found.ring_bytes(group, 1.0, operation) for operation in ("reduce_scatter", "all_gather"))
+    for out, into in ((reduced, gathered), (gathered, reduced)):
+        assert out[Resource("cards", slow, OUT)] == into[Resource("cards", slow, IN)]
+    assert reduced[Resource("cards", slow, OUT)] == pytest.approx(0.75)
+    assert reduced[Resource("cards", slow, IN)] == pytest.approx(0.25)
+    assert found.rank_bytes(group, 31, Resource("staging", 31, OUT), 8.0, "reduce_scatter") == pytest.approx(0.75)

@@ -1,0 +1,50 @@
+"""What hethub's own runtime does on a device is what is priced: compiled bodies, gradients added up inside products."""
+
+from dataclasses import replace
+
+import pytest
+
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.layer import Device, LayerCost
+from hethub.predictor.cost.software import HETHUB, Software, hethub_software
+from hethub.spec.accelerator import find_accelerator
+from hethub.spec.cluster import ClusterSpec
+from tests.predictor.plans import LLAMA_8B
+
+EAGER, FUSED = (replace(HETHUB, fused_elementwise=given) for given in (False, True))
+
+
+def layer_seconds(accelerator: str, software: Software) -> float:
+    return LayerCost(LLAMA_8B, find_accelerator(accelerator), 4096, "bf16", software).layer(1).total
+
+
+@pytest.mark.parametrize("accelerator", ["H100-SXM5-80GB", "MI300X"])
+def test_devices_run_compiled_bodies(accelerator: str) -> None:
+    assert layer_seconds(accelerator, HETHUB) == layer_seconds(accelerator, FUSED)
+    assert layer_seconds(accelerator, HETHUB) < 0.95 * layer_seconds(accelerator, EAGER)
+
+
+def test_cpus_run_bodies_as_they_stand_unless_asked_to_compile() -> None:
+    assert layer_seconds("CPU-core", HETHUB) == layer_seconds("CPU-core", EAGER)
+    assert layer_seconds("CPU-core", hethub_software(True)) == layer_seconds("CPU-core", FUSED)
+
+
+def test_train_compile_false_is_priced_by_the_planner_too() -> None:
+    on = ClusterSpec.model_validate(
+        {"name": "one", "nodes": [{"name": "n", "accelerator": "H100-SXM5-80GB", "accelerators": 1}]}
+    )
+    problem = pose(LLAMA_8B, on, Batch(8, 4096, "bf16"), software=hethub_software(False))
+    rate = UnitCosts(problem).rate(0, 1, 1, "none")
+    assert rate.layer.total == layer_seconds("H100-SXM5-80GB", EAGER)
+
+
+@pytest.mark.parametrize(("accelerator", "num_bytes"), [("H100-SXM5-80GB", 6.0), ("MI300X", 10.0)])
+def test_gradients_are_added_up_inside_products_where_cublas_can(accelerator: str, num_bytes: float) -> None:
+    """4 bytes read and 4 written for the 2 of a half-precision result; elsewhere that is written, read and added."""
+    device = Device(find_accelerator(accelerator), "bf16", HETHUB, packaged())
+    assert device.fit.gradient_bytes == num_bytes
+    theirs = Device(find_accelerator(accelerator), "bf16", Software(gradient_pass_bytes=3.0), packaged())
+    assert theirs.fit.gradient_bytes == 3.0

@@ -1,0 +1,50 @@
+"""What a machine's ranks offload shares what its host carries in all."""
+
+import pytest
+
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.estimate.stage_times import StageTimes
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.layout.bind import Layout
+from tests.predictor.plans import LLAMA_8B, uniform
+
+
+def offloading(per_host: float | None, stages: tuple[int, ...]) -> PlanCosts:
+    """Two stages on the two halves of a machine of eight, of which these offload their optimizer."""
+    staging = {"per_host_gbytes_per_second": per_host} if per_host else {}
+    node = {"name": "n", "accelerator": "H100-SXM5-80GB", "accelerators": 8}
+    on = ClusterSpec.model_validate({"name": "host", "nodes": [node], "links": {"staging": staging}})
+    layout = uniform(LLAMA_8B, on, tp=1, pp=2, micro_batch=1, batch=8, seq=4096)
+    changed = [
+        stage.replace(offload=("optimizer",) if index in stages else ())
+        for index, stage in enumerate(layout.plan.stages)
+    ]
+    return PlanCosts(Layout(layout.plan.replace(stages=changed), layout.model, on), HETHUB, packaged())
+
+
+@pytest.mark.parametrize(("stages", "at_once"), [((0,), 4), ((0, 1), 8)])
+def test_ranks_that_offload_share_their_host(stages: tuple[int, ...], at_once: int) -> None:
+    """Each copied at its own PCIe, 52 GB/s, whatever the host carries."""
+    free, limited = (offloading(per_host, stages) for per_host in (None, 100.0))
+    place = free.layout.cluster.places[0]
+    assert free.state.host_seconds_per_byte(place) == pytest.approx(
+        1e-9 / (64 * packaged().links["host_copy_fraction"])
+    )
+    assert limited.state.host_seconds_per_byte(place) == pytest.approx(1e-9 * at_once / 100)
+    assert limited.optimizer(0, 0) > 1.5 * free.optimizer(0, 0)
+
+
+def test_a_host_that_carries_enough_limits_nobody() -> None:
+    free, wide = (offloading(per_host, (0,)) for per_host in (None, 1000.0))
+    assert wide.optimizer(0, 0) == free.optimizer(0, 0)
+
+
+def test_the_search_estimates_offloading_so() -> None:
+    on = offloading(100.0, (0, 1)).layout.cluster
+    problem = pose(LLAMA_8B, on, Batch(8, 4096, "bf16"))
+    assert StageTimes(problem, UnitCosts(problem))._host == [pytest.approx(1e-9 * 8 / 100)]

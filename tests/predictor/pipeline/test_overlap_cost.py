@@ -1,0 +1,91 @@
+"""Communication slows the compute that hides it, wherever it is hidden, and in every shortcut alike."""
+
+import pytest
+
+from hethub.predictor import predict
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.predictor.pipeline.state_costs import BUCKET_BYTES
+from hethub.predictor.pipeline.step import step_times
+from hethub.spec.layout.bind import Layout
+from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
+
+COST = packaged().links["overlap_cost"]
+
+
+def costs_of(schedule: str, zero: int, accelerator: str = "A100-SXM4-80GB", batch: int = 32) -> PlanCosts:
+    on = cluster((accelerator, 2, 2), gbps=100 if accelerator.startswith("A100") else 10)
+    model = LLAMA_8B if accelerator.startswith("A100") else TINY
+    precision = "bf16" if accelerator.startswith("A100") else "fp32"
+    layout = uniform(
+        model, on, tp=1, pp=1, micro_batch=1, batch=batch, seq=model.max_seq_len, precision=precision, zero=zero
+    )
+    return PlanCosts(Layout(layout.plan.replace(schedule=schedule), model, on), HETHUB, packaged())
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_collectives_beside_a_layers_passes_slow_them(zero: int) -> None:
+    """Under `layered` they were free where compute hides them: one microbatch and many cost as much."""
+    costs = costs_of("layered", zero)
+    portion, samples = costs.state.portions[0][1], 32 // 4
+    gather = sum(costs.state.gather_seconds(0, portion))
+    reduce = sum(costs.state.reduce_seconds(0, portion))
+    found = costs.microbatch(0, 0, 1, portion)
+    assert (gather + reduce) / samples < found.backward.compute
+    assert found.forward.dp == pytest.approx(COST * gather / samples)
+    assert found.backward.dp == pytest.approx(COST * (gather + reduce) / samples)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_steps_one_reduction_slows_the_backward_that_hides_it(zero: int) -> None:
+    costs = costs_of("1f1b", zero)
+    num_bytes = 4 * costs.state.most_parameters(0)
+    whole = (2 if zero == 0 else 1) * costs.state.ring_seconds(0, num_bytes)
+    tail, backward = whole * BUCKET_BYTES / num_bytes, costs.microbatch(0, 0, 1).backward.total
+    slowed = COST * min(whole - tail, backward)
+    found = costs.state.reduction(0)
+    assert found.seconds == pytest.approx(whole + slowed)
+    assert found.tail_seconds == pytest.approx(tail + slowed)
+
+
+def test_cpus_are_priced_as_they_were_measured() -> None:
+    costs = costs_of("1f1b", 1, "CPU-core")
+    assert costs.state.reduction(0).seconds == costs.state.ring_seconds(0, 4 * costs.state.most_parameters(0))
+
+
+@pytest.mark.parametrize("schedule", ["layered", "ministages", "1f1b"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_shortcuts_charge_it_alike(schedule: str, zero: int) -> None:
+    costs = costs_of(schedule, zero, batch=400)
+    short, full = (step_times(costs.layout, costs, full=full).seconds for full in (False, True))
+    assert short == pytest.approx(full, rel=1e-3)
+
+
+@pytest.mark.parametrize("gbps", [100, 400])
+def test_one_microbatch_in_rounds_and_layer_by_layer_is_one_thing(gbps: int) -> None:
+    """ZeRO-3 with a microbatch for each replica runs the same under 1F1B and `layered`; it was priced 13 % apart."""
+    on = cluster(("A100-SXM4-80GB", 2, 8), gbps=gbps)
+    layout = uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=1, batch=16, seq=4096, zero=3)
+    rounds, layered = (
+        predict(Layout(layout.plan.replace(schedule=schedule), LLAMA_8B, on)).step_seconds
+        for schedule in ("1f1b", "layered")
+    )
+    assert layered == pytest.approx(rounds, rel=0.02)
+
+
+def test_a_reduction_does_not_depend_on_the_microbatches() -> None:
+    """The exhaustive search prices it once for all of them."""
+    on = cluster(("A100-SXM4-80GB", 2, 2), gbps=100)
+    found = [
+        PlanCosts(uniform(LLAMA_8B, on, tp=1, pp=1, micro_batch=size, batch=32, seq=4096, zero=1), HETHUB, packaged())
+        for size in (1, 8)
+    ]
+    assert found[0].state.reduction(0) == found[1].state.reduction(0)
+
+
+def test_rehearsals_slow_nothing() -> None:
+    costs = costs_of("layered", 3)
+    layout = Layout(costs.plan, LLAMA_8B, costs.layout.cluster.replace(emulated=True))
+    rehearsed = PlanCosts(layout, HETHUB, packaged())
+    assert rehearsed.microbatch(0, 0, 1, rehearsed.state.portions[0][1]).forward.dp == 0.0

@@ -1,0 +1,62 @@
+"""All-reduces of a replica's ranks, counted as the runtime's layers, embedding and head make them."""
+
+import pytest
+
+from hethub.planner.estimate.costs import UnitCosts
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB, Software
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.spec.layout.bind import Layout
+from tests.predictor.plans import LLAMA_8B, cluster, uniform
+
+ON = cluster(("H100-SXM5-80GB", 1, 4))
+
+
+def costs_of(schedule: str = "1f1b", emulated: bool = False) -> PlanCosts:
+    on = ON.replace(emulated=emulated)
+    layout = uniform(LLAMA_8B, on, tp=4, pp=1, micro_batch=1, batch=4, seq=4096)
+    return PlanCosts(Layout(layout.plan.replace(schedule=schedule), LLAMA_8B, on), HETHUB, packaged())
+
+
+def once(costs: PlanCosts) -> float:
+    network = costs.network
+    return network.all_reduce(network.group(range(4)), 4096 * LLAMA_8B.hidden * 2)
+
+
+def test_embedding_and_head_sum_once_a_microbatch_in_its_forward() -> None:
+    """Both were priced once more in the backward: the embedding's gradient is summed by nobody, the head's with the loss
+    (hethub/runtime/model/tensor_parallel.py, loss.py)."""
+    costs = costs_of("zero_bubble")
+    found = costs.microbatch(0, 0, 1)
+    assert found.forward.tp == pytest.approx((2 * 32 + 2) * once(costs))
+    assert found.backward.tp == pytest.approx(2 * 32 * once(costs))
+
+
+def test_sums_of_a_backward_run_beside_its_weights_gradients() -> None:
+    """Both were priced as if compute waited for them; the runtime waits behind the weights' products."""
+    costs = costs_of()
+    sums, cost = once(costs), costs.network.fit["overlap_cost"]
+    layer = costs.layer_cost(0)
+    found = costs.microbatch(0, 0, 1).backward.tp
+    assert 32 * 2 * cost * sums < found < 0.6 * 32 * 2 * sums  # hidden by one product, and most of it by the other
+    fast = layer.sums_beside_weights(1, 4, 0.25, 1e-5, cost)
+    assert fast == pytest.approx(2 * cost * 1e-5)
+    slow = layer.sums_beside_weights(1, 4, 0.25, 1.0, cost)
+    assert 2.0 - 2 * layer.layer(1, 4).backward < slow < 2.0  # far longer than what is beside it
+
+
+def test_rehearsals_and_other_programs_sum_behind() -> None:
+    rehearsed = costs_of(emulated=True)
+    assert rehearsed.microbatch(0, 0, 1).backward.tp == pytest.approx(2 * 32 * once(rehearsed))
+    layout = uniform(LLAMA_8B, ON, tp=4, pp=1, micro_batch=1, batch=4, seq=4096)
+    theirs = PlanCosts(layout, Software(sums_beside_weights=False), packaged())
+    assert theirs.microbatch(0, 0, 1).backward.tp == pytest.approx(2 * 32 * once(theirs))
+
+
+def test_the_search_counts_them_alike() -> None:
+    rate = UnitCosts(pose(LLAMA_8B, ON, Batch(4, 4096, "bf16"))).rate(0, 4, 1, "none")
+    found, estimated = costs_of().microbatch(0, 0, 1), rate.microbatch(32, True, True)
+    assert estimated.forward == pytest.approx(found.forward.total)
+    assert estimated.backward == pytest.approx(found.backward.total)
