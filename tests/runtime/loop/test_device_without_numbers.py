@@ -47,7 +47,7 @@ def install(world: World) -> None:
     """The rank's device, for the rest of its process; what a step agrees on with others is made up."""
     _setup_privateuseone_for_python_backend("hollow")
     object.__setattr__(world._context, "device", Hollow(vendor="nvidia"))
-    World.all_gather_objects = lambda world, own: [own]  # type: ignore[method-assign]
+    World.all_gather_objects = lambda world, own, patience=None: [own]  # type: ignore[method-assign]
     dist.all_reduce = lambda *args, **options: None
     trainer.verify_owners = trainer.verify_copies = lambda *args: None
     trainer.gather_outcome = outcome
