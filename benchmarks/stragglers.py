@@ -104,7 +104,7 @@ def train(world: Any, case: Case, num_steps: int, slow_rank: int | None) -> tupl
     layout, pace = case.layout(), SlowedPace(world.device, SLOWDOWN if world.rank == slow_rank else 1.0)
     trainer = Trainer(layout, world, random_tokens(case), TrainSpec(steps=num_steps), pace=pace)
     trainer.initialise()
-    job: Any = SimpleNamespace(spec=SimpleNamespace(drift=StragglerSpec(), replan="report"))
+    job: Any = SimpleNamespace(spec=SimpleNamespace(drift=StragglerSpec(), replan="report", train=TrainSpec()))
     watch, planned = Replanner(job, layout, None), planned_seconds(layout, None)
     named, steps = [], []
     for step in range(1, num_steps + 1):

@@ -15,7 +15,7 @@ from hethub.runtime.loop.replanning import Replanner
 from hethub.runtime.loop.trainer import Trainer
 from hethub.runtime.measure.rank_times import planned_seconds
 from hethub.runtime.measure.straggler import Noted, Remedy, Straggler, StragglerDetector, planning_seconds, slowed
-from hethub.spec.job import StragglerSpec
+from hethub.spec.job import StragglerSpec, TrainSpec
 from hethub.spec.plan import load_plan
 from tests.planner.test_profiled import profile
 from tests.support.command import ranks
@@ -102,7 +102,7 @@ class Watched:
     """A run of four ranks whose plan is as fast as can be; `factors` are those that plans are sought for."""
 
     def __init__(self, monkeypatch):
-        self.job = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="auto"))
+        self.job = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="auto", train=TrainSpec()))
         self.layout = layout()
         self.factors, self.step = [], 0
         monkeypatch.setattr(replanning, "find_remedy", self._remedy)

@@ -69,7 +69,7 @@ def layout(name: str) -> Layout:
 
 
 def watch(name: str) -> Replanner:
-    job: Any = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="report"))
+    job: Any = SimpleNamespace(spec=SimpleNamespace(drift=SPEC, replan="report", train=TrainSpec()))
     return Replanner(job, layout(name), None)
 
 
