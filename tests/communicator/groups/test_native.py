@@ -142,6 +142,57 @@ def test_every_layout_gives_the_plain_result(islands: list[list[int]], staged: l
         assert wrong == []
 
 
+def column_of_a_row(value: float, size: int) -> Tensor:
+    """One element, or none, of a stride that is not 1."""
+    return torch.full((1, 3), float(value))[:size, 0]
+
+
+def single_elements(world: Any) -> list[str]:
+    """The operations whose result was not the plain one, on tensors of one or no element."""
+    rank, world_size = world.rank, world.size
+    wrong: list[str] = []
+
+    def check(name: str, found: list[Tensor], expected: list[float], size: int) -> None:
+        if [each.tolist() for each in found] != [[value] * size for value in expected]:
+            wrong.append(f"{name} of {size}: {found}")
+
+    everybody = [float(other) for other in range(world_size)]
+    for size in (1, 0):
+
+        def columns(values: list[float], size: int = size) -> list[Tensor]:
+            return [column_of_a_row(value, size) for value in values]
+
+        (own,), (taken,) = columns([rank]), columns([-1.0])
+        dist.all_reduce(own)
+        check("all_reduce", [own], [sum(everybody)], size)
+        (own,) = columns([rank])
+        dist.broadcast(own, 1)
+        check("broadcast", [own], [1.0], size)
+        dist.all_gather(places := columns([-1.0] * world_size), *columns([rank]))
+        check("all_gather", places, everybody, size)
+        dist.all_to_all(places := columns([-1.0] * world_size), columns([rank] * world_size))
+        check("all_to_all", places, everybody, size)
+        dist.reduce_scatter(taken, columns(everybody))
+        check("reduce_scatter", [taken], [float(world_size * rank)], size)
+        dist.scatter(taken, columns(everybody) if rank == 0 else None, 0)
+        check("scatter", [taken], [float(rank)], size)
+        dist.gather(*columns([rank]), places := columns([-1.0] * world_size) if rank == 2 else None, 2)
+        check("gather", places or [], everybody if rank == 2 else [], size)
+        works = [world.send(*columns([rank]), (rank + 1) % world_size)]
+        works.append(world.receive(taken, (rank - 1) % world_size))
+        for work in works:
+            work.wait()
+        check("message", [taken], [float((rank - 1) % world_size)], size)
+    return wrong
+
+
+@pytest.mark.parametrize("relay", ["gloo", "shm"])
+@pytest.mark.parametrize("staged", [[], [0, 2], [0, 1, 2]])
+def test_one_element_may_have_any_stride(relay: str, staged: list[int]) -> None:
+    for wrong in run_ranks(3, single_elements, islands=[[0, 2], [1]], staged_ranks=staged, relay=relay):
+        assert wrong == []
+
+
 class Derived(dist.ProcessGroup):
     """A group of somebody else's that derives from torch's in Python and overrides nothing."""
 
