@@ -9,7 +9,7 @@ from hethub.communicator.setup import RankFacts, check_facts
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
-HERE = RankFacts.here(Device(vendor="cpu"))
+HERE = RankFacts.here(Device(vendor="cpu"), {})
 
 
 def with_torch(version):
