@@ -122,6 +122,7 @@ class Context:
                 return
             self._broken = failure
         if not is_known and not self.given_up:
+            self.aborted = True
             self.watch.liveness.report(f"failed: {failure}")
             # Where rank 0 has left nobody passes that on: then the others feel that the connections end.
             threading.Thread(target=self.abort, name="hethub-giving-up", daemon=True).start()

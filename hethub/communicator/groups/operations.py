@@ -179,7 +179,11 @@ class GroupCore(torch_private.GroupBase):
         """As `_submit`, for what launches legs on the island's library: in the turn taken here."""
         with self._submitting:
             turn = take_turn()
-            work = self._queue(name, functools.partial(run, turn), tensors, opts, turn, chosen)
+            try:
+                work = self._queue(name, functools.partial(run, turn), tensors, opts, turn, chosen)
+            except BaseException:
+                turn.drop()
+                raise
         turn.begin()  # behind the job: that deals with each chunk while the next ones are launched
         return work
 
@@ -209,10 +213,11 @@ class GroupCore(torch_private.GroupBase):
         def count(seconds: float) -> None:
             self.context.counters.count_operation(self._label, name, num_bytes, seconds, self._bridge.clock.take())
 
-        return self._worker.submit(
-            Job(run=job, work=work, count=count, leave=None if turn is None else turn.leave),
-            caller_waits=self._runs_in_callers(turn, opts),
-        )
+        queued = Job(run=job, work=work, count=count, leave=None if turn is None else turn.leave)
+        try:
+            return self._worker.submit(queued, caller_waits=self._runs_in_callers(turn, opts))
+        except RuntimeError as error:  # no thread to be had: the peers wait for this rank's part
+            raise work.operation.failed_for_good(error) from error
 
 
 def _brief(ranks: Sequence[int]) -> str:

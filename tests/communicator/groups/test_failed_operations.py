@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hethub.spec.errors import RunFailed
 from tests.support.ranks import start_ranks, values
 
 SIZES = [3, 200_000]  # sums of few numbers go the short way
@@ -78,6 +79,30 @@ def test_a_group_given_up_at_its_timeout_is_not_used_again():
     assert "cannot run on rank 0" in early[1]
     assert late[0] == 3.0 or "Timed out after 1 s" in late[0]
     assert "Timed out after 1 s" in late[1]
+
+
+def submit_in_vain(world, size):
+    """What an all-reduce says that could not be queued, or whose peer's could not, and the one behind it."""
+    said, worker = [], world.default_group._worker
+    if world.rank == 0:
+        worker.__dict__["submit"] = refuse_a_thread
+    for _ in range(2):
+        with pytest.raises(RunFailed) as error:
+            dist.all_reduce(torch.ones(size))
+        said.append(str(error.value))
+        worker.__dict__.pop("submit", None)
+    return said
+
+
+def refuse_a_thread(*args, **named):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_cannot_be_queued_fails_on_all_ranks_and_holds_no_turn(size):
+    options = {"islands": [[0, 1], [2]], "staged_ranks": [0, 1], "timeout_seconds": 30}
+    for said in values(start_ranks(3, submit_in_vain, size, connect=options, timeout_seconds=25)):
+        assert all("failed on rank 0: RuntimeError: can't start new thread" in each for each in said)
 
 
 def refuse_what_has_no_meaning(rank, store):
