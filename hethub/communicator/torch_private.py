@@ -140,6 +140,11 @@ def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, opt
     return nccl
 
 
+COALESCING = {"begin": "_start_coalescing", "end": "_end_coalescing"}
+"""The methods of a process group between which NCCL only gathers operations; each of those then returns nothing, or what
+nobody waits for, and the end returns the Work of all."""
+
+
 def default_group() -> dist.ProcessGroup | None:
     return c10d._get_default_group() if dist.is_initialized() else None
 

@@ -1,5 +1,6 @@
 """Every collective on tensors of every layout, in native groups, over islands and staged, against plain arithmetic."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from hethub.communicator.groups import native
 from tests.support.ranks import run_ranks
 
 SHAPE = (4, 6)
@@ -191,6 +193,67 @@ def single_elements(world: Any) -> list[str]:
 def test_one_element_may_have_any_stride(relay: str, staged: list[int]) -> None:
     for wrong in run_ranks(3, single_elements, islands=[[0, 2], [1]], staged_ranks=staged, relay=relay):
         assert wrong == []
+
+
+class Library:
+    """What NCCL does with messages, on the host: gathered ones have no Work and come at the end."""
+
+    def __init__(self) -> None:
+        self.posted: list[Tensor] = []
+        self.gathers = False
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self.posted += tensors
+        return None
+
+    def begin(self, device: torch.device) -> None:
+        self.gathers = True
+
+    def end(self, device: torch.device) -> Any:
+        return Arrived(self.posted)
+
+
+class Arrived:
+    """The Work of all that was gathered: `wait` brings it."""
+
+    def __init__(self, places: list[Tensor]) -> None:
+        self.places = places
+
+    def wait(self) -> None:
+        for place in self.places:
+            place.fill_(7)
+
+
+def test_gathered_messages_land_where_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's batch_isend_irecv calls a group over NCCL: it drops what each receive returns."""
+    library, device = Library(), torch.device("cuda")
+    monkeypatch.setattr(native, "_ours", {library: lambda tensors: contextlib.nullcontext()})
+    begin, end = native.begun_gathering(Library.begin), native.ended_gathering(Library.end)
+    receive = native.watched("recv", Library.recv, "w")
+    column, plain = torch.zeros(4, 3)[:, 2], torch.zeros(4)
+    begin(library, device)
+    receive(library, [column], 1, 0)
+    receive(library, [plain], 1, 0)
+    end(library, device).wait()
+    assert column.tolist() == plain.tolist() == [7.0] * 4
+    library.posted = []
+    begin(library, device)
+    receive(library, [plain], 1, 0)
+    assert isinstance(end(library, device), Arrived)  # nothing to copy, nothing of ours in between
+
+
+def test_what_has_no_work_is_copied_back_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL returns none for `async_op=False`: its collective is ordered on the caller's stream by then."""
+    group = Library()
+    monkeypatch.setattr(native, "_ours", {group: lambda tensors: contextlib.nullcontext()})
+
+    def all_reduce(self: Library, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.mul_(3)
+
+    column = torch.ones(4, 3)[:, 2]
+    assert native.watched("allreduce", all_reduce, "w")(group, [column]) is None
+    assert column.tolist() == [3.0] * 4
 
 
 class Derived(dist.ProcessGroup):
