@@ -119,9 +119,11 @@ def register_backend(name: str, creator: Callable[..., Any]) -> None:
         dist.Backend.register_backend(name, creator, extended_api=True, devices=["cpu", "cuda"])
 
 
-def attach_backend(group: dist.ProcessGroup, inner: Any, device_type: str = "cpu") -> None:
-    """Registers a C++ backend on a Python group: FSDP2, DTensor and functional collectives look it up."""
-    group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, inner)
+def attach_backend(group: dist.ProcessGroup, inner: Any) -> None:
+    """Registers a C++ backend on a Python group: FSDP2, DTensor and functional collectives look it up, and so does
+    `init_process_group(device_id=…)`, by the device's type."""
+    for device_type in ("cpu", "cuda"):
+        group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
 
 def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, options: Any) -> Any:

@@ -1,9 +1,12 @@
 """`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hethub.spec.errors import BadInput
@@ -49,6 +52,31 @@ def test_ddp_over_islands_equals_one_process(islands, staged):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for parameters in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True))
+
+
+def bind_a_device(rank, store):
+    """What works in a world whose ranks named their device when it was made; torch is told that there is one."""
+    device = torch.device("cuda", rank)
+    with mock.patch.multiple(
+        "torch.accelerator",
+        current_accelerator=mock.Mock(return_value=torch.device("cuda")),
+        device_count=mock.Mock(return_value=2),
+    ):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=2, device_id=device)
+    found = [None, None]
+    dist.all_gather_object(found, rank)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2,))
+    dist.all_reduce(tensor, group=mesh.get_group())
+    dist.destroy_process_group()
+    return found, tensor.tolist()
+
+
+def test_ranks_may_name_their_device():
+    outcomes = start_ranks(2, bind_a_device, environment={"HETHUB_ISLANDS": "0|1"}, timeout_seconds=60)
+    assert values(outcomes) == [([0, 1], [4.0] * 3)] * 2
 
 
 def refuse_islands(rank, store):
