@@ -12,7 +12,7 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge.wire import check_wire
 from hethub.communicator.context import Context
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
-from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.rendezvous import Rendezvous, exchanged
 from hethub.communicator.joining.settings import as_told, first_difference
 from hethub.communicator.joining.versions import Software, check_same
 from hethub.communicator.joining.watch import watch_over
@@ -120,13 +120,8 @@ def check_staged(islands: Islands, staged_ranks: Sequence[int]) -> None:
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:
     """What every rank says of itself, in rank order."""
     store = dist.PrefixStore("facts", rendezvous.store)
-    store.set(str(rendezvous.rank), json.dumps(asdict(own)))
-    facts = [RankFacts(**json.loads(store.get(str(rank)))) for rank in range(rendezvous.size)]
-    # Rank 0 serves the store: should it refuse what it read and end, the others must have read it too.
-    if store.add("read", 1) == rendezvous.size:
-        store.set("all-read", "")
-    store.get("all-read")
-    return facts
+    said = exchanged(store, rendezvous.rank, rendezvous.size, json.dumps(asdict(own)))
+    return [RankFacts(**json.loads(each)) for each in said]
 
 
 def check_facts(facts: Sequence[RankFacts]) -> None:

@@ -14,6 +14,10 @@ TOKEN_VARIABLE = "HETHUB_TOKEN"
 """Where a launcher hands the job's secret to its ranks."""
 
 _SIOCGIFADDR = 0x8915
+_NAME_IT = (
+    "Name the job's network as a CIDR in the cluster file (network: 10.0.0.0/16), or in HETHUB_NETWORK for a program"
+    " that calls init_process_group itself"
+)
 _LOOPBACK_NAME = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -62,13 +66,13 @@ def choose_interface(
         address = resolve(host)
     except OSError as error:
         raise BadInput(
-            f"the host name {host} does not resolve ({error}), so other nodes cannot reach it. Name the job's network"
-            f" as a CIDR in the cluster file (network: 10.0.0.0/16); this node has {known}."
+            f"the host name {host} does not resolve ({error}), so other nodes cannot reach it. {_NAME_IT}; this node"
+            f" has {known}."
         ) from None
     if ipaddress.ip_address(address).is_loopback:
         raise BadInput(
-            f"the host name {host} resolves to {address}, which is loopback: other nodes cannot reach it. Name the"
-            f" job's network as a CIDR in the cluster file (network: 10.0.0.0/16); this node has {known}."
+            f"the host name {host} resolves to {address}, which is loopback: other nodes cannot reach it. {_NAME_IT};"
+            f" this node has {known}."
         )
     name = next((interface.name for interface in here if interface.address == address), None)
     return Interface(name=name, address=address)

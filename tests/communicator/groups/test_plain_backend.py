@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hethub.communicator.groups import backend
 from hethub.spec.errors import BadInput
 from tests.support.ranks import start_ranks, values
 
@@ -77,6 +78,32 @@ def bind_a_device(rank, store):
 def test_ranks_may_name_their_device():
     outcomes = start_ranks(2, bind_a_device, environment={"HETHUB_ISLANDS": "0|1"}, timeout_seconds=60)
     assert values(outcomes) == [([0, 1], [4.0] * 3)] * 2
+
+
+def on_two_hosts(rank, store):
+    """Where a rank takes itself to be, when ranks 0 and 2 are on one host and rank 1 is on another."""
+    with mock.patch.object(backend, "host_identity", mock.Mock(return_value=f"host {rank % 2}")):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    meeting = dist.group.WORLD.context.rendezvous
+    dist.destroy_process_group()
+    return meeting.local_rank, meeting.local_size, meeting.address
+
+
+def test_without_a_launchers_word_ranks_find_out_who_shares_a_host():
+    environment = {"HETHUB_ISLANDS": "0|1|2", "HETHUB_NETWORK": "127.0.0.0/8"}
+    found = values(start_ranks(3, on_two_hosts, environment=environment, timeout_seconds=60))
+    assert found == [(0, 2, "127.0.0.1"), (0, 1, "127.0.0.1"), (1, 2, "127.0.0.1")]
+
+
+def test_several_hosts_need_a_network_that_joins_them():
+    """The host's name is made to resolve to loopback, as it often does."""
+    for outcome in start_ranks(3, without_a_network, environment={"HETHUB_ISLANDS": "0|1|2"}, timeout_seconds=60):
+        assert "HETHUB_NETWORK" in outcome.error[1], outcome
+
+
+def without_a_network(rank, store):
+    with mock.patch("hethub.spec.network.socket.gethostname", mock.Mock(return_value="localhost")):
+        on_two_hosts(rank, store)
 
 
 def refuse_islands(rank, store):
