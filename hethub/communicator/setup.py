@@ -45,6 +45,7 @@ class RankFacts(Software):
             vendor=device.vendor,
             device=device.identity,
             settings=settings,
+            library=device.native_library,
             **cls.versions(),
         )
 

@@ -31,6 +31,16 @@ def test_another_version_is_refused_with_both_places(what, value):
         check_facts([here, dataclasses.replace(here, **{what: value})])
 
 
+def test_one_makers_ranks_have_one_version_of_its_library():
+    ranks = [
+        dataclasses.replace(HERE, host=host, library=library)
+        for host, library in [("amd0", "RCCL 2.26.6"), ("cpu0", ""), ("nv0", "NCCL 2.27.5"), ("nv1", "NCCL 2.28.9")]
+    ]
+    check_facts(ranks[:3])
+    with pytest.raises(BadInput, match=r"rank 2 \(nv0\) has NCCL 2.27.5, rank 3 \(nv1\) has NCCL 2.28.9: .*\+cu130"):
+        check_facts(ranks)
+
+
 @pytest.mark.parametrize(
     ("version", "means"),
     [
