@@ -1,5 +1,6 @@
 """`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
 
+import os
 from unittest import mock
 
 import pytest
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hethub.communicator.groups import backend
+from hethub.communicator.groups.backend import context_of
 from hethub.spec.errors import BadInput
+from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks, values
 
 
@@ -93,6 +96,28 @@ def test_without_a_launchers_word_ranks_find_out_who_shares_a_host():
     environment = {"HETHUB_ISLANDS": "0|1|2", "HETHUB_NETWORK": "127.0.0.0/8"}
     found = values(start_ranks(3, on_two_hosts, environment=environment, timeout_seconds=60))
     assert found == [(0, 2, "127.0.0.1"), (0, 1, "127.0.0.1"), (1, 2, "127.0.0.1")]
+
+
+def sum_over_two_hosts(rank, store, found):
+    """Where a rank takes itself to be, and a sum, with two ranks on the first host and one on the second."""
+    found.enter(rank // 2)
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    tensor = torch.full((200_000,), float(rank))
+    dist.all_reduce(tensor)
+    meeting = context_of(dist.group.WORLD).rendezvous
+    dist.barrier()
+    dist.destroy_process_group()
+    return meeting.local_rank, meeting.local_size, meeting.address, tensor[0].item()
+
+
+def test_ranks_of_real_hosts_meet_without_a_launchers_word():
+    if (reason := why_no_namespaces()) is not None:
+        pytest.skip(f"two hosts on one machine: {reason}")
+    with namespaces(f"hethub-plain-{os.getpid()}") as found:
+        environment = {"HETHUB_NETWORK": "10.203.0.0/24"}
+        outcomes = start_ranks(3, sum_over_two_hosts, found, environment=environment, timeout_seconds=40)
+    near, far = ADDRESSES
+    assert values(outcomes) == [(0, 2, near, 3.0), (1, 2, near, 3.0), (0, 1, far, 3.0)]
 
 
 def test_several_hosts_need_a_network_that_joins_them():
