@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import hethub
 from hethub.commands import data, machine, plan, report, size, starting, train
+from hethub.commands.common import another_speaks
 from hethub.commands.train import AGAIN
-from hethub.runtime.launch.launcher_environment import is_first_rank
 from hethub.spec.errors import BadInput, RunFailed, suggest
 
 # By exit code. After a failure a rank whose main thread is stuck speaks within five seconds (World.watch).
@@ -82,7 +82,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         options = _parsed(arguments)
     except BadInput as error:
-        return _ended(error, 2, quiet=not is_first_rank(), debug=False)
+        return _ended(error, 2, quiet=another_speaks(), debug=False)
     try:
         code: int = options.command(options) or 0
     except BadInput as error:
