@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import hethub
 from hethub.commands import data, machine, plan, report, size, starting, train
+from hethub.commands.common import another_speaks
 from hethub.commands.train import AGAIN
 from hethub.spec.errors import BadInput, RunFailed, suggest
 
@@ -81,7 +82,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         options = _parsed(arguments)
     except BadInput as error:
-        return _ended(error, 2, quiet=False, debug=False)
+        return _ended(error, 2, quiet=another_speaks(), debug=False)
     try:
         code: int = options.command(options) or 0
     except BadInput as error:

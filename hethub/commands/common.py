@@ -47,6 +47,13 @@ def command(
     return parser
 
 
+def another_speaks() -> bool:
+    """Whether another rank says what every rank of the launcher finds alike, a wrong command line above all."""
+    from hethub.runtime.launch.launcher_environment import is_first_rank
+
+    return not is_first_rank()
+
+
 def add_job(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
     """The job file and what overrides its keys."""
     metavar, text = ("JOB.yaml|PLAN.yaml", "a job, or a plan file alone") if or_plan else ("JOB.yaml", "the job file")

@@ -3,11 +3,14 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hethub.commands.common import add_job, add_json, check_writable, command, known_cluster, need_torch, print_json
 from hethub.commands.train import AGAIN, STOPPED, add_run
 from hethub.spec.errors import BadInput, RunFailed
+
+if TYPE_CHECKING:
+    from hethub.spec.job import Job
 
 
 def add(commands: Any) -> None:
@@ -81,15 +84,15 @@ def _add_doctor(commands: Any) -> None:
 def doctor(options: argparse.Namespace) -> None:
     if options.acceptance:
         return _accept(options)
-    if options.out is not None:
-        raise BadInput(f"--out {options.out} is where --acceptance writes its results; add --acceptance.")
     from hethub.report.tables import print_findings, print_ranks
     from hethub.runtime.doctor.machine import examine
-    from hethub.runtime.launch.launcher_environment import launch_info
-    from hethub.spec.job import load_job
+    from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
 
-    job = None if options.job is None else load_job(options.job)
     info = launch_info()
+    with one_voice_per_node(info):
+        if options.out is not None:
+            raise BadInput(f"--out {options.out} is where --acceptance writes its results; add --acceptance.")
+        job = _job(options)
     if info.launcher == "alone":
         findings = examine()
         if options.json:
@@ -110,17 +113,25 @@ def doctor(options: argparse.Namespace) -> None:
     return None
 
 
+def _job(options: argparse.Namespace) -> "Job | None":
+    """The job that the command names, if it names one."""
+    from hethub.spec.job import load_job
+
+    return None if options.job is None else load_job(options.job)
+
+
 def _accept(options: argparse.Namespace) -> None:
     """Measures on the ranks of a launcher, or starts some here, which then come this way."""
     need_torch("doctor")
     from hethub.report.acceptance import print_acceptance, write_acceptance
     from hethub.runtime.acceptance.acceptance import accept
     from hethub.runtime.acceptance.start import start_here
-    from hethub.runtime.launch.launcher_environment import launch_info
-    from hethub.spec.job import load_job
+    from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
 
-    check_writable(options.out)
-    job, info = None if options.job is None else load_job(options.job), launch_info()
+    info = launch_info()
+    with one_voice_per_node(info):
+        check_writable(options.out)
+        job = _job(options)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
         return start_here(
@@ -174,13 +185,15 @@ def profile(options: argparse.Namespace) -> None:
         return _merge(options)
     need_torch("profile")
     from hethub.predictor.cost.profile import save_profile
+    from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
     from hethub.runtime.measure.profile_run import profile_ranks
     from hethub.runtime.progress import counted
-    from hethub.spec.job import load_job
 
-    check_writable(options.out)
+    with one_voice_per_node(launch_info()):
+        check_writable(options.out)
+        job = _job(options)
     with counted("profiling") as progress:
-        measured, speaks = profile_ranks(load_job(options.job) if options.job is not None else None, progress)
+        measured, speaks = profile_ranks(job, progress)
     if speaks:
         save_profile(measured, options.out)
         print(f"written to {options.out}")
@@ -223,13 +236,14 @@ def bench(options: argparse.Namespace) -> None:
     need_torch("bench")
     from hethub.communicator.measuring.bench import DEFAULT_SIZES, run
     from hethub.report.tables import print_communication
+    from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
     from hethub.runtime.launch.session import session
-    from hethub.spec.job import load_job
 
-    if options.lanes is not None and options.lanes < 1:
-        raise BadInput(f"--lanes {options.lanes}: give the number of connections, 1 or more.")
-    job = None if options.job is None else load_job(options.job)
-    sizes = DEFAULT_SIZES if options.sizes is None else _sizes(options.sizes)
+    with one_voice_per_node(launch_info()):
+        if options.lanes is not None and options.lanes < 1:
+            raise BadInput(f"--lanes {options.lanes}: give the number of connections, 1 or more.")
+        job = _job(options)
+        sizes = DEFAULT_SIZES if options.sizes is None else _sizes(options.sizes)
     with session(job, None if job is None else job.spec.communicator, options.lanes) as (world, _):
         rows, relays, speaks = run(world, sizes), world.relays, world.rank == 0
     if speaks and options.json:

@@ -28,6 +28,7 @@ from hethub.communicator.relays.relay import Relay
 from hethub.communicator.work import CallbackThreads
 from hethub.kernels.device import Device
 from hethub.kernels.reference import TorchKernels
+from hethub.spec.errors import RunFailed
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Context:
     _closed: bool = False
     aborted: bool = False
     """Whether everything under way was given up; the world cannot be used any more."""
+    _broken: Exception | None = None
+    """What has failed first among this rank's operations."""
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.device)
@@ -108,6 +111,26 @@ class Context:
         """The world's failure, given a moment to arrive: a closed connection is often felt before its cause is told."""
         failure = self.watch.liveness.wait_for_failure(_NEWS_SECONDS)
         return str(failure) if failure is not None else None
+
+    def give_up(self, failure: Exception, *, is_known: bool) -> None:
+        """From here on no operation of this rank's groups runs, and the world fails on all ranks unless they know.
+
+        Groups share relays, streams and the libraries' launch order, so what one has missed is missing for all.
+        """
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = failure
+        if not is_known and not self.given_up:
+            self.aborted = True
+            self.watch.liveness.report(f"failed: {failure}")
+            # Where rank 0 has left nobody passes that on: then the others feel that the connections end.
+            threading.Thread(target=self.abort, name="hethub-giving-up", daemon=True).start()
+
+    def require_whole(self, what: str) -> None:
+        """Raises RunFailed where an operation has failed on this rank: `what`, which comes behind it, cannot run."""
+        if self._broken is not None:
+            raise RunFailed(f"{what} cannot run on rank {self.rank}, behind an operation that failed: {self._broken}")
 
     def gloo_group(
         self, name: str, members: Sequence[int], timeout_seconds: float | None = None

@@ -12,7 +12,8 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge.wire import check_wire
 from hethub.communicator.context import Context
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
-from hethub.communicator.joining.rendezvous import Rendezvous
+from hethub.communicator.joining.rendezvous import Rendezvous, exchanged
+from hethub.communicator.joining.settings import as_told, first_difference
 from hethub.communicator.joining.versions import Software, check_same
 from hethub.communicator.joining.watch import watch_over
 from hethub.communicator.relays.choice import RelayChoice
@@ -33,15 +34,18 @@ class RankFacts(Software):
     vendor: str
     device: str | None
     """What tells the rank's device from every other; None on a CPU, which ranks share."""
+    settings: dict[str, str]
 
     @classmethod
-    def here(cls, device: Device) -> "RankFacts":
+    def here(cls, device: Device, settings: dict[str, str]) -> "RankFacts":
         return cls(
             host=socket.gethostname(),
             host_identity=host_identity(),
             process=os.getpid(),
             vendor=device.vendor,
             device=device.identity,
+            settings=settings,
+            library=device.native_library,
             **cls.versions(),
         )
 
@@ -60,10 +64,14 @@ def make_context(
     stored_relays: RelayChoice | None = None,
 ) -> Context:
     """The context of this rank; all ranks call it with the same arguments. Raises BadInput where they do not fit."""
+    settings = as_told(
+        islands=islands, relay=relay, wire=wire, timeout_seconds=timeout_seconds, debug=debug, num_lanes=num_lanes,
+        staged_ranks=staged_ranks,
+    )  # fmt: skip
+    facts = exchange_facts(rendezvous, RankFacts.here(device, settings))
+    check_facts(facts)
     check_wire(wire)
     given = check_islands(islands, rendezvous.size) if islands is not None else None
-    facts = exchange_facts(rendezvous, RankFacts.here(device))
-    check_facts(facts)
     known = given or islands_by_label([fact.vendor for fact in facts])
     check_staged(known, staged_ranks)
     _use_interface(rendezvous)
@@ -113,19 +121,17 @@ def check_staged(islands: Islands, staged_ranks: Sequence[int]) -> None:
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:
     """What every rank says of itself, in rank order."""
     store = dist.PrefixStore("facts", rendezvous.store)
-    store.set(str(rendezvous.rank), json.dumps(asdict(own)))
-    facts = [RankFacts(**json.loads(store.get(str(rank)))) for rank in range(rendezvous.size)]
-    # Rank 0 serves the store: should it refuse what it read and end, the others must have read it too.
-    if store.add("read", 1) == rendezvous.size:
-        store.set("all-read", "")
-    store.get("all-read")
-    return facts
+    said = exchanged(store, rendezvous.rank, rendezvous.size, json.dumps(asdict(own)))
+    return [RankFacts(**json.loads(each)) for each in said]
 
 
 def check_facts(facts: Sequence[RankFacts]) -> None:
-    """Raises BadInput naming two ranks whose software cannot work together, or that drive one device."""
+    """Raises BadInput naming two ranks whose software or settings do not fit, or that drive one device."""
     places = [f"rank {rank} ({fact.host})" for rank, fact in enumerate(facts)]
     check_same(list(zip(places, facts, strict=True)))
+    difference = first_difference([(place, fact.settings) for place, fact in zip(places, facts, strict=True)])
+    if difference is not None:
+        raise BadInput(difference)
     driven: dict[str, str] = {}
     for place, fact in zip(places, facts, strict=True):
         if fact.device is not None and driven.setdefault(fact.device, place) != place:

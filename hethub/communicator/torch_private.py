@@ -119,9 +119,11 @@ def register_backend(name: str, creator: Callable[..., Any]) -> None:
         dist.Backend.register_backend(name, creator, extended_api=True, devices=["cpu", "cuda"])
 
 
-def attach_backend(group: dist.ProcessGroup, inner: Any, device_type: str = "cpu") -> None:
-    """Registers a C++ backend on a Python group: FSDP2, DTensor and functional collectives look it up."""
-    group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, inner)
+def attach_backend(group: dist.ProcessGroup, inner: Any) -> None:
+    """Registers a C++ backend on a Python group: FSDP2, DTensor and functional collectives look it up, and so does
+    `init_process_group(device_id=…)`, by the device's type."""
+    for device_type in ("cpu", "cuda"):
+        group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
 
 def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, options: Any) -> Any:
@@ -138,6 +140,11 @@ def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, opt
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     return nccl
+
+
+COALESCING = {"begin": "_start_coalescing", "end": "_end_coalescing"}
+"""The methods of a process group between which NCCL only gathers operations; each of those then returns nothing, or what
+nobody waits for, and the end returns the Work of all."""
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -18,10 +18,13 @@ from hethub.spec.errors import BadInput, RunFailed
 
 
 class Explainer(Protocol):
-    """Knows which rank failed first, if one did."""
+    """Knows which rank failed first, if one did, and hears of what fails here."""
 
     def explain(self, peer: int | None) -> str | None:
         """A sentence naming the rank that failed and how; None when no failure is known."""
+
+    def give_up(self, failure: Exception, *, is_known: bool) -> None:
+        """Nothing runs any more behind what has failed; the other ranks are told unless they know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,15 @@ class Operation:
         reason = error.reason if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
         with_peer = f" with rank {peer}" if peer is not None else ""
         return RunFailed(f"{where}{with_peer}: {cause or reason}")
+
+    def failed_for_good(self, error: BaseException) -> Exception:
+        """As `failed`, and this rank's part is missing now: a peer would take what comes next for it, and add it up.
+
+        So nothing may come next. RunFailed is debug mode's: every member finds the difference, and none has begun.
+        """
+        failure = self.failed(error)
+        self.explainer.give_up(failure, is_known=isinstance(error, RunFailed))
+        return failure
 
 
 class WaitedWork(torch_private.WorkBase):
@@ -100,10 +112,12 @@ class HethubWork(torch_private.WorkBase):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns True when the tensors hold the result. Raises RunFailed, naming the peer, if they never will."""
-        seconds = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
-        seconds = seconds or self._timeout_seconds
+        patience = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
+        seconds = patience or self._timeout_seconds
         if not self._done.wait(seconds):
-            raise self.operation.failed(TimeoutError(f"Timed out after {seconds:g} s"))
+            error = TimeoutError(f"Timed out after {seconds:g} s")
+            # Who brings patience of its own may ask again; the group's timeout is the end.
+            raise self.operation.failed(error) if patience else self.operation.failed_for_good(error)
         if self._error is not None:
             raise self._error
         return True
@@ -277,7 +291,7 @@ class Job:
             with torch.no_grad():
                 self.run()
         except Exception as error:  # noqa: BLE001  every failure reaches the caller through its Work
-            self.work.fail(self.work.operation.failed(error))
+            self.work.fail(self.work.operation.failed_for_good(error))
         else:
             self.count(time.perf_counter() - start)
             self.work.finish()

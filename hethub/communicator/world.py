@@ -223,7 +223,7 @@ class World:
         """Leaves the world: with all other ranks when all is well, at once when one has failed."""
         if self._closed:
             return
-        if self.failure is None:
+        if not self._context.given_up:
             self.barrier()
         self._closed = True
         self._messages.close()

@@ -44,6 +44,13 @@ class Device:
         return "nccl" if self.is_gpu else "gloo"
 
     @property
+    def native_library(self) -> str:
+        """The library that joins this maker's devices, with the version that this build of torch carries; empty on a CPU."""
+        if not self.is_gpu:
+            return ""
+        return f"{'RCCL' if self.vendor == 'amd' else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+    @property
     def name(self) -> str:
         """What the maker calls it, as torch reports it."""
         return torch.cuda.get_device_name(self.index) if self.is_gpu else "CPU"

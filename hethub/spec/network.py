@@ -1,5 +1,6 @@
 """This node's network interfaces, and the one a job uses."""
 
+import array
 import fcntl
 import ipaddress
 import socket
@@ -13,7 +14,12 @@ from hethub.spec.errors import BadInput
 TOKEN_VARIABLE = "HETHUB_TOKEN"
 """Where a launcher hands the job's secret to its ranks."""
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF = 0x8912
+_ENTRY_BYTES = 40  # struct ifreq: a name of 16 bytes, then the address, which begins with family and port
+_NAME_IT = (
+    "Name the job's network as a CIDR in the cluster file (network: 10.0.0.0/16), or in HETHUB_NETWORK for a program"
+    " that calls init_process_group itself"
+)
 _LOOPBACK_NAME = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -26,17 +32,27 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces of this node that have an IPv4 address."""
-    found = []
+    """All IPv4 addresses of this node with their interfaces, which may have several; none where the kernel is not Linux."""
+    if sys.platform != "linux":
+        return []
+    table = _address_table()
+    entries = [table[at : at + _ENTRY_BYTES] for at in range(0, len(table), _ENTRY_BYTES)]
+    return [
+        Interface(name=entry[:16].split(b"\0")[0].decode(), address=socket.inet_ntoa(entry[20:24])) for entry in entries
+    ]
+
+
+def _address_table() -> bytes:
+    """What the kernel answers to SIOCGIFCONF: an entry for each IPv4 address."""
+    num_entries = 16
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name[:15].encode())
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            found.append(Interface(name=name, address=socket.inet_ntoa(answer[20:24])))
-    return found
+        while True:
+            place = array.array("B", bytes(num_entries * _ENTRY_BYTES))
+            request = struct.pack("iP", len(place), place.buffer_info()[0])
+            used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
+            if used < len(place):
+                return place.tobytes()[:used]
+            num_entries *= 2  # full: there may be more
 
 
 def choose_interface(
@@ -62,13 +78,13 @@ def choose_interface(
         address = resolve(host)
     except OSError as error:
         raise BadInput(
-            f"the host name {host} does not resolve ({error}), so other nodes cannot reach it. Name the job's network"
-            f" as a CIDR in the cluster file (network: 10.0.0.0/16); this node has {known}."
+            f"the host name {host} does not resolve ({error}), so other nodes cannot reach it. {_NAME_IT}; this node"
+            f" has {known}."
         ) from None
     if ipaddress.ip_address(address).is_loopback:
         raise BadInput(
-            f"the host name {host} resolves to {address}, which is loopback: other nodes cannot reach it. Name the"
-            f" job's network as a CIDR in the cluster file (network: 10.0.0.0/16); this node has {known}."
+            f"the host name {host} resolves to {address}, which is loopback: other nodes cannot reach it. {_NAME_IT};"
+            f" this node has {known}."
         )
     name = next((interface.name for interface in here if interface.address == address), None)
     return Interface(name=name, address=address)
@@ -79,6 +95,11 @@ def _in_network(network: str, here: Sequence[Interface], host: str, known: str) 
         wanted = ipaddress.ip_network(network, strict=False)
     except ValueError:
         raise BadInput(f"network: {network!r} is not a CIDR; write e.g. 10.0.0.0/16.") from None
+    if wanted.version != 4:
+        raise BadInput(
+            f"network: {network!r} is an IPv6 network, and ranks meet and talk over IPv4 alone; name an IPv4 network. Node"
+            f" {host} has {known}."
+        )
     inside = [interface for interface in here if ipaddress.ip_address(interface.address) in wanted]
     if not inside:
         raise BadInput(

@@ -4,7 +4,9 @@ import json
 import os
 from pathlib import Path
 
-from tests.support.command import hethub, ranks
+import pytest
+
+from tests.support.command import check_refused, hethub, ranks
 from tests.support.job_files import ALONE, plan, write_job
 
 
@@ -54,6 +56,22 @@ def test_bench_takes_the_jobs_relay_and_wire(tmp_path: Path) -> None:
     assert 0.99 <= large["bridge_bytes_over_bound"] <= 1.01
     assert 2.9e6 <= large["bridge_bytes"] <= 3.1e6  # of two islands, each half as wide as fp32
     assert large["bound_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("doctor nosuch.yaml", "nosuch.yaml"),
+        ("doctor --out a.json", "add --acceptance"),
+        ("doctor --acceptance --out /nonexistent/a.json", "/nonexistent"),
+        ("profile nosuch.yaml", "nosuch.yaml"),
+        ("bench comm --sizes abc", "--sizes abc"),
+        ("bench comm --lanes 0", "--lanes 0"),
+        ("bench comm --nosuch 1", "--nosuch"),
+    ],
+)
+def test_what_every_rank_finds_wrong_is_said_once(command: str, said: str, tmp_path: Path) -> None:
+    check_refused(ranks(2, *command.split(), cwd=tmp_path), said)
 
 
 def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:

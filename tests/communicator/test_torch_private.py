@@ -53,6 +53,10 @@ def test_a_future_gives_its_result():
     assert future.wait()[0].item() == 1.0
 
 
+def test_a_group_gathers_operations_between_two_calls():
+    assert all(callable(getattr(dist.ProcessGroup, name)) for name in torch_private.COALESCING.values())
+
+
 def test_reduce_operations_are_told_apart():
     premul = dist._make_nccl_premul_sum(0.25)
     assert torch_private.reduce_op_kind(premul) == torch_private.ReduceKind.PREMUL_SUM

@@ -12,6 +12,9 @@ class Nobody:
     def explain(self, peer):
         return None
 
+    def give_up(self, failure, *, is_known):
+        pass
+
 
 class Callbacks:
     def __init__(self):

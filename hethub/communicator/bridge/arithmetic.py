@@ -1,8 +1,9 @@
 """The arithmetic of a bridged reduction: which type adds, in which order, and when it is rounded.
 
-Sums are taken in ascending rank order inside an island and ascending island order between islands. Types narrower
-than fp32 are added in fp32; an island's partial is rounded to the wire type once, also at its own side, and the total
-is rounded once. So all ranks hold the same bits, whatever the chunks, lanes or relay.
+Sums are taken in ascending rank order inside an island of CPUs and ascending island order between islands; inside an
+island of devices its library adds, in the tensor's own type and an order of its own. Types narrower than fp32 are added
+in fp32 here; an island's partial is rounded to the wire type once, also at its own side, and the total is rounded once.
+So all ranks hold the same bits, whatever the chunks, lanes or relay.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ from hethub.communicator.bridge.island_library import IslandLibrary, Placed, Ten
 from hethub.communicator.bridge.launch_order import Dispatcher, Launched, Turn
 from hethub.communicator.bridge.links import CopiedDown, Stage, wait_for
 from hethub.communicator.bridge.routes import Route
-from hethub.communicator.bridge.staging import flat_of, is_plain, place_for
+from hethub.communicator.bridge.staging import flat_of, place_for
 from hethub.communicator.counters import Leg
 from hethub.communicator.relays.relay import Incoming, ReceivedInto, Transfer
 from hethub.kernels.device import Device, Event
@@ -79,7 +79,7 @@ class NativeLegs:
     def reduce_scatter(self, begun: Launched[Sums], first: int, out: torch.Tensor, reduction: Reduction) -> None:
         """`out` becomes this member's range of the reduction, which begins at `first`; it may be memory of `sources`."""
         with self._working():
-            result = out.view(-1) if is_plain(out) else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+            result = place_for(out)
             self._run(self._scatter_stages(*sums, result, first, reduction) for sums in begun.results())
             _write_back(out, result)
 

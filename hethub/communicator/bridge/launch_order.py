@@ -50,8 +50,8 @@ class Dispatcher:
 
     def _leave(self, turn: "Turn") -> None:
         with self._changed:
-            if turn not in self._waiting:
-                return
+            if turn not in self._waiting or (isinstance(turn, Launched) and turn.begun):
+                return  # what has begun leaves by itself
             self._waiting.remove(turn)
             self._changed.notify_all()
         self._run_first()
@@ -89,6 +89,10 @@ class Turn:
 
     def leave(self) -> None:
         """The operation launches no more; also for one that fails before its turn."""
+        self._dispatcher._leave(self)
+
+    def drop(self) -> None:
+        """The operation could not be submitted: unless it has begun, it launches nothing, and the next ones do not wait."""
         self._dispatcher._leave(self)
 
 

@@ -50,13 +50,13 @@ class Staged:
     def load(self) -> list[torch.Tensor]:
         """Each tensor's elements, flat on the host."""
         if self._is_own_memory:
-            return [tensor.view(-1) for tensor in self._tensors]
+            return [in_a_row(tensor) for tensor in self._tensors]
         return self._cut(self.load_whole())
 
     def empty(self) -> list[torch.Tensor]:
         """As `load` for tensors that are only written: what is in them does not matter."""
         if self._is_own_memory:
-            return [tensor.view(-1) for tensor in self._tensors]
+            return [in_a_row(tensor) for tensor in self._tensors]
         return self._cut(self.empty_whole())
 
     def load_whole(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Staged:
     def empty_whole(self) -> torch.Tensor:
         """As `load_whole`, for writing."""
         if self._is_own_memory and len(self._tensors) == 1:
-            return self._tensors[0].view(-1)
+            return in_a_row(self._tensors[0])
         num_elements = sum(tensor.numel() for tensor in self._tensors)
         host = self._stager.device.host_buffer(num_elements * self._tensors[0].itemsize)
         self._whole = host.view(self._tensors[0].dtype)
@@ -103,7 +103,7 @@ class Staged:
         """All elements on the device, in one piece."""
         first = self._tensors[0]
         if len(self._tensors) == 1:
-            return first.contiguous().view(-1)
+            return in_a_row(first.contiguous())
         packed = torch.empty(sum(t.numel() for t in self._tensors), dtype=first.dtype, device=first.device)
         self._pack(packed)
         return packed
@@ -123,13 +123,23 @@ class Staged:
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in order: its own memory where that holds them so."""
-    return (tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()).view(-1)
+    return in_a_row(tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def place_for(tensor: torch.Tensor) -> torch.Tensor:
     """Where the tensor's elements can land in order: its own memory, or other that is to be copied from."""
     plain = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return plain.view(-1)
+    return in_a_row(plain)
+
+
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's own memory in one dimension of stride 1.
+
+    torch calls a tensor of one or no element contiguous whatever its strides, and `view(-1)` keeps them: a column of a
+    matrix of one row. Such a tensor could not be seen as bytes.
+    """
+    flat = tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -138,4 +148,4 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return in_a_row(tensor).view(torch.uint8)

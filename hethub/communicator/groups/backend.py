@@ -13,7 +13,8 @@ from hethub.communicator.context import Context
 from hethub.communicator.groups.native import watch_group
 from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.joining.islands import parse_islands, restrict
-from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token
+from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token, exchanged
+from hethub.communicator.relays.shm_connection import host_identity
 from hethub.communicator.setup import make_context
 from hethub.kernels.device import choose_device
 from hethub.spec.errors import BadInput
@@ -97,8 +98,9 @@ def context_from_environment(options: Any) -> Context:
     HETHUB_DEBUG and HETHUB_STAGED_RANKS are what `connect` takes as arguments.
     """
     rank, size = options.group_rank, options.group_size
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    interface = choose_interface(os.environ.get("HETHUB_NETWORK"), is_multi_node=local_size < size)
+    hosts = exchanged(dist.PrefixStore("hosts", options.store), rank, size, host_identity())
+    local_rank, local_size = place_on_host(rank, hosts)
+    interface = choose_interface(os.environ.get("HETHUB_NETWORK"), is_multi_node=len(set(hosts)) > 1)
     rendezvous = Rendezvous(
         store=options.store,
         rank=rank,
@@ -121,6 +123,14 @@ def context_from_environment(options: Any) -> Context:
         debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
         staged_ranks=[int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word],
     )
+
+
+def place_on_host(rank: int, hosts: Sequence[str]) -> tuple[int, int]:
+    """The rank's place among the ranks of its host, and how many those are: as the launcher says it in LOCAL_RANK and
+    LOCAL_WORLD_SIZE, else in rank order. `hosts` tell each rank's host from the others."""
+    beside = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    local_rank = int(os.environ.get("LOCAL_RANK", beside.index(rank)))
+    return local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", len(beside)))
 
 
 def init_default_group(context: Context) -> dist.ProcessGroup:

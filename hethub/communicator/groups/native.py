@@ -7,6 +7,9 @@ reduce-scatter of `base[::2]` end without an error and with wrong numbers (torch
 tensors, but add two ranks' memory as it lies where one rank's is contiguous and the other's is channels-last. Groups
 over islands stage every layout themselves.
 
+NCCL and RCCL gather the messages of `batch_isend_irecv` and send them at its end, with one Work for all: results are
+copied back behind that one.
+
 Collectives of device tensors launch in a turn (`bridge.launch_order`). Messages take none: they have communicators of
 their own, and a send that waited for a turn could be what another rank needs before it submits what the turn waits for.
 """
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hethub.communicator import torch_private
 from hethub.communicator.bridge.staging import is_plain
 from hethub.communicator.work import WaitedWork
 
@@ -58,6 +62,12 @@ _MESSAGES = {"send", "recv", "recv_anysource"}
 TurnOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 """The turn to launch a collective of these tensors in."""
 
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors as they were given, each with its copy in plain memory."""
+
+_gathered: "weakref.WeakKeyDictionary[dist.ProcessGroup, Copies]" = weakref.WeakKeyDictionary()
+"""What the operations write to that a group is gathering at present."""
+
 _ours: "weakref.WeakKeyDictionary[dist.ProcessGroup, TurnOf]" = weakref.WeakKeyDictionary()
 
 
@@ -72,6 +82,9 @@ def watch_group(group: dist.ProcessGroup, turn_of: TurnOf) -> None:
             native = getattr(dist.ProcessGroup, name, None)
             if native is not None and not isinstance(native, types.FunctionType):
                 setattr(dist.ProcessGroup, name, watched(name, native, uses))
+        for moment, wrap in (("begin", begun_gathering), ("end", ended_gathering)):
+            name = torch_private.COALESCING[moment]
+            setattr(dist.ProcessGroup, name, wrap(getattr(dist.ProcessGroup, name)))
     _ours[group] = turn_of
 
 
@@ -86,15 +99,56 @@ def watched(name: str, native: Callable[..., Any], uses: str) -> Callable[..., A
         with nullcontext() if name in _MESSAGES else _ours[self](tensors):
             if all(_is_plain(tensor) for tensor in tensors):
                 return native(self, *args, **named)
-            written: list[tuple[torch.Tensor, torch.Tensor]] = []
+            written: Copies = []
             with torch.no_grad():
                 passed = [_copied(each, written if use == "w" else []) for each, use in zip(given, uses, strict=False)]
-                return CopiedBack(native(self, *passed, *args[len(uses) :], **named), written)
+                work = native(self, *passed, *args[len(uses) :], **named)
+            return _landed(self, work, written)
 
     # A class derived from torch's in Python reaches this through C++, which tells such a call from an override by the
     # name of the calling function's code.
     method.__code__ = method.__code__.replace(co_name=name)
     return method
+
+
+def begun_gathering(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The call that begins to gather operations, which remembers from here on what they write to."""
+
+    def method(self: dist.ProcessGroup, *args: Any) -> Any:
+        if self in _ours:
+            _gathered[self] = []
+        return native(self, *args)
+
+    return method
+
+
+def ended_gathering(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The call that ends it: its Work, behind which the results are where they were asked for."""
+
+    def method(self: dist.ProcessGroup, *args: Any) -> Any:
+        copies, work = _gathered.pop(self, []), native(self, *args)
+        return CopiedBack(work, copies) if copies and work is not None else work
+
+    return method
+
+
+def _landed(group: dist.ProcessGroup, work: Any, written: Copies) -> Any:
+    """The operation's Work, behind which the results are where they were asked for.
+
+    None where the library orders the operation on the current stream (NCCL, where the caller does not ask for a Work)
+    or gathers it: of a gathered one the results come at the end, whether it has a Work or not.
+    """
+    if group in _gathered:
+        _gathered[group].extend(written)
+    elif work is None:
+        _copy_back(written)
+    return work if work is None else CopiedBack(work, written)
+
+
+def _copy_back(copies: Copies) -> None:
+    with torch.no_grad():
+        for given, plain in copies:
+            given.copy_(plain)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -109,7 +163,7 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _copied(given: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _copied(given: Any, copies: Copies) -> Any:
     """The tensors of `given` as plain memory; `copies` gets each with its copy."""
     if isinstance(given, list | tuple):
         return [_copied(each, copies) for each in given]
@@ -123,7 +177,7 @@ def _copied(given: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
 class CopiedBack(WaitedWork):
     """An operation on copies; when it is seen to be done, the results are where they were asked for."""
 
-    def __init__(self, inner: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, inner: Any, copies: Copies) -> None:
         super().__init__()
         self._inner = inner
         self._given = {id(plain): (given, plain) for given, plain in copies}
@@ -164,10 +218,9 @@ class CopiedBack(WaitedWork):
         return self._inner.get_future().then(copied)
 
     def _copy(self) -> None:
-        with self._lock, torch.no_grad():
+        with self._lock:
             copies, self._copies = self._copies, []
-            for given, plain in copies:
-                given.copy_(plain)
+            _copy_back(copies)
 
     def _as_given(self, value: Any) -> Any:
         """A result in which the caller's tensors stand for their copies."""

@@ -111,6 +111,19 @@ class GroupCore(torch_private.GroupBase):
 
         return compared
 
+    def _runs_in_callers(self, turn: Turn | None, opts: Any) -> bool:
+        """Whether the caller's thread may run the job: it would wait anyway, and need not give up before the job does."""
+        return turn is None and self._timeout_seconds is None and opts is not None and not opts.asyncOp
+
+    def _behind_what_succeeded(self, name: str, job: Run) -> Run:
+        """The job, which fails unrun where an operation of this rank has failed before it."""
+
+        def checked() -> None:
+            self.context.require_whole(f"{name} in {self._label}")
+            job()
+
+        return checked
+
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
         kind = torch_private.reduce_op_kind(op)
         made = self._reductions.get((kind, dtype))
@@ -166,7 +179,11 @@ class GroupCore(torch_private.GroupBase):
         """As `_submit`, for what launches legs on the island's library: in the turn taken here."""
         with self._submitting:
             turn = take_turn()
-            work = self._queue(name, functools.partial(run, turn), tensors, opts, turn, chosen)
+            try:
+                work = self._queue(name, functools.partial(run, turn), tensors, opts, turn, chosen)
+            except BaseException:
+                turn.drop()
+                raise
         turn.begin()  # behind the job: that deals with each chunk while the next ones are launched
         return work
 
@@ -182,6 +199,7 @@ class GroupCore(torch_private.GroupBase):
         """A job with a turn leaves it whatever happens, and never runs in the thread that takes turns."""
         if self.context.debug:
             job = self._compared(name, job, tensors, chosen() if chosen else debug.option_words(opts))
+        job = self._behind_what_succeeded(name, job)
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         work = HethubWork(
             self._operation(name, tensors),
@@ -195,10 +213,11 @@ class GroupCore(torch_private.GroupBase):
         def count(seconds: float) -> None:
             self.context.counters.count_operation(self._label, name, num_bytes, seconds, self._bridge.clock.take())
 
-        return self._worker.submit(
-            Job(run=job, work=work, count=count, leave=None if turn is None else turn.leave),
-            caller_waits=turn is None and opts is not None and not opts.asyncOp,
-        )
+        queued = Job(run=job, work=work, count=count, leave=None if turn is None else turn.leave)
+        try:
+            return self._worker.submit(queued, caller_waits=self._runs_in_callers(turn, opts))
+        except RuntimeError as error:  # no thread to be had: the peers wait for this rank's part
+            raise work.operation.failed_for_good(error) from error
 
 
 def _brief(ranks: Sequence[int]) -> str:

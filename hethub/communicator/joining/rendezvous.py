@@ -59,6 +59,21 @@ class Rendezvous:
         )
 
 
+def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
+    """What every rank says, in rank order; `store` is for this alone.
+
+    Rank 0 may serve the store: should it refuse what it has read and end, the others must have read it too. So it
+    waits for them, and nobody for it.
+    """
+    store.set(str(rank), own)
+    said = [store.get(str(other)).decode() for other in range(size)]
+    if store.add("read", 1) == size:
+        store.set("all-read", "")
+    if rank == 0:
+        store.get("all-read")
+    return said
+
+
 def agree_on_token(store: dist.Store, rank: int, given: str | None) -> str:
     """The job's secret: `given`, which the launcher has handed to every rank, else a random one of rank 0.
 

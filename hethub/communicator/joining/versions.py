@@ -14,13 +14,15 @@ from hethub.spec.errors import BadInput
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """The versions of one rank, as its programs tell them; `mpi` is empty where MPI did not start the rank."""
+    """The versions of one rank, as its programs tell them; `mpi` is empty where MPI did not start the rank, `library` (the
+    device's own, with its version) on a CPU."""
 
     hethub: str
     python: str
     torch: str
     byte_order: str
     mpi: str = ""
+    library: str = ""
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -56,9 +58,24 @@ def check_same(ranks: Sequence[tuple[str, Software]], also: Mapping[str, str] | 
             mine, theirs = str(getattr(first, what)), str(getattr(other, what))
             if comparable(what, mine) != comparable(what, theirs):
                 raise BadInput(f"{what} differs: {first_place} has {mine}, {place} has {theirs}. {remedy}")
+        check_library(place, other, ranks)
         if release(first.torch) != release(other.torch):
             warnings.append(f"torch differs in its patch version: {first_place} {first.torch}, {place} {other.torch}.")
     return list(dict.fromkeys(warnings))
+
+
+def check_library(place: str, own: Software, ranks: Sequence[tuple[str, Software]]) -> None:
+    """Raises BadInput where an earlier rank with devices of the same maker has another version of their library.
+
+    Builds of one torch release for unlike CUDA versions carry unlike NCCLs, which fail to connect, or hang.
+    """
+    maker = own.library.split(" ")[0]
+    peer, peers = next((where, other.library) for where, other in ranks if other.library.split(" ")[0] == maker)
+    if peers != own.library:
+        raise BadInput(
+            f"{peer} has {peers}, {place} has {own.library}: devices of one maker need one version of its library, which"
+            " comes with torch. Install the same build of torch (as +cu130) on all nodes of a maker."
+        )
 
 
 def comparable(what: str, version: str) -> str:

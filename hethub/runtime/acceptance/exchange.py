@@ -1,17 +1,16 @@
 """Collectives and messages of the started ranks: right, number for number; and how fast beside what could be."""
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hethub.communicator import World, all_gather_by_ranges, reduce_scatter_by_ranges
 from hethub.communicator.measuring import bench
+from hethub.runtime.acceptance.large import AT_ONCE, CPU_NUMEL, DEVICE_NUMEL, OPERATIONS, uneven, wrong_at_once
+from hethub.runtime.acceptance.patterns import numbers, total
 from hethub.runtime.parity.row import Row
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.ranges import Range
 
 NUMEL = 3 * 7 * 1024  # divides by few group sizes: padding shows
 LEAST_SHARE = 0.85  # of the bridge's own bound, on devices
@@ -21,20 +20,29 @@ _TAG = 7
 
 def check_exchange(world: World, cluster: ClusterSpec, progress: Callable[[str], None]) -> Iterator[Row]:
     """The same rows on every rank; all ranks call it."""
+    numel = DEVICE_NUMEL if any(world.all_gather_objects(world.device.is_gpu)) else CPU_NUMEL
     for label, members in _groups(world):
         progress(f"collectives of {label}")
-        group, wrong = world.group(members), []
+        group, wrong, wrong_large = world.group(members), [], []
         if group is not None:
             wrong = [name for name, check in _COLLECTIVES if not check(group, world)]
-        found = {name for rank in world.all_gather_objects(wrong) for name in rank}
-        yield Row(
-            what="collectives", where=label, state="fail" if found else "pass",
-            found=f"{len(_COLLECTIVES)} compared", reason=f"wrong: {', '.join(sorted(found))}" if found else "",
-        )  # fmt: skip
+            wrong_large = wrong_at_once(group, world, numel)
+        yield _compared(world, "collectives", label, f"{len(_COLLECTIVES)} compared", wrong)
+        large = f"{len(OPERATIONS)} compared, {AT_ONCE} of each at once, {4 * numel / 1e6:.0f} MB"
+        yield _compared(world, "large collectives", label, large, wrong_large)
     progress("messages")
     yield _messages(world)
     progress("bandwidth")
     yield from _bandwidth(world, cluster)
+
+
+def _compared(world: World, what: str, where: str, compared: str, wrong: list[str]) -> Row:
+    """The row on which all ranks agree, of what each found `wrong`."""
+    found = {name for rank in world.all_gather_objects(wrong) for name in rank}
+    return Row(
+        what=what, where=where, state="fail" if found else "pass", found=compared,
+        reason=f"wrong: {', '.join(sorted(found))}" if found else "",
+    )  # fmt: skip
 
 
 def _groups(world: World) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -45,59 +53,48 @@ def _groups(world: World) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"island {number}", tuple(island)
 
 
-def _numbers(rank: int, numel: int, where: torch.device) -> Tensor:
-    """Integers that fp32 sums exactly in any order, other ones on each rank."""
-    return ((torch.arange(numel, device=where) * (rank + 3)) % 251).float()
-
-
 def _all_reduced(group: dist.ProcessGroup, world: World) -> bool:
-    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
-    found = _numbers(world.rank, NUMEL, where)
+    found = numbers(world, world.rank, NUMEL)
     dist.all_reduce(found, group=group)
-    return bool(torch.equal(found, sum((_numbers(rank, NUMEL, where) for rank in members), torch.zeros_like(found))))
+    return torch.equal(found, total(world, group, NUMEL))
 
 
 def _all_gathered(group: dist.ProcessGroup, world: World) -> bool:
     where, members = world.device.torch_device, dist.get_process_group_ranks(group)
     found = torch.empty(NUMEL * len(members), device=where)
-    bench._ALL_GATHER(found, _numbers(world.rank, NUMEL, where), group=group)
-    return bool(torch.equal(found, torch.cat([_numbers(rank, NUMEL, where) for rank in members])))
+    bench._ALL_GATHER(found, numbers(world, world.rank, NUMEL), group=group)
+    return bool(torch.equal(found, torch.cat([numbers(world, rank, NUMEL) for rank in members])))
 
 
 def _reduce_scattered(group: dist.ProcessGroup, world: World) -> bool:
     where, members = world.device.torch_device, dist.get_process_group_ranks(group)
     found, size = torch.empty(NUMEL, device=where), NUMEL * len(members)
-    bench._REDUCE_SCATTER(found, _numbers(world.rank, size, where), group=group)
-    total = sum((_numbers(rank, size, where) for rank in members), torch.zeros(size, device=where))
-    return bool(torch.equal(found, total.chunk(len(members))[members.index(world.rank)]))
+    bench._REDUCE_SCATTER(found, numbers(world, world.rank, size), group=group)
+    return torch.equal(found, total(world, group, size).chunk(len(members))[members.index(world.rank)])
 
 
 def _broadcast(group: dist.ProcessGroup, world: World) -> bool:
-    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
-    found = _numbers(world.rank, NUMEL, where)
+    members = dist.get_process_group_ranks(group)
+    found = numbers(world, world.rank, NUMEL)
     dist.broadcast(found, src=members[-1], group=group)
-    return bool(torch.equal(found, _numbers(members[-1], NUMEL, where)))
+    return bool(torch.equal(found, numbers(world, members[-1], NUMEL)))
 
 
 def _all_to_all(group: dist.ProcessGroup, world: World) -> bool:
     where, members = world.device.torch_device, dist.get_process_group_ranks(group)
     own, found = members.index(world.rank), torch.empty(NUMEL * len(members), device=where)
-    dist.all_to_all_single(found, _numbers(world.rank, NUMEL * len(members), where), group=group)
-    parts = [_numbers(rank, NUMEL * len(members), where).chunk(len(members))[own] for rank in members]
-    return bool(torch.equal(found, torch.cat(parts)))
+    dist.all_to_all_single(found, numbers(world, world.rank, NUMEL * len(members)), group=group)
+    parts = [numbers(world, rank, NUMEL * len(members)).chunk(len(members))[own] for rank in members]
+    return torch.equal(found, torch.cat(parts))
 
 
 def _uneven(group: dist.ProcessGroup, world: World) -> bool:
-    """Reduce-scatter and all-gather by shares that are unlike, as training with uneven state shares takes them."""
-    where, members = world.device.torch_device, dist.get_process_group_ranks(group)
-    weights = [position + 1 for position in range(len(members))]
-    cuts = [0, *(NUMEL * sum(weights[: position + 1]) // sum(weights) for position in range(len(members)))]
-    ranges = [Range(start, stop) for start, stop in pairwise(cuts)]
-    flat = _numbers(world.rank, NUMEL, where)
+    """Reduce-scatter and all-gather by shares that are unlike."""
+    ranges = uneven(NUMEL, group.size())
+    flat = numbers(world, world.rank, NUMEL)
     reduce_scatter_by_ranges(group, flat, ranges, async_op=True).wait()
     all_gather_by_ranges(group, flat, ranges, async_op=True).wait()
-    total = sum((_numbers(rank, NUMEL, where) for rank in members), torch.zeros(NUMEL, device=where))
-    return bool(torch.equal(flat, total))
+    return torch.equal(flat, total(world, group, NUMEL))
 
 
 _COLLECTIVES: tuple[tuple[str, Callable[[dist.ProcessGroup, World], bool]], ...] = (
@@ -118,10 +115,10 @@ def _messages(world: World) -> Row:
     world.connect_messages(peers, peers)  # all at once they would wait for each other's connections in a circle
     received = {peer: torch.empty(NUMEL, device=where) for peer in peers}
     works = [world.receive(buffer, peer, _TAG) for peer, buffer in received.items()]
-    works += [world.send(_numbers(world.rank + peer, NUMEL, where), peer, _TAG) for peer in peers]
+    works += [world.send(numbers(world, world.rank + peer, NUMEL), peer, _TAG) for peer in peers]
     for work in works:
         work.wait()
-    wrong = [peer for peer, got in received.items() if not torch.equal(got, _numbers(world.rank + peer, NUMEL, where))]
+    wrong = [peer for peer, got in received.items() if not torch.equal(got, numbers(world, world.rank + peer, NUMEL))]
     told = [f"{peer} to {rank}" for rank, own in enumerate(world.all_gather_objects(wrong)) for peer in own]
     return Row(
         what="messages", where="all ranks", state="fail" if told else "pass", found=f"{world.size * len(peers)} compared",

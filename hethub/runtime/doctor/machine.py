@@ -174,12 +174,21 @@ def _cupy_fits(package: str, version: str) -> Finding:
 def _relays() -> Finding:
     """What can carry bytes between islands here; which of it a job takes, ranks.py says."""
     relays = ["gloo"]
-    if sys.platform == "linux" and os.access("/dev/shm", os.W_OK):
+    if _can_share_memory():
         relays.append("shm")
     if _version("mpi4py") is not None and _find("mpirun") is not None:
         relays.append(f"mpi ({_gpu_aware()})")
-    remedy = "" if "shm" in relays else "ranks of one host will talk over TCP: give the container a writable /dev/shm"
+    remedy = "" if "shm" in relays else "ranks of one host must talk over TCP: choose communicator.relay: gloo"
     return Finding(what="relays", state="ok" if not remedy else "note", found=", ".join(relays), remedy=remedy)
+
+
+def _can_share_memory() -> bool:
+    """Whether the kernel gives this process memory without a name to share, as the relay shm asks for it."""
+    try:
+        os.close(os.memfd_create("hethub-probe"))
+    except (AttributeError, OSError):  # no Linux, or a sandbox that refuses the call
+        return False
+    return True
 
 
 def _network() -> Finding:
@@ -201,13 +210,15 @@ def _host_name() -> Finding:
 
 
 def _shared_memory() -> Finding:
+    """What NCCL, RCCL and Open MPI find; the relay shm does not use it."""
+    remedy = (
+        "NCCL and RCCL need it between devices of a node that do not reach each other's memory, and Open MPI is faster"
+        " with it: give the container more (--shm-size)"
+    )
     if not os.path.isdir("/dev/shm"):
-        remedy = "the relay shm needs it for ranks of one host; without it choose communicator.relay: gloo"
         return Finding(what="shared memory", state="note", found="there is no /dev/shm", remedy=remedy)
     free = shutil.disk_usage("/dev/shm").free
-    remedy = (
-        "the relay shm needs some 64 MiB per pair of ranks; raise the container's --shm-size" if free < 2**28 else ""
-    )
+    remedy = remedy if free < 2**28 else ""
     return Finding(
         what="shared memory",
         state="ok" if not remedy else "note",

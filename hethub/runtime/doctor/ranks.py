@@ -9,7 +9,7 @@ from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.device import Device, choose_device
 from hethub.runtime.doctor.machine import Finding, examine
 from hethub.runtime.launch.consensus import leave
-from hethub.runtime.launch.launcher_environment import LaunchInfo
+from hethub.runtime.launch.launcher_environment import LaunchInfo, one_voice_per_node
 from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, exchange_facts, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched_meeting
@@ -84,7 +84,9 @@ class RanksExamined:
 
 def examine_ranks(info: LaunchInfo, cluster: ClusterSpec | None, relay: str = "auto") -> RanksExamined | None:
     """What the started ranks have, on rank 0; None on the others. Raises BadInput where they cannot even meet."""
-    with watched_meeting(meet(info, cluster)) as meeting:
+    with one_voice_per_node(info):
+        met = meet(info, cluster)
+    with watched_meeting(met) as meeting:
         findings = examine()
         try:
             device = choose_device(info.local_rank, info.local_size)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
-from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.errors import BadInput, RunFailed
 
 T = TypeVar("T")
@@ -17,16 +16,6 @@ Answer = dict[str, Any]  # what a rank tells the others: a value, a fault of the
 
 _LEAVE_SECONDS = 10.0
 _NEWS_SECONDS = 2.0  # a lost store is often felt before its cause is told
-
-
-@contextmanager
-def one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
-    """Before the ranks can speak with each other: what is wrong on a node, all its ranks find and one says."""
-    try:
-        yield
-    except BadInput as error:
-        error.quiet = info.local_rank != 0
-        raise
 
 
 def all_gather(meeting: Rendezvous, key: str, value: Any) -> list[Any]:

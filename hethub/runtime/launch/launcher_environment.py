@@ -7,7 +7,8 @@ by mpirun leaves both. The innermost launcher counts.
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,16 @@ def launch_info(environment: Mapping[str, str] = os.environ) -> LaunchInfo:
             " these contradict each other. Start the job with one launcher and unset the variables of others."
         )
     return info
+
+
+@contextmanager
+def one_voice_per_node(info: LaunchInfo) -> Iterator[None]:
+    """Before the ranks can speak with each other: what is wrong on a node, all its ranks find and one says."""
+    try:
+        yield
+    except BadInput as error:
+        error.quiet = info.local_rank != 0
+        raise
 
 
 _VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {

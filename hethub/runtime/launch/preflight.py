@@ -56,7 +56,7 @@ def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str
     return Facts(
         rank=info.rank, host=socket.gethostname(), local_rank=info.local_rank, vendor=device.vendor, device=device.name,
         memory_bytes=device.memory_bytes(), job="" if read is None else json_hash(read), tokens=tokens,
-        host_memory_bytes=host_memory_bytes(), **Facts.versions(),
+        host_memory_bytes=host_memory_bytes(), library=device.native_library, **Facts.versions(),
     )  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def exchange_facts(meeting: Rendezvous, key: str, own: AnyFacts) -> list[AnyFact
 def check_versions(facts: Sequence[Facts]) -> list[str]:
     """Warnings about small differences between ranks.
 
-    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, MPI, job or tokens.
+    Raises BadInput naming two ranks where they differ in hethub, Python, torch, byte order, MPI, job or tokens, or those
+    of one maker in the version of its library.
     """
     return check_same([(own.where, own) for own in facts], also=_READ_ALIKE)
 

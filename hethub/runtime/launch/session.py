@@ -8,7 +8,7 @@ from hethub.kernels.device import Device
 from hethub.runtime.launch.consensus import consensus
 from hethub.runtime.launch.device import open_device
 from hethub.runtime.launch.end_signal import EndSignal
-from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
+from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, one_voice_per_node
 from hethub.runtime.launch.preflight import agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.spec.cluster import ClusterSpec
@@ -27,7 +27,9 @@ def session(
     """
     info = launch_info()
     cluster = None if job is None else job.cluster
-    with watched_meeting(meet(info, cluster)) as meeting:
+    with one_voice_per_node(info):
+        met = meet(info, cluster)
+    with watched_meeting(met) as meeting:
         device = consensus(meeting, "device", lambda: _real_device(cluster, info))
         found = agree(meeting, own_facts(info, device), cluster).cluster
         bridged = communicator or CommunicatorSpec()

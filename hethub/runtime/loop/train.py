@@ -5,8 +5,8 @@ from pathlib import Path
 
 from hethub.kernels.bodies import choose
 from hethub.runtime.going_on import folder_to_resume
-from hethub.runtime.launch.consensus import consensus, one_voice_per_node
-from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.launch.consensus import consensus
+from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
 from hethub.runtime.launch.preflight import agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting

@@ -12,9 +12,9 @@ from hethub.communicator import Rendezvous, World
 from hethub.kernels.device import Device
 from hethub.runtime.data import Dataset
 from hethub.runtime.going_on import folder_to_resume
-from hethub.runtime.launch.consensus import all_gather, broadcast, consensus, one_voice_per_node
+from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
 from hethub.runtime.launch.device import open_device
-from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info
+from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, one_voice_per_node
 from hethub.runtime.launch.preflight import Agreed, Facts, agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting

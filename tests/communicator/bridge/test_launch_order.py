@@ -56,6 +56,31 @@ def test_each_chunk_is_there_as_soon_as_it_is_launched() -> None:
     assert len(results) == 3
 
 
+def test_a_turn_that_was_taken_in_vain_holds_nobody_up() -> None:
+    dispatcher, launched = Dispatcher(choose_device(0, 1, kind="cpu")), []
+    dispatcher.take_turn().drop()
+    dropped = dispatcher.take_turn_of(lambda: launched.append("dropped") or [])
+    dropped.drop()
+    with dispatcher.take_turn():
+        launched.append("the next turn has come")
+    assert launched == ["the next turn has come"]
+
+
+def test_what_has_begun_leaves_by_itself_also_when_it_is_dropped() -> None:
+    dispatcher, may_go_on = Dispatcher(choose_device(0, 1, kind="cpu")), threading.Event()
+    begun_turn = dispatcher.take_turn_of(lambda: iter([may_go_on.wait()]))
+    launching = begun(begun_turn.begin)
+    after = dispatcher.take_turn()
+    begun_turn.drop()
+    entering = begun(after.__enter__)
+    entering.join(A_WHILE)
+    assert entering.is_alive()
+    may_go_on.set()
+    launching.join()
+    entering.join()
+    after.leave()
+
+
 def test_messages_of_a_peer_start_as_they_were_submitted() -> None:
     order, started = StartOrder(), []
     runs = [

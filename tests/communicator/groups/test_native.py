@@ -1,5 +1,6 @@
 """Every collective on tensors of every layout, in native groups, over islands and staged, against plain arithmetic."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from hethub.communicator.groups import native
 from tests.support.ranks import run_ranks
 
 SHAPE = (4, 6)
@@ -140,6 +142,118 @@ def all_groups(world: Any) -> list[tuple[str, str]]:
 def test_every_layout_gives_the_plain_result(islands: list[list[int]], staged: list[int]) -> None:
     for wrong in run_ranks(4, all_groups, islands=islands, staged_ranks=staged):
         assert wrong == []
+
+
+def column_of_a_row(value: float, size: int) -> Tensor:
+    """One element, or none, of a stride that is not 1."""
+    return torch.full((1, 3), float(value))[:size, 0]
+
+
+def single_elements(world: Any) -> list[str]:
+    """The operations whose result was not the plain one, on tensors of one or no element."""
+    rank, world_size = world.rank, world.size
+    wrong: list[str] = []
+
+    def check(name: str, found: list[Tensor], expected: list[float], size: int) -> None:
+        if [each.tolist() for each in found] != [[value] * size for value in expected]:
+            wrong.append(f"{name} of {size}: {found}")
+
+    everybody = [float(other) for other in range(world_size)]
+    for size in (1, 0):
+
+        def columns(values: list[float], size: int = size) -> list[Tensor]:
+            return [column_of_a_row(value, size) for value in values]
+
+        (own,), (taken,) = columns([rank]), columns([-1.0])
+        dist.all_reduce(own)
+        check("all_reduce", [own], [sum(everybody)], size)
+        (own,) = columns([rank])
+        dist.broadcast(own, 1)
+        check("broadcast", [own], [1.0], size)
+        dist.all_gather(places := columns([-1.0] * world_size), *columns([rank]))
+        check("all_gather", places, everybody, size)
+        dist.all_to_all(places := columns([-1.0] * world_size), columns([rank] * world_size))
+        check("all_to_all", places, everybody, size)
+        dist.reduce_scatter(taken, columns(everybody))
+        check("reduce_scatter", [taken], [float(world_size * rank)], size)
+        dist.scatter(taken, columns(everybody) if rank == 0 else None, 0)
+        check("scatter", [taken], [float(rank)], size)
+        dist.gather(*columns([rank]), places := columns([-1.0] * world_size) if rank == 2 else None, 2)
+        check("gather", places or [], everybody if rank == 2 else [], size)
+        works = [world.send(*columns([rank]), (rank + 1) % world_size)]
+        works.append(world.receive(taken, (rank - 1) % world_size))
+        for work in works:
+            work.wait()
+        check("message", [taken], [float((rank - 1) % world_size)], size)
+    return wrong
+
+
+@pytest.mark.parametrize("relay", ["gloo", "shm"])
+@pytest.mark.parametrize("staged", [[], [0, 2], [0, 1, 2]])
+def test_one_element_may_have_any_stride(relay: str, staged: list[int]) -> None:
+    for wrong in run_ranks(3, single_elements, islands=[[0, 2], [1]], staged_ranks=staged, relay=relay):
+        assert wrong == []
+
+
+class Library:
+    """What NCCL does with messages, on the host: gathered ones have no Work and come at the end."""
+
+    def __init__(self) -> None:
+        self.posted: list[Tensor] = []
+        self.gathers = False
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
+        self.posted += tensors
+        return None
+
+    def begin(self, device: torch.device) -> None:
+        self.gathers = True
+
+    def end(self, device: torch.device) -> Any:
+        return Arrived(self.posted)
+
+
+class Arrived:
+    """The Work of all that was gathered: `wait` brings it."""
+
+    def __init__(self, places: list[Tensor]) -> None:
+        self.places = places
+
+    def wait(self) -> None:
+        for place in self.places:
+            place.fill_(7)
+
+
+def test_gathered_messages_land_where_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's batch_isend_irecv calls a group over NCCL: it drops what each receive returns."""
+    library, device = Library(), torch.device("cuda")
+    monkeypatch.setattr(native, "_ours", {library: lambda tensors: contextlib.nullcontext()})
+    begin, end = native.begun_gathering(Library.begin), native.ended_gathering(Library.end)
+    receive = native.watched("recv", Library.recv, "w")
+    column, plain = torch.zeros(4, 3)[:, 2], torch.zeros(4)
+    begin(library, device)
+    receive(library, [column], 1, 0)
+    receive(library, [plain], 1, 0)
+    end(library, device).wait()
+    assert column.tolist() == plain.tolist() == [7.0] * 4
+    library.posted = []
+    begin(library, device)
+    receive(library, [plain], 1, 0)
+    assert isinstance(end(library, device), Arrived)  # nothing to copy, nothing of ours in between
+
+
+def test_what_has_no_work_is_copied_back_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL returns none for `async_op=False`: its collective is ordered on the caller's stream by then."""
+    group = Library()
+    monkeypatch.setattr(native, "_ours", {group: lambda tensors: contextlib.nullcontext()})
+
+    def all_reduce(self: Library, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.mul_(3)
+
+    column = torch.ones(4, 3)[:, 2]
+    assert native.watched("allreduce", all_reduce, "w")(group, [column]) is None
+    assert column.tolist() == [3.0] * 4
 
 
 class Derived(dist.ProcessGroup):

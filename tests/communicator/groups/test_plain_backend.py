@@ -1,12 +1,19 @@
 """`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hethub.communicator.groups import backend
+from hethub.communicator.groups.backend import context_of
 from hethub.spec.errors import BadInput
+from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks, values
 
 
@@ -49,6 +56,79 @@ def test_ddp_over_islands_equals_one_process(islands, staged):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for parameters in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True))
+
+
+def bind_a_device(rank, store):
+    """What works in a world whose ranks named their device when it was made; torch is told that there is one."""
+    device = torch.device("cuda", rank)
+    with mock.patch.multiple(
+        "torch.accelerator",
+        current_accelerator=mock.Mock(return_value=torch.device("cuda")),
+        device_count=mock.Mock(return_value=2),
+    ):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=2, device_id=device)
+    found = [None, None]
+    dist.all_gather_object(found, rank)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2,))
+    dist.all_reduce(tensor, group=mesh.get_group())
+    dist.destroy_process_group()
+    return found, tensor.tolist()
+
+
+def test_ranks_may_name_their_device():
+    outcomes = start_ranks(2, bind_a_device, environment={"HETHUB_ISLANDS": "0|1"}, timeout_seconds=60)
+    assert values(outcomes) == [([0, 1], [4.0] * 3)] * 2
+
+
+def on_two_hosts(rank, store):
+    """Where a rank takes itself to be, when ranks 0 and 2 are on one host and rank 1 is on another."""
+    with mock.patch.object(backend, "host_identity", mock.Mock(return_value=f"host {rank % 2}")):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    meeting = dist.group.WORLD.context.rendezvous
+    dist.destroy_process_group()
+    return meeting.local_rank, meeting.local_size, meeting.address
+
+
+def test_without_a_launchers_word_ranks_find_out_who_shares_a_host():
+    environment = {"HETHUB_ISLANDS": "0|1|2", "HETHUB_NETWORK": "127.0.0.0/8"}
+    found = values(start_ranks(3, on_two_hosts, environment=environment, timeout_seconds=60))
+    assert found == [(0, 2, "127.0.0.1"), (0, 1, "127.0.0.1"), (1, 2, "127.0.0.1")]
+
+
+def sum_over_two_hosts(rank, store, found):
+    """Where a rank takes itself to be, and a sum, with two ranks on the first host and one on the second."""
+    found.enter(rank // 2)
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    tensor = torch.full((200_000,), float(rank))
+    dist.all_reduce(tensor)
+    meeting = context_of(dist.group.WORLD).rendezvous
+    dist.barrier()
+    dist.destroy_process_group()
+    return meeting.local_rank, meeting.local_size, meeting.address, tensor[0].item()
+
+
+def test_ranks_of_real_hosts_meet_without_a_launchers_word():
+    if (reason := why_no_namespaces()) is not None:
+        pytest.skip(f"two hosts on one machine: {reason}")
+    with namespaces(f"hethub-plain-{os.getpid()}") as found:
+        environment = {"HETHUB_NETWORK": "10.203.0.0/24"}
+        outcomes = start_ranks(3, sum_over_two_hosts, found, environment=environment, timeout_seconds=40)
+    near, far = ADDRESSES
+    assert values(outcomes) == [(0, 2, near, 3.0), (1, 2, near, 3.0), (0, 1, far, 3.0)]
+
+
+def test_several_hosts_need_a_network_that_joins_them():
+    """The host's name is made to resolve to loopback, as it often does."""
+    for outcome in start_ranks(3, without_a_network, environment={"HETHUB_ISLANDS": "0|1|2"}, timeout_seconds=60):
+        assert "HETHUB_NETWORK" in outcome.error[1], outcome
+
+
+def without_a_network(rank, store):
+    with mock.patch("hethub.spec.network.socket.gethostname", mock.Mock(return_value="localhost")):
+        on_two_hosts(rank, store)
 
 
 def refuse_islands(rank, store):

@@ -9,7 +9,7 @@ from hethub.communicator.setup import RankFacts, check_facts
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
-HERE = RankFacts.here(Device(vendor="cpu"))
+HERE = RankFacts.here(Device(vendor="cpu"), {})
 
 
 def with_torch(version):
@@ -29,6 +29,16 @@ def test_another_version_is_refused_with_both_places(what, value):
     here = dataclasses.replace(HERE, mpi="Open MPI v5.0.11")
     with pytest.raises(BadInput, match=rf"{what} differs: rank 0 .*, rank 1 .* has {value}"):
         check_facts([here, dataclasses.replace(here, **{what: value})])
+
+
+def test_one_makers_ranks_have_one_version_of_its_library():
+    ranks = [
+        dataclasses.replace(HERE, host=host, library=library)
+        for host, library in [("amd0", "RCCL 2.26.6"), ("cpu0", ""), ("nv0", "NCCL 2.27.5"), ("nv1", "NCCL 2.28.9")]
+    ]
+    check_facts(ranks[:3])
+    with pytest.raises(BadInput, match=r"rank 2 \(nv0\) has NCCL 2.27.5, rank 3 \(nv1\) has NCCL 2.28.9: .*\+cu130"):
+        check_facts(ranks)
 
 
 @pytest.mark.parametrize(

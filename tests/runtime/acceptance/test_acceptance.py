@@ -29,7 +29,15 @@ needs_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs
 def check_rows(told: dict[str, Any], *, on_devices: bool) -> dict[str, dict[str, Any]]:
     rows = {row["what"]: row for row in told["rows"]}
     assert [row for row in told["rows"] if row["state"] == "fail"] == []
-    assert {"collectives", "messages", "layer", "head", "optimizer step", "the same bits twice"} <= rows.keys()
+    assert {
+        "collectives",
+        "large collectives",
+        "messages",
+        "layer",
+        "head",
+        "optimizer step",
+        "the same bits twice",
+    } <= rows.keys()
     skipped = {row["what"] for row in told["rows"] if row["state"] == "skipped"}
     if not on_devices:
         assert skipped == {
@@ -74,11 +82,21 @@ def exchange_with(wrong: str | None, world: Any) -> list[dict[str, Any]]:
     """The rows of a world whose rank 1 gets one number wrong in one way of communicating."""
     from hethub.runtime.acceptance import exchange
 
-    broadcast, receive = dist.broadcast, world.receive
+    broadcast, all_reduce, receive = dist.broadcast, dist.all_reduce, world.receive
 
-    def spoilt(tensor: torch.Tensor, **options: Any) -> None:
+    def spoilt(tensor: torch.Tensor, **options: Any) -> Any:
+        if options.get("async_op"):  # the large ones
+            return broadcast(tensor, **options)
         broadcast(tensor, **options)
         tensor[5] += 1
+        return None
+
+    def spoilt_behind_the_first_chunks(tensor: torch.Tensor, **options: Any) -> Any:
+        work = all_reduce(tensor, **options)
+        if options.get("async_op"):
+            work.wait()
+            tensor[-1] += 1
+        return work
 
     def received(tensor: torch.Tensor, src: int, tag: int) -> Any:
         receive(tensor, src, tag).wait()
@@ -92,6 +110,8 @@ def exchange_with(wrong: str | None, world: Any) -> list[dict[str, Any]]:
 
     if world.rank == 1 and wrong == "broadcast":
         dist.broadcast = spoilt
+    if world.rank == 1 and wrong == "large":
+        dist.all_reduce = spoilt_behind_the_first_chunks
     exchange.bench.run = lambda *given: []  # times are another test's
     if world.rank == 1 and wrong == "messages":
         world.receive = received
@@ -105,7 +125,7 @@ def exchange_on_rank(world: Any, wrong: str | None) -> list[dict[str, Any]]:
     return exchange_with(wrong, world)
 
 
-@pytest.mark.parametrize("wrong", [None, "broadcast", "messages"])
+@pytest.mark.parametrize("wrong", [None, "broadcast", "large", "messages"])
 def test_a_wrong_number_is_told_by_operation_and_place(wrong: str | None) -> None:
     told = run_ranks(3, exchange_on_rank, wrong, islands=[[0, 1], [2]])
     assert told[0] == told[1] == told[2]
@@ -113,6 +133,10 @@ def test_a_wrong_number_is_told_by_operation_and_place(wrong: str | None) -> Non
     expected = {
         None: {},
         "broadcast": {("collectives", place): "wrong: broadcast" for place in ("all islands, bridged", "island 0")},
+        "large": {
+            ("large collectives", place): "wrong: all_reduce, mean in bf16"
+            for place in ("all islands, bridged", "island 0")
+        },
         "messages": {("messages", "all ranks"): "wrong: 0 to 1, 2 to 1"},
     }
     assert failed == expected[wrong]

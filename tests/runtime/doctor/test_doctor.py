@@ -76,10 +76,25 @@ def test_whether_mpi_is_gpu_aware_is_asked_as_the_relay_asks(monkeypatch, said, 
     assert told in machine._relays().found
 
 
-def test_a_machine_without_dev_shm_is_told_what_to_choose(monkeypatch):
+def test_a_machine_without_dev_shm_is_told_who_needs_it(monkeypatch):
+    """The relay shm does not: its memory has no place in a file system."""
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     finding = machine._shared_memory()
     assert (finding.state, finding.found) == ("note", "there is no /dev/shm")
+    assert "NCCL" in finding.remedy
+    assert "relay" not in finding.remedy
+    assert "shm" in machine._relays().found
+
+
+def refuse_memory(name):
+    raise PermissionError("no memfd_create in this sandbox")
+
+
+def test_where_the_kernel_lends_no_memory_there_is_no_relay_shm(monkeypatch):
+    monkeypatch.setattr(os, "memfd_create", refuse_memory)
+    finding = machine._relays()
+    assert "shm" not in finding.found
     assert "relay: gloo" in finding.remedy
 
 

@@ -1,5 +1,8 @@
 """Every launcher's environment, and the interface a job listens on."""
 
+import os
+import subprocess
+
 import pytest
 
 from hethub.runtime.launch.launcher_environment import (
@@ -13,6 +16,8 @@ from hethub.runtime.launch.store import master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import Interface, choose_interface, interfaces
+from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
+from tests.support.ranks import start_ranks, values
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nv1"}
 OPENMPI = {
@@ -88,6 +93,33 @@ def test_a_network_no_interface_is_in_is_refused_with_what_there_is():
 def test_a_network_that_is_none_is_refused():
     with pytest.raises(BadInput, match="not a CIDR"):
         choose_interface("eth0", is_multi_node=True, available=HERE)
+
+
+def test_an_ipv6_network_is_refused_as_such():
+    with pytest.raises(BadInput, match=r"'fd00::/8' is an IPv6 network, .* name an IPv4 network"):
+        choose_interface("fd00::/8", is_multi_node=True, available=HERE)
+
+
+def addresses_in(rank, store, found):
+    """What a process finds that is on the first host."""
+    found.enter(0)
+    chosen = choose_interface("10.99.0.0/16", is_multi_node=True)
+    return [(one.name, one.address) for one in interfaces()], (chosen.name, chosen.address)
+
+
+def test_all_addresses_of_an_interface_are_seen():
+    """More than one question's answer holds; the second address of an interface may be the job's."""
+    if (reason := why_no_namespaces()) is not None:
+        pytest.skip(f"a host with addresses of its own {reason}")
+    with namespaces(f"hethub-addresses-{os.getpid()}") as found:
+        added = [f"10.98.0.{last}" for last in range(1, 20)] + ["10.99.0.1"]
+        for address in added:
+            command = f"ip -n {found.names[0]} addr add {address}/24 dev {found.devices[0]}"
+            subprocess.run(command.split(), check=True)
+        [(seen, chosen)] = values(start_ranks(1, addresses_in, found, timeout_seconds=30))
+    device = found.devices[0]
+    assert set(seen) == {("lo", "127.0.0.1"), *((device, address) for address in (ADDRESSES[0], *added))}
+    assert chosen == (device, "10.99.0.1")
 
 
 def test_one_node_uses_loopback():

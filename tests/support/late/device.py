@@ -40,6 +40,10 @@ class LateDevice(Device):
     def identity(self) -> str | None:
         return None
 
+    @property
+    def native_library(self) -> str:
+        return "late 1.0"
+
     def activate(self) -> None:
         return None
 

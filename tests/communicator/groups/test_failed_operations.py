@@ -1,0 +1,122 @@
+"""An operation that fails on one rank alone: no later one is taken for it, and every rank is told."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hethub.spec.errors import RunFailed
+from tests.support.ranks import start_ranks, values
+
+SIZES = [3, 200_000]  # sums of few numbers go the short way
+
+
+def fail(*args):
+    raise MemoryError("no memory for it")
+
+
+def sums_around_a_failure(rank, store, part, size, async_op):
+    """What three sums of rank + 1 give or say on each rank, where rank 0's own `part` of the first fails."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    found, group = [], dist.group.WORLD
+    if rank == 0:
+        whole, group.__dict__[part] = getattr(group, part), fail
+    tensors = [torch.full((size,), 10.0**step * (rank + 1)) for step in range(3)]
+    for step, tensor in enumerate(tensors):
+        try:
+            work = dist.all_reduce(tensor, async_op=async_op)
+            if async_op:
+                work.wait()
+            found.append(tensor[0].item())
+        except RuntimeError as error:
+            found.append(str(error))
+        if rank == 0 and step == 0:
+            group.__dict__[part] = whole
+            time.sleep(0.2)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("part", ["_load_whole", "_store"])
+def test_no_sum_holds_another_ones_numbers(part, size, async_op):
+    """`_load_whole` fails before the rank has sent anything, `_store` when its peers have all they need."""
+    islands = {"HETHUB_ISLANDS": "0|1,2"}
+    outcomes = start_ranks(3, sums_around_a_failure, part, size, async_op, timeout_seconds=60, environment=islands)
+    own, *others = values(outcomes)
+    cause = "all_reduce in group '0' (ranks 0-2) failed on rank 0: MemoryError: no memory for it"
+    assert own[0] == cause
+    assert all(f"cannot run on rank 0, behind an operation that failed: {cause}" in said for said in own[1:])
+    for rank, found in enumerate(others, start=1):
+        for step, each in enumerate(found):
+            right = part == "_store" and step == 0 and each == 6.0
+            assert right or (f"on rank {rank}" in each and "MemoryError" in each), (rank, found)
+
+
+def wait_for_a_late_rank(rank, store):
+    """Rank 1 enters a group's sum when rank 0 has given it up at the group's own timeout."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    group, found = dist.new_group([0, 1], timeout=timedelta(seconds=1)), []
+    for step in range(2):
+        time.sleep(2.5 * rank * (step == 0))
+        try:
+            tensor = torch.full((10,), 10.0**step * (rank + 1))
+            dist.all_reduce(tensor, group=group)
+            found.append(tensor[0].item())
+        except RuntimeError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_group_given_up_at_its_timeout_is_not_used_again():
+    islands = {"HETHUB_ISLANDS": "0|1"}
+    early, late = values(start_ranks(2, wait_for_a_late_rank, timeout_seconds=60, environment=islands))
+    assert "Timed out after 1 s" in early[0]
+    assert "cannot run on rank 0" in early[1]
+    assert late[0] == 3.0 or "Timed out after 1 s" in late[0]
+    assert "Timed out after 1 s" in late[1]
+
+
+def submit_in_vain(world, size):
+    """What an all-reduce says that could not be queued, or whose peer's could not, and the one behind it."""
+    said, worker = [], world.default_group._worker
+    if world.rank == 0:
+        worker.__dict__["submit"] = refuse_a_thread
+    for _ in range(2):
+        with pytest.raises(RunFailed) as error:
+            dist.all_reduce(torch.ones(size))
+        said.append(str(error.value))
+        worker.__dict__.pop("submit", None)
+    return said
+
+
+def refuse_a_thread(*args, **named):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_cannot_be_queued_fails_on_all_ranks_and_holds_no_turn(size):
+    options = {"islands": [[0, 1], [2]], "staged_ranks": [0, 1], "timeout_seconds": 30}
+    for said in values(start_ranks(3, submit_in_vain, size, connect=options, timeout_seconds=25)):
+        assert all("failed on rank 0: RuntimeError: can't start new thread" in each for each in said)
+
+
+def refuse_what_has_no_meaning(rank, store):
+    """What a bad argument says, and the sum behind it."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    with pytest.raises(Exception, match="has no meaning") as refused:
+        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BXOR)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return type(refused.value).__name__, tensor[0].item()
+
+
+def test_what_is_refused_at_submission_leaves_the_group_in_use():
+    islands = {"HETHUB_ISLANDS": "0|1"}
+    outcomes = start_ranks(2, refuse_what_has_no_meaning, timeout_seconds=60, environment=islands)
+    assert values(outcomes) == [("BadInput", 2.0)] * 2
