@@ -68,8 +68,8 @@ class Context:
     _closed: bool = False
     aborted: bool = False
     """Whether everything under way was given up; the world cannot be used any more."""
-    _broken: Exception | None = None
-    """What has failed first among this rank's operations."""
+    _broken: str | None = None
+    """What has failed first among this rank's operations, in words: an error itself would keep what its frames hold."""
 
     def __post_init__(self) -> None:
         self.dispatcher = Dispatcher(self.device)
@@ -120,7 +120,7 @@ class Context:
         with self._lock:
             if self._broken is not None:
                 return
-            self._broken = failure
+            self._broken = str(failure)
         if not is_known and not self.given_up:
             self.aborted = True
             self.watch.liveness.report(f"failed: {failure}")
