@@ -43,16 +43,18 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     _evaluate_start(incumbent, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, incumbent, effort, table, cuts, memory_counts=counts)
-    if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in found):
-        return incumbent.best
     apart = [] if incumbent.out_of_time else stages_by_device_type(problem, incumbent, effort, table, found)
     moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
-    if not {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:
-        found, apart = [], []  # seen as cuts alone
-    ends = _descended(incumbent, apart, (effort.descents + 1) // 2, effort.behind)
-    ends += _descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind, ends)
-    ends += _descended(incumbent, found, effort.descents, effort.behind, ends)
-    _evaluate_leaders(incumbent, [*ends, *found, *apart, *moded], effort)
+    every = [*found, *apart, *moded]
+    if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in every):
+        return incumbent.best
+    if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:  # else they are seen as cuts alone
+        ends = _descended(incumbent, apart, (effort.descents + 1) // 2, effort.behind)
+        ends += _descended(incumbent, found, effort.descents, effort.behind, ends)
+        _evaluate_leaders(incumbent, [*ends, *found, *apart], effort)
+    # Apart, since estimates of other modes are off by something else: the leaders of one must not crowd out the others'.
+    ends = _descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind)
+    _evaluate_leaders(incumbent, [*ends, *moded], effort)
     if not incumbent.fitting:
         few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS, memory_counts=False).cuts
         _evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))

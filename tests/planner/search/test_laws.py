@@ -95,3 +95,24 @@ def test_a_rung_is_beyond_those_that_move_less_of_everything() -> None:
     every = rungs(mixed())
     assert every[0] == Rung(1, ())
     assert all(every[-1] == rung or every[-1].is_beyond(rung) for rung in every)
+
+
+def test_what_other_modes_are_looked_at_takes_no_place_from_plain_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates of modes are off by something else, and their leaders had crowded out the plan that is best here."""
+    nodes = [
+        {
+            "name": "h100",
+            "accelerator": "H100-SXM5-80GB",
+            "count": 8,
+            "accelerators": 8,
+            "nics": 8,
+            "gbps_per_nic": 400,
+        },
+        {"name": "mi300x", "accelerator": "MI300X", "count": 8, "accelerators": 8, "nics": 8, "gbps_per_nic": 400},
+    ]
+    cluster = ClusterSpec.model_validate({"name": "two racks", "nodes": nodes})
+    model = LLAMA_70B.replace(name="8b", layers=32, hidden=4096, heads=32, ffn=14336)
+    problem = pose(model, cluster, Batch(512, 8192, "bf16"))
+    found = answer(problem).seconds
+    monkeypatch.setattr("hethub.planner.search.auto.in_modes", lambda *question, **more: [])
+    assert found <= answer(problem).seconds * (1 + 1e-9)
