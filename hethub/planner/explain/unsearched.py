@@ -18,11 +18,11 @@ _ALWAYS = (
     Unsearched("tp.other", "TP degrees that are no power of two"),
     Unsearched(
         "micro_batch.other",
-        "micro-batches that are no power of two, except in small spaces, in stages of one kind and by local improvement",
+        "micro-batches that are no power of two, except in small spaces, in stages of one device type and by local improvement",
     ),
     Unsearched(
         "combinations.many",
-        "of very many kinds, every TP degree of each with every one of all others, except by local improvement",
+        "of very many device types, every TP degree of each with every one of all others, except by local improvement",
     ),
     Unsearched(
         "modes.mixed", "ZeRO levels, recompute and offload that differ between stages, except by local improvement"
@@ -34,7 +34,7 @@ _ALWAYS = (
     Unsearched("ranks.unused", "plans that leave accelerators unused, except all of a device type, the slowest first"),
     Unsearched(
         "stages.scattered",
-        "stages whose accelerators are not consecutive in an order of kinds, except on five units or fewer and by local "
+        "stages whose accelerators are not consecutive in an order of device types, except on five units or fewer and by local "
         "improvement",
     ),
 )
