@@ -39,8 +39,12 @@ class NodeSpec(Spec):
 
     @model_validator(mode="after")
     def _accelerator_exists(self) -> "NodeSpec":
-        if isinstance(self.accelerator, str):
-            find_accelerator(self.accelerator)
+        device = self.unnamed_device
+        if self.reserved_memory_gb >= device.memory_gb:
+            raise ValueError(
+                f"reserved_memory_gb {self.reserved_memory_gb:g} leaves nothing of the {device.memory_gb:g} GiB of {device.name}; "
+                "reserve less."
+            )
         if self.hosts is not None and len(self.hosts) != self.count:
             raise ValueError(
                 f"{len(self.hosts)} hosts for a count of {self.count} machines; name one host per machine."

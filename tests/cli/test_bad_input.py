@@ -142,10 +142,14 @@ CASES = {
         {
             "cluster": {
                 "emulated": True,
-                "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 4, "reserved_memory_gb": 15}],
+                "nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 4, "reserved_memory_gb": 14}],
             }
         },
         ["rank", "T4", "GiB"],
+    ),
+    "a memory that others hold all of": (
+        {"cluster": {"nodes": [{"name": "t4", "accelerator": "T4", "accelerators": 4, "reserved_memory_gb": 15}]}},
+        ["reserved_memory_gb 15 leaves nothing of the 15 GiB of T4"],
     ),
     "a slowdown below one": ({"rehearsal": {"slowdown": {0: 0.5}}}, ["rehearsal.slowdown"]),
     "a slowdown of a rank that does not exist": (
