@@ -7,7 +7,6 @@ without falling over it.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -29,8 +28,6 @@ from hethub.spec.job import Job, TrainSpec
 from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
 
-T = TypeVar("T")
-
 SECONDS_PER_POINT = 0.1
 MOST_SAMPLES = 256  # in a micro-batch: beyond, time per sample no longer falls
 MEASURING_SECONDS = 1800.0  # how long ranks wait for each other's measurements
@@ -51,12 +48,7 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
         known = consensus(
             meeting,
             "own measurements",
-            lambda: beside_all(
-                meeting,
-                device,
-                lambda: measure_rank(job.model, job.spec.train, accelerator, device, limit, meeting.size),
-                lambda: _one_point(job, accelerator, device),
-            ),
+            lambda: measure_rank(job.model, job.spec.train, accelerator, device, limit, meeting.size),
             patience_seconds=MEASURING_SECONDS,
         )
         device.release_memory()  # for libraries that allocate beside torch; and the peak is training's from here on
@@ -67,26 +59,6 @@ def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: Cluste
     found = combine(job.model, cluster, curves, fresh=not all(remembered))
     warnings = dict.fromkeys(f"warning: {row['unsaved']}" for row in rows if row["unsaved"])
     return replace(found, lines=[*found.lines, *warnings])
-
-
-def beside_all(meeting: Rendezvous, device: Device, measure: Callable[[], T], go_on: Callable[[], object]) -> T:
-    """What `measure()` gives. CPU ranks share the cores of their host, in training too: who has measured goes on computing
-    until all have, or the last ones would find a machine to themselves and pass for twice as fast."""
-    try:
-        found = measure()
-    finally:
-        meeting.store.add("ranks that have measured", 1)
-    while not device.is_gpu and meeting.store.add("ranks that have measured", 0) < meeting.size:
-        go_on()
-    return found
-
-
-def _one_point(job: Job, accelerator: AcceleratorSpec, device: Device) -> DeviceProfile:
-    """The shortest measurement there is."""
-    return measure_device(
-        job.model, accelerator, job.spec.train.precision, device, seq_lens=[job.spec.train.seq_len], micro_batches=[1],
-        seconds_per_point=0.0,
-    )  # fmt: skip
 
 
 def measure_rank(

@@ -2,19 +2,17 @@
 work."""
 
 import os
-import time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.loop import plan
 from hethub.runtime.measure import autotune
-from hethub.runtime.measure.autotune import beside_all, kept_bytes, largest_batch, measure_rank, resident_bytes
+from hethub.runtime.measure.autotune import kept_bytes, largest_batch, measure_rank, resident_bytes
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
@@ -23,7 +21,6 @@ from tests.predictor.plans import cluster, uniform
 from tests.support.command import ranks
 from tests.support.curves import TINY, curve
 from tests.support.job_files import write_job
-from tests.support.ranks import start_ranks
 
 TRAIN = TrainSpec(global_batch=8, seq_len=32)
 
@@ -181,36 +178,3 @@ def test_what_is_not_always_measured_is_remembered(tmp_path):
     refused = ranks(2, "train", job, "--run-dir", tmp_path / "third", cwd=tmp_path, hook=uneven_and_remembering)
     assert [end.exit_code for end in refused] == [2, 2]
     assert "measurements are of another device" in refused[0].stderr
-
-
-def measured_in_turn(rank, store):
-    """How often each rank went on: rank 0 has measured at once, rank 1 half a second later."""
-    went_on = []
-    meeting = Rendezvous.on_one_host(store, rank, 2)
-    found = beside_all(
-        meeting, Device(vendor="cpu"), lambda: time.sleep(0.5 * rank) or rank, lambda: went_on.append(time.sleep(0.01))
-    )
-    return found, len(went_on)
-
-
-def test_who_has_measured_computes_on_until_all_have():
-    outcomes = start_ranks(2, measured_in_turn)
-    (zero, busy), (one, done) = (outcome.value for outcome in outcomes)
-    assert (zero, one) == (0, 1)
-    assert busy > 5
-    assert done == 0
-
-
-def refused_by_one(rank, store):
-    def measure():
-        if rank == 1:
-            raise BadInput("too small")
-        return rank
-
-    return beside_all(Rendezvous.on_one_host(store, rank, 2), Device(vendor="cpu"), measure, lambda: time.sleep(0.01))
-
-
-def test_a_rank_that_cannot_measure_holds_nobody_up():
-    outcomes = start_ranks(2, refused_by_one)
-    assert outcomes[0].value == 0
-    assert outcomes[1].error == ("BadInput", "too small")
