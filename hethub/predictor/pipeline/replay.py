@@ -1,6 +1,7 @@
 """Any schedule replayed: nodes with a length, done in each actor's order, each when what it needs has ended."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
@@ -44,6 +45,14 @@ class TaskGraph:
         """The number of a new actor."""
         self.orders.append([])
         return len(self.orders) - 1
+
+    def add_stream(self, nodes: Sequence[tuple[float, int, float]]) -> range:
+        """The numbers of the nodes of a new actor: of each its seconds, the one it waits for, and the seconds from that
+        one's end to when it counts."""
+        seconds, sources, under_way = map(list, zip(*nodes, strict=True))
+        added = self.extend(self.add_actor(), seconds)
+        self.sources[added.start :], self.under_way[added.start :] = sources, under_way
+        return added
 
     def needs_of(self, node: int) -> Needs:
         """All that a node waits for."""

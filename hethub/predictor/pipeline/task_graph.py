@@ -7,7 +7,8 @@ compute.
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 
 from hethub.predictor.pipeline.costs import Parts, PlanCosts
 from hethub.predictor.pipeline.link_loads import meeting
@@ -123,16 +124,15 @@ class Compute:
         """By row, the node that a message comes from and how long after its end it is there, where messages wait for
         those before them on their flow: a node of the flow for what a node of its sender gives it. A message that meets
         no other on its flow needs none."""
-        messages = meeting(overlap, paces, way.sources, under_way, self._computed)
         sources, under_way = list(way.sources), list(under_way)
-        actors: dict[int, int] = {}
-        for message in messages:
-            if message.flow not in actors:
-                actors[message.flow] = self.graph.add_actor()
-            node = self.graph.add(actors[message.flow], message.seconds, [(message.source, message.ready)])
-            self.senders[node] = message.source
-            for row in message.rows:
-                sources[row], under_way[row] = node, under_way[row] - message.ready - message.seconds
+        messages = meeting(overlap, paces, way.sources, under_way, self._computed)
+        for _, each in groupby(messages, attrgetter("flow")):
+            own = list(each)
+            nodes = self.graph.add_stream([(message.seconds, message.source, message.ready) for message in own])
+            for node, message in zip(nodes, own, strict=True):
+                self.senders[node] = message.source
+                for row in message.rows:
+                    sources[row], under_way[row] = node, under_way[row] - message.ready - message.seconds
         return sources, under_way
 
     @cached_property
