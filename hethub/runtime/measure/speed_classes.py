@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import median
 
 import torch
 
@@ -30,13 +31,12 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
 
     Of alike ranks the slowest curve counts, and the smallest of their largest micro-batches.
     """
-    classes = speed_classes(cluster.places, curves)
-    told = tell_apart(cluster, classes)
+    speeds = seconds_per_sample(cluster.places, curves)
+    told = tell_apart(cluster, speed_classes(cluster.places, speeds))
     slowest: dict[str, DeviceProfile] = {}
-    for place, curve in zip(told.places, curves, strict=True):
-        known = slowest.get(place.accelerator.name)
-        if known is None or seconds_per_sample(curve) > seconds_per_sample(known):
-            slowest[place.accelerator.name] = curve.replace(accelerator=place.accelerator.name)
+    for place in sorted(told.places, key=lambda place: speeds[place.rank]):
+        name = place.accelerator.name
+        slowest[name] = curves[place.rank].replace(accelerator=name)
     alike: dict[str, list[DeviceProfile]] = {name: [] for name in slowest}
     for place, curve in zip(told.places, curves, strict=True):
         alike[place.accelerator.name].append(curve)
@@ -49,7 +49,7 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
     )  # fmt: skip
     how = "measured itself" if fresh else "remembers"
     lines = [
-        f"rank {place.rank} ({place.accelerator.name}) {how}: {1e3 * seconds_per_sample(curve):.3g} ms a layer and sample, "
+        f"rank {place.rank} ({place.accelerator.name}) {how}: {1e3 * speeds[place.rank]:.3g} ms a layer and sample, "
         + (
             f"largest micro-batch {curve.largest_micro_batch}"
             if curve.largest_micro_batch
@@ -60,16 +60,31 @@ def combine(model: ModelSpec, cluster: ClusterSpec, curves: Sequence[DeviceProfi
     return Measured(cluster=told, profile=profile, lines=lines)
 
 
-def seconds_per_sample(curve: DeviceProfile) -> float:
-    """The rank's best time of a layer and a sample."""
-    return min((t.forward_seconds + t.backward_seconds) / t.micro_batch for t in curve.layers if t.tp == 1)
+def seconds_per_sample(places: Sequence[Place], curves: Sequence[DeviceProfile]) -> list[float]:
+    """By rank, the seconds of a layer and a sample: the median of the micro-batches that all ranks of its accelerator have
+    measured. By a single one, or its best one, a rank that had a shared core to itself for a moment would be twice as
+    fast."""
+    of_size = [
+        {
+            timing.micro_batch: (timing.forward_seconds + timing.backward_seconds) / timing.micro_batch
+            for timing in curve.layers
+            if timing.tp == 1
+        }
+        for curve in curves
+    ]
+    sizes: dict[str, set[int]] = {}
+    for place, own in zip(places, of_size, strict=True):
+        sizes[place.accelerator.name] = sizes.get(place.accelerator.name, {*own}) & {*own}
+    return [
+        median(own[size] for size in sizes[place.accelerator.name]) for place, own in zip(places, of_size, strict=True)
+    ]
 
 
-def speed_classes(places: Sequence[Place], curves: Sequence[DeviceProfile]) -> list[int]:
-    """Per rank, which of the unlike speeds of its accelerator it has; 0 is the fastest."""
+def speed_classes(places: Sequence[Place], speeds: Sequence[float]) -> list[int]:
+    """Per rank, which of the unlike speeds of its accelerator it has; 0 is the fastest. `speeds` are seconds by rank."""
     result = [0] * len(places)
     for name in {place.accelerator.name for place in places}:
-        own = sorted((seconds_per_sample(curves[p.rank]), p.rank) for p in places if p.accelerator.name == name)
+        own = sorted((speeds[p.rank], p.rank) for p in places if p.accelerator.name == name)
         number, first = 0, own[0][0]
         for seconds, rank in own:
             if seconds > UNLIKE * first:

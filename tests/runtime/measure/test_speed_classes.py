@@ -11,9 +11,24 @@ CLUSTER = ClusterSpec.model_validate({"name": "three", "nodes": [NODE]})
 
 
 def test_ranks_are_told_apart_where_they_differ_by_more_than_noise():
-    assert speed_classes(CLUSTER.places, [curve(1.0), curve(1.1), curve(1.05)]) == [0, 0, 0]
-    assert speed_classes(CLUSTER.places, [curve(2.5), curve(1.0), curve(2.6)]) == [1, 0, 1]
-    assert speed_classes(CLUSTER.places, [curve(4.0), curve(2.0), curve(1.0)]) == [2, 1, 0]
+    assert speed_classes(CLUSTER.places, [1.0, 1.1, 1.05]) == [0, 0, 0]
+    assert speed_classes(CLUSTER.places, [2.5, 1.0, 2.6]) == [1, 0, 1]
+    assert speed_classes(CLUSTER.places, [4.0, 2.0, 1.0]) == [2, 1, 0]
+
+
+def test_one_lucky_micro_batch_makes_no_rank_faster():
+    """Ranks that share cores have one to themselves now and then, for as long as a micro-batch is measured."""
+    alike = curve(1.0)
+    assert len(alike.layers) >= 3
+    lucky = alike.replace(layers=(curve(0.5).layers[0], *alike.layers[1:]))
+    found = combine(TINY, CLUSTER, [alike, lucky, alike], fresh=True)
+    assert [device.accelerator for device in found.profile.devices] == ["CPU-core"]
+
+
+def test_ranks_are_compared_by_the_micro_batches_that_all_of_them_measured():
+    small = curve(1.0).replace(layers=curve(1.0).layers[:1])
+    (found,) = {*seconds_per_sample(CLUSTER.places, [curve(1.0), small, curve(1.0)])}
+    assert found == pytest.approx(1.0)
 
 
 def test_told_apart_ranks_keep_their_place():
@@ -34,7 +49,7 @@ def test_a_machine_that_was_split_keeps_its_own_links():
 def test_of_alike_ranks_the_slowest_counts():
     found = combine(TINY, CLUSTER, [curve(1.0), curve(1.1), curve(1.05)], fresh=False)
     (device,) = found.profile.devices
-    assert seconds_per_sample(device) == pytest.approx(1.1)
+    assert seconds_per_sample(CLUSTER.places, [device] * 3) == pytest.approx([1.1] * 3)
     assert "remembers" in found.lines[0]
 
 
