@@ -136,14 +136,15 @@ class Dataset:
             return global_batch * self.seq_len
         return int(self._predicted(step, global_batch, 0, global_batch).sum())
 
-    def documents(self, inputs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For every input position the number of its document within the sample, (samples, seq_len), from 0.
-
-        The end-of-document token belongs to the document it ends. Any rank derives the same from the tokens alone.
-        """
-        assert self.end_of_document is not None, "open_dataset refuses document_mask without an end-of-document token"
-        ends = inputs == self.end_of_document
-        return np.cumsum(ends, axis=1) - ends
+    def documents(
+        self, step: int, global_batch: int, start: int, stop: int, inputs: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """For every position of the `inputs` that `batch` gave the number of its document within the sample, (samples,
+        seq_len), from 0."""
+        found = np.empty_like(inputs)
+        for stream, chosen, starts in self._drawn(step, global_batch, start, stop):
+            found[chosen] = stream.documents(starts, inputs[chosen])
+        return found
 
     def fingerprint(self) -> str:
         """The stream's; of several the hash of all theirs in order. Weights do not count."""

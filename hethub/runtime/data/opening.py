@@ -15,16 +15,14 @@ from hethub.runtime.data.dataset import Dataset
 from hethub.runtime.data.sources import Piece, list_files, pieces, stdlib_pieces
 from hethub.runtime.data.stream import Stream
 from hethub.runtime.data.tables import table_files, table_pieces
-from hethub.runtime.data.token_file import read_token_file, token_file_writer
+from hethub.runtime.data.token_file import Marks, read_marks, read_token_file, token_file_writer
 from hethub.runtime.data.tokenizer import (
     TokenBatch,
     Tokenizer,
     encode_conversations,
     encode_stream,
     load_tokenizer,
-    missing_end,
 )
-from hethub.spec.documents import unfinished_of
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TOKENIZER, DataSpec, SourceSpec
 
@@ -37,7 +35,7 @@ class _Tokens(NamedTuple):
     max_token: int
     end_of_document: int | None
     tokenizer: str
-    trained: NDArray[Any] | None = None
+    marks: Marks
 
 
 class TextSource:
@@ -79,6 +77,8 @@ class TextSource:
         what: list[Any] = [self.spec.source, self.tokenizer.identity, stats]
         if self.spec.source not in ("text", "jsonl") or self.spec.text is not None:
             what.append([self.spec.column, None if self._template is None else self._template.text])
+        if self.tokenizer.identity != "bytes":
+            what.append("ends")  # which token files of earlier versions do not have
         if not self.files:
             what.append(platform.python_version())
         return cache / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.bin"
@@ -105,8 +105,6 @@ def text_sources(spec: DataSpec, base: Path) -> list[TextSource]:
     if not found:
         return []
     tokenizer = load_tokenizer(spec.tokenizer, base)
-    if spec.document_mask and tokenizer.end_of_document is None:
-        raise BadInput(missing_end(tokenizer, "data.document_mask keeps documents apart"))
     return [TextSource(each, base, tokenizer, spec.tokenizer) for each in found]
 
 
@@ -133,7 +131,8 @@ def open_dataset(
     streams = [
         Stream(
             name=tokens.name, tokens=tokens.array, seq_len=seq_len, seed=seed, vocab=vocab, max_token=tokens.max_token,
-            end_of_document=tokens.end_of_document, tokenizer=tokens.tokenizer, trained=tokens.trained,
+            end_of_document=tokens.end_of_document, tokenizer=tokens.tokenizer, trained=tokens.marks.trained,
+            ends=tokens.marks.ends,
         )
         for tokens in found
     ]  # fmt: skip
@@ -173,12 +172,13 @@ def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
             f"{path}: these tokens were made with another tokenizer than data.tokenizer {spec.tokenizer}. Name the one "
             "that made them, leave data.tokenizer out, or tokenise the text again."
         )
-    if spec.document_mask and header.end_of_document is None:
+    marks = read_marks(path, header)
+    if spec.document_mask and marks.ends is None and header.end_of_document is None:
         raise BadInput(
-            f"{path}: data.document_mask needs an end-of-document token between documents, and these tokens have "
-            "none. Set document_mask: false, or tokenise with a tokenizer that has such a token."
+            f"{path}: data.document_mask needs to know where documents end, and neither does this file say it nor have its tokens an "
+            "end of document. Set document_mask: false, or tokenise the text again."
         )
-    return _Tokens(str(path), array, header.max_token, header.end_of_document, header.tokenizer)
+    return _Tokens(str(path), array, header.max_token, header.end_of_document, header.tokenizer, marks)
 
 
 def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
@@ -186,17 +186,17 @@ def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
     if cache_dir is not None and not source.is_cheap:
         path = keep(source, cache_dir)
         header, array = read_token_file(path)
-        marks = _marks(path)
-        is_chat = source.spec.source == "chat"
-        trained: NDArray[Any] | None = np.memmap(marks, dtype=np.uint8, mode="r") if is_chat else None
-        return _Tokens(source.name, array, header.max_token, tokenizer.end_of_document, tokenizer.identity, trained)
+        marks = read_marks(path, header)
+        return _Tokens(source.name, array, header.max_token, tokenizer.end_of_document, tokenizer.identity, marks)
     batches = list(source.batches())
     if not batches:
         raise source.empty()
     array = np.concatenate([batch.tokens for batch in batches])
+    before = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
+    ends = np.concatenate([batch.ends + start for batch, start in zip(batches, before, strict=False)])
     marked = [batch.trained for batch in batches if batch.trained is not None]
-    trained = np.concatenate(marked) if marked else None
-    return _Tokens(source.name, array, int(array.max()), tokenizer.end_of_document, tokenizer.identity, trained)
+    marks = Marks(ends, np.concatenate(marked) if marked else None)
+    return _Tokens(source.name, array, int(array.max()), tokenizer.end_of_document, tokenizer.identity, marks)
 
 
 def keep(source: TextSource, cache: Path, advance: Callable[[int], None] = lambda _: None) -> Path:
@@ -209,26 +209,13 @@ def keep(source: TextSource, cache: Path, advance: Callable[[int], None] = lambd
     if path.exists():
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    marked = unfinished_of(_marks(path))
-    try:
-        with token_file_writer(path, source.tokenizer) as writer, marked.open("wb") as marks:
-            for batch in source.batches():
-                writer.append(batch)
-                advance(batch.num_bytes)
-                if batch.trained is not None:
-                    marks.write(batch.trained.data)
-            if writer.num_tokens == 0:
-                raise source.empty()
-            if source.spec.source == "chat":
-                marked.replace(_marks(path))  # before the token file, by which it is found
-    finally:
-        marked.unlink(missing_ok=True)
+    with token_file_writer(path, source.tokenizer) as writer:
+        for batch in source.batches():
+            writer.append(batch)
+            advance(batch.num_bytes)
+        if writer.num_tokens == 0:
+            raise source.empty()
     return path
-
-
-def _marks(path: Path) -> Path:
-    """Beside a token file of conversations, which tokens are learnt: a byte for each."""
-    return path.with_suffix(".learnt")
 
 
 def empty(name: str) -> str:

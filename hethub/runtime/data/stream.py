@@ -27,6 +27,7 @@ class Stream:
     end_of_document: int | None
     tokenizer: str  # Tokenizer.identity
     trained: NDArray[Any] | None = None  # (num_tokens,) of 0 and 1: tokens to be predicted; None: all
+    ends: NDArray[np.int64] | None = None  # rising: behind which token each document ends; None: where its end token is
 
     def __post_init__(self) -> None:
         if self.num_tokens < self.seq_len + 1:
@@ -66,6 +67,18 @@ class Stream:
         if self.trained is None:
             return np.ones((len(starts), self.seq_len), dtype=np.bool_)
         return self.trained[starts[:, None] + np.arange(1, self.seq_len + 1)].astype(np.bool_)
+
+    def documents(self, starts: NDArray[np.int64], inputs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For every position of these windows' `inputs` (len(starts), seq_len) the number of its document within the
+        window, from 0. The end-of-document token belongs to the document it ends."""
+        if self.ends is None:
+            last = inputs == self.end_of_document
+        else:
+            last = np.zeros(inputs.shape, dtype=np.bool_)
+            found = np.searchsorted(self.ends, (starts, starts + self.seq_len), side="right")
+            for row, (start, first, stop) in enumerate(zip(starts, *found, strict=True)):
+                last[row, self.ends[first:stop] - 1 - start] = True
+        return np.cumsum(last, axis=1) - last
 
     def fingerprint(self) -> str:
         """A hash of tokens, tokenizer, seq_len and end of document: equal on ranks that draw equal windows from a seed.

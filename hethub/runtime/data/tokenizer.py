@@ -43,10 +43,10 @@ class Tokenizer:
 
 
 class TokenBatch(NamedTuple):
-    """A part of the token stream, how many documents end in it, and what it was made of."""
+    """A part of the token stream, where documents end in it, and what it was made of."""
 
     tokens: NDArray[Any]
-    num_documents: int
+    ends: NDArray[np.int64]  # of each document that ends here, the number of tokens in this part up to its end
     num_bytes: int  # of text
     trained: NDArray[Any] | None = None  # of conversations: 1 where a token is to be learnt
 
@@ -85,10 +85,13 @@ def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Toke
     for batch in _batches(texts):
         follows_another = ended > 0 or any(piece.ends_document for piece in batch[:-1])
         if follows_another and tokenizer.end_of_document is None:
-            raise BadInput(missing_end(tokenizer, "several documents are packed one after the other"))
-        num_documents = sum(piece.ends_document for piece in batch)
-        ended += num_documents
-        yield TokenBatch(_pack(batch, tokenizer), num_documents, sum(piece.num_bytes for piece in batch))
+            raise BadInput(
+                f"{tokenizer.name}: several documents are packed one after the other, which needs an end-of-document token, and the "
+                f"tokenizer has none of {', '.join(END_OF_DOCUMENT_TOKENS)}. Add one of them to its special tokens, or choose "
+                "another tokenizer."
+            )
+        ended += sum(piece.ends_document for piece in batch)
+        yield _pack(batch, tokenizer)
 
 
 def encode_conversations(chats: Iterable[Conversation], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
@@ -101,6 +104,7 @@ def encode_conversations(chats: Iterable[Conversation], tokenizer: Tokenizer) ->
     for batch in _batches(chats):
         tokens: list[NDArray[Any]] = []
         trained: list[NDArray[Any]] = []
+        sizes: list[int] = []
         encoded = tokenizer.encode_placed([chat.text for chat in batch])
         for chat, (ids, starts) in zip(batch, encoded, strict=True):
             learnt = np.zeros(len(ids), dtype=np.uint8)
@@ -108,17 +112,10 @@ def encode_conversations(chats: Iterable[Conversation], tokenizer: Tokenizer) ->
                 learnt |= (starts >= start) & (starts < stop)
             tokens += [ids, np.array(end, dtype=tokenizer.dtype)]
             trained += [learnt, np.zeros(len(end), dtype=np.uint8)]
+            sizes.append(len(ids) + len(end))
         joined = np.concatenate(tokens, dtype=tokenizer.dtype, casting="unsafe")
         num_bytes = sum(chat.num_bytes for chat in batch)
-        yield TokenBatch(joined, len(batch), num_bytes, np.concatenate(trained))
-
-
-def missing_end(tokenizer: Tokenizer, reason: str) -> str:
-    """The paragraph for a tokenizer whose end-of-document token is needed."""
-    return (
-        f"{tokenizer.name}: {reason}, which needs an end-of-document token, and the tokenizer has none of "
-        f"{', '.join(END_OF_DOCUMENT_TOKENS)}. Add one of them to its special tokens, or choose another tokenizer."
-    )
+        yield TokenBatch(joined, np.cumsum(sizes), num_bytes, np.concatenate(trained))
 
 
 def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -135,15 +132,20 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
         yield batch
 
 
-def _pack(batch: list[Piece], tokenizer: Tokenizer) -> NDArray[Any]:
+def _pack(batch: list[Piece], tokenizer: Tokenizer) -> TokenBatch:
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
     separator = np.array(end, dtype=tokenizer.dtype)
     parts: list[NDArray[Any]] = []
+    ends: list[int] = []
+    size = 0
     for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-        parts.append(tokens)
+        own = [tokens, separator] if piece.ends_document else [tokens]
+        parts += own
+        size += sum(map(len, own))
         if piece.ends_document:
-            parts.append(separator)
-    return np.concatenate(parts, dtype=tokenizer.dtype, casting="unsafe")
+            ends.append(size)
+    joined = np.concatenate(parts, dtype=tokenizer.dtype, casting="unsafe")
+    return TokenBatch(joined, np.array(ends, dtype=np.int64), sum(piece.num_bytes for piece in batch))
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[NDArray[Any]]:

@@ -28,8 +28,9 @@ class BatchLoader:
         samples = microbatch.samples
         if not self._needs_tokens:
             return MicrobatchInput(batch=samples.size)
-        inputs, targets = self._dataset.batch(step - 1, self._global_batch, *samples)
-        documents = self._documents(self._dataset.documents(inputs)) if self._document_mask else None
+        where = (step - 1, self._global_batch, *samples)
+        inputs, targets = self._dataset.batch(*where)
+        documents = self._documents(self._dataset.documents(*where, inputs)) if self._document_mask else None
         return MicrobatchInput(
             batch=samples.size, tokens=self._on_device(inputs), targets=self._on_device(targets), documents=documents
         )

@@ -1,6 +1,7 @@
 """Conversations: transformers' own rendering, the assistant's turns alone learnt, and templates that do not do."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
         (folder / "chat_template.jinja").write_text(template)
 
 
-def opened(folder: Path, chats: list[Any], **more: Any) -> Dataset:
+def opened(folder: Path, chats: list[Any], *, document_mask: bool = False, **more: Any) -> Dataset:
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    spec = DataSpec(source="chat", path="chats.jsonl", tokenizer="tokenizer.json")
+    spec = DataSpec(source="chat", path="chats.jsonl", tokenizer="tokenizer.json", document_mask=document_mask)
     return open_dataset(spec, folder, seq_len=8, seed=1, vocab=200, **more)
 
 
@@ -87,6 +88,20 @@ def test_targets_that_are_not_learnt_count_for_nothing(tmp_path: Path) -> None:
         assert data.valid_tokens(step, 4) == (targets != IGNORED).sum()
     number = sum(data.valid_tokens(step, 1) for step in range(data.num_windows))
     assert number == data.streams[0].trained[1 : data.num_windows * 8 + 1].sum()
+
+
+def test_a_conversation_is_one_document_whatever_ends_its_turns(tmp_path: Path) -> None:
+    """Mistral's and Llama 2's templates end every turn of the assistant with the end of document."""
+    save_tokenizer(tmp_path, TEMPLATE.replace("<|end|>", "{{ eos_token }}"))
+    data = opened(tmp_path, [CHAT, CHAT[1:3]], document_mask=True)
+    kept = opened(tmp_path, [CHAT, CHAT[1:3]], document_mask=True, cache_dir=tmp_path / "cache")
+    for (stream,) in (data.streams, kept.streams):
+        assert (stream.tokens == stream.end_of_document).sum() > 6
+        whole = replace(stream, seq_len=stream.num_tokens - 1)
+        (found,) = whole.documents(np.array([0]), whole.rows(np.array([0]))[:, :-1])
+        # The first conversation, as it is alone.
+        first = opened(tmp_path, [CHAT]).num_tokens
+        assert found.tolist() == [0] * first + [1] * (len(found) - first)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The dataset: batches depend on seed and step alone, every window comes once an epoch, bad data is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,19 @@ def test_a_batch_does_not_depend_on_its_size_in_other_steps() -> None:
 
 def test_documents_are_numbered_from_the_end_tokens() -> None:
     samples = np.array([[1, 5, 2, 3, 5, 5, 4, 9, 9], [5, 1, 1, 1, 1, 1, 1, 5, 1]])
-    assert dataset().documents(samples[:, :-1]).tolist() == [[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    (stream,), starts = dataset().streams, np.array([0, SEQ_LEN])
+    assert stream.documents(starts, samples[:, :-1]).tolist() == [[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_documents_are_numbered_from_their_ends_where_those_are_known() -> None:
+    data = dataset()
+    stream = replace(data.streams[0], ends=np.array([1, 8, 11, 11, 16, 999]))
+    data = Dataset([stream])
+    inputs = data.batch(0, 124, 0, 124).inputs
+    found = dict(zip(inputs[:, 0].tolist(), data.documents(0, 124, 0, 124, inputs).tolist(), strict=True))
+    assert found[0] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert found[8] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert found[16] == [0] * 8
 
 
 def test_all_tokens_of_packed_windows_are_valid() -> None:

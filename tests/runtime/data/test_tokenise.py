@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from hethub.runtime.data import tokenise as tokenise_module
 from hethub.runtime.data.sources import Piece
 from hethub.runtime.data.token_file import HEADER_BYTES, MAGIC, token_file_writer
 from hethub.runtime.data.tokenise import tokenise
-from hethub.runtime.data.tokenizer import TokenBatch, load_tokenizer
+from hethub.runtime.data.tokenizer import TokenBatch, byte_tokenizer, load_tokenizer
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec
 from tests.support.command import HANG_SECONDS
@@ -59,7 +60,7 @@ def test_texts_and_jsonl_become_one_mapped_stream(texts: Path, tmp_path: Path) -
     assert data.streams[0].tokens.tolist() == expected
     assert (summary.num_files, summary.num_documents, summary.num_tokens) == (2, 3, len(expected))
     assert (summary.dtype, summary.max_token, data.vocab_needed) == ("uint16", END, END + 1)
-    assert out.stat().st_size == HEADER_BYTES + 2 * len(expected)
+    assert out.stat().st_size == HEADER_BYTES + 40 + 8 * 3, "19 tokens, to a border of 8 bytes, and three ends"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["texts", "tokens.bin"], "no temporary file stays"
 
 
@@ -131,7 +132,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
         ({"dtype": "float32"}, "dtype is 'float32', but input should be 'uint16' or 'uint32'"),
         ({"dtype": "uint32"}, "the header promises 19 tokens of uint32"),
         ({"num_tokens": -1}, "num_tokens is -1"),
-        ({"num_tokens": 18}, "the header promises 18 tokens"),
+        ({"num_tokens": 10}, "the header promises 10 tokens"),
         ({"colour": "red"}, "colour is not a known key"),
     ],
 )
@@ -164,11 +165,46 @@ def test_tokens_of_another_tokenizer_are_refused(token_file: Path) -> None:
         open_dataset(spec, token_file.parent, seq_len=4, seed=1, vocab=257)
 
 
-def test_document_mask_needs_tokens_with_ends(token_file: Path) -> None:
+def without_ends(path: Path) -> None:
+    """As earlier versions wrote the file."""
+    size = HEADER_BYTES + 2 * json.loads(path.read_bytes()[len(MAGIC) : HEADER_BYTES])["num_tokens"]
+    os.truncate(path, size)
+    rewrite_header(path, has_ends=False)
+
+
+def documents(data: Dataset) -> list[list[int]]:
+    inputs = data.batch(0, data.num_windows, 0, data.num_windows).inputs
+    return data.documents(0, data.num_windows, 0, data.num_windows, inputs).tolist()
+
+
+def test_files_of_earlier_versions_tell_documents_by_their_end_token(token_file: Path) -> None:
+    told = documents(opened(token_file, document_mask=True))
+    without_ends(token_file)
+    assert opened(token_file).streams[0].ends is None
+    assert documents(opened(token_file, document_mask=True)) == told
+
+
+def test_document_mask_needs_to_know_where_documents_end(token_file: Path) -> None:
     rewrite_header(token_file, end_of_document=None)
-    assert opened(token_file).end_of_document is None
-    with pytest.raises(BadInput, match="document_mask needs an end-of-document token"):
+    opened(token_file, document_mask=True)
+    without_ends(token_file)
+    opened(token_file)
+    with pytest.raises(BadInput, match="document_mask needs to know where documents end"):
         opened(token_file, document_mask=True)
+
+
+def test_an_end_token_inside_a_text_ends_no_document(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer())
+    (tmp_path / "a.jsonl").write_text('{"text": "a<|endoftext|>b"}\n{"text": "c"}\n')
+    tokenise([tmp_path / "a.jsonl"], str(tmp_path / "tokenizer.json"), tmp_path / "out", progress=False)
+    made = DataSpec(source="jsonl", path="a.jsonl", tokenizer="tokenizer.json", document_mask=True)
+    for data in (
+        open_dataset(made, tmp_path, seq_len=4, seed=1, vocab=257),
+        open_dataset(made, tmp_path, seq_len=4, seed=1, vocab=257, cache_dir=tmp_path / "cache"),
+        opened(tmp_path / "out", document_mask=True),
+    ):
+        assert data.streams[0].tokens.tolist() == [97, END, 98, END, 99, END]
+        assert documents(data) == [[0, 0, 0, 0]]
 
 
 def test_tokens_outside_the_vocabulary_are_refused_at_open_and_at_use(token_file: Path) -> None:
@@ -202,7 +238,7 @@ def test_two_hosts_that_share_a_folder_write_apart(tmp_path: Path, monkeypatch: 
     """In containers processes of two hosts often have one number."""
     monkeypatch.setattr("os.getpid", lambda: 7)
     path, tokenizer = tmp_path / "tokens.bin", load_tokenizer("bytes", tmp_path)
-    batch = TokenBatch(np.arange(END + 1, dtype=tokenizer.dtype), 1, END)
+    batch = TokenBatch(np.arange(END + 1, dtype=tokenizer.dtype), np.array([END + 1]), END)
     with token_file_writer(path, tokenizer) as one, token_file_writer(path, tokenizer) as two:
         one.append(batch)
         two.append(batch)
