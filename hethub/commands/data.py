@@ -1,6 +1,8 @@
 """hethub tokenise, export and generate: text in, weights and text out."""
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ def tokenise(options: argparse.Namespace) -> None:
     from hethub.runtime.data.tokenise import tokenise as make_tokens
 
     check_writable(options.out)
+    # An end that is asked for ends the command here, so that it takes what is half written with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     print(make_tokens(options.text, options.tokenizer, options.out))
 
 

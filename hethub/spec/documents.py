@@ -4,6 +4,7 @@ What a file holds is never run, and what it costs to read is bounded: its bytes,
 make of it (a few lines of YAML can stand for more nodes than a machine has memory).
 """
 
+import glob
 import json
 import os
 import secrets
@@ -232,6 +233,11 @@ def unfinished_of(path: Path) -> Path:
     """A name beside `path` for what is still being written, which no other process has: on hosts that share a folder
     containers often have the same process numbers."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def unfinished_files(path: Path) -> list[Path]:
+    """What is there under names that `unfinished_of` gave for `path`: being written, or left by who was killed."""
+    return list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp"))
 
 
 def write_whole(path: Path, text: str) -> None:

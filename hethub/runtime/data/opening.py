@@ -1,9 +1,11 @@
 """From the job's `data` section to a dataset: every source's tokens, from its token file, its cache or its text."""
 
+import fcntl
 import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,8 @@ from hethub.runtime.data.tokenizer import (
     encode_stream,
     load_tokenizer,
 )
-from hethub.spec.errors import BadInput
+from hethub.spec.documents import unfinished_files
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import TOKENIZER, DataSpec, SourceSpec
 
 
@@ -199,23 +202,66 @@ def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
     return _Tokens(source.name, array, int(array.max()), tokenizer.end_of_document, tokenizer.identity, marks)
 
 
-def keep(source: TextSource, cache: Path, advance: Callable[[int], None] = lambda _: None) -> Path:
-    """The token file of a text in `cache`, written now unless it is there; ranks that race write the same, atomically.
+def keep(
+    source: TextSource,
+    cache: Path,
+    advance: Callable[[int], None] = lambda _: None,
+    waits: Callable[[], None] = lambda: None,
+) -> Path:
+    """The token file of a text in `cache`, written now unless it is there whole; of processes that share the cache one
+    writes it, and the others wait.
 
-    `advance` is told the bytes of text that are done, batch by batch.
+    `advance` is told the bytes of text that are done, batch by batch; `waits` is called before this one waits.
     Raises BadInput, RunFailed where the disk fails.
     """
     path = source.kept_in(cache)
-    if path.exists():
+    if is_whole(path):
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    with token_file_writer(path, source.tokenizer) as writer:
-        for batch in source.batches():
-            writer.append(batch)
-            advance(batch.num_bytes)
-        if writer.num_tokens == 0:
-            raise source.empty()
+    with _sole_writer(path, waits):
+        if is_whole(path):
+            return path
+        try:
+            with token_file_writer(path, source.tokenizer) as writer:
+                for batch in source.batches():
+                    writer.append(batch)
+                    advance(batch.num_bytes)
+                if writer.num_tokens == 0:
+                    raise source.empty()
+        except RunFailed as error:
+            raise RunFailed(
+                f"{error} It would hold the tokens of {source.name}; a folder with more room can be named in HETHUB_CACHE."
+            ) from None
     return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a token file can be read; one that cannot is made anew."""
+    try:
+        read_token_file(path)
+    except BadInput:
+        return False
+    return True
+
+
+@contextmanager
+def _sole_writer(path: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """Inside, no other process writes `path`, and what killed ones left of it is gone. Where a file system has no locks,
+    processes may write it side by side, each under a name of its own."""
+    with ExitStack() as held:
+        try:
+            lock = held.enter_context(path.with_suffix(".lock").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        else:
+            for left in unfinished_files(path):
+                left.unlink(missing_ok=True)
+        yield
 
 
 def empty(name: str) -> str:

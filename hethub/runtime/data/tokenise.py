@@ -1,15 +1,17 @@
 """`hethub tokenise`: text into a token file, streaming, complete or not at all."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hethub.runtime.data.opening import empty, keep, text_sources
+from hethub.runtime.data.opening import empty, is_whole, keep, text_sources
 from hethub.runtime.data.sources import Piece, list_files, pieces
 from hethub.runtime.data.token_file import token_file_writer
 from hethub.runtime.data.tokenizer import encode_stream, load_tokenizer
@@ -48,11 +50,13 @@ def tokenise_data(spec: DataSpec, base: Path, cache: Path, *, progress: bool = T
     Raises BadInput, RunFailed where the disk fails.
     """
     for source in text_sources(spec, base):
-        if source.is_cheap or source.kept_in(cache).exists():
+        if source.is_cheap or is_whole(source.kept_in(cache)):
             continue
         shows = progress and source.num_bytes > SHOWN_BYTES
-        with _shown(source.num_bytes, shows, f"tokenise {source.name}") as advance:
-            keep(source, cache, advance)
+        title = f"tokenise {source.name}"
+        waits = partial(print, f"{title}: another process is at it; waiting for its tokens", file=sys.stderr)
+        with _shown(source.num_bytes, shows, title) as advance:
+            keep(source, cache, advance, waits if progress else lambda: None)
 
 
 def tokenise(paths: Sequence[Path], tokenizer: str, out: Path, progress: bool = True) -> TokeniseSummary:

@@ -1,7 +1,13 @@
 """Sources and tokenizers: what becomes a document, and every way in which a file can be wrong."""
 
+import errno
 import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -12,9 +18,13 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import sources as sources_module
+from hethub.runtime.data.opening import keep, text_sources
 from hethub.runtime.data.sources import stdlib_pieces
-from hethub.spec.errors import BadInput
+from hethub.runtime.data.tokenizer import TokenBatch
+from hethub.spec.documents import unfinished_of
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import DataSpec
+from tests.support.command import HANG_SECONDS
 
 END = 256
 WORDS = {"[UNK]": 0, "a": 1, "b": 2, "c": 3}
@@ -161,12 +171,58 @@ def test_cached_tokens_are_found_again_until_the_text_changes(tmp_path: Path) ->
     cache = tmp_path / "cache"
     fresh, first = opened(tmp_path, **spec), opened(tmp_path, **spec, cache_dir=cache)
     assert first.fingerprint() == fresh.fingerprint()
-    (written,) = cache.iterdir()
+    (written,) = cache.glob("*.bin")
     before = written.stat().st_mtime_ns
     assert isinstance(opened(tmp_path, **spec, cache_dir=cache).streams[0].tokens, np.memmap)
     assert written.stat().st_mtime_ns == before
     text.write_text(json.dumps({"text": "b b b b b"}))
     assert opened(tmp_path, **spec, cache_dir=cache).streams[0].tokens.tolist() == [2, 2, 2, 2, 2, 7]
+
+
+def test_of_processes_that_share_a_cache_one_makes_the_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    spec, cache = DataSpec(source="text", path="a.txt"), tmp_path / "cache"
+    (one,), (two,) = text_sources(spec, tmp_path), text_sources(spec, tmp_path)
+    (batch,), begun, waiting, made = one.batches(), Event(), Event(), []
+
+    def slow(name: str) -> Iterator[TokenBatch]:
+        made.append(name)
+        begun.set()
+        assert waiting.wait(HANG_SECONDS), "the other one did not wait"
+        yield batch
+
+    one.batches, two.batches = partial(slow, "one"), partial(slow, "two")  # type: ignore[method-assign]
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(keep, one, cache)
+        assert begun.wait(HANG_SECONDS)
+        second = threads.submit(keep, two, cache, waits=waiting.set)
+        assert first.result() == second.result()
+    assert made == ["one"]
+
+
+def test_what_a_killed_process_left_goes_and_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "a.txt").write_text("a b c a")
+    spec = {"source": "text", "path": "a.txt", "tokenizer": "tokenizer.json", "cache_dir": tmp_path / "cache"}
+    tokens = opened(tmp_path, **spec).streams[0].tokens.tolist()
+    (kept,) = (tmp_path / "cache").glob("*.bin")
+    os.truncate(kept, 4100)
+    unfinished_of(kept).write_bytes(b"left by a process that was killed")
+    assert opened(tmp_path, **spec).streams[0].tokens.tolist() == tokens
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".bin", ".lock"]
+
+
+def test_a_full_disk_under_the_cache_names_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    (source,) = text_sources(DataSpec(source="text", path="a.txt"), tmp_path)
+
+    def full() -> Iterator[TokenBatch]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    source.batches = full  # type: ignore[method-assign]
+    with pytest.raises(RunFailed, match=r"No space left on device.*a\.txt.*HETHUB_CACHE"):
+        keep(source, tmp_path / "cache")
 
 
 def test_folders_are_read_through_links(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hethub.cli import run
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import tokenise as tokenise_module
 from hethub.runtime.data.sources import Piece
@@ -100,6 +102,24 @@ def test_a_failure_leaves_the_old_file_and_no_half_one(
         tokenise([texts], "bytes", token_file, progress=False)
     assert token_file.read_bytes() == before
     assert sorted(p.name for p in token_file.parent.iterdir()) == ["texts", "tokens.bin"]
+
+
+def test_an_end_that_is_asked_for_leaves_no_half_file(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(files: list[Path]) -> Iterator[Piece]:
+        yield Piece("some text", True, 9)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield Piece("more text", True, 9)
+
+    monkeypatch.setattr(tokenise_module, "_mixed", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            run(["tokenise", str(texts), "--tokenizer", "bytes", "--out", str(tmp_path / "tokens.bin")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
 def test_out_must_be_a_file_in_a_folder_that_is_there(texts: Path, tmp_path: Path) -> None:
