@@ -29,10 +29,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: str, base: Path) -> None:
         folder = (base / tokenizer).parent
-        config = {}
-        if tokenizer != "bytes" and (folder / CONFIG).is_file():
-            config = read_json(folder / CONFIG, "tokenizer's config")
-        self.text = config.get("chat_template") if isinstance(config, dict) else None
+        config = {} if tokenizer == "bytes" else tokenizer_config(folder)
+        self.text = config.get("chat_template")
         if tokenizer != "bytes" and (folder / TEMPLATE).is_file():
             self.text = read_text(folder / TEMPLATE, "chat template")
         if not isinstance(self.text, str):
@@ -41,7 +39,7 @@ class ChatTemplate:
                 f"`chat_template` in {CONFIG}. Put one there, or name the tokenizer.json of a model that chats."
             )
         self._name = str(folder / TEMPLATE)
-        self._tokens = {key: _token(config.get(key)) for key in ("bos_token", "eos_token")}
+        self.tokens = {key: special_token(config, key) for key in ("bos_token", "eos_token")}
         self._template = self._compiled()
 
     def _compiled(self) -> Any:
@@ -68,7 +66,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Any], place: str, *, prompts: bool = False) -> str:
         """The conversation as text; it `prompts` the assistant's next turn. Raises BadInput."""
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=prompts, **self._tokens)
+            text: str = self._template.render(messages=messages, add_generation_prompt=prompts, **self.tokens)
         except Exception as error:  # noqa: BLE001  a template is a program: it may fail in any way on what it is given
             raise BadInput(
                 f"{place}: the chat template {self._name} cannot render this conversation ({error})."
@@ -92,8 +90,15 @@ class ChatTemplate:
         return Conversation(text, learnt, num_bytes)
 
 
-def _token(given: Any) -> str:
-    """A special token as tokenizer_config.json has it: a string, or a mapping with its content."""
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, beside a tokenizer.json; empty where there is none. Raises BadInput."""
+    config = read_json(folder / CONFIG, "tokenizer's config") if (folder / CONFIG).is_file() else {}
+    return config if isinstance(config, dict) else {}
+
+
+def special_token(config: dict[str, Any], key: str) -> str:
+    """A special token as tokenizer_config.json has it: a string, or a mapping with its content; empty: none."""
+    given = config.get(key)
     found = given.get("content") if isinstance(given, dict) else given
     return found if isinstance(found, str) else ""
 

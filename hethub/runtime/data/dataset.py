@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,7 +147,15 @@ class Dataset:
             found[chosen] = stream.documents(starts, inputs[chosen])
         return found
 
+    @cached_property
     def fingerprint(self) -> str:
         """The stream's; of several the hash of all theirs in order. Weights do not count."""
-        found = [stream.fingerprint() for stream in self.streams]
+        return self._fingerprint(earlier=False)
+
+    def is_of(self, fingerprint: str) -> bool:
+        """Whether a checkpoint's fingerprint, perhaps one of an earlier version, is this data's."""
+        return fingerprint == self.fingerprint or fingerprint == self._fingerprint(earlier=True)
+
+    def _fingerprint(self, *, earlier: bool) -> str:
+        found = [stream.fingerprint(earlier=earlier) for stream in self.streams]
         return found[0] if len(found) == 1 else hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()

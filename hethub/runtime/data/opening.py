@@ -38,6 +38,7 @@ class _Tokens(NamedTuple):
     max_token: int
     end_of_document: int | None
     tokenizer: str
+    tokenizer_file: str
     marks: Marks
 
 
@@ -77,11 +78,13 @@ class TextSource:
     def kept_in(self, cache: Path) -> Path:
         """The token file of this text as it is now, there or to be written."""
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
-        what: list[Any] = [self.spec.source, self.tokenizer.identity, stats]
+        tokenizer, template = self.tokenizer, self._template
+        made: Any = "bytes"
+        if tokenizer.identity != "bytes":
+            made = [tokenizer.file, tokenizer.end_of_document, "ends"]  # ends: earlier versions did not keep them
+        what: list[Any] = [self.spec.source, made, stats]
         if self.spec.source not in ("text", "jsonl") or self.spec.text is not None:
-            what.append([self.spec.column, None if self._template is None else self._template.text])
-        if self.tokenizer.identity != "bytes":
-            what.append("ends")  # which token files of earlier versions do not have
+            what.append([self.spec.column, None if template is None else [template.text, template.tokens]])
         if not self.files:
             what.append(platform.python_version())
         return cache / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.bin"
@@ -129,13 +132,13 @@ def open_dataset(
     if other := next((tokens for tokens in found if tokens.tokenizer != found[0].tokenizer), None):
         raise BadInput(
             f"{other.name}: these tokens were made with another tokenizer than those of {found[0].name}; all sources of a job share "
-            "one. Tokenise the text again with data.tokenizer."
+            "one. Name it as data.tokenizer, or tokenise the text again with it."
         )
     streams = [
         Stream(
             name=tokens.name, tokens=tokens.array, seq_len=seq_len, seed=seed, vocab=vocab, max_token=tokens.max_token,
-            end_of_document=tokens.end_of_document, tokenizer=tokens.tokenizer, trained=tokens.marks.trained,
-            ends=tokens.marks.ends,
+            end_of_document=tokens.end_of_document, tokenizer=tokens.tokenizer,
+            tokenizer_file=tokens.tokenizer_file, trained=tokens.marks.trained, ends=tokens.marks.ends,
         )
         for tokens in found
     ]  # fmt: skip
@@ -150,7 +153,7 @@ def check_tokenizer(dataset: Dataset, folder: Path) -> str | None:
     if not (folder / TOKENIZER).is_file():
         name = "bytes" if dataset.tokenizer == "bytes" else "the data's tokenizer"
         return f"{folder} has no {TOKENIZER}; whether its model was trained on tokens of {name}, nobody can tell"
-    if load_tokenizer(str(folder / TOKENIZER), Path()).identity != dataset.tokenizer:
+    if not load_tokenizer(str(folder / TOKENIZER), Path()).is_called(dataset.tokenizer):
         raise BadInput(
             f"{folder}: the data is tokenised with another tokenizer than the folder's own {TOKENIZER}, whose ids its weights know. "
             "Leave data.tokenizer out, tokenise the text again with the folder's, or put the one that is meant into the folder."
@@ -170,7 +173,8 @@ def overlap(training: DataSpec, held_out: DataSpec, base: Path) -> str | None:
 
 def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
     header, array = read_token_file(path)
-    if spec.tokenizer != "bytes" and load_tokenizer(spec.tokenizer, base).identity != header.tokenizer:
+    named = None if spec.tokenizer == "bytes" else load_tokenizer(spec.tokenizer, base)
+    if named is not None and not named.is_called(header.tokenizer):
         raise BadInput(
             f"{path}: these tokens were made with another tokenizer than data.tokenizer {spec.tokenizer}. Name the one "
             "that made them, leave data.tokenizer out, or tokenise the text again."
@@ -181,7 +185,8 @@ def _from_token_file(path: Path, spec: DataSpec, base: Path) -> _Tokens:
             f"{path}: data.document_mask needs to know where documents end, and neither does this file say it nor have its tokens an "
             "end of document. Set document_mask: false, or tokenise the text again."
         )
-    return _Tokens(str(path), array, header.max_token, header.end_of_document, header.tokenizer, marks)
+    tokenizer, file = (header.tokenizer, header.tokenizer) if named is None else (named.identity, named.file)
+    return _Tokens(str(path), array, header.max_token, header.end_of_document, tokenizer, file, marks)
 
 
 def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
@@ -189,17 +194,22 @@ def _from_text(source: TextSource, cache_dir: Path | None) -> _Tokens:
     if cache_dir is not None and not source.is_cheap:
         path = keep(source, cache_dir)
         header, array = read_token_file(path)
-        marks = read_marks(path, header)
-        return _Tokens(source.name, array, header.max_token, tokenizer.end_of_document, tokenizer.identity, marks)
+        max_token, marks = header.max_token, read_marks(path, header)
+    else:
+        array, marks = _in_memory(source)
+        max_token = int(array.max())
+    return _Tokens(source.name, array, max_token, tokenizer.end_of_document, tokenizer.identity, tokenizer.file, marks)
+
+
+def _in_memory(source: TextSource) -> tuple[NDArray[Any], Marks]:
     batches = list(source.batches())
     if not batches:
         raise source.empty()
-    array = np.concatenate([batch.tokens for batch in batches])
     before = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
     ends = np.concatenate([batch.ends + start for batch, start in zip(batches, before, strict=False)])
     marked = [batch.trained for batch in batches if batch.trained is not None]
     marks = Marks(ends, np.concatenate(marked) if marked else None)
-    return _Tokens(source.name, array, int(array.max()), tokenizer.end_of_document, tokenizer.identity, marks)
+    return np.concatenate([batch.tokens for batch in batches]), marks
 
 
 def keep(

@@ -26,6 +26,7 @@ class Stream:
     max_token: int
     end_of_document: int | None
     tokenizer: str  # Tokenizer.identity
+    tokenizer_file: str = ""  # Tokenizer.file
     trained: NDArray[Any] | None = None  # (num_tokens,) of 0 and 1: tokens to be predicted; None: all
     ends: NDArray[np.int64] | None = None  # rising: behind which token each document ends; None: where its end token is
 
@@ -80,15 +81,16 @@ class Stream:
                 last[row, self.ends[first:stop] - 1 - start] = True
         return np.cumsum(last, axis=1) - last
 
-    def fingerprint(self) -> str:
-        """A hash of tokens, tokenizer, seq_len and end of document: equal on ranks that draw equal windows from a seed.
+    def fingerprint(self, *, earlier: bool = False) -> str:
+        """A hash of tokens, tokenizer, seq_len and end of document: equal on ranks that draw equal windows from a seed;
+        or as `earlier` versions made it.
 
         Whole up to 256 MiB of tokens, by 256 sampled blocks of 1 MiB and the length above.
         """
         settings = {} if self.trained is None else {"trained": fingerprint(self.trained)}
         return fingerprint(
             self.tokens,
-            tokenizer=self.tokenizer,
+            tokenizer=self.tokenizer_file if earlier else self.tokenizer,
             seq_len=self.seq_len,
             end_of_document=self.end_of_document,
             **settings,

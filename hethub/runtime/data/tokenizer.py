@@ -1,6 +1,7 @@
 """Tokenizers, and the stream of tokens that packed text becomes."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hethub.runtime.data.chat import Conversation
+from hethub.runtime.data.chat import CONFIG, Conversation, special_token, tokenizer_config
 from hethub.runtime.data.sources import Piece
 from hethub.spec.errors import BadInput
 
@@ -28,13 +29,18 @@ class Tokenizer:
     """Turns texts into token ids."""
 
     name: str
-    identity: str  # equal for tokenizers that give equal tokens
+    identity: str  # equal for tokenizers whose ids mean the same: of the vocabulary
+    file: str  # of the whole file, by which earlier versions knew tokenizers
     vocab: int
     end_of_document: int | None
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
     # The same with the character where each token begins; None where there are no characters (bytes).
     encode_placed: Callable[[Sequence[str]], list[tuple[NDArray[Any], NDArray[Any]]]] | None = None
     decode: Callable[[Sequence[int]], str] = lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def is_called(self, identity: str) -> bool:
+        """Whether tokens that bear `identity`, perhaps one of an earlier version, are this tokenizer's."""
+        return identity in (self.identity, self.file)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -52,9 +58,13 @@ class TokenBatch(NamedTuple):
 
 
 def load_tokenizer(reference: str, base: Path) -> Tokenizer:
-    """`bytes` (ids 0-255, 256 ends a document) or a tokenizer.json, relative to `base`. Raises BadInput."""
+    """`bytes` (ids 0-255, 256 ends a document) or a tokenizer.json, relative to `base`, whose end of document is the
+    eos_token of the tokenizer_config.json beside it, or else the first there is of END_OF_DOCUMENT_TOKENS. Raises
+    BadInput."""
     if reference == "bytes":
-        return Tokenizer(name="bytes", identity="bytes", vocab=257, end_of_document=256, encode=_encode_bytes)
+        return Tokenizer(
+            name="bytes", identity="bytes", file="bytes", vocab=257, end_of_document=256, encode=_encode_bytes
+        )
     return _from_file(base / reference)
 
 
@@ -87,8 +97,8 @@ def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Toke
         if follows_another and tokenizer.end_of_document is None:
             raise BadInput(
                 f"{tokenizer.name}: several documents are packed one after the other, which needs an end-of-document token, and the "
-                f"tokenizer has none of {', '.join(END_OF_DOCUMENT_TOKENS)}. Add one of them to its special tokens, or choose "
-                "another tokenizer."
+                f"tokenizer has none: neither does {CONFIG} beside it name an eos_token, nor has it one of "
+                f"{', '.join(END_OF_DOCUMENT_TOKENS)}. Name one there, or choose another tokenizer."
             )
         ended += sum(piece.ends_document for piece in batch)
         yield _pack(batch, tokenizer)
@@ -192,11 +202,14 @@ def _from_file(path: Path) -> Tokenizer:
             for found in encodings(texts)
         ]
 
-    ends = (loaded.token_to_id(token) for token in END_OF_DOCUMENT_TOKENS)
+    named = special_token(tokenizer_config(path.parent), "eos_token")
+    ends = (loaded.token_to_id(token) for token in (named, *END_OF_DOCUMENT_TOKENS))
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
     return Tokenizer(
         name=str(path),
-        identity=hashlib.sha256(content).hexdigest(),
-        vocab=1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=0),
+        identity=hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest(),
+        file=hashlib.sha256(content).hexdigest(),
+        vocab=1 + max(vocabulary.values(), default=0),
         end_of_document=next((end for end in ends if end is not None), None),
         encode=encode,
         encode_placed=encode_placed,

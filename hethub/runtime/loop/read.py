@@ -41,7 +41,7 @@ class Data(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        return "-".join(each.fingerprint() for each in (self.training, self.held_out) if each is not None)
+        return "-".join(each.fingerprint for each in (self.training, self.held_out) if each is not None)
 
 
 def read_job(path: Path, overrides: Sequence[str], info: LaunchInfo) -> JobRead:

@@ -56,5 +56,6 @@ def train(
             trainer = build(meeting, world, job, data.training, layout, profile, seconds, fills=not resumes)
             store, done = restore(meeting, world, trainer, job.spec.checkpoint, planned.folder, resumes=resumes)
             loop = TrainingLoop(world, job, data, planned, trainer, store, done)
+            warnings = [*data.warnings, *agreed.warnings, *compared, *trainer.warnings]
             del trainer  # the loop alone keeps it: it may build another, and two need not fit on a device
-            return loop.run([*data.warnings, *agreed.warnings, *compared])
+            return loop.run(warnings)

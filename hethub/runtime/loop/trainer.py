@@ -56,6 +56,7 @@ class TrainingRank:
         self.step_pace: StepPace | None = None  # of the last step of an emulation
         self.schedule = Schedule(train)
         self.loss_scale = LossScale(layout.plan.precision)
+        self.warnings: list[str] = []  # of what was restored
         self.updates = 0  # steps taken; fewer than steps trained where fp16 skipped some
         self._state = StateMap(layout)
         verify_owners(world, self._state)
@@ -178,7 +179,7 @@ class TrainingRank:
         extra = LoopState(
             step=step,
             seed=self.train.seed,
-            tokens=self.dataset.fingerprint(),
+            tokens=self.dataset.fingerprint,
             loss_scale=self.loss_scale.value,
             good_steps=self.loss_scale.good_steps,
             schedule=self.schedule.state,
@@ -195,18 +196,28 @@ class TrainingRank:
         """
         record = checkpoints.load(path, self.layout, self.optimizer)
         extra, self.updates = record.extra, record.updates
-        for key, own in (("tokens", self.dataset.fingerprint()), ("seed", self.train.seed)):
-            if getattr(extra, key) != own:
-                raise BadInput(
-                    f"{path}: the checkpoint was trained with {key} {getattr(extra, key)}, the job has {own}; the batches would not go on "
-                    "where they stopped. Give the same data, train.seq_len and train.seed, or start a new run from exported weights."
-                )
+        if not self.dataset.is_of(extra.tokens):
+            raise BadInput(_other("tokens", extra.tokens, self.dataset.fingerprint, path))
+        if extra.seed != self.train.seed:
+            raise BadInput(_other("seed", extra.seed, self.train.seed, path))
+        if extra.tokens != self.dataset.fingerprint and not self.dataset.predicts_all:
+            self.warnings.append(
+                "the checkpoint is of an earlier hethub, whose data.document_mask cut a conversation wherever a turn of it ends with the "
+                "end of document; from here on conversations are kept whole"
+            )
         if extra.schedule is not None:
             self.schedule.resume(extra.schedule, extra.step)
         if extra.samples is not None:
             self.dataset.resume(extra.step, extra.samples)
         self.loss_scale.value, self.loss_scale.good_steps = extra.loss_scale, extra.good_steps
         return extra.step
+
+
+def _other(key: str, saved: object, own: object, path: Path) -> str:
+    return (
+        f"{path}: the checkpoint was trained with {key} {saved}, the job has {own}; the batches would not go on where they stopped. "
+        "Give the same data, tokenizer with what lies beside it, train.seq_len and train.seed, or start a new run from exported weights."
+    )
 
 
 class Trainer(TrainingRank):

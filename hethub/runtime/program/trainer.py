@@ -155,7 +155,8 @@ class ProgramTrainer:
         """Takes up the state saved at `path`, under this or another program; the step that it was saved behind."""
         record = read_record(path)
         for key, own in self._origin().items():
-            if record[key] != own:
+            is_same = key == "data" and self._dataset is not None and self._dataset.is_of(record[key])
+            if record[key] != own and not is_same:
                 raise BadInput(
                     f"{path}: the checkpoint was trained with {key} {record[key]}, the job has {own}; give the same, or start "
                     "a new run."
@@ -174,7 +175,7 @@ class ProgramTrainer:
         return int(record["step"])
 
     def _origin(self) -> dict[str, Any]:
-        data = "the factory's batches" if self._dataset is None else self._dataset.fingerprint()
+        data = "the factory's batches" if self._dataset is None else self._dataset.fingerprint
         return {"model": self._subject.name, "data": data, "seed": self._train.seed, "precision": self._train.precision}
 
     def _states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -78,7 +78,7 @@ def test_targets_that_are_not_learnt_count_for_nothing(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     data = opened(tmp_path, [CHAT, CHAT[1:]])
     kept = opened(tmp_path, [CHAT, CHAT[1:]], cache_dir=tmp_path / "cache")
-    assert data.fingerprint() == kept.fingerprint()
+    assert data.fingerprint == kept.fingerprint
     for step in range(6):
         inputs, targets = data.batch(step, 4, 0, 4)
         assert np.array_equal(targets, kept.batch(step, 4, 0, 4).targets)

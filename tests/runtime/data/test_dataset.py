@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import fingerprint as fingerprint_module
+from hethub.runtime.data import stream as stream_module
 from hethub.runtime.data.fingerprint import fingerprint
 from hethub.runtime.data.order import permuted
 from hethub.spec.errors import BadInput
@@ -128,10 +129,18 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_the_fingerprint_tells_tokens_and_settings_apart() -> None:
-    base = dataset().fingerprint()
-    assert base == dataset(seed=2, vocab=5000).fingerprint()
-    assert base != dataset(seq_len=9).fingerprint()
-    assert base != dataset(num_tokens=1001).fingerprint()
+    base = dataset().fingerprint
+    assert base == dataset(seed=2, vocab=5000).fingerprint
+    assert base != dataset(seq_len=9).fingerprint
+    assert base != dataset(num_tokens=1001).fingerprint
+
+
+def test_tokens_are_hashed_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint holds the hash, and a save must not wait for hundreds of megabytes to be read again."""
+    data = dataset()
+    found = data.fingerprint
+    monkeypatch.setattr(stream_module, "fingerprint", None)
+    assert data.fingerprint == found
 
 
 def test_the_fingerprint_of_large_data_samples_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +168,7 @@ def test_python_stdlib_is_text_of_documents() -> None:
     start = bytes(data.streams[0].tokens[: int(np.argmax(data.streams[0].tokens == 256))].astype(np.uint8))
     compile(start, "first module", "exec")
     again = open_dataset(DataSpec(), Path("/"), seq_len=128, seed=2, vocab=300)
-    assert again.fingerprint() == data.fingerprint()
+    assert again.fingerprint == data.fingerprint
 
 
 def test_bytes_need_a_vocabulary_of_257() -> None:

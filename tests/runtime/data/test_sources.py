@@ -1,6 +1,7 @@
 """Sources and tokenizers: what becomes a document, and every way in which a file can be wrong."""
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import sources as sources_module
-from hethub.runtime.data.opening import keep, text_sources
+from hethub.runtime.data.fingerprint import fingerprint
+from hethub.runtime.data.opening import check_tokenizer, keep, text_sources
 from hethub.runtime.data.sources import stdlib_pieces
+from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import TokenBatch
 from hethub.spec.documents import unfinished_of
 from hethub.spec.errors import BadInput, RunFailed
@@ -136,6 +139,57 @@ def test_a_tokenizer_file_gives_whole_documents_and_their_ends(tmp_path: Path) -
     assert data.end_of_document == 7
 
 
+def test_the_end_of_document_is_what_the_folder_says(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    for named, end in (("c", 3), ({"content": "b"}, 2), ("not in it", 7), (None, 7)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        data = opened(
+            tmp_path, source="jsonl", path="a.jsonl", tokenizer="tokenizer.json", cache_dir=tmp_path / "cache"
+        )
+        assert data.streams[0].tokens.tolist() == [1, 2, end, 3, end]
+        assert data.end_of_document == end
+
+
+def test_a_tokenizer_is_known_however_its_file_is_written(tmp_path: Path) -> None:
+    """transformers saves it with other spaces, padding and truncation."""
+    path = save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps({**json.loads(path.read_text()), "padding": None}))
+    (tmp_path / "one.txt").write_text("a b c a")
+    tokenise([tmp_path / "one.txt"], str(path), tmp_path / "tokens.bin", progress=False)
+    named = {"source": "tokens", "path": "tokens.bin"}
+    data = opened(tmp_path, **named, tokenizer="saved/tokenizer.json")
+    assert check_tokenizer(data, tmp_path / "saved") is None
+    save_tokenizer(tmp_path / "saved" / "tokenizer.json", end="</t>")
+    with pytest.raises(BadInput, match="another tokenizer than the folder's own"):
+        check_tokenizer(data, tmp_path / "saved")
+    with pytest.raises(BadInput, match=r"than data\.tokenizer"):
+        opened(tmp_path, **named, tokenizer="saved/tokenizer.json")
+
+
+def test_what_earlier_versions_called_a_tokenizer_is_still_known(tmp_path: Path) -> None:
+    """By the hash of its file: in token files, and in what checkpoints hold of their data."""
+    path = save_tokenizer(tmp_path / "tokenizer.json")
+    earlier = hashlib.sha256(path.read_bytes()).hexdigest()
+    (tmp_path / "one.txt").write_text("a b c a")
+    text = opened(tmp_path, source="text", path="one.txt", tokenizer="tokenizer.json")
+    tokens = np.array([1, 2, 3, 1, 7], dtype="<u2")
+    saved = fingerprint(tokens, tokenizer=earlier, seq_len=2, end_of_document=7)
+    assert saved != text.fingerprint
+    assert text.is_of(saved)
+    assert not text.is_of(fingerprint(tokens, tokenizer=earlier, seq_len=3, end_of_document=7))
+    tokenise([tmp_path / "one.txt"], str(path), tmp_path / "tokens.bin", progress=False)
+    content = (tmp_path / "tokens.bin").read_bytes()
+    (tmp_path / "tokens.bin").write_bytes(content.replace(text.tokenizer.encode(), earlier.encode()))
+    for more in ({}, {"tokenizer": "tokenizer.json"}):
+        data = opened(tmp_path, source="tokens", path="tokens.bin", **more)
+        assert data.is_of(saved)
+        assert check_tokenizer(data, tmp_path) is None
+    sources = [{"source": "tokens", "path": "tokens.bin"}, {"source": "text", "path": "one.txt"}]
+    assert opened(tmp_path, sources=sources, tokenizer="tokenizer.json").tokenizer == text.tokenizer
+
+
 def test_an_end_of_document_is_asked_for_only_where_it_is_needed(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer.json", end=None)
     (tmp_path / "one.txt").write_text("a b c a")
@@ -170,7 +224,7 @@ def test_cached_tokens_are_found_again_until_the_text_changes(tmp_path: Path) ->
     spec = {"source": "jsonl", "path": "a.jsonl", "tokenizer": "tokenizer.json"}
     cache = tmp_path / "cache"
     fresh, first = opened(tmp_path, **spec), opened(tmp_path, **spec, cache_dir=cache)
-    assert first.fingerprint() == fresh.fingerprint()
+    assert first.fingerprint == fresh.fingerprint
     (written,) = cache.glob("*.bin")
     before = written.stat().st_mtime_ns
     assert isinstance(opened(tmp_path, **spec, cache_dir=cache).streams[0].tokens, np.memmap)

@@ -71,7 +71,7 @@ def test_a_token_file_draws_the_batches_of_its_text(texts: Path, token_file: Pat
     tokenise([texts / "a.txt"], "bytes", token_file, progress=False)
     in_memory = open_dataset(text, texts, seq_len=4, seed=1, vocab=257)
     mapped = opened(token_file)
-    assert mapped.fingerprint() == in_memory.fingerprint()
+    assert mapped.fingerprint == in_memory.fingerprint
     assert np.array_equal(mapped.samples(3, 2, 0, 2), in_memory.samples(3, 2, 0, 2))
 
 
