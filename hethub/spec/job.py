@@ -90,6 +90,8 @@ class DataSpec(SourceSpec):
     sources: Annotated[tuple[WeightedSourceSpec, ...], Field(min_length=1)] | None = None
     tokenizer: str = "bytes"  # bytes, or a tokenizer.json; of a model given as hf: its folder's
     document_mask: bool = False  # attention stays inside each document
+    # Whether each document of text begins with what the tokenizer puts in front of a text, where it does: <s>, say.
+    bos: bool = True
 
     @model_validator(mode="after")
     def _one_or_several(self) -> "DataSpec":
@@ -119,11 +121,12 @@ class DataSpec(SourceSpec):
 
 
 class EvalSpec(Spec):
-    """When the loss on held-out samples is taken, on how many batches, and of what data. Its tokenizer is the job's."""
+    """When the loss on held-out samples is taken, on how many batches, and of what data. Its tokenizer and bos are the
+    job's."""
 
     every_steps: Count = 100  # and behind the last step
     batches: Count = 8  # global batches that an evaluation takes
-    data: DataSpec  # held-out samples; its tokenizer is the job's
+    data: DataSpec  # held-out samples; its tokenizer and bos are the job's
 
 
 class TrainSpec(Spec):
@@ -353,12 +356,14 @@ def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
         data = data.replace(tokenizer=f"{folder}/{TOKENIZER}")
     evaluation = spec.eval
     if evaluation is not None:
-        if "tokenizer" in evaluation.data.model_fields_set and evaluation.data.tokenizer != data.tokenizer:
-            raise BadInput(
-                f"{source.at(('eval', 'data', 'tokenizer'))} is {evaluation.data.tokenizer}, but the model is trained on tokens of "
-                f"{data.tokenizer}; leave it out."
-            )
-        evaluation = evaluation.replace(data=evaluation.data.replace(tokenizer=data.tokenizer))
+        for key in ("tokenizer", "bos"):
+            own, given = getattr(data, key), getattr(evaluation.data, key)
+            if key in evaluation.data.model_fields_set and given != own:
+                raise BadInput(
+                    f"{source.at(('eval', 'data', key))} is {given}, but the model is trained on tokens made "
+                    f"with data.{key} {own}; leave it out."
+                )
+        evaluation = evaluation.replace(data=evaluation.data.replace(tokenizer=data.tokenizer, bos=data.bos))
     return spec.replace(data=data, eval=evaluation) if (data, evaluation) != (spec.data, spec.eval) else spec
 
 

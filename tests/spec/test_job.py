@@ -35,7 +35,7 @@ def test_the_defaults_are_those_of_the_format(folder: Path) -> None:
     assert job.spec.model_dump(exclude={"model", "cluster", "constraints"}) == {
         "data": {
                 "source": "python-stdlib", "path": None, "text": None, "sources": None, "tokenizer": "bytes",
-                "document_mask": False,
+                "document_mask": False, "bos": True,
             },
             "eval": None,
         "train": {

@@ -88,7 +88,7 @@ def generate(run: Path, prompt: str, *, tokens: int, temperature: float, seed: i
 
 def _prompt_ids(prompt: str, tokenizer: Tokenizer, trained: Trained, tokens: int) -> list[int]:
     model = trained.record.model
-    ids = [int(token) for token in tokenizer.encode([prompt])[0]]
+    ids = [*tokenizer.beginning, *(int(token) for token in tokenizer.encode([prompt])[0])]
     if not ids:
         raise BadInput("the prompt is empty; give at least one character to go on from.")
     if strange := next((token for token in ids if token >= model.vocab), None):

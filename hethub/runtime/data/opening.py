@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,8 @@ class TextSource:
         tokenizer, template = self.tokenizer, self._template
         made: Any = "bytes"
         if tokenizer.identity != "bytes":
-            made = [tokenizer.file, tokenizer.end_of_document, "ends"]  # ends: earlier versions did not keep them
+            # ends: earlier versions did not keep them
+            made = [tokenizer.file, tokenizer.beginning, tokenizer.end_of_document, "ends"]
         what: list[Any] = [self.spec.source, made, stats]
         if self.spec.source not in ("text", "jsonl") or self.spec.text is not None:
             what.append([self.spec.column, None if template is None else [template.text, template.tokens]])
@@ -111,6 +113,8 @@ def text_sources(spec: DataSpec, base: Path) -> list[TextSource]:
     if not found:
         return []
     tokenizer = load_tokenizer(spec.tokenizer, base)
+    if not spec.bos:
+        tokenizer = replace(tokenizer, beginning=())
     return [TextSource(each, base, tokenizer, spec.tokenizer) for each in found]
 
 

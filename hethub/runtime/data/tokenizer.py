@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +35,7 @@ class Tokenizer:
     vocab: int
     end_of_document: int | None
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
+    beginning: tuple[int, ...] = ()  # what it puts in front of a text, for `encode` does not
     # The same with the character where each token begins; None where there are no characters (bytes).
     encode_placed: Callable[[Sequence[str]], list[tuple[NDArray[Any], NDArray[Any]]]] | None = None
     decode: Callable[[Sequence[int]], str] = lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -87,11 +89,12 @@ def byte_tokenizer() -> str:
 
 
 def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
-    """The token stream of all pieces, each document followed by the end-of-document token.
+    """The token stream of all pieces, each document behind the tokenizer's beginning and followed by the
+    end-of-document token.
 
     Raises BadInput where a second document comes and the tokenizer has no token to mark where the first one ended.
     """
-    ended = 0
+    ended, begins = 0, True
     for batch in _batches(texts):
         follows_another = ended > 0 or any(piece.ends_document for piece in batch[:-1])
         if follows_another and tokenizer.end_of_document is None:
@@ -101,7 +104,8 @@ def encode_stream(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Toke
                 f"{', '.join(END_OF_DOCUMENT_TOKENS)}. Name one there, or choose another tokenizer."
             )
         ended += sum(piece.ends_document for piece in batch)
-        yield _pack(batch, tokenizer)
+        yield _pack(batch, tokenizer, begins)
+        begins = batch[-1].ends_document
 
 
 def encode_conversations(chats: Iterable[Conversation], tokenizer: Tokenizer) -> Iterator[TokenBatch]:
@@ -142,17 +146,18 @@ def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
         yield batch
 
 
-def _pack(batch: list[Piece], tokenizer: Tokenizer) -> TokenBatch:
+def _pack(batch: list[Piece], tokenizer: Tokenizer, begins: bool) -> TokenBatch:
+    """The tokens of pieces, of which the first one `begins` a document or goes on with the last one before it."""
     end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
-    separator = np.array(end, dtype=tokenizer.dtype)
+    beginning, ending = (np.array(ids, dtype=tokenizer.dtype) for ids in (tokenizer.beginning, end))
     parts: list[NDArray[Any]] = []
     ends: list[int] = []
     size = 0
     for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-        own = [tokens, separator] if piece.ends_document else [tokens]
+        own = [*([beginning] if begins else []), tokens, *([ending] if piece.ends_document else [])]
         parts += own
         size += sum(map(len, own))
-        if piece.ends_document:
+        if begins := piece.ends_document:
             ends.append(size)
     joined = np.concatenate(parts, dtype=tokenizer.dtype, casting="unsafe")
     return TokenBatch(joined, np.array(ends, dtype=np.int64), sum(piece.num_bytes for piece in batch))
@@ -187,9 +192,9 @@ def _from_file(path: Path) -> Tokenizer:
     loaded.no_padding()
     loaded.no_truncation()
 
-    def encodings(texts: Sequence[str]) -> list[Any]:
+    def encodings(texts: Sequence[str], *, special: bool = False) -> list[Any]:
         try:
-            return list(loaded.encode_batch(list(texts), add_special_tokens=False))
+            return list(loaded.encode_batch(list(texts), add_special_tokens=special))
         except Exception as error:  # noqa: BLE001  of the Rust binding; a vocabulary without its own unknown token, say
             raise BadInput(f"{path}: this tokenizer cannot encode the text: {error}. Choose another.") from None
 
@@ -202,6 +207,11 @@ def _from_file(path: Path) -> Tokenizer:
             for found in encodings(texts)
         ]
 
+    beginning: tuple[int, ...] = ()
+    if loaded.num_special_tokens_to_add(False):
+        (any_text,) = encodings(["a"], special=True)
+        added = takewhile(lambda pair: pair[1], zip(any_text.ids, any_text.special_tokens_mask, strict=True))
+        beginning = tuple(token for token, _ in added)
     named = special_token(tokenizer_config(path.parent), "eos_token")
     ends = (loaded.token_to_id(token) for token in (named, *END_OF_DOCUMENT_TOKENS))
     vocabulary = loaded.get_vocab(with_added_tokens=True)
@@ -212,6 +222,7 @@ def _from_file(path: Path) -> Tokenizer:
         vocab=1 + max(vocabulary.values(), default=0),
         end_of_document=next((end for end in ends if end is not None), None),
         encode=encode,
+        beginning=beginning,
         encode_placed=encode_placed,
         decode=lambda ids: str(loaded.decode(list(ids))),
     )

@@ -216,7 +216,8 @@ class TrainingRank:
 def _other(key: str, saved: object, own: object, path: Path) -> str:
     return (
         f"{path}: the checkpoint was trained with {key} {saved}, the job has {own}; the batches would not go on where they stopped. "
-        "Give the same data, tokenizer with what lies beside it, train.seq_len and train.seed, or start a new run from exported weights."
+        "Give the same data, tokenizer with what lies beside it, train.seq_len and train.seed (and `--set data.bos=false "
+        "--accept-changes` where an earlier hethub began the run), or start a new run from exported weights."
     )
 
 

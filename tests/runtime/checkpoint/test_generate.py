@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hethub.runtime.checkpoint.generate import _prompt_ids
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
-from tests.runtime.data.test_sources import save_tokenizer
+from tests.runtime.data.test_sources import save_tokenizer, save_with_beginning
 from tests.support.command import check_refused, one, ranks
 from tests.support.job_files import ALONE, plan, write_job
 from tests.support.plain_llama import transformers
@@ -59,6 +61,15 @@ def test_greedy_text_is_that_of_the_exported_folder(run: Path, tmp_path: Path) -
     (theirs,) = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=END)
     assert generated(run, "--tokens", 40) == tokenizer.decode(theirs, skip_special_tokens=True)
     assert (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (END,) * 3
+
+
+def test_a_prompt_begins_as_it_does_in_transformers(tmp_path: Path) -> None:
+    save_with_beginning(tmp_path / "tokenizer.json")
+    theirs = transformers().PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    model = SimpleNamespace(vocab=8, max_seq_len=8)
+    trained: Any = SimpleNamespace(record=SimpleNamespace(model=model))
+    ids = _prompt_ids("a b", load_tokenizer("tokenizer.json", tmp_path), trained, 1)
+    assert ids == theirs("a b", padding=False)["input_ids"] == [3, 1, 2]
 
 
 def test_what_is_drawn_follows_the_seed(run: Path) -> None:

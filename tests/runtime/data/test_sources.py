@@ -16,9 +16,11 @@ import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data import sources as sources_module
+from hethub.runtime.data import tokenizer as tokenizer_module
 from hethub.runtime.data.fingerprint import fingerprint
 from hethub.runtime.data.opening import check_tokenizer, keep, text_sources
 from hethub.runtime.data.sources import stdlib_pieces
@@ -149,6 +151,27 @@ def test_the_end_of_document_is_what_the_folder_says(tmp_path: Path) -> None:
         )
         assert data.streams[0].tokens.tolist() == [1, 2, end, 3, end]
         assert data.end_of_document == end
+
+
+def save_with_beginning(path: Path) -> None:
+    """As Llama's and Mistral's: a text begins with `c`, here."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(save_tokenizer(path)))
+    tokenizer.post_processor = TemplateProcessing(single="c $A", special_tokens=[("c", 3)])
+    tokenizer.save(str(path))
+
+
+def test_documents_begin_with_what_the_tokenizer_puts_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_with_beginning(tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "b"}\n')
+    (tmp_path / "b.txt").write_text("a\nb\na\n")
+    lines = {"source": "jsonl", "path": "a.jsonl", "tokenizer": "tokenizer.json", "cache_dir": tmp_path / "cache"}
+    assert opened(tmp_path, **lines).streams[0].tokens.tolist() == [3, 1, 2, 7, 3, 2, 7]
+    assert opened(tmp_path, **lines, bos=False).streams[0].tokens.tolist() == [1, 2, 7, 2, 7]
+    # Once a document, in however many pieces and batches it is read.
+    monkeypatch.setattr(sources_module, "PIECE_BYTES", 1)
+    monkeypatch.setattr(tokenizer_module, "_BATCH_PIECES", 2)
+    text = {"source": "text", "path": "b.txt", "tokenizer": "tokenizer.json"}
+    assert opened(tmp_path, **text).streams[0].tokens.tolist() == [3, 1, 2, 1, 7]
 
 
 def test_a_tokenizer_is_known_however_its_file_is_written(tmp_path: Path) -> None:
