@@ -266,8 +266,8 @@ class Trainer(TrainingRank):
         self.optimizer.reload_masters()
 
     def load_hugging_face(self, folder: Path) -> None:
-        load_hugging_face(self.storage, self.layout.model, folder)
-        self.optimizer.reload_masters()
+        weights = load_hugging_face(self.storage, self.layout.model, folder)
+        self.optimizer.reload_masters(weights.read)  # a half precision has rounded what the weights hold of them
 
     def _compute(self, step: int) -> float:
         self.stepping.begin(step)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hethub.runtime.model.huggingface import open_weights
+from hethub.runtime.model.huggingface import Weights, open_weights
 from hethub.runtime.state.storage import FlatStorage
 from hethub.spec.layout.tensors import TensorInfo
 from hethub.spec.model import ModelSpec
@@ -31,8 +31,10 @@ def initialise(storage: FlatStorage, model: ModelSpec, seed: int) -> None:
             weights.copy_(value[slice(*run.shift(-placed.span.start))])
 
 
-def load_hugging_face(storage: FlatStorage, model: ModelSpec, folder: Path) -> None:
-    """Fills this rank's weights from a Hugging Face folder, reading only its own slices. Raises BadInput."""
+def load_hugging_face(storage: FlatStorage, model: ModelSpec, folder: Path) -> Weights:
+    """Fills this rank's weights from a Hugging Face folder, reading only its own slices; the folder's weights, for who
+    wants them as they are there. Raises BadInput."""
     weights = open_weights(folder, model)
     for placed, run, values in storage.persistent():
         values.copy_(weights.read(placed.info, run.shift(-placed.span.start)))
+    return weights

@@ -1,6 +1,6 @@
 """AdamW on the elements a rank owns, and its share of the gradient's norm."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
@@ -15,7 +15,8 @@ from hethub.runtime.state.reduction import LocalPiece, Reducer
 from hethub.runtime.state.storage import FlatStorage, Held
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout.state import Bucket
-from hethub.spec.ranges import Range
+from hethub.spec.layout.tensors import TensorInfo
+from hethub.spec.ranges import Range, from_sizes
 
 
 def fused_adamw(
@@ -244,11 +245,18 @@ class Optimizer:
         else:
             run.weight.copy_(master)
 
-    def reload_masters(self) -> None:
-        """Takes the weights as they are now, after initial values were written, as masters."""
+    def reload_masters(self, read: Callable[[TensorInfo, Range], Tensor] | None = None) -> None:
+        """Takes as masters the weights as they are now, after initial values were written; or what `read` gives of a
+        run of a flattened stored tensor, (run.size,), which the weights were rounded from."""
         if self.keeps_masters:
             for run in self.runs:
-                run.master.copy_(run.weight)
+                if read is None:
+                    run.master.copy_(run.weight)
+                    continue
+                places = from_sizes(part.size for _, part in run.axis)
+                for (placed, part), here in zip(run.axis, places, strict=True):
+                    values = read(placed.info, part.shift(-placed.span.start))
+                    run.master[here.start : here.stop].copy_(values)
 
     def moments(self, run: OwnedRun) -> tuple[Tensor, Tensor]:
         """First and second moment of an owned run; zeros before the first step."""

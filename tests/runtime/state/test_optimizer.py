@@ -1,16 +1,20 @@
 """AdamW with and without masters, against torch and by hand, and steps that an overflow skips."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hethub.runtime.model.huggingface import write_folder
 from hethub.runtime.state.learning_rate import learning_rate
 from hethub.spec.errors import RunFailed
-from tests.support.layouts import Case, build_trainer, replica, shards, stage
+from hethub.spec.layout.tensors import model_tensors
+from tests.support.layouts import MODEL, Case, build_trainer, replica, shards, stage
 from tests.support.ranks import run_ranks, start_ranks
 
 DP2 = [stage((0, 4), replica([0], 6, 2), replica([1], 2), zero=1)]
@@ -47,6 +51,32 @@ def test_fp16_overflow_skips_the_step_on_all_ranks() -> None:
         assert same_masters == (norm is None)
     assert first[-1][4] == 30 - len(skipped)
     assert first[-1][3] == 2.0 ** (40 - len(skipped))
+
+
+def start_from_a_folder(world: Any, case: Case, folder: Path) -> list[bool]:
+    """Per tensor that this rank steps a part of: whether the master is the folder's, and the weight is that rounded."""
+    trainer = build_trainer(world, case)
+    trainer.load_hugging_face(folder)
+    given, rows = load_file(folder / "model.safetensors"), []
+    for run in trainer.optimizer.runs:
+        masters, weights = run.master, run.weight
+        for placed, part in run.axis:
+            info = placed.info
+            whole = (given[info.name].t() if info.split_dim == 1 else given[info.name]).reshape(-1)
+            own = whole[slice(*part.shift(-placed.span.start))]
+            rows.append(torch.equal(masters[: part.size], own) and torch.equal(weights[: part.size], own.bfloat16()))
+            masters, weights = masters[part.size :], weights[part.size :]
+    return rows
+
+
+def test_masters_are_what_a_hugging_face_folder_says_not_rounded(tmp_path: Path) -> None:
+    tensors = ((info.name, torch.randn(info.shape)) for info in model_tensors(MODEL))
+    write_folder(tmp_path / "hf", MODEL, tensors, torch.float32)
+    stages = [stage((0, 2), replica([0, 1], 8, 4), zero=1), stage((2, 4), replica([2], 5, 2), replica([3], 3), zero=3)]
+    case = Case(name="bf16", stages=stages, precision="bf16")
+    for rows in run_ranks(4, start_from_a_folder, case, tmp_path / "hf"):
+        assert rows
+        assert all(rows)
 
 
 def train_not_finite(world: Any, case: Case) -> None:
