@@ -1,5 +1,6 @@
 """Conversations: a tokenizer's chat template makes one document of each, of which the assistant's turns are learnt."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: str, base: Path) -> None:
         folder = (base / tokenizer).parent
         config = {} if tokenizer == "bytes" else tokenizer_config(folder)
-        self.text = config.get("chat_template")
+        self.text = _default(config.get("chat_template"))
         if tokenizer != "bytes" and (folder / TEMPLATE).is_file():
             self.text = read_text(folder / TEMPLATE, "chat template")
         if not isinstance(self.text, str):
@@ -45,6 +46,7 @@ class ChatTemplate:
     def _compiled(self) -> Any:
         try:
             import jinja2
+            from jinja2.ext import Extension
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
             raise BadInput("data source chat needs the package jinja2: pip install 'hethub[data]'.") from None
@@ -52,11 +54,23 @@ class ChatTemplate:
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
+        class Generation(Extension):
+            """{% generation %} … {% endgeneration %}, by which templates mark what the assistant says: it writes nothing."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                return jinja2.nodes.Scope(
+                    parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+                )
+
         # As transformers renders it: a template of a stranger's folder reaches nothing but its messages.
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = _json  # jinja's own writes < and & for HTML
         self._error = jinja2.TemplateError
         try:
             return environment.from_string(str(self.text))
@@ -88,6 +102,18 @@ class ChatTemplate:
                     )
                 learnt.append((len(start), len(stop)))
         return Conversation(text, learnt, num_bytes)
+
+
+def _default(template: Any) -> Any:
+    """Of templates that have names the one that transformers takes."""
+    if not isinstance(template, list):
+        return template
+    named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+    return named[0].get("template") if named else None
+
+
+def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -81,6 +81,11 @@ class Dataset:
                     f"{self.seq_len}, so some would count twice. Give more data, or lower eval.batches."
                 )
 
+    def epochs(self, num_samples: int) -> list[float]:
+        """How often the first `num_samples` samples take every window of each source."""
+        taken = counts(num_samples, self._shares)
+        return [number / stream.num_windows for number, stream in zip(taken, self.streams, strict=True)]
+
     def position(self, steps: int, global_batch: int) -> tuple[int, ...]:
         """Samples that each source has given when `steps` steps are done."""
         total = self._before + (steps - self._origin) * global_batch

@@ -15,10 +15,12 @@ _HALF = 1 << (_BITS - 1)
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
-    """For each source but the last its share of what the sources before it leave, in 2^-24, at least one of them."""
+    """For each source but the last its share of what the sources before it leave, in 2^-24, neither none nor all of them."""
     exact = [Fraction(weight) for weight in weights]
     left = [sum(exact[index:]) for index in range(len(exact))]
-    return [max(1, round(own / rest * 2**_BITS)) for own, rest in zip(exact[:-1], left, strict=False)]
+    return [
+        min(max(1, round(own / rest * 2**_BITS)), 2**_BITS - 1) for own, rest in zip(exact[:-1], left, strict=False)
+    ]
 
 
 def draws(indices: NDArray[np.int64], shares: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -55,8 +55,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def pieces(files: Iterable[Path], kind: Literal["text", "jsonl"], key: str = "text") -> Iterator[Piece]:
-    """The text of the files: one document per file, or one per line of JSON Lines, under `key`. Empty documents are
-    left out."""
+    """The text of the files: one document per file, or one per line of JSON Lines, under `key`. Empty documents,
+    and nulls, are left out."""
     for path in files:
         try:
             yield from _jsonl_pieces(path, key) if kind == "jsonl" else _text_pieces(path)
@@ -117,6 +117,8 @@ def _decode(block: bytes, path: Path, position: int) -> str:
 
 def _jsonl_pieces(path: Path, key: str) -> Iterator[Piece]:
     for place, num_bytes, text in records(path, key, _LINE_RULE):
+        if text is None:
+            continue
         if not isinstance(text, str):
             raise BadInput(f"{place}: `{key}` is {describe(text)}; it must be a string.")
         if not is_utf8(text):

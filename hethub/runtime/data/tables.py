@@ -101,6 +101,8 @@ def _check(arrow: Any, schema: Any, column: str, path: Path) -> None:
             f"{path}: has no column '{column}'; {suggest(column, schema.names)} A source's `text` names its column."
         )
     found = schema.field(column).type
+    if arrow.types.is_dictionary(found):  # pandas' categories
+        found = found.value_type
     if not any(
         test(found) for test in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_string_view)
     ):

@@ -20,6 +20,7 @@ from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, load_job
 
 READING_SECONDS = 30 * 86400.0  # how long ranks wait for each other's tokens; a dead one is noticed by the watch
+MOST_EPOCHS = 4  # that are worth about as much as new text (Muennighoff et al. 2023)
 HELD_OUT_SEED = 0  # of the order of held-out samples: the same for every run, whatever its seed
 _TIMEOUT_SECONDS = 60.0  # of a meeting that is only to say what is wrong with the job
 
@@ -38,6 +39,7 @@ class Data(NamedTuple):
     training: Dataset
     held_out: Dataset | None
     warnings: list[str]
+    notes: list[str]
 
     @property
     def fingerprint(self) -> str:
@@ -120,8 +122,10 @@ def open_data(job: Job, vocab: int) -> Data:
     training = open_dataset(job.spec.data, job.base, seed=train.seed, **settings)
     if folder is not None and (warning := check_tokenizer(training, folder)):
         warnings.append(warning)
+    notes, repeats = _epochs(training, train.steps * train.global_batch)
+    warnings += repeats
     if evaluation is None:
-        return Data(training, None, warnings)
+        return Data(training, None, warnings, notes)
     held_out = open_dataset(evaluation.data, job.base, seed=HELD_OUT_SEED, **settings)
     if held_out.tokenizer != training.tokenizer:
         raise BadInput(
@@ -130,4 +134,16 @@ def open_data(job: Job, vocab: int) -> Data:
     held_out.check_epoch(evaluation.batches * train.global_batch, "an evaluation of eval.batches")
     if shared := overlap(job.spec.data, evaluation.data, job.base):
         warnings.append(f"eval reads {shared}, which is trained on too: its loss says nothing of unseen text")
-    return Data(training, held_out, warnings)
+    return Data(training, held_out, warnings, notes)
+
+
+def _epochs(training: Dataset, num_samples: int) -> tuple[list[str], list[str]]:
+    """How often the job reads each source, and what to say of those that it reads too often."""
+    found = [(f"{epochs:.3g} epochs of {stream.name}", epochs, stream.num_windows)
+             for stream, epochs in zip(training.streams, training.epochs(num_samples), strict=True)]  # fmt: skip
+    return [f"data: {num_samples:,} samples, {', '.join(said for said, _, _ in found)}"], [
+        f"the job takes {said}, which has {windows:,} samples of seq_len {training.seq_len}: beyond {MOST_EPOCHS} epochs text that "
+        "repeats teaches less and less. Is data.path all that you have?"
+        for said, epochs, windows in found
+        if epochs > MOST_EPOCHS
+    ]

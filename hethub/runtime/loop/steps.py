@@ -154,6 +154,7 @@ class StepLoop:
 
     def _opening(self, warnings: Sequence[str], told: Sequence[str]) -> list[str]:
         lines = [f"warning: {warning}" for warning in warnings]
+        lines += [] if self.data is None else self.data.notes
         lines += [*told, f"run folder {self.folder.path}", *self._told()]
         if self.done:
             lines.append(f"resumed behind step {self.done}")

@@ -90,6 +90,24 @@ def test_targets_that_are_not_learnt_count_for_nothing(tmp_path: Path) -> None:
     assert number == data.streams[0].trained[1 : data.num_windows * 8 + 1].sum()
 
 
+MARKED = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set said = m.content %}{{ said }}
+{% endgeneration %}{% else %}{{ {'<é>': m.content} | tojson }}{{ m | tojson(indent=2) }}{{ said is defined }}{% endif %}{% endfor %}"""
+
+
+def test_what_transformers_adds_to_jinja_is_there(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'hethub[test]'")
+    save_tokenizer(tmp_path, MARKED)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ChatTemplate("tokenizer.json", tmp_path).render(CHAT, "here") == theirs.apply_chat_template(
+        CHAT, tokenize=False
+    )
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": MARKED}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate("tokenizer.json", tmp_path).text == MARKED
+
+
 def test_a_conversation_is_one_document_whatever_ends_its_turns(tmp_path: Path) -> None:
     """Mistral's and Llama 2's templates end every turn of the assistant with the end of document."""
     save_tokenizer(tmp_path, TEMPLATE.replace("<|end|>", "{{ eos_token }}"))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hethub.runtime.data import Dataset, open_dataset
 from hethub.runtime.data.mixture import counts, draws, shares_of
 from hethub.runtime.data.stream import Stream
+from hethub.runtime.loop.read import open_data
 from hethub.spec.errors import BadInput
 from hethub.spec.job import DataSpec, load_job
 from tests.support.job_files import write_job
@@ -148,3 +149,26 @@ def test_batches_are_what_is_asked_for_whoever_asks() -> None:
             np.array_equal(data.samples(step, 9, start, stop), whole[start:stop])
             for start, stop in pairwise((0, 2, 3, 9))
         )
+
+
+def test_a_source_of_tiny_weight_still_gives_samples() -> None:
+    assert shares_of([1e9, 10]) == [2**24 - 1]
+    assert counts(2**25, shares_of([1e9, 10]))[1] == 2
+
+
+def test_epochs_of_each_source_are_told_and_too_many_warned_of(tmp_path: Path) -> None:
+    data = mixed(0.5, 0.25, 0.25)
+    sizes = [stream.num_windows for stream in data.streams]
+    assert data.epochs(800) == [400 / sizes[0], 200 / sizes[1], 200 / sizes[2]]
+    (tmp_path / "a.txt").write_text("x" * 320)
+    job = load_job(write_job(tmp_path, data={"source": "text", "path": "a.txt"}, train={"steps": 6}))
+    found = open_data(job, 257)
+    windows = 320 // job.spec.train.seq_len
+    epochs = 6 * job.spec.train.global_batch / windows
+    assert found.notes == [
+        f"data: {6 * job.spec.train.global_batch} samples, {epochs:.3g} epochs of {tmp_path / 'a.txt'}"
+    ]
+    (warning,) = found.warnings
+    assert warning.startswith(f"the job takes {epochs:.3g} epochs of {tmp_path / 'a.txt'}, which has {windows} samples")
+    few = load_job(write_job(tmp_path, data={"source": "text", "path": "a.txt"}, train={"steps": 1, "global_batch": 8}))
+    assert not open_data(few, 257).warnings

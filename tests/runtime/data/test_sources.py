@@ -75,7 +75,9 @@ def test_large_files_are_read_in_pieces_of_whole_lines(tmp_path: Path, monkeypat
 
 
 def test_every_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n\n{"text": "", "x": 1}\n{"meta": {}, "text": "\\u00e9"}')
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "ab"}\n\n{"text": "", "x": 1}\n{"text": null}\n{"meta": {}, "text": "\\u00e9"}'
+    )
     data = opened(tmp_path, source="jsonl", path="a.jsonl")
     assert data.streams[0].tokens.tolist() == [*b"ab", END, *"é".encode(), END]
 

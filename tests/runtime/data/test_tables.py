@@ -45,6 +45,16 @@ def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
     assert tokens(data) == documents(*(f"row {row}" for row in range(2998)), "row 0", "row 1")
 
 
+def test_categories_of_pandas_are_text(tmp_path: Path) -> None:
+    column = arrow.array(["one", "two", None, "one"]).dictionary_encode()
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet")
+    assert tokens(opened(tmp_path, source="parquet", path="a.parquet")) == documents("one", "two", "one")
+    numbers = arrow.array([1, 2, 1]).dictionary_encode()
+    parquet.write_table(arrow.table({"text": numbers}), tmp_path / "b.parquet")
+    with pytest.raises(BadInput, match="column 'text' holds int64, no text"):
+        opened(tmp_path, source="parquet", path="b.parquet")
+
+
 def test_rows_of_a_saved_dataset_come_in_its_order() -> None:
     data = opened(SAVED.parent, source="hf", path="saved_dataset")
     assert tokens(data) == documents("ééé", *(f"row {row}" for row in range(5)))
