@@ -5,13 +5,18 @@ import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from hethub.runtime.data import open_dataset
-from hethub.spec.job import DataSpec
+from hethub.runtime.checkpoint.record import LoopState
+from hethub.runtime.data import Dataset, open_dataset
+from hethub.runtime.loop.trainer import TrainingRank
+from hethub.spec.errors import BadInput
+from hethub.spec.job import DataSpec, TrainSpec
+from tests.runtime.data.test_chat import CHAT, opened, save_tokenizer
 from tests.support.command import Ended, check_refused, ranks
 from tests.support.job_files import ALONE, OTHER_STAGES, STAGES, plan, write_job
 
@@ -204,6 +209,32 @@ def dawdle(rank: int) -> None:
         make(*arguments, **more)
 
     read.tokenise_data = slowly
+
+
+def restored(data: Dataset, tokens: str) -> list[str]:
+    """The warnings of a rank that takes up a checkpoint whose data had the fingerprint `tokens`."""
+    state = LoopState(step=2, seed=1, tokens=tokens, loss_scale=1.0, good_steps=0, samples=(4,))
+    rank: Any = TrainingRank.__new__(TrainingRank)
+    rank.layout, rank.dataset, rank.train, rank.warnings = None, data, TrainSpec(), []
+    rank.loss_scale = SimpleNamespace()
+    checkpoints: Any = SimpleNamespace(load=lambda *_: SimpleNamespace(extra=state, updates=2))
+    assert rank.restore(checkpoints, Path("step-2")) == 2
+    return rank.warnings
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_is_told_what_is_otherwise(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    chats = opened(tmp_path, [CHAT])
+    (tmp_path / "a.txt").write_text("some text")
+    spec = DataSpec(source="text", path="a.txt", tokenizer="tokenizer.json")
+    text = open_dataset(spec, tmp_path, seq_len=4, seed=1, vocab=200)
+    for data, warned in ((chats, True), (text, False)):
+        (earlier,) = [stream.fingerprint(earlier=True) for stream in data.streams]
+        assert earlier != data.fingerprint
+        assert not restored(data, data.fingerprint)
+        assert ["conversations are kept whole" in warning for warning in restored(data, earlier)] == [True] * warned
+    with pytest.raises(BadInput, match=r"trained with tokens other.*data\.bos=false"):
+        restored(text, "other")
 
 
 @pytest.mark.slow
