@@ -103,7 +103,6 @@ def constant(name: str, value: Any) -> Change:
 CHANGES: dict[str, Change] = {
     "as it is": dict,
     # generators
-    "no order of device types but the main ones": constant(f"{AUTO}.reordered", none),
     "no small": constant(f"{SMALL_ONES}.propose", nothing),
     "no partition": constant("hethub.planner.generate.partition.propose", nothing),
     "no device_type_stages": constant(f"{AUTO}.stages_by_device_type", none),

@@ -3,12 +3,11 @@ form."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import product
 from math import prod
 
 from hethub.planner.problem.problem import Problem, Unit
 
-MOST_ORDERED = 4  # device types: beyond, only orders by speed and by memory are tried
 MOST_DEGREES = 1024  # choices of a TP degree for every device type
 
 
@@ -36,21 +35,13 @@ class Line:
         )
 
 
-def main_orders(problem: Problem) -> list[tuple[int, ...]]:
-    """Orders by speed and by memory both ways: the first look at every setting."""
+def orders(problem: Problem) -> list[tuple[int, ...]]:
+    """Orders of the device types along the pipeline: by speed and by memory, both ways."""
     device_types = range(len(problem.device_types))
     precision = problem.batch.precision
     by_speed = sorted(device_types, key=lambda k: problem.device_types[k].accelerator.peak_flops(precision))
     by_memory = sorted(device_types, key=lambda k: problem.device_types[k].memory_bytes)
     return list(dict.fromkeys(tuple(o) for one in (by_speed, by_memory) for o in (one, one[::-1])))
-
-
-def orders(problem: Problem) -> list[tuple[int, ...]]:
-    """All orders of the device types along the pipeline where they are few, else the main ones and as listed."""
-    device_types = tuple(range(len(problem.device_types)))
-    if len(device_types) <= MOST_ORDERED:
-        return list(permutations(device_types))
-    return list(dict.fromkeys([*main_orders(problem), device_types, device_types[::-1]]))
 
 
 def degrees_by_device_type(problem: Problem) -> list[list[int]]:

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, to_candidate
-from hethub.planner.candidate.settings import Line, main_orders, orders
+from hethub.planner.candidate.settings import Line, orders
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.equal import Arrangements, Stages, cut_equally, room_for
 from hethub.planner.generate.table import Table, tabulate
@@ -17,7 +17,6 @@ from hethub.planner.problem.problem import Combination, Problem
 
 PER_COMBINATION = 3  # cuts kept of one combination, so that the finalists differ
 PROPOSED = 96  # cuts
-REORDERED = 8  # leading cuts tried with the device types in every order
 ESTIMATE_ERR = 1.4  # rough estimates leave out reductions and waits; never off by more than this where checked
 PURE_CUTS = 32  # kept of those whose stages hold one device type each
 FIRST_LOOK, BATCH = 512, 4096  # lines cut at once
@@ -109,7 +108,7 @@ def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: boo
     A setting is not cut where one microbatch's way through all layers and the busy time of perfect balance exceed the
     worst kept, or the best by more than the estimate can err.
     """
-    tried = main_orders(problem)
+    tried = orders(problem)
     lines = _all_lines(problem, table, len(tried), memory_counts=memory_counts)
     least = table.bound[lines.rows] + table.through[lines.rows] * (1 - 2 / (lines.stages + 1))
     ranked = np.argsort(least, kind="stable")
@@ -127,24 +126,6 @@ def best_cuts(problem: Problem, table: Table, number: int, *, memory_counts: boo
             kept_pure.add(found.lines.rows, np.where(pure[worth], found.seconds, np.inf), found.entry)
         start, stop = stop, stop + BATCH
     return Best(kept.entries, kept_pure.entries)
-
-
-def reordered(problem: Problem, table: Table, leaders: Sequence[Entry], *, memory_counts: bool) -> list[Entry]:
-    """The leading cuts with the device types in every order that was not looked at before."""
-    every = orders(problem)
-    seen = {(entry.row, entry.line) for entry in leaders}
-    wanted = []
-    for entry in leaders[:REORDERED]:
-        for index, order in enumerate(every):
-            line = replace(entry.line, order=order)
-            if not entry.line.side_by_side and len(entry.layers) > 1 and (entry.row, line) not in seen:
-                seen.add((entry.row, line))
-                wanted.append((entry.row, index, len(entry.layers)))
-    if not wanted:
-        return []
-    lines = Lines(*np.array(sorted(wanted, key=itemgetter(2))).T)
-    found = _cut(problem, table, lines, every, memory_counts=memory_counts)
-    return [found.entry(index) for index in np.flatnonzero(np.isfinite(found.seconds)).tolist()]
 
 
 def _all_lines(problem: Problem, table: Table, num_orders: int, *, memory_counts: bool) -> Lines:

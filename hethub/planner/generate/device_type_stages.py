@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage
-from hethub.planner.candidate.settings import main_orders
+from hethub.planner.candidate.settings import orders
 from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.generate.stage_layouts import DeviceTypeLayouts, Ends, Goals
 from hethub.planner.generate.table import Table, tabulate
@@ -95,8 +95,8 @@ class TaskGraph:
 
     def _edges(self) -> list[tuple[DeviceTypes, int]]:
         """Which device type may come in front of which others, few of them first."""
-        orders = main_orders(self.problem)
-        found = {(DeviceTypes(order[index + 1 :]), order[index]) for order in orders for index in range(len(order))}
+        every = orders(self.problem)
+        found = {(DeviceTypes(order[index + 1 :]), order[index]) for order in every for index in range(len(order))}
         return sorted(found, key=lambda edge: (len(edge[0]), sorted(edge[0]), edge[1]))
 
     def _ends(self, behind: DeviceTypes, device_type: int) -> Ends:

@@ -13,7 +13,7 @@ from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, partition, small
-from hethub.planner.generate.cuts import Best, Entry, best_cuts, reordered
+from hethub.planner.generate.cuts import Best, Entry, best_cuts
 from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
@@ -241,9 +241,8 @@ def promising(
 ) -> list[Candidate]:
     """The candidates with the smallest estimates, best first: equal cuts of all lines, then free ones where they can
     win."""
-    costs, entries = incumbent.costs, [*cuts, *reordered(problem, table, cuts, memory_counts=memory_counts)]
-    found: dict[Candidate, float] = {}
-    _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in entries], effort.finalists)
+    costs, found = incumbent.costs, dict[Candidate, float]()
+    _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in cuts], effort.finalists)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(problem, costs, table=table, limit_seconds=best, memory_counts=memory_counts)
     found.update((candidate, costs.seconds(candidate)) for candidate in cut)
@@ -287,22 +286,24 @@ def _add_with_slacks(
     if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
         modes += [{"extra_in_flight": True}, *({"extra_in_flight": True, **mode} for mode in modes)]
     ranked = sorted((candidate for candidate in candidates if len(candidate.stages) > 1), key=costs.seconds)
+    shortest: dict[object, float] = {}  # estimate of every arrangement of units
+    _note_shapes(shortest, found, found)
     for start in range(0, len(ranked), AT_ONCE):
-        limit = _last_wanted(found, wanted)
+        limit = heapq.nsmallest(wanted, shortest.values())[-1] if len(shortest) >= wanted else float("inf")
         near = [candidate for candidate in ranked[start : start + AT_ONCE] if costs.floor(candidate) < limit]
         others = {candidate: [replace(candidate, **mode) for mode in modes] for candidate in near}
         costs.estimate(other for own in others.values() for other in own)
         for candidate, own in others.items():
-            better = (other for other in own if costs.is_faster(other, costs.seconds(candidate)))
+            better = [other for other in own if costs.is_faster(other, costs.seconds(candidate))]
             found.update((other, costs.seconds(other)) for other in better)
+            _note_shapes(shortest, found, better)
 
 
-def _last_wanted(found: Mapping[Candidate, float], wanted: int) -> float:
-    """The estimate of the last of so many best candidates of unlike shapes; infinite where there are not as many."""
-    shapes: dict[object, float] = {}
-    for candidate, seconds in found.items():
-        shapes[candidate.shape] = min(seconds, shapes.get(candidate.shape, seconds))
-    return heapq.nsmallest(wanted, shapes.values())[-1] if len(shapes) >= wanted else float("inf")
+def _note_shapes(
+    shortest: dict[object, float], found: Mapping[Candidate, float], candidates: Iterable[Candidate]
+) -> None:
+    for candidate in candidates:
+        shortest[candidate.shape] = min(found[candidate], shortest.get(candidate.shape, float("inf")))
 
 
 WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at

@@ -8,7 +8,7 @@ import pytest
 
 from hethub.planner import plan
 from hethub.planner.candidate.candidate import Candidate
-from hethub.planner.candidate.settings import main_orders
+from hethub.planner.candidate.settings import orders
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.generate import device_type_stages
 from hethub.planner.generate.device_type_stages import TaskGraph
@@ -53,7 +53,7 @@ def test_every_stage_holds_one_kind_and_all_units_have_a_group() -> None:
         assert sum(stage.layers for stage in candidate.stages) == MODEL.layers
         assert all(len(stage.groups) == 1 and stage.layers >= 1 for stage in candidate.stages)
         order = [stage.groups[0].device_type for stage in candidate.stages]
-        assert tuple(dict.fromkeys(order)) in main_orders(problem)
+        assert tuple(dict.fromkeys(order)) in orders(problem)
         for device_type in range(len(problem.device_types)):
             own = [
                 group.number * group.tp
@@ -75,7 +75,7 @@ def test_the_programme_finds_the_soonest_way_through(ends_at: float) -> None:
     device_types = [DeviceTypeLayouts(problem, estimator, device_type, goals) for device_type in range(3)]
     soonest: dict[int, float] = {}  # by number of stages
     for order in permutations(range(3)):
-        if order not in main_orders(problem):
+        if order not in orders(problem):
             continue
         for stages in product(*(device_types[device_type].layouts for device_type in order)):
             behind = [sum(stages[i + 1 :]) for i in range(3)]
