@@ -88,7 +88,7 @@ def plan(
         strategy=strategy,
         outlook=outlook,
         best_on_point=None if best is fastest else _runner_up(fastest, best, outlooks),
-        runners_up=_runners_up(problem, incumbent, best, top, outlooks),
+        runners_up=tuple(_runner_up(own, best, outlooks) for own in islice(_unlike(problem, incumbent, best), top)),
         not_searched=not_searched(problem),
         homogeneous_parts=alone or (),
         families=tuple(_row(name, evaluation, best) for name, evaluation in rows.items()),
@@ -216,29 +216,15 @@ def _steadiest(problem: Problem, incumbent: Incumbent, outlooks: Outlooks, faste
     return chosen
 
 
-def _unlike(problem: Problem, incumbent: Incumbent, fastest: Evaluation) -> Iterator[Evaluation]:
-    """The plans that bind and are unlike the fastest and each other, the fastest first."""
-    seen = {_shape(problem, fastest)}
+def _unlike(problem: Problem, incumbent: Incumbent, other: Evaluation) -> Iterator[Evaluation]:
+    """The plans that bind and differ from one and from each other in more than ZeRO levels, samples and microbatches in
+    flight, the fastest first."""
+    seen = {_shape(problem, other)}
     for evaluation in incumbent.ranked:
         shape = _shape(problem, evaluation)
         if shape not in seen and _binds(problem, evaluation):
             seen.add(shape)
             yield evaluation
-
-
-def _runners_up(
-    problem: Problem, incumbent: Incumbent, best: Evaluation, top: int, outlooks: Outlooks
-) -> tuple[RunnerUp, ...]:
-    """The next best plans that differ from each other in more than ZeRO levels, samples and microbatches in flight."""
-    ranked = incumbent.ranked
-    chosen: list[Evaluation] = []
-    seen = {_shape(problem, best)}
-    for evaluation in ranked:
-        shape = _shape(problem, evaluation)
-        if len(chosen) < top and shape not in seen:
-            seen.add(shape)
-            chosen.append(evaluation)
-    return tuple(_runner_up(evaluation, best, outlooks) for evaluation in chosen)
 
 
 def _runner_up(evaluation: Evaluation, best: Evaluation, outlooks: Outlooks) -> RunnerUp:

@@ -34,8 +34,8 @@ _ALWAYS = (
     Unsearched("ranks.unused", "plans that leave accelerators unused, except all of a device type, the slowest first"),
     Unsearched(
         "stages.scattered",
-        "stages whose accelerators are not consecutive in an order of device types, except on five units or fewer and by local "
-        "improvement",
+        "stages whose accelerators are not consecutive where device types stand by speed or by memory, except on five units or "
+        "fewer and by local improvement",
     ),
 )
 

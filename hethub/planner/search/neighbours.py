@@ -9,7 +9,6 @@ from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
 from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import Problem
-from hethub.spec.plan import Offload, Recompute
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
@@ -141,10 +140,20 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
                 yield _each(candidate, chosen, zero=zero)
     for part in problem.capabilities.offload:
         for chosen in _ones_and_all(stages, everywhere):
-            if any(part in candidate.stages[index].offload for index in chosen):
-                yield _without(candidate, chosen, part)
+            stages_of = {index: candidate.stages[index] for index in chosen}
+            if any(part in stage.offload for stage in stages_of.values()):
+                changed = {
+                    index: replace(stage, offload=tuple(own for own in stage.offload if own != part))
+                    for index, stage in stages_of.items()
+                }
             else:  # what room this makes is for what was computed again
-                yield _with(candidate, chosen, part, recompute=problem.recomputes[0])
+                changed = {
+                    index: replace(
+                        stage, offload=tuple(sorted({*stage.offload, part})), recompute=problem.recomputes[0]
+                    )
+                    for index, stage in stages_of.items()
+                }
+            yield candidate.with_stages(changed)
     now = (candidate.schedule or problem.schedule, candidate.chunks)
     for pattern in patterns(problem, candidate):
         if pattern != now:
@@ -156,24 +165,6 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
 
 def _ones_and_all(some: Sequence[int], every: Sequence[int]) -> list[Sequence[int]]:
     return [[index] for index in some] + ([every] if len(every) > 1 else [])
-
-
-def _with(candidate: Candidate, indices: Sequence[int], part: Offload, recompute: Recompute) -> Candidate:
-    stages = {index: candidate.stages[index] for index in indices}
-    changed = {
-        index: replace(stage, offload=tuple(sorted({*stage.offload, part})), recompute=recompute)
-        for index, stage in stages.items()
-    }
-    return candidate.with_stages(changed)
-
-
-def _without(candidate: Candidate, indices: Sequence[int], part: Offload) -> Candidate:
-    stages = {index: candidate.stages[index] for index in indices}
-    left = {
-        index: replace(stage, offload=tuple(own for own in stage.offload if own != part))
-        for index, stage in stages.items()
-    }
-    return candidate.with_stages(left)
 
 
 def _each(candidate: Candidate, indices: Sequence[int], **changes: object) -> Candidate:

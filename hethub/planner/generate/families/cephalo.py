@@ -20,9 +20,7 @@ from hethub.planner.generate.families.whole import (
     Worker,
     candidate_of,
     held_alone,
-    levels,
     meeting_seconds,
-    offers,
     ranks_by_device_type,
     shared_bytes,
 )
@@ -37,7 +35,7 @@ ROUNDING = 0.985
 def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = float("inf")) -> Iterator[Candidate]:
     """A candidate per recompute and offload, with the largest micro-batches whose state can be cut so that all fit;
     none that would compute as long as the limit."""
-    zero, unit_costs = max(levels(problem)), costs.unit_costs
+    zero, unit_costs = max(problem.zeros), costs.unit_costs
     if (
         problem.constraints.tp not in (None, 1)
         or not allowed(problem, 1, problem.size)
@@ -46,7 +44,7 @@ def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = 
         or (zero >= 2 and meeting_seconds(problem, unit_costs, zero) >= limit_seconds)
     ):
         return
-    layered = zero == 3 and offers(problem, "layered")
+    layered = zero == 3 and "layered" in problem.schedules
     schedule: ScheduleName = "layered" if layered else "1f1b"
     state = shared_bytes(problem, zero)
     offloads: list[tuple[Offload, ...]] = [(), ("activations",)]

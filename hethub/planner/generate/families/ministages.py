@@ -16,7 +16,7 @@ from hethub.planner.estimate.cost_model import CostModel
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.memory_model import MIDDLE
 from hethub.planner.generate.families import zorse
-from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits, levels, offers
+from hethub.planner.generate.families.whole import WholeStage, Worker, candidate_of, fits
 from hethub.planner.problem.problem import Problem
 from hethub.predictor.cost.node_links import host_gbytes_per_second
 from hethub.spec.plan import Offload, Recompute
@@ -40,9 +40,9 @@ def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = 
     """Zorse's candidates with their stages in chunks, those first that by a rough estimate take least; of those that
     fit, offloaded as far as memory asks for it; none that must take as long as the limit or is estimated far beyond
     it."""
-    if not offers(problem, "ministages"):
+    if "ministages" not in problem.schedules:
         return
-    zero = max((z for z in levels(problem) if z <= 2), default=0)
+    zero = max((z for z in problem.zeros if z <= 2), default=0)
     near = (
         candidate
         for candidate in zorse.propose(problem, costs)

@@ -24,7 +24,6 @@ from hethub.planner.generate.families.whole import (
     Worker,
     candidate_of,
     held_alone,
-    levels,
     meeting_seconds,
     ranks_by_device_type,
     shared_bytes,
@@ -42,7 +41,7 @@ def propose(problem: Problem, costs: CostModel) -> Iterator[Candidate]:
     if not _is_allowed(problem):
         return
     for recompute in problem.recomputes:
-        for zero in (level for level in levels(problem) if level < 2):
+        for zero in (level for level in problem.zeros if level < 2):
             sizes = [
                 _peak(problem, costs.unit_costs, device_type, recompute, zero)
                 for device_type in range(len(problem.device_types))
@@ -60,7 +59,7 @@ def propose_whole(problem: Problem, costs: CostModel, *, limit_seconds: float = 
     found = [
         (steps, recompute, zero)
         for recompute in problem.recomputes
-        for zero in levels(problem)
+        for zero in problem.zeros
         if zero >= 2
         for steps in _shared_steps(problem, costs.unit_costs, recompute, zero, limit_seconds)
     ]

@@ -56,16 +56,6 @@ class WholeStage(NamedTuple):
     state_shares: Mapping[int, float] = {}
 
 
-def levels(problem: Problem) -> tuple[int, ...]:
-    """The ZeRO levels that families may use."""
-    return problem.zeros
-
-
-def offers(problem: Problem, schedule: ScheduleName) -> bool:
-    """Whether a family's own schedule may be used: it is executable, and the job asks for no other."""
-    return schedule in problem.schedules
-
-
 def ranks_by_device_type(problem: Problem) -> list[tuple[int, int]]:
     """(device type, rank) of every accelerator, by rank."""
     return sorted(
