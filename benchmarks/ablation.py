@@ -4,6 +4,7 @@ python benchmarks/ablation.py [run] [table] [--only WORD ...] [--questions WORD 
 
 run     answers every question as the planner is and under every change, each change in a process of its own; a line an
         answer in docs/evidence/ablation.jsonl, where what stands already is not answered again
+        (delete the file first where the planner or the predictor has changed since)
 table   by change, how much larger the mean over the scenarios (J) gets over all questions and at worst, in how many it
         gets larger or smaller by more than 0.1 %, and what CPU time is left of the search
 
@@ -69,7 +70,8 @@ def none(*_: object, **__: object) -> list[object]:
     return []
 
 
-AUTO, NEAR, EFFORT = "hethub.planner.search.auto", "hethub.planner.search.neighbours", "hethub.planner.plan.effort_for"
+AUTO, NEAR = "hethub.planner.search.auto", "hethub.planner.search.neighbours"
+EFFORTS = ("hethub.planner.plan.effort_for", "hethub.planner.search.left_out.effort_for")
 CUTS, SMALL_ONES = "hethub.planner.generate.cuts", "hethub.planner.generate.small"
 LAYOUTS, STAGES = "hethub.planner.generate.stage_layouts", "hethub.planner.generate.device_type_stages"
 
@@ -80,7 +82,7 @@ def with_effort(**given: Any) -> Change:
     def effort(problem: Any) -> Effort:
         return replace(effort_for(problem), **given)
 
-    return lambda: {EFFORT: effort}
+    return lambda: dict.fromkeys(EFFORTS, effort)
 
 
 def without_families(*names: str) -> Change:
