@@ -86,7 +86,9 @@ class CheckpointIndex(Spec):
 def read_index(folder: Path) -> CheckpointIndex:
     """The index of the checkpoint in `folder`. Raises BadInput."""
     if not (folder / INDEX).exists():
-        raise BadInput(f"file {INDEX} is missing; where an earlier version wrote the checkpoint, resume with that once")
+        raise BadInput(
+            f"file {INDEX} is missing; where an earlier version wrote the checkpoint, resume with that once."
+        )
     data = read_json(folder / INDEX, "checkpoint's index", MOST_INDEX_BYTES)
     return build(CheckpointIndex, data, Source(str(folder / INDEX)), "checkpoint's index")
 
@@ -117,5 +119,5 @@ def _part(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Iterator[IO[
                 yield part
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
         raise BadInput(
-            f"file {chunk.file} holds no {chunk.numel:,} elements at byte {chunk.start:,}: {error}"
+            f"file {chunk.file} holds no {chunk.numel:,} elements at byte {chunk.start:,}: {error}."
         ) from None

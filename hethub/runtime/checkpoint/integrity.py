@@ -1,8 +1,9 @@
 """Whether a checkpoint is whole: its marker, the checksums in it, and the search for the newest one that is.
 
 A checkpoint is written as `step-N.partial`, the marker last, and then renamed to `step-N`: a folder of that name is
-whole. Checksums find damage, not malice, for whoever can write a file can write its checksum; so the files are read as
-data, and what they say is checked like any input.
+whole. One that is newer than what a run goes on from becomes `step-N.set-aside`, which no run touches. Checksums find
+damage, not malice, for whoever can write a file can write its checksum; so the files are read as data, and what they
+say is checked like any input.
 """
 
 import hashlib
@@ -11,8 +12,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -22,12 +24,13 @@ from hethub.runtime.checkpoint.index import INDEX, METADATA, check_elements, rea
 from hethub.runtime.checkpoint.record import RECORD, read_record
 from hethub.spec.base import Spec, build
 from hethub.spec.documents import Source, read_json, write_whole
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 
 _log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
-_NAME = re.compile(r"step-([0-9]+)(\.partial)?")
+_NAME = re.compile(r"step-([0-9]+)")
+_PARTIAL = ".partial"
 
 FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 FileMark = tuple[Annotated[int, Field(ge=0)], Annotated[str, Field(pattern="^[0-9a-f]{32}$")]]
@@ -53,25 +56,28 @@ def step_of(folder: Path) -> int:
 
 
 def partial_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.partial")
+    return folder.with_name(f"{folder.name}{_PARTIAL}")
 
 
 def candidates(root: Path) -> list[Path]:
-    """Every checkpoint under `root`, whole or not, newest first."""
+    """Every checkpoint that was complete under `root`, whole or not by now, newest first."""
     if not root.is_dir():
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def has_checkpoints(root: Path) -> bool:
-    """Whether a checkpoint was ever complete under `root`, whole or not by now."""
-    return any(not path.name.endswith(".partial") for path in candidates(root))
+def partials(root: Path) -> list[Path]:
+    """Every folder under `root` whose writing has not come to its end."""
+    return [path for path in root.glob(f"step-*{_PARTIAL}") if _NAME.fullmatch(path.name.removesuffix(_PARTIAL))]
 
 
 def newest_marker(root: Path) -> float | None:
     """When the last complete checkpoint under `root` was written, by its marker; None where there is none."""
-    times = [(path / MARKER).stat().st_mtime for path in candidates(root) if (path / MARKER).exists()]
+    times = []
+    for path in candidates(root):
+        with suppress(FileNotFoundError):  # it has none, or its run is just removing it
+            times.append((path / MARKER).stat().st_mtime)
     return max(times, default=None)
 
 
@@ -90,10 +96,33 @@ def complete(partial: Path, files: dict[str, tuple[int, str]]) -> Path:
 
     The marker comes first and the name last: whatever has the name is whole, or was damaged since.
     """
-    folder = partial.with_name(partial.name.removesuffix(".partial"))
     write_whole(partial / MARKER, json.dumps({"files": files}, indent=1))
     _sync(partial)
-    remove(folder)
+    remove(_finished(partial))
+    return _rename(partial)
+
+
+def finish_cut_off(root: Path) -> None:
+    """Gives their name to the partial folders under `root` that have a marker, so only that was left to do. Only the
+    run's owner may call it."""
+    for partial in partials(root):
+        if (partial / MARKER).exists() and not _finished(partial).exists():
+            _rename(partial)
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a checkpoint so that runs neither use nor remove it; where it is now."""
+    names = chain([f"{folder.name}.set-aside"], (f"{folder.name}.set-aside-{number}" for number in count(2)))
+    path = next(path for name in names if not (path := folder.with_name(name)).exists())
+    return folder.rename(path)
+
+
+def _finished(partial: Path) -> Path:
+    return partial.with_name(partial.name.removesuffix(_PARTIAL))
+
+
+def _rename(partial: Path) -> Path:
+    folder = _finished(partial)
     partial.rename(folder)
     _sync(folder.parent)
     return folder
@@ -119,32 +148,50 @@ def remove(folder: Path) -> None:
 
 
 def faults(folder: Path, part: int = 0, parts: int = 1, *, contents: bool = True) -> list[str]:
-    """Why the checkpoint cannot be used, empty where it is whole; `part` of `parts` reads only its share of the
-    files. `contents`: index and record are looked into too."""
-    if folder.name.endswith(".partial"):
-        return ["its writing was cut off before it was renamed"]
+    """What of the checkpoint is damaged, empty where nothing is; `part` of `parts` reads only its share of the files.
+    `contents`: index and record are looked into too.
+
+    Raises OSError where a file cannot be read, and BadInput where undamaged files hold what this hethub does not write:
+    neither says that it is damaged.
+    """
+    marker = folder / MARKER
+    if not marker.exists():
+        return [f"it has no {MARKER} marker"]
+    if not marker.is_file():
+        return [f"its {MARKER} marker is no file"]
+    marker.open("rb").close()
     try:
-        if not (folder / MARKER).exists():
-            return [f"it has no {MARKER} marker"]
-        data = read_json(folder / MARKER, "marker")
-        files = build(Marker, data, Source(str(folder / MARKER)), "marker").files
-    except (OSError, BadInput) as error:
+        files = build(Marker, read_json(marker, "marker"), Source(str(marker)), "marker").files
+    except BadInput as error:
         return [f"its {MARKER} marker cannot be read ({error})"]
-    found = [fault for name in sorted(files)[part::parts] if (fault := _file_fault(folder / name, *files[name]))]
-    try:
-        return found or (list(_content_faults(folder, files, sorted(files)[part::parts])) if contents else [])
-    except (OSError, BadInput) as error:
-        return [str(error)]
+    mine = sorted(files)[part::parts]
+    found = [fault for name in mine if (fault := _file_fault(folder / name, *files[name]))]
+    if contents and not found:
+        _check_contents(folder, files, mine)
+    return found
 
 
-def _content_faults(folder: Path, files: Container[str], mine: Iterable[str]) -> Iterator[str]:
-    """What is wrong with a checkpoint whose files are as they were written: they may be a stranger's."""
+def refusal(folder: Path, error: OSError | BadInput) -> RunFailed | BadInput:
+    """What to raise where `faults` does."""
+    another = f"name an older one as {folder.parent}/step-N"
+    if isinstance(error, BadInput):
+        return BadInput(
+            f"{folder}: its checksums fit, but it is no checkpoint of this hethub: {error} Use the version that wrote it, or {another}."
+        )
+    return RunFailed(
+        f"{folder}: the checkpoint cannot be read ({error}), which says nothing of whether it is whole. Try again, or {another}."
+    )
+
+
+def _check_contents(folder: Path, files: Container[str], mine: Iterable[str]) -> None:
+    """Raises BadInput for what is wrong with a checkpoint whose files are as they were written: they may be a
+    stranger's."""
     index, record = read_index(folder), read_record(folder)
     for name in sorted({INDEX, METADATA, RECORD} | index.files):
         if name not in files:
-            yield f"file {name} is not listed in its {MARKER} marker"
+            raise BadInput(f"file {name} is not listed in its {MARKER} marker.")
     if folder_of(folder.parent, record.step) != folder or record.extra.step != record.step:
-        yield f"its record is of step {record.step}"
+        raise BadInput(f"its record is of step {record.step}.")
     for name in index.files.intersection(mine):
         with (folder / name).open("rb") as file:
             for chunk, dtype in index.in_file(name):
@@ -152,35 +199,40 @@ def _content_faults(folder: Path, files: Container[str], mine: Iterable[str]) ->
 
 
 def _file_fault(path: Path, num_bytes: int, digest: str) -> str | None:
-    try:
-        if not path.exists():
-            return f"file {path.name} is missing"
-        if not path.is_file():
-            return f"file {path.name} is no file"
-        if path.stat().st_size != num_bytes:
-            return f"file {path.name} has {path.stat().st_size} bytes, {num_bytes} were written"
-        return None if _digest(path) == digest else f"file {path.name} has another checksum than was written"
-    except OSError as error:
-        return f"file {path.name} cannot be read ({error})"
+    if not path.exists():
+        return f"file {path.name} is missing"
+    if not path.is_file():
+        return f"file {path.name} is no file"
+    if path.stat().st_size != num_bytes:
+        return f"file {path.name} has {path.stat().st_size} bytes, {num_bytes} were written"
+    return None if _digest(path) == digest else f"file {path.name} has another checksum than was written"
 
 
 def newest_intact(root: Path) -> Path | None:
     """The newest checkpoint under `root` that is whole, None where there is none at all.
 
-    Newer ones that are not are named in a warning. Raises BadInput naming them where none is whole.
+    Newer ones that are damaged are named in a warning. Raises BadInput naming them where none is whole, and as `refusal`
+    says.
     """
-    return first_intact(candidates(root), faults, _log.warning)
+
+    def examine(path: Path) -> list[str]:
+        try:
+            return faults(path)
+        except (OSError, BadInput) as error:
+            raise refusal(path, error) from None
+
+    return first_intact(candidates(root), examine, _log.warning)
 
 
 def first_intact(paths: Sequence[Path], examine: Faults, warn: Callable[[str], None]) -> Path | None:
-    """As `newest_intact`, of `paths` with what `examine` finds wrong with each."""
+    """As `newest_intact`, of `paths` with what `examine` finds damaged in each."""
     bad: list[str] = []
     for path in paths:
         found = examine(path)
         if not found:
             return path
         bad.append(f"{path}: {'; '.join(found)}")
-        warn(f"a checkpoint cannot be used, the one before is tried. {bad[-1]}.")
+        warn(f"a checkpoint is damaged, the one before is tried. {bad[-1]}.")
     if bad:
         raise BadInput(f"no checkpoint can be used. {'. '.join(bad)}. Restore the damaged files, or start a new run.")
     return None

@@ -16,7 +16,7 @@ from hethub.runtime.checkpoint.reader import Reader
 from hethub.runtime.checkpoint.record import RECORD, CheckpointRecord, read_record, write_record
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.runtime.state.optimizer import Optimizer
-from hethub.spec.errors import RunFailed
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.layout.bind import Layout
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,24 @@ class CheckpointFolder:
         self.note: Callable[[str], None] = _log.info  # told of every complete checkpoint, on rank 0
         # A group of its own: what a writing thread sends never meets the training's messages.
         self._group = world.gloo_group(_UNEQUAL)
-        self._damaged: set[str] = set()
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return integrity.folder_of(self.folder, step)
+
+    def begin_behind(self, step: int) -> None:
+        """Called when training is about to go on behind `step`, 0 for a new run: what is unfinished goes, older
+        checkpoints stay as many as are kept, and newer ones are set aside, whatever was the matter with them."""
+        if self._world.rank > 0:
+            return
+        for partial in integrity.partials(self.folder):
+            self._remove(partial)
+        for path in self._own():
+            if integrity.step_of(path) > step:
+                _log.warning(
+                    "%s is newer than what training goes on from: it is %s now", path, integrity.set_aside(path)
+                )
+        self._remove_old()
 
     def write_folder(self, step: int, write: Callable[[Path], None], finish: Callable[[Path], Marks]) -> None:
         """Complete on return. Files first (`write`, then `finish`, which gives this rank's), then the marker, then the
@@ -55,16 +72,21 @@ class CheckpointFolder:
         # A second of imports, which a run's start need not wait for.
         from torch.distributed.checkpoint import CheckpointException
 
-        partial = integrity.partial_of(integrity.folder_of(self.folder, step))
+        partial = integrity.partial_of(self.path_of(step))
         what = f"checkpoint of step {step}"
         with self._world.guard(what):
-            self._everywhere(what, lambda: self._prepare(partial))
             try:
-                write(partial)
-            except CheckpointException as error:
-                raise _failed(what, {rank: cause for rank, (cause, _) in error.failures.items()}) from error
-            files = self._everywhere(what, lambda: finish(partial))
-            self._everywhere(what, lambda: self._complete(partial, files))
+                self._everywhere(what, lambda: self._prepare(partial))
+                try:
+                    write(partial)
+                except CheckpointException as error:
+                    raise _failed(what, {rank: cause for rank, (cause, _) in error.failures.items()}) from error
+                files = self._everywhere(what, lambda: finish(partial))
+                self._everywhere(what, lambda: self._complete(partial, files))
+            except RunFailed:  # all ranks have told, so none writes there any more
+                if self._world.rank == 0:
+                    self._remove(partial)
+                raise
 
     def _prepare(self, partial: Path) -> None:
         if self._world.rank == 0:
@@ -75,30 +97,29 @@ class CheckpointFolder:
         if self._world.rank == 0:
             newest = integrity.complete(partial, {name: mark for own in files for name, mark in own.items()})
             self.note(f"checkpoint {newest} is complete")
-            self._damaged.discard(newest.name)
-            self._remove_old(newest)
+            self._remove_old()
 
-    def _remove_old(self, newest: Path) -> None:
-        """Keeps the newest and as many whole ones before it as are wanted; damaged and unfinished ones go too.
+    def _own(self) -> list[Path]:
+        """The checkpoints, newest first. A link is somebody's own, wherever it leads: it stays and counts for nothing."""
+        return [path for path in integrity.candidates(self.folder) if not path.is_symlink()]
 
-        A link is somebody's own, wherever it leads: it stays and counts for nothing.
-        """
-        others = [
-            path
-            for path in integrity.candidates(self.folder)
-            if path != newest and not path.is_symlink() and not self._stays(path)
-        ]
-        whole = [p for p in others if (p / integrity.MARKER).exists() and p.name not in self._damaged]
-        for path in others:
+    def _remove_old(self) -> None:
+        """Keeps as many whole ones as are wanted, the newest; those that were half removed go too."""
+        removable = [path for path in self._own()[1:] if not self._stays(path)]
+        whole = [path for path in removable if (path / integrity.MARKER).exists()]
+        for path in removable:
             if path not in whole[: self.keep - 1]:
-                try:
-                    integrity.remove(path)
-                except OSError as error:  # on a network file system, while someone reads it; the next save tries again
-                    _log.warning("the old checkpoint %s could not be removed: %s", path, error)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            integrity.remove(path)
+        except OSError as error:  # on a network file system, while someone reads it; the next save tries again
+            _log.warning("%s could not be removed: %s", path, error)
 
     def _stays(self, path: Path) -> bool:
         """Whether a checkpoint is kept for good."""
-        is_whole = (path / integrity.MARKER).exists() and path.name not in self._damaged
+        is_whole = (path / integrity.MARKER).exists()
         return self._keep_every is not None and is_whole and integrity.step_of(path) % self._keep_every == 0
 
     def _everywhere(self, what: str, action: Callable[[], Result]) -> list[Result]:
@@ -117,20 +138,28 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """The newest whole checkpoint, the same on all ranks; None where there is none at all.
 
-        Newer ones that are damaged or unfinished are named in a warning. Raises BadInput where none is whole.
+        Newer ones that are damaged are named in a warning. Raises on all ranks BadInput where none is whole, or one is not
+        of this hethub, and RunFailed where one cannot be read.
         """
         names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
         warn = _log.warning if self._world.rank == 0 else _log.debug
         return integrity.first_intact([self.folder / name for name in names], self._faults, warn)
 
     def _faults(self, path: Path) -> list[str]:
-        """What all ranks together find wrong with a checkpoint, each having read a part of it."""
-        own = integrity.faults(path, self._world.rank, self._world.size, contents=self._is_indexed)
-        found = self._world.all_gather_objects(own, _UNEQUAL)
-        all_found = list(dict.fromkeys(fault for own in found for fault in own))
-        if all_found:
-            self._damaged.add(path.name)
-        return all_found
+        """What all ranks together find damaged in a checkpoint, each having read a part of it."""
+        own: list[str] = []
+        refused: tuple[str, bool] | None = None  # what to say, and whether that is a failure
+        try:
+            own = integrity.faults(path, self._world.rank, self._world.size, contents=self._is_indexed)
+        except (OSError, BadInput) as error:
+            refused = str(integrity.refusal(path, error)), isinstance(error, OSError)
+        answers = self._world.all_gather_objects((own, refused), _UNEQUAL)
+        found = list(dict.fromkeys(fault for own, _ in answers for fault in own))
+        told = [answer for _, answer in answers if answer is not None]
+        if found or not told:  # contents of damaged files say nothing
+            return found
+        text, fails = told[0]
+        raise RunFailed.everywhere(self._world.rank, text) if fails else BadInput(text)
 
 
 class CheckpointManager(CheckpointFolder):
@@ -214,4 +243,6 @@ def _optimizer_chunks(optimizer: Optimizer) -> Iterator[Chunk]:
 
 def _failed(what: str, failures: dict[int, Any]) -> RunFailed:
     causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failures.items())
-    return RunFailed(f"{what} could not be written: {causes}. What was complete before is untouched.")
+    return RunFailed(
+        f"{what} could not be written: {causes}. What was complete before is untouched; this one is removed."
+    )

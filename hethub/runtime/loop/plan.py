@@ -1,6 +1,7 @@
 """Plan: what all ranks will run, decided by rank 0 before anything is written."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, profile_for
 from hethub.predictor.cost.software import hethub_software
-from hethub.runtime.checkpoint import has_checkpoints
+from hethub.runtime.checkpoint import candidates, finish_cut_off
 from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
@@ -120,7 +121,9 @@ def open_folder(
         folder = RunFolder(claim.take_new(default_run_folder(job.path)))
     else:
         folder, note = RunFolder(named), claim.take(named)
-    was_cut_off = claim.took_over and not has_checkpoints(folder.checkpoints)
+        with suppress(OSError):
+            finish_cut_off(folder.checkpoints)
+    was_cut_off = claim.took_over and not candidates(folder.checkpoints)
     if resume is None:
         folder.check_new(was_cut_off=was_cut_off)
     else:

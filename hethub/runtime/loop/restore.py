@@ -20,7 +20,9 @@ def restore(
         store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world, keep_every=spec.keep_every)
         return store, _restore_newest(store, trainer) if resumes else 0
 
-    return consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
+    store, done = consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
+    store.begin_behind(done)
+    return store, done
 
 
 def _restore_newest(store: CheckpointManager, trainer: TrainingRank) -> int:

@@ -326,9 +326,7 @@ class TrainingLoop(StepLoop):
         prediction = {"strategy": "replanned", **found["prediction"]}
         self.planned = replace(self.planned, layout=layout, prediction=prediction)
         self.trainer = make_trainer(layout, self.world, self.job, data.training, pace.on(layout))
-        path = self.store.latest()
-        assert path is not None
-        self.trainer.restore(self.store, path)
+        self.trainer.restore(self.store, self.store.path_of(step))
         self._replanner.follow(layout)
         self._begun, self._spans, self._seconds, self._paces = step, [], [], []
         self._say(f"step {step}: goes on under a new plan, predicted {found['step_seconds']:.4g} s a step", display)

@@ -1,8 +1,9 @@
-"""Checkpoints of strangers, whose checksums fit: nothing in them is run, and what is malformed is passed over."""
+"""Checkpoints of strangers, whose checksums fit: nothing in them is run, and what is malformed is named."""
 
 import json
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -57,12 +58,17 @@ def test_nothing_in_a_checkpoint_is_run(name: str, newest: Path, whole: Path, tm
     (newest / name).write_bytes(pickle.dumps(Bomb(mark)))
     if name != MARKER:
         sign(newest)
+    passes = name in (".metadata", MARKER)  # DCP's own index is for PyTorch's tools; ours says where everything is
+    ended = one(ranks(1, "export", newest.parents[1], "--to", tmp_path / "out", cwd=tmp_path))
+    assert ended.exit_code == (0 if passes else 2), ended.stderr
+    assert not mark.exists()
+    if not passes:
+        with pytest.raises(BadInput, match="step-4: its checksums fit"):
+            newest_intact(newest.parent)
+        return
     path = newest_intact(newest.parent)
-    # DCP's own index is for PyTorch's tools; ours says where everything is.
     assert path == (newest if name == ".metadata" else newest.with_name("step-2"))
     assert sum(values.numel() for _, values in iterate_weights(path, read_record(path).model)) > 0
-    ended = one(ranks(1, "export", newest.parents[1], "--to", tmp_path / "out", cwd=tmp_path))
-    assert ended.exit_code == 0, ended.stderr
     assert not mark.exists()
 
 
@@ -159,11 +165,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(HOSTILE))
-def test_a_malformed_checkpoint_is_named_and_passed_over(
-    kind: str, newest: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_malformed_checkpoint_is_named(kind: str, newest: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A marker that is none may be damaged; behind a marker that fits nothing is."""
     spoil, complaint = HOSTILE[kind]
     spoil(newest)
+    if MARKER not in complaint:
+        with pytest.raises(BadInput, match=f"step-4: its checksums fit.*{re.escape(complaint)}"):
+            newest_intact(newest.parent)
+        return
     assert newest_intact(newest.parent) == newest.with_name("step-2")
     (warning,) = caplog.records
     assert "step-4" in warning.getMessage()
@@ -172,11 +181,16 @@ def test_a_malformed_checkpoint_is_named_and_passed_over(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(HOSTILE))
-def test_training_goes_on_from_the_one_before(kind: str, newest: Path, whole: Path) -> None:
+def test_training_goes_on_from_the_one_before_or_says_why_not(kind: str, newest: Path, whole: Path) -> None:
     HOSTILE[kind][0](newest)
     run = newest.parents[1]
     ended = one(ranks(1, "train", whole / "job" / "job.yaml", "--resume", run, cwd=run))
+    if MARKER not in HOSTILE[kind][1]:
+        assert ended.exit_code == 2, ended.stderr
+        assert newest.exists()
+        return
     assert ended.exit_code == 0, ended.stderr
+    assert newest.with_name("step-4.set-aside").exists()
     assert "resumed behind step 2" in ended.stdout
     assert (run / "metrics.jsonl").read_text().count("\n") == 4
 

@@ -116,11 +116,11 @@ def go_on(job: Path, run: Path) -> Ended:
 @pytest.mark.parametrize(
     ("call", "name", "said"),
     [
-        ("rename", "step-2", "begins again at step 1"),
+        ("rename", "step-2", "resumed behind step 2"),
         pytest.param("replace", "plan.yaml", "begins again at step 1", marks=pytest.mark.slow),
         pytest.param("replace", "COMPLETE", "begins again at step 1", marks=pytest.mark.slow),
         pytest.param("replace", "job.yaml", "begins again at step 1", marks=pytest.mark.slow),
-        pytest.param("rename", "step-4", "resumed behind step 2", marks=pytest.mark.slow),
+        pytest.param("rename", "step-4", "resumed behind step 4", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_killed_while_it_writes_goes_on(

@@ -1,7 +1,9 @@
 """Damaged, half-written and unreachable checkpoints; retention; failures while writing. Two ranks in two islands."""
 
+import errno
 import json
 import logging
+import os
 import resource
 import shutil
 import subprocess
@@ -15,8 +17,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, newest_intact, read_record
-from hethub.runtime.checkpoint.integrity import candidates, faults
+from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, newest_intact, read_record
+from hethub.runtime.checkpoint.integrity import candidates, checksums, faults, finish_cut_off
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.errors import BadInput, RunFailed
 from tests.support.checkpoints import train_and_save
@@ -81,10 +83,6 @@ def spoil_record(path: Path) -> None:
     (path / "record.json").write_text(json.dumps(record | {"updates": 7}))
 
 
-def leave_partial(path: Path) -> None:
-    path.rename(path.with_name("step-3.partial"))
-
-
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (flip_bit, "file __1_0.distcp has another checksum than was written"),
     (truncate, "bytes were written"),
@@ -92,7 +90,6 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lose_marker, "it has no COMPLETE marker"),
     (spoil_marker, "its COMPLETE marker cannot be read"),
     (spoil_record, "file record.json has"),
-    (leave_partial, "its writing was cut off"),
 ]
 
 
@@ -130,6 +127,7 @@ def resume_and_save(world: Any, case: Case, folder: Path) -> Any:
     path = store.latest()
     assert path is not None
     start = trainer.restore(store, path)
+    store.begin_behind(start)
     found = []
     for step in range(start + 1, 6):
         trainer.run_step(step)
@@ -140,15 +138,87 @@ def resume_and_save(world: Any, case: Case, folder: Path) -> Any:
     return path.name, records, found
 
 
-def test_resume_passes_over_damage_and_replaces_it(folder: Path) -> None:
+def test_resume_passes_over_damage_and_sets_it_aside(folder: Path) -> None:
     flip_bit(folder / "step-3")
     (folder / "step-4.partial").mkdir()
+    (folder / "step-3.set-aside").mkdir()  # of an earlier time
     first, second = run_ranks(2, resume_and_save, CASE, folder, islands=CASE.islands)
     assert first[0] == second[0] == "step-2"
-    assert [("step-4.partial" in text, "step-3" in text) for text in first[1]] == [(True, False), (False, True)]
+    damaged, aside = first[1]
+    assert "step-3: file __1_0" in damaged
+    assert "step-3 is newer" in aside
     assert second[1] == []  # rank 0 speaks for all
+    assert not (folder / "step-4.partial").exists()
+    assert "another checksum" in faults(folder / "step-3.set-aside-2")[0]
     assert first[2] == [["step-3", "step-2"], ["step-4", "step-3"], ["step-5", "step-4"]]
     assert faults(folder / "step-5") == []
+
+
+def meet_a_stale_file(world: Any, case: Case, folder: Path) -> str:
+    """Rank 1 cannot read the newest checkpoint for a while, as on a network file system whose server restarts."""
+    store, digest = CheckpointManager(folder, 2, world), integrity._digest
+
+    def stale(path: Path) -> str:
+        if world.rank == 1 and path.parent.name == "step-3":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return digest(path)
+
+    integrity._digest = stale
+    with pytest.raises(RunFailed, match=r"step-3: the checkpoint cannot be read \(.*Stale file handle") as caught:
+        store.latest()
+    assert caught.value.agreed
+    integrity._digest = digest
+    path = store.latest()
+    assert path is not None
+    return path.name
+
+
+def test_what_cannot_be_read_for_a_while_is_not_passed_over(folder: Path) -> None:
+    assert run_ranks(2, meet_a_stale_file, CASE, folder, islands=CASE.islands) == ["step-3", "step-3"]
+
+
+def spoil_record_as_a_newer_version(world: Any, case: Case, folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"step-3: its checksums fit, but .*later is not a known key") as caught:
+        CheckpointManager(folder, 2, world).latest()
+    assert "step-N" in str(caught.value)
+
+
+def test_a_newer_versions_checkpoint_is_refused_by_name(folder: Path) -> None:
+    record, marker = (json.loads((folder / "step-3" / name).read_text()) for name in ("record.json", "COMPLETE"))
+    (folder / "step-3" / "record.json").write_text(json.dumps(record | {"later": 1}))
+    marker["files"] |= checksums(folder / "step-3", ["record.json"])
+    (folder / "step-3" / "COMPLETE").write_text(json.dumps(marker))
+    run_ranks(2, spoil_record_as_a_newer_version, CASE, folder, islands=CASE.islands)
+
+
+class OneRank:
+    """What a folder of checkpoints needs of a world, of one rank."""
+
+    rank, size = 0, 1
+
+    def all_gather_objects(self, value: Any, patience: Any = None) -> list[Any]:
+        return [value]
+
+    def gloo_group(self, timeout: Any) -> None:
+        return None
+
+
+def test_a_run_keeps_its_own_and_sets_newer_ones_aside(tmp_path: Path) -> None:
+    for step in (3, 4, 5, 6, 7, 8):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "COMPLETE").touch()
+    (tmp_path / "step-9.partial").mkdir()
+    (tmp_path / "step-8").rename(tmp_path / "step-8.partial")  # killed before it was renamed
+    finish_cut_off(tmp_path)
+    assert steps(tmp_path)[0] == "step-8"
+    CheckpointManager(tmp_path, 2, OneRank(), keep_every=3).begin_behind(7)  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-3",
+        "step-5",
+        "step-6",
+        "step-7",
+        "step-8.set-aside",
+    ]
 
 
 def load_into(world: Any, case: Case, folder: Path) -> None:
@@ -185,6 +255,7 @@ def fail_to_write(world: Any, case: Case, folder: Path) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     path = store.latest()
     assert path is not None
+    assert not (folder / "step-2.partial").exists()  # nothing of it takes the room that is needed
     world.barrier()
     trainer.save(store, 2, blocking=True)  # the same step again, now that there is room
     world.barrier()
