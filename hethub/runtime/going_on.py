@@ -1,18 +1,21 @@
 """Going on with a run: which folder `--resume auto` means, and whether the job is still the one that began there."""
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hethub.communicator import Rendezvous
 from hethub.runtime.checkpoint import newest_marker
 from hethub.runtime.launch.consensus import broadcast
-from hethub.runtime.run_folder import AUTO, RunFolder, run_folders
+from hethub.runtime.run_folder import AUTO, RunFolder, run_folders, with_whole_paths
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, JobSpec
+
+_log = logging.getLogger(__name__)
 
 _LOOKING_SECONDS = 600.0  # how long the other ranks wait for rank 0, whose file system may be slow
 
@@ -31,23 +34,71 @@ def goes_on_by_itself(resume: Path | None, environment: Mapping[str, str] = os.e
     return resume == AUTO or (resume is None and restarted)
 
 
-def folder_to_resume(meeting: Rendezvous, job: Job, run_dir: Path | None, resume: Path | None) -> Path | None:
+def folder_to_resume(
+    meeting: Rendezvous, job: Job, run_dir: Path | None, resume: Path | None, *, accept_changes: bool = False
+) -> Path | None:
     """The run folder to go on in, the same on all ranks; None for a new run.
 
-    `auto`: of this job's run folders (`run_dir`, where that is named) the one whose newest checkpoint is the last
-    written.
+    `auto`: `run_dir`, where that is named and has a checkpoint, else as `newest_run` says.
     """
 
     def newest() -> str | None:
-        folders = run_folders(job.path) if run_dir is None else [run_dir]
-        written = {folder: newest_marker(RunFolder(folder).checkpoints) for folder in folders}
-        whole = [folder for folder, time in written.items() if time is not None]
-        return str(max(whole, key=lambda folder: written[folder] or 0.0)) if whole else None
+        folder = newest_run(job, accept_changes=accept_changes) if run_dir is None else _newest([run_dir])
+        return None if folder is None else str(folder)
 
     if not goes_on_by_itself(resume):
         return resume
     found = broadcast(meeting, "resume", newest, patience_seconds=_LOOKING_SECONDS)
     return None if found is None else Path(found)
+
+
+def newest_run(job: Job, *, accept_changes: bool = False) -> Path | None:
+    """Of the job's run folders the one whose newest checkpoint is the last written, None where none has any.
+
+    Job files of one name, and what --set changes, make several jobs: only runs that began under this one count, all with
+    `accept_changes`. Where only others have checkpoints, a warning names the newest and what it differs in.
+    """
+    differing = {folder: [] if accept_changes else _differences(folder, job) for folder in run_folders(job.path)}
+    found = _newest([folder for folder, differences in differing.items() if not differences])
+    other = _newest(list(differing))
+    if found is None and other is not None:
+        _log.warning(
+            "no run of this job has a checkpoint, so one begins. The newest of another is %s: %s; --resume %s goes on with that.",
+            other, "; ".join(differing[other]), other,
+        )  # fmt: skip
+    return found
+
+
+def _newest(folders: Sequence[Path]) -> Path | None:
+    written = {folder: newest_marker(RunFolder(folder).checkpoints) for folder in folders}
+    return max(
+        (folder for folder in folders if written[folder]), key=lambda folder: written[folder] or 0.0, default=None
+    )
+
+
+def _differences(folder: Path, job: Job) -> list[str]:
+    """What makes the job that began in a run folder another one: what is trained, from what and on what."""
+    try:
+        before = _begun(folder / "job.yaml")
+    except BadInput as error:
+        return [str(error)]
+    now = with_whole_paths(job)
+    old, new = _places(before), _places(now)
+    moved = [key for key in old.keys() & new.keys() if not _may_be_same(old[key], new[key])]
+    return [*_changes(before, now), *(f"{key} was {old[key]}, is {new[key]}" for key in moved)]
+
+
+def _places(job: Mapping[str, Any]) -> dict[str, str]:
+    """The files that a job trains on and from, by key."""
+    leaves = _leaves({"model": job["model"], "data": job["data"]})
+    return {key: str(value) for key, value in leaves if key == "model" or key.rpartition(".")[2] in _PLACES}
+
+
+def _may_be_same(before: str, now: str) -> bool:
+    """Whether two whole paths may be of one file: one that is not here any more has moved with its machine, and only its
+    name can tell."""
+    old, new = Path(before.removeprefix("hf:")), Path(now.removeprefix("hf:"))
+    return before == now or (not old.exists() and old.name == new.name)
 
 
 def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]:
@@ -58,9 +109,8 @@ def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]
     file = folder.path / "job.yaml"
     if not file.exists():
         return []
-    data, source = read_yaml(file, "job file")
     try:
-        before = build(JobSpec, data, source, "job file").to_dict()
+        before = _begun(file)
     except BadInput as error:
         if accepted:
             return [f"{file} cannot be read, so nobody knows what has changed in the job"]
@@ -74,6 +124,12 @@ def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]
             "was given with --set), or add --accept-changes to go on so."
         )
     return [f"the job has changed: {change}" for change in changes]
+
+
+def _begun(file: Path) -> dict[str, Any]:
+    """The job that a run folder keeps. Raises BadInput."""
+    data, source = read_yaml(file, "job file")
+    return build(JobSpec, data, source, "job file").to_dict()
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

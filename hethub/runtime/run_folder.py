@@ -1,9 +1,9 @@
 """The run folder: every file of a run lies in it, written by rank 0."""
 
-import glob
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,7 +160,7 @@ class RunFolder:
         """As `start`, without a described model; `plan` is the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
-        self._write("job.yaml", dump_yaml(_with_whole_paths(job)))
+        self._write("job.yaml", dump_yaml(with_whole_paths(job)))
         self._write("cluster.yaml", dump_yaml(cluster.to_dict()))
         self._write_plan(plan)
         self._write_json("prediction.json", prediction)
@@ -314,7 +314,7 @@ def _plan_text(job: Job, layout: Layout) -> str:
     return plan_text(layout.plan, PlannedFor(model=layout.model, cluster=layout.cluster, reserve=reserve))
 
 
-def _with_whole_paths(job: Job) -> dict[str, Any]:
+def with_whole_paths(job: Job) -> dict[str, Any]:
     """The job as its file has it, paths made absolute so that they hold in the run folder too."""
     data = job.spec.to_dict()
     if job.factory is None:
@@ -346,8 +346,10 @@ def _whole(job: Job, path: str) -> str:
 
 
 def run_folders(job_path: Path) -> list[Path]:
-    """The folders that `default_run_folder` has named for the job."""
-    return [path for path in Path("runs").glob(f"{glob.escape(job_path.stem)}-[0-9]*") if path.is_dir()]
+    """The folders that `default_run_folder` has named for the job, and `RunClaim.take_new` made; those of exp-2.yaml
+    are none of exp.yaml's."""
+    named = re.compile(rf"{re.escape(job_path.stem)}-[0-9]{{8}}-[0-9]{{6}}(-[0-9]+)?")
+    return [path for path in Path("runs").glob("*") if named.fullmatch(path.name) and path.is_dir()]
 
 
 def default_run_folder(job_path: Path) -> Path:

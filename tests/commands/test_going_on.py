@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hethub.runtime.checkpoint import newest_marker
-from hethub.runtime.going_on import check_unchanged, goes_on_by_itself
-from hethub.runtime.run_folder import AUTO, RunFolder
+from hethub.runtime.going_on import check_unchanged, goes_on_by_itself, newest_run
+from hethub.runtime.run_folder import AUTO, RunFolder, with_whole_paths
+from hethub.spec.documents import dump_yaml
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job
 from tests.support.command import one, ranks
@@ -86,6 +87,44 @@ def test_where_and_how_a_job_runs_and_how_long_may_change(job, tmp_path):
     assert check_unchanged(run, load_job(job, overrides), accepted=False) == []
     with pytest.raises(BadInput, match=r"communicator.wire was exact, is int8"):
         check_unchanged(run, load_job(job, ["communicator.wire=int8"]), accepted=False)
+
+
+def begun(job, name, *overrides):
+    """A run folder of the job with a checkpoint, written after those before."""
+    folder = RunFolder(Path("runs") / name)
+    (folder.checkpoints / "step-4").mkdir(parents=True)
+    (folder.path / "job.yaml").write_text(dump_yaml(with_whole_paths(load_job(job, overrides))))
+    (folder.checkpoints / "step-4" / "COMPLETE").touch()
+    os.utime(folder.checkpoints / "step-4" / "COMPLETE", (len(os.listdir("runs")),) * 2)
+    return folder.path
+
+
+def test_resume_auto_takes_this_jobs_runs_only(job, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    for other in ("job-2", "job-2-20260101-120000x", "other"):
+        begun(job, f"{other}-20260101-120000")
+    assert newest_run(load_job(job)) is None
+    assert not caplog.records
+    two = begun(job, "job-20260101-120002", "train.seed=2")
+    assert newest_run(load_job(job)) is None
+    assert "train.seed was 2, is 1; --resume runs/job-20260101-120002" in caplog.text
+    assert newest_run(load_job(job), accept_changes=True) == two
+    first, second = begun(job, "job-20260101-120000"), begun(job, "job-20260101-120000-2")
+    begun(job, "job-20260101-120003", "train.seed=3")
+    assert newest_run(load_job(job)) == second
+    (second / "checkpoints" / "step-4" / "COMPLETE").unlink()  # removed between two looks
+    assert newest_run(load_job(job)) == first
+    assert newest_run(load_job(job, ["train.seed=2"])) == two
+
+
+def test_resume_auto_knows_another_model_or_text_of_the_same_name(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = begun(job, "job-20260101-120000")
+    elsewhere = Path(shutil.copytree(job.parent, tmp_path / "elsewhere")) / job.name
+    assert newest_run(load_job(job)) == run
+    assert newest_run(load_job(elsewhere)) is None  # their model and text may be others
+    shutil.rmtree(job.parent)
+    assert newest_run(load_job(elsewhere)) == run  # they were moved
 
 
 def test_some_checkpoints_stay_for_good_and_links_are_left_alone(job, tmp_path):
