@@ -8,6 +8,8 @@ from typing import Any
 
 from hethub.commands.common import check_writable, command, need_torch
 
+_RUN = "the folder that train printed, or one of its checkpoints, RUN_DIR/checkpoints/step-N"
+
 
 def add(commands: Any) -> None:
     _add_tokenise(commands)
@@ -45,7 +47,7 @@ def _add_export(commands: Any) -> None:
         "Writes the newest checkpoint of a run as a Hugging Face folder.",
         "hethub export runs/laptop-mixed-20260101-120000 --to my-llama",
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that train printed")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help=_RUN)
     parser.add_argument("--to", type=Path, required=True, metavar="HF_DIR", help="a folder that is not there yet")
 
 
@@ -64,12 +66,12 @@ def _add_generate(commands: Any) -> None:
         "Goes on with a prompt from the newest checkpoint of a run.",
         'hethub generate runs/laptop-mixed-20260101-120000 "def main(" --tokens 40',
     )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that train printed")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help=_RUN)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with")
     parser.add_argument("--tokens", type=count, default=64, metavar="N", help="at most so many (default: 64)")
     text = "0: always the likeliest token (default); above, drawn, the more evenly the higher"
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help=text)
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="of what is drawn (default: 0)")
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -89,6 +91,13 @@ def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2**64")
     return number
 
 

@@ -32,7 +32,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "--resume",
         type=Path,
         metavar="DIR|auto",
-        help="continue the run in this folder; auto: the newest checkpoint of this job's, else a new run",
+        help="continue the run in this folder, or from one of its checkpoints, DIR/checkpoints/step-N; auto: the newest checkpoint of this "
+        "job's, else a new run",
     )
     parser.add_argument(
         "--accept-changes", action="store_true", help="resume though the job has changed since the run began"

@@ -345,6 +345,14 @@ def _whole(job: Job, path: str) -> str:
     return str((job.base / path).resolve())
 
 
+def run_and_step(path: Path) -> tuple[Path, int | None]:
+    """The run folder `path`, None; where it is the checkpoint RUN_DIR/checkpoints/step-N, RUN_DIR and N."""
+    match = re.fullmatch("step-([0-9]+)", path.absolute().name)
+    if match is None or path.absolute().parent.name != "checkpoints":
+        return path, None
+    return path.parent.parent if path.parent.name == "checkpoints" else path.absolute().parents[1], int(match[1])
+
+
 def run_folders(job_path: Path) -> list[Path]:
     """The folders that `default_run_folder` has named for the job, and `RunClaim.take_new` made; those of exp-2.yaml
     are none of exp.yaml's."""
@@ -359,7 +367,7 @@ def default_run_folder(job_path: Path) -> Path:
 
 def metrics_written(job: Job, run_dir: Path | None, resume: Path | None) -> dict[Path, int]:
     """The metrics of every run folder that a start may write to, and when they were last written, in nanoseconds."""
-    named = [path for path in (run_dir, resume) if path is not None and path != AUTO]
+    named = [run_and_step(path)[0] for path in (run_dir, resume) if path is not None and path != AUTO]
     files = [RunFolder(folder).metrics for folder in named or run_folders(job.path)]
     return {file: file.stat().st_mtime_ns for file in files if file.exists()}
 

@@ -78,6 +78,21 @@ def test_a_changed_job_is_refused_key_by_key_unless_it_is_accepted(job, tmp_path
     assert steps_of(tmp_path / "run") == list(range(1, 7))
 
 
+def test_a_run_goes_on_from_an_older_checkpoint_that_is_named(job, tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    keep = ["--set", "checkpoint={every_steps: 2, keep: 3}"]
+    assert train(job, "--run-dir", "run", *keep, cwd=tmp_path).exit_code == 0
+    refused = train(job, "--resume", "run/checkpoints/step-3", *keep, cwd=tmp_path)
+    assert refused.exit_code == 2
+    assert "there is no such checkpoint; there are step-6, step-4, step-2." in refused.paragraphs[0]
+    ended = train(job, "--resume", "run/checkpoints/step-2", "--set", "train.steps=3", *keep, cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "resumed behind step 2" in ended.stdout
+    assert "step-6 is newer than what training goes on from" in ended.stderr
+    assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-3", "step-4.set-aside", "step-6.set-aside"}
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+
+
 def test_where_and_how_a_job_runs_and_how_long_may_change(job, tmp_path):
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()

@@ -1,5 +1,6 @@
 """Saving and loading in rank processes, and the whole state put together from every rank's part of it."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from hethub.runtime.checkpoint import CheckpointManager, elements
+from hethub.runtime.checkpoint import CheckpointManager, elements, integrity
 from hethub.runtime.checkpoint.elements import Chunk, held_chunks, owned_chunks, state_of
 from hethub.runtime.loop.trainer import Trainer, TrainingRank
+from hethub.spec.errors import BadInput
 from tests.support.layouts import Case, build_trainer
 
 Parts = list[tuple[str, int, np.ndarray]]  # key, first element, values
+
+
+def newest_intact(root: Path) -> Path | None:
+    """The newest checkpoint under `root` that is whole, as a run on one rank finds it; warns and raises as that does."""
+
+    def examine(path: Path) -> list[str]:
+        try:
+            return integrity.faults(path)
+        except (OSError, BadInput) as error:
+            raise integrity.refusal(path, error) from None
+
+    return integrity.first_intact(integrity.candidates(root), examine, logging.getLogger(__name__).warning)
 
 
 def numbers(chunks: Iterable[Chunk], prefix: str = "") -> Parts:

@@ -5,7 +5,7 @@ May import: spec, kernels, communicator, runtime.data, runtime.model, runtime.ru
 """
 
 from hethub.runtime.checkpoint.export import iterate_weights
-from hethub.runtime.checkpoint.integrity import candidates, finish_cut_off, newest_intact, newest_marker
+from hethub.runtime.checkpoint.integrity import candidates, check_present, finish_cut_off, newest_marker
 from hethub.runtime.checkpoint.manager import CheckpointManager
 from hethub.runtime.checkpoint.record import CheckpointRecord, LoopState, read_record
 
@@ -16,9 +16,9 @@ __all__ = [
     "CheckpointRecord",
     "LoopState",
     "candidates",
+    "check_present",
     "finish_cut_off",
     "iterate_weights",
-    "newest_intact",
     "newest_marker",
     "read_record",
 ]

@@ -1,31 +1,38 @@
 """A checkpoint's weights in one process, without process groups: tensor by tensor, or as a Hugging Face folder."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from hethub.runtime.checkpoint.elements import WEIGHTS, entry
-from hethub.runtime.checkpoint.integrity import newest_intact
+from hethub.runtime.checkpoint.index import DamagedCheckpoint
+from hethub.runtime.checkpoint.integrity import candidates, check_at_a_glance, check_present, refusal, step_of
 from hethub.runtime.checkpoint.reader import Reader
 from hethub.runtime.checkpoint.record import CheckpointRecord, read_record
 from hethub.runtime.data.token_file import read_token_file
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
 from hethub.runtime.model.huggingface import write_folder
-from hethub.runtime.run_folder import RunFolder
+from hethub.runtime.run_folder import RunFolder, run_and_step
 from hethub.runtime.state.storage import DTYPES
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import DataSpec, JobSpec
 from hethub.spec.layout.tensors import TensorInfo, model_tensors
 from hethub.spec.model import ModelSpec
 
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
 
 class Trained(NamedTuple):
-    """The newest whole checkpoint of a run, and what its text was made tokens with."""
+    """A checkpoint of a run, and what its text was made tokens with."""
 
+    run: Path
     checkpoint: Path
     record: CheckpointRecord
     folder: Path | None  # the Hugging Face folder that training started from
@@ -33,42 +40,76 @@ class Trained(NamedTuple):
     end_of_document: int | None
 
 
-def newest_of(run: Path) -> Trained:
-    """Raises BadInput where `run` is no run folder with a whole checkpoint of a plan."""
-    checkpoints = RunFolder(run).checkpoints
+def with_newest(named: Path, use: Callable[[Trained], Result]) -> Result:
+    """`use` of the newest whole checkpoint of the run folder `named`, or of the checkpoint RUN_DIR/checkpoints/step-N.
+
+    The data are checked as they are read, and only what is read: where that finds damage, or training has removed the
+    checkpoint meanwhile, `use` is called again, with the newest of the others. Raises BadInput where there is no whole
+    checkpoint of a plan, RunFailed where one cannot be read, and what `use` raises.
+    """
+    run, step = run_and_step(named)
+    checkpoints, bad = RunFolder(run).checkpoints, dict[Path, str]()
     if not checkpoints.is_dir():
         raise BadInput(
             f"{run}: there is no run with checkpoints here; name the run folder that `hethub train` printed."
         )
-    path = newest_intact(checkpoints)
-    if path is None:
-        raise BadInput(f"{checkpoints}: there is no whole checkpoint yet; train until the first one is written.")
+    check_present(checkpoints, step)
+    while left := [path for path in candidates(checkpoints) if path not in bad and step in (None, step_of(path))]:
+        path = left[0]
+        try:
+            check_at_a_glance(path)
+            return use(_trained(run, path))
+        except OSError as error:
+            raise refusal(path, error) from None
+        except (BadInput, RunFailed) as error:
+            if path.exists() and not isinstance(error, DamagedCheckpoint):
+                raise
+            why = (
+                str(error).removeprefix(f"{path}: ").removesuffix(".") if path.exists() else "removed while it was read"
+            )
+            bad[path] = f"{path}: {why}."
+            _log.warning("a checkpoint cannot be used, another one is looked for. %s", bad[path])
+    if bad:
+        raise BadInput(f"no checkpoint can be used. {' '.join(bad.values())} Name another one, or train on.")
+    raise BadInput(f"{checkpoints}: there is no whole checkpoint yet; train until the first one is written.")
+
+
+def _trained(run: Path, path: Path) -> Trained:
+    """Raises BadInput where the checkpoint is no plan's."""
     record = read_record(path)
     if not (run / "job.yaml").exists():  # checkpoints alone
-        return Trained(path, record, None, None, None)
+        return Trained(run, path, record, None, None, None)
     data, source = read_yaml(run / "job.yaml", "job file")
     spec = build(JobSpec, data, source, "job file")
     folder = Path(spec.model.removeprefix("hf:")) if spec.model.startswith("hf:") else None
-    return Trained(path, record, folder, *_tokenizer_of(spec.data))
+    return Trained(run, path, record, folder, *_tokenizer_of(spec.data, record))
 
 
-def _tokenizer_of(data: DataSpec) -> tuple[str | None, int | None]:
-    """The tokenizer of a run's data, and its end of document."""
+def _tokenizer_of(data: DataSpec, record: CheckpointRecord) -> tuple[str | None, int | None]:
+    """The tokenizer of a run's data, and its end of document. The record knows both, so the data may be gone."""
+    identity, end = record.tokenizer, record.end_of_document
     first = data.weighted[0]
     if first.source == "tokens" and data.tokenizer == "bytes":
-        header, _ = read_token_file(Path(str(first.path)))
-        return "bytes" if header.tokenizer == "bytes" else None, header.end_of_document
-    return data.tokenizer, load_tokenizer(data.tokenizer, Path()).end_of_document
+        if identity is None:
+            header, _ = read_token_file(Path(str(first.path)))
+            identity, end = header.tokenizer, header.end_of_document
+        return "bytes" if identity == "bytes" else None, end
+    return data.tokenizer, end if identity is not None else load_tokenizer(data.tokenizer, Path()).end_of_document
 
 
 def export(run: Path, to: Path) -> str:
-    """Writes the newest whole checkpoint of the run folder `run` to the folder `to`; says which step it was.
+    """Writes the newest whole checkpoint of the run folder `run`, or the one that `run` names (`with_newest`), to the
+    folder `to`; says which step it was.
 
     Weights are rounded to the precision the run trained in; tokenizer, special tokens, generation config and chat
     template come from where the run had them. Raises BadInput where there is no whole checkpoint, the tokenizer is gone,
     or `to` already holds something.
     """
-    trained = newest_of(run)
+    to = to.resolve()
+    return with_newest(run, lambda trained: _export(trained, to))
+
+
+def _export(trained: Trained, to: Path) -> str:
     record = trained.record
     tensors = (
         (info.name, values.view(info.stored_shape).t() if info.split_dim == 1 else values.view(info.shape))
@@ -81,7 +122,7 @@ def export(run: Path, to: Path) -> str:
         source = trained.folder  # whose tokenizer it is
     dtype = DTYPES[record.precision]
     write_folder(to, record.model, tensors, dtype, source, end_of_document=trained.end_of_document)
-    return f"step {record.step} of {run}"
+    return f"step {record.step} of {trained.run}"
 
 
 def iterate_weights(path: Path, model: ModelSpec) -> Iterator[tuple[TensorInfo, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hethub.kernels.device import choose_device
-from hethub.runtime.checkpoint.export import Trained, iterate_weights, newest_of
+from hethub.runtime.checkpoint.export import Trained, iterate_weights, with_newest
 from hethub.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from hethub.runtime.model.layers import KeyValues, TokenLayout, rms_norm
 from hethub.runtime.model.rope import rope_table
@@ -69,11 +69,20 @@ class Generator:
 
 
 def generate(run: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-    """What the newest whole checkpoint of a run goes on with, piece by piece. Raises BadInput."""
-    trained = newest_of(run)
+    """What the newest whole checkpoint of a run, or the one that `run` names, goes on with, piece by piece. Raises BadInput,
+    and as `with_newest`."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise BadInput("the prompt is no UTF-8; write it in the terminal's encoding, or set that to UTF-8.") from None
+    return with_newest(run, lambda trained: _generate(trained, prompt, tokens, temperature, seed))
+
+
+def _generate(trained: Trained, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
     if trained.tokenizer is None:
         raise BadInput(
-            f"{run}: the run was trained on tokens whose tokenizer it does not know; set data.tokenizer in {run / 'job.yaml'}."
+            f"{trained.run}: the run was trained on tokens whose tokenizer it does not know; set data.tokenizer in "
+            f"{trained.run / 'job.yaml'}."
         )
     tokenizer = load_tokenizer(trained.tokenizer, Path())
     ids = _prompt_ids(prompt, tokenizer, trained, tokens)

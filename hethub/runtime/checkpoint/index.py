@@ -4,11 +4,13 @@ A file of data holds what `torch.save` wrote for each chunk, a zip of stored par
 little-endian. Reading them needs no unpickling either.
 """
 
-import io
+import errno
+import os
 import zipfile
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import IO, Annotated, BinaryIO, Literal, NamedTuple, Self
@@ -30,6 +32,10 @@ _ELEMENTS = "/data/0"  # how the name of the part that holds a tensor's elements
 
 WholeNumber = Annotated[int, Field(ge=0)]
 FileName = Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
+
+
+class DamagedCheckpoint(BadInput):
+    """A checkpoint's files are not as they were written, or not there any more."""
 
 
 class SavedChunk(NamedTuple):
@@ -73,14 +79,14 @@ class CheckpointIndex(Spec):
     version: Literal[1] = 1
     entries: dict[str, IndexEntry]
 
-    @property
-    def files(self) -> set[str]:
-        return {chunk.file for entry in self.entries.values() for chunk in entry.chunks}
-
-    def in_file(self, name: str) -> Iterator[tuple[SavedChunk, torch.dtype]]:
-        """The chunks that lie in a file."""
+    @cached_property
+    def files(self) -> dict[str, list[tuple[SavedChunk, torch.dtype]]]:
+        """The chunks that lie in each file."""
+        found: dict[str, list[tuple[SavedChunk, torch.dtype]]] = {}
         for entry in self.entries.values():
-            yield from ((chunk, entry.torch_dtype) for chunk in entry.chunks if chunk.file == name)
+            for chunk in entry.chunks:
+                found.setdefault(chunk.file, []).append((chunk, entry.torch_dtype))
+        return found
 
 
 def read_index(folder: Path) -> CheckpointIndex:
@@ -105,12 +111,40 @@ def elements(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(bytearray(part.read()), dtype=dtype)
 
 
+class _Window:
+    """`num_bytes` of a file from byte `start` on as a file of their own, of which only what is asked for is read."""
+
+    def __init__(self, file: BinaryIO, start: int, num_bytes: int) -> None:
+        self._file, self._start, self._place = file, start, 0
+        self._num_bytes = max(0, min(num_bytes, os.fstat(file.fileno()).st_size - start))
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._num_bytes}[whence]
+        if place < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._place = place
+        return place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._num_bytes - self._place)
+        self._file.seek(self._start + self._place)
+        content = self._file.read(left if size < 0 else min(size, left))
+        self._place += len(content)
+        return content
+
+
 @contextmanager
 def _part(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Iterator[IO[bytes]]:
-    """The part of a chunk's zip with its elements, opened: there is one, of just their size, and not compressed."""
-    file.seek(chunk.start)
+    """The part of a chunk's zip with its elements, opened: there is one, of just their size, and not compressed. Whoever
+    reads it to its end has checked it, for the zip keeps a CRC of it."""
     try:
-        with zipfile.ZipFile(io.BytesIO(file.read(chunk.num_bytes))) as parts:
+        with zipfile.ZipFile(_Window(file, chunk.start, chunk.num_bytes)) as parts:
             found = [part for part in parts.infolist() if part.filename.endswith(_ELEMENTS)]
             sizes = [part.file_size for part in found if part.compress_type == zipfile.ZIP_STORED]
             if sizes != [chunk.numel * dtype.itemsize]:

@@ -8,7 +8,6 @@ say is checked like any input.
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -20,13 +19,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hethub.runtime.checkpoint.index import INDEX, METADATA, check_elements, read_index
+from hethub.runtime.checkpoint.index import INDEX, METADATA, DamagedCheckpoint, check_elements, read_index
 from hethub.runtime.checkpoint.record import RECORD, read_record
 from hethub.spec.base import Spec, build
 from hethub.spec.documents import Source, read_json, write_whole
 from hethub.spec.errors import BadInput, RunFailed
-
-_log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"step-([0-9]+)")
@@ -65,6 +62,13 @@ def candidates(root: Path) -> list[Path]:
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def check_present(root: Path, step: int | None) -> None:
+    """Raises BadInput, naming those that are there, where the checkpoint of `step` was asked for and is not."""
+    there = [path.name for path in candidates(root)]
+    if step is not None and folder_of(root, step).name not in there:
+        raise BadInput(f"{folder_of(root, step)}: there is no such checkpoint; there are {', '.join(there) or 'none'}.")
 
 
 def partials(root: Path) -> list[Path]:
@@ -154,21 +158,36 @@ def faults(folder: Path, part: int = 0, parts: int = 1, *, contents: bool = True
     Raises OSError where a file cannot be read, and BadInput where undamaged files hold what this hethub does not write:
     neither says that it is damaged.
     """
-    marker = folder / MARKER
-    if not marker.exists():
-        return [f"it has no {MARKER} marker"]
-    if not marker.is_file():
-        return [f"its {MARKER} marker is no file"]
-    marker.open("rb").close()
     try:
-        files = build(Marker, read_json(marker, "marker"), Source(str(marker)), "marker").files
-    except BadInput as error:
-        return [f"its {MARKER} marker cannot be read ({error})"]
+        files = _marks(folder)
+    except DamagedCheckpoint as error:
+        return [str(error)]
     mine = sorted(files)[part::parts]
     found = [fault for name in mine if (fault := _file_fault(folder / name, *files[name]))]
     if contents and not found:
         _check_contents(folder, files, mine)
     return found
+
+
+def check_at_a_glance(folder: Path) -> None:
+    """Raises DamagedCheckpoint for what can be seen without reading the data, whose reader finds the rest; OSError."""
+    for name, (num_bytes, digest) in _marks(folder).items():
+        if fault := _file_fault(folder / name, num_bytes, digest if name in (RECORD, INDEX) else None):
+            raise DamagedCheckpoint(fault)
+
+
+def _marks(folder: Path) -> dict[str, FileMark]:
+    """Of every file, as the marker has it. Raises DamagedCheckpoint, OSError."""
+    marker = folder / MARKER
+    if not marker.exists():
+        raise DamagedCheckpoint(f"it has no {MARKER} marker")
+    if not marker.is_file():
+        raise DamagedCheckpoint(f"its {MARKER} marker is no file")
+    marker.open("rb").close()
+    try:
+        return build(Marker, read_json(marker, "marker"), Source(str(marker)), "marker").files
+    except BadInput as error:
+        raise DamagedCheckpoint(f"its {MARKER} marker cannot be read ({error})") from None
 
 
 def refusal(folder: Path, error: OSError | BadInput) -> RunFailed | BadInput:
@@ -187,45 +206,35 @@ def _check_contents(folder: Path, files: Container[str], mine: Iterable[str]) ->
     """Raises BadInput for what is wrong with a checkpoint whose files are as they were written: they may be a
     stranger's."""
     index, record = read_index(folder), read_record(folder)
-    for name in sorted({INDEX, METADATA, RECORD} | index.files):
+    for name in sorted({INDEX, METADATA, RECORD, *index.files}):
         if name not in files:
             raise BadInput(f"file {name} is not listed in its {MARKER} marker.")
     if folder_of(folder.parent, record.step) != folder or record.extra.step != record.step:
         raise BadInput(f"its record is of step {record.step}.")
-    for name in index.files.intersection(mine):
+    for name in index.files.keys() & set(mine):
         with (folder / name).open("rb") as file:
-            for chunk, dtype in index.in_file(name):
+            for chunk, dtype in index.files[name]:
                 check_elements(file, chunk, dtype)
 
 
-def _file_fault(path: Path, num_bytes: int, digest: str) -> str | None:
+def _file_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:
+    """What is damaged in a file; without a `digest` its size is all that is looked at."""
     if not path.exists():
         return f"file {path.name} is missing"
     if not path.is_file():
         return f"file {path.name} is no file"
     if path.stat().st_size != num_bytes:
         return f"file {path.name} has {path.stat().st_size} bytes, {num_bytes} were written"
-    return None if _digest(path) == digest else f"file {path.name} has another checksum than was written"
-
-
-def newest_intact(root: Path) -> Path | None:
-    """The newest checkpoint under `root` that is whole, None where there is none at all.
-
-    Newer ones that are damaged are named in a warning. Raises BadInput naming them where none is whole, and as `refusal`
-    says.
-    """
-
-    def examine(path: Path) -> list[str]:
-        try:
-            return faults(path)
-        except (OSError, BadInput) as error:
-            raise refusal(path, error) from None
-
-    return first_intact(candidates(root), examine, _log.warning)
+    return (
+        None if digest is None or _digest(path) == digest else f"file {path.name} has another checksum than was written"
+    )
 
 
 def first_intact(paths: Sequence[Path], examine: Faults, warn: Callable[[str], None]) -> Path | None:
-    """As `newest_intact`, of `paths` with what `examine` finds damaged in each."""
+    """The first of `paths`, newest first, in which `examine` finds nothing damaged; None where there is none at all.
+
+    Those before it are named in a warning. Raises BadInput naming all where each is damaged.
+    """
     bad: list[str] = []
     for path in paths:
         found = examine(path)

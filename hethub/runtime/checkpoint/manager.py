@@ -135,13 +135,14 @@ class CheckpointFolder:
             raise _failed(what, failures)
         return [result for result, _ in answers]
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint, the same on all ranks; None where there is none at all.
+    def latest(self, step: int | None = None) -> Path | None:
+        """The newest whole checkpoint, or that of `step`, the same on all ranks; None where there is none at all.
 
         Newer ones that are damaged are named in a warning. Raises on all ranks BadInput where none is whole, or one is not
         of this hethub, and RunFailed where one cannot be read.
         """
-        names = self._world.all_gather_objects([path.name for path in integrity.candidates(self.folder)])[0]
+        found = [path for path in integrity.candidates(self.folder) if step in (None, integrity.step_of(path))]
+        names = self._world.all_gather_objects([path.name for path in found])[0]
         warn = _log.warning if self._world.rank == 0 else _log.debug
         return integrity.first_intact([self.folder / name for name in names], self._faults, warn)
 

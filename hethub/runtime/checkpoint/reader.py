@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hethub.runtime.checkpoint.elements import Chunk
-from hethub.runtime.checkpoint.index import IndexEntry, SavedChunk, elements, read_index
+from hethub.runtime.checkpoint.index import DamagedCheckpoint, IndexEntry, SavedChunk, elements, read_index
+from hethub.runtime.checkpoint.integrity import refusal
 from hethub.spec.errors import BadInput
 
 
@@ -28,7 +29,8 @@ class Reader:
     def read(self, chunks: Iterable[Chunk]) -> None:
         """Fills the chunks' values in place, rounded where their type is narrower.
 
-        Raises BadInput where the checkpoint lacks an entry, or has it in another size, or cannot be read.
+        Raises BadInput where the checkpoint lacks an entry, or has it in another size, DamagedCheckpoint where its files
+        are not as they were written, RunFailed where they cannot be read.
         """
         wanted: dict[tuple[SavedChunk, torch.dtype], list[Chunk]] = {}
         for chunk in chunks:
@@ -41,8 +43,12 @@ class Reader:
                 with (self.folder / name).open("rb") as file:
                     for place in places:
                         _fill(wanted[place], place[0].offset, elements(file, *place))
-            except (OSError, BadInput) as error:
-                raise BadInput(f"{self.folder}: the checkpoint cannot be read: {error}; use another one.") from None
+            except FileNotFoundError:
+                raise DamagedCheckpoint(f"{self.folder}: file {name} is missing.") from None
+            except BadInput as error:
+                raise DamagedCheckpoint(f"{self.folder}: {error}") from None
+            except OSError as error:
+                raise refusal(self.folder, error) from None
 
     def _sized_entry(self, key: str, numel: int) -> IndexEntry:
         if key not in self._entries:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: step, updates, model, precision, and what the trainer wants back."""
+"""What a checkpoint says of itself: step, updates, model, precision, tokenizer, and what the trainer wants back."""
 
 import json
 from pathlib import Path
@@ -42,6 +42,8 @@ class CheckpointRecord(Spec):
     precision: Precision
     model: ModelSpec
     extra: LoopState
+    tokenizer: str | None = None  # the data's, by its identity; None, as below: of an earlier version
+    end_of_document: int | None = None
 
     def check(self, model: ModelSpec, precision: Precision, path: Path) -> None:
         """Raises BadInput, naming both sides, unless a run of this model in this precision can go on from here."""

@@ -11,13 +11,13 @@ from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
 from hethub.predictor.cost.profile import ProfileSpec, profile_for
 from hethub.predictor.cost.software import hethub_software
-from hethub.runtime.checkpoint import candidates, finish_cut_off
+from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off
 from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import RunFolder, default_run_folder
+from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, JobSpec, load_plan_of
@@ -113,16 +113,21 @@ class OpenedFolder(NamedTuple):
 def open_folder(
     job: Job, run_dir: Path | None, resume: Path | None, claim: RunClaim, *, accept_changes: bool = False
 ) -> OpenedFolder:
-    """The folder named, or a new one. What a run left that was cut off before its first checkpoint is begun again."""
-    named, note = resume or run_dir, None
-    if resume is not None and not resume.is_dir():
-        RunFolder(resume).check_resumable()
+    """The folder named, or that of the checkpoint named, or a new one. What a run left that was cut off before its first
+    checkpoint is begun again."""
+    step, note = None, None
+    if resume is not None:
+        resume, step = run_and_step(resume)
+        if not resume.is_dir():
+            RunFolder(resume).check_resumable()
+    named = resume or run_dir
     if named is None:
         folder = RunFolder(claim.take_new(default_run_folder(job.path)))
     else:
         folder, note = RunFolder(named), claim.take(named)
         with suppress(OSError):
             finish_cut_off(folder.checkpoints)
+        check_present(folder.checkpoints, step)
     was_cut_off = claim.took_over and not candidates(folder.checkpoints)
     if resume is None:
         folder.check_new(was_cut_off=was_cut_off)

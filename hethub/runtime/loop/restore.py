@@ -11,22 +11,29 @@ from hethub.spec.job import CheckpointSpec
 
 
 def restore(
-    meeting: Rendezvous, world: World, trainer: TrainingRank, spec: CheckpointSpec, folder: RunFolder, *, resumes: bool
+    meeting: Rendezvous,
+    world: World,
+    trainer: TrainingRank,
+    spec: CheckpointSpec,
+    folder: RunFolder,
+    *,
+    resumes: bool,
+    behind: int | None,
 ) -> tuple[CheckpointManager, int]:
-    """The folder's checkpoints, and the step that the trainer now goes on behind, 0 where nothing is resumed. Raises
-    BadInput on every rank."""
+    """The folder's checkpoints, and the step that the trainer now goes on behind, `behind` where that is named, 0 where
+    nothing is resumed. Raises BadInput on every rank."""
 
     def opened() -> tuple[CheckpointManager, int]:
         store = CheckpointManager(folder.checkpoints, keep=spec.keep, world=world, keep_every=spec.keep_every)
-        return store, _restore_newest(store, trainer) if resumes else 0
+        return store, _restore_newest(store, trainer, behind) if resumes else 0
 
     store, done = consensus(meeting, "checkpoint", opened, patience_seconds=BUILDING_SECONDS)
     store.begin_behind(done)
     return store, done
 
 
-def _restore_newest(store: CheckpointManager, trainer: TrainingRank) -> int:
-    path = store.latest()
+def _restore_newest(store: CheckpointManager, trainer: TrainingRank, behind: int | None) -> int:
+    path = store.latest(behind)
     if path is None:
         raise BadInput(
             f"{store.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."

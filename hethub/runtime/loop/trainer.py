@@ -186,7 +186,10 @@ class TrainingRank:
             samples=self.dataset.position(step, self.layout.plan.global_batch),
         )
         precision, model = self.layout.plan.precision, self.layout.model
-        record = CheckpointRecord(step=step, updates=self.updates, precision=precision, model=model, extra=extra)
+        record = CheckpointRecord(
+            step=step, updates=self.updates, precision=precision, model=model, extra=extra,
+            tokenizer=self.dataset.tokenizer, end_of_document=self.dataset.end_of_document,
+        )  # fmt: skip
         checkpoints.save(record, self.optimizer, blocking=blocking)
 
     def restore(self, checkpoints: CheckpointManager, path: Path) -> int:

@@ -80,9 +80,9 @@ class ProgramCheckpoints(CheckpointFolder):
             names += [METADATA, RECORD]
         return integrity.checksums(partial, names)
 
-    def latest(self) -> Path:
-        """The newest whole checkpoint, the same on all ranks. Raises BadInput where there is none."""
-        found = super().latest()
+    def latest(self, step: int | None = None) -> Path:
+        """The newest whole checkpoint, or that of `step`, the same on all ranks. Raises BadInput where there is none."""
+        found = super().latest(step)
         if found is None:
             raise BadInput(
                 f"{self.folder}: there is no complete checkpoint to resume from; start the job anew without --resume."

@@ -27,7 +27,7 @@ from hethub.runtime.program.planned import check_plannable, plan_program, trace_
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import RunFolder
+from hethub.runtime.run_folder import RunFolder, run_and_step
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
@@ -107,6 +107,7 @@ def train_program(
         agreed = agree(meeting, opened.facts, opened.job.cluster)
         _same_start(meeting, opened)
         resume = folder_to_resume(meeting, opened.job, run_dir, resume, accept_changes=accept_changes)
+        behind = None if resume is None else run_and_step(resume)[1]
         planned = _plan(
             meeting, opened, agreed.cluster, plan_path,
             lambda: open_folder(opened.job, run_dir, resume, claim, accept_changes=accept_changes),
@@ -117,7 +118,7 @@ def train_program(
             trainer = consensus(
                 meeting, "program", lambda: _build(world, opened, planned), patience_seconds=BUILDING_SECONDS
             )
-            return _Loop(world, opened, agreed, planned, trainer, meeting).run()
+            return _Loop(world, opened, agreed, planned, trainer, meeting, behind).run()
 
 
 def _make(job: Job | BadInput, info: LaunchInfo) -> _Made:
@@ -249,7 +250,7 @@ class _Loop(StepLoop):
 
     def __init__(
         self, world: World, opened: _Opened, agreed: Agreed, planned: _Planned, trainer: ProgramTrainer,
-        meeting: Rendezvous,
+        meeting: Rendezvous, behind: int | None,
     ) -> None:  # fmt: skip
         self._agreed, self._planned, self.trainer, self.items = agreed, planned, trainer, opened.subject.items
         kept = opened.job.spec.checkpoint
@@ -257,7 +258,7 @@ class _Loop(StepLoop):
         done = consensus(
             meeting,
             "checkpoint",
-            lambda: trainer.restore(self._store.latest()) if planned.resumes else 0,
+            lambda: trainer.restore(self._store.latest(behind)) if planned.resumes else 0,
             patience_seconds=BUILDING_SECONDS,
         )
         self._store.begin_behind(done)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hethub.report.html import report_run
-from hethub.runtime.checkpoint import newest_intact
 from hethub.runtime.run_folder import FILES, RunFolder
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.plan import load_plan
+from tests.support.checkpoints import newest_intact
 from tests.support.command import Ended, one, ranks
 from tests.support.job_files import write_job
 from tests.support.privileges import laid_down, lay_down

@@ -14,10 +14,11 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from hethub.runtime.checkpoint import iterate_weights, newest_intact, read_record
+from hethub.runtime.checkpoint import iterate_weights, read_record
 from hethub.runtime.checkpoint.integrity import MARKER, checksums
 from hethub.runtime.program.checkpoint import load as load_program
 from hethub.spec.errors import BadInput
+from tests.support.checkpoints import newest_intact
 from tests.support.command import one, ranks
 from tests.support.job_files import write_job
 
@@ -60,7 +61,8 @@ def test_nothing_in_a_checkpoint_is_run(name: str, newest: Path, whole: Path, tm
         sign(newest)
     passes = name in (".metadata", MARKER)  # DCP's own index is for PyTorch's tools; ours says where everything is
     ended = one(ranks(1, "export", newest.parents[1], "--to", tmp_path / "out", cwd=tmp_path))
-    assert ended.exit_code == (0 if passes else 2), ended.stderr
+    # An export checks the data by reading them, without their checksums: what it cannot use may be damaged.
+    assert ended.exit_code == (0 if passes or name == "__0_0.distcp" else 2), ended.stderr
     assert not mark.exists()
     if not passes:
         with pytest.raises(BadInput, match="step-4: its checksums fit"):

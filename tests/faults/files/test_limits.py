@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hethub.runtime.checkpoint import newest_intact
+from tests.support.checkpoints import newest_intact
 from tests.support.command import HETHUB, MPIRUN, Ended, Running, needs_mpirun, one, ranks
 from tests.support.job_files import write_job, write_pair_job
 from tests.support.privileges import SMALL_SHARED_MEMORY, lay_down, needs_mounts

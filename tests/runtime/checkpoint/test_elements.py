@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, newest_intact, read_record
-from tests.support.checkpoints import assembled, load_and_save, start, state_parts, train_and_save
+from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, read_record
+from tests.support.checkpoints import assembled, load_and_save, newest_intact, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
 

@@ -1,6 +1,7 @@
 """From a run to text: exported folders load with their tokenizer, and greedy text is transformers' own."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from hethub.runtime.checkpoint import export as module
+from hethub.runtime.checkpoint import integrity
+from hethub.runtime.checkpoint.export import export
 from hethub.runtime.checkpoint.generate import _prompt_ids
+from hethub.runtime.checkpoint.index import _Window
+from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
+from hethub.spec.errors import BadInput
 from tests.runtime.data.test_sources import save_tokenizer, save_with_beginning
 from tests.support.command import check_refused, one, ranks
 from tests.support.job_files import ALONE, plan, write_job
@@ -28,7 +35,7 @@ def trained(folder: Path, **job: Any) -> Path:
         cluster=CLUSTER,
         plan_file=plan(ALONE, precision="fp64"),
         train=train,
-        checkpoint={"every_steps": None},
+        checkpoint={"every_steps": 2},
         **job,
     )
     ended = one(ranks(1, "train", path, "--run-dir", folder / "run", cwd=folder))
@@ -109,10 +116,95 @@ def test_bytes_are_exported_as_a_tokenizer_of_every_byte() -> None:
     [
         (["", "--tokens", 3], "the prompt is empty"),
         (["a" * 60, "--tokens", 30], "60 tokens; with --tokens 30 that is more than the 64"),
+        (["a", "--seed", 10**30], "is not between 0 and 2**64"),
+        (["\udcff"], "the prompt is no UTF-8"),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_refused(run: Path, options: list[Any], words: str) -> None:
     check_refused(ranks(1, "generate", run, *options, cwd=run.parent), words)
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copied"))
+
+
+def test_an_older_checkpoint_can_be_named(copied: Path, tmp_path: Path) -> None:
+    checkpoints = copied / "checkpoints"
+    assert export(checkpoints / "step-2", tmp_path / "two").startswith("step 2 of")
+    assert export(copied, tmp_path / "three").startswith("step 3 of")
+    with pytest.raises(BadInput, match=r"step-7: there is no such checkpoint; there are step-3, step-2\."):
+        export(checkpoints / "step-7", tmp_path / "seven")
+
+
+def test_only_what_is_read_is_checked_and_only_once(copied: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    digested, read = [], []
+    digest, window = integrity._digest, _Window.read
+
+    def reading(self: Any, size: int = -1) -> bytes:
+        content = window(self, size)
+        read.append(len(content))
+        return content
+
+    monkeypatch.setattr(integrity, "_digest", lambda path: digested.append(path.name) or digest(path))
+    monkeypatch.setattr(_Window, "read", reading)
+    newest = copied / "checkpoints" / "step-3"
+    data = (newest / "__0_0.distcp").stat().st_size
+    assert integrity.faults(newest) == []
+    assert sum(read) < 0.1 * data  # the elements are in the file's checksum
+    digested.clear()
+    read.clear()
+    export(copied, tmp_path / "hf")
+    assert sorted(digested) == ["index.json", "record.json"]
+    assert sum(read) < 0.4 * data  # a third of it is weights
+
+
+def test_damage_and_a_removal_are_met_while_reading(
+    copied: Path, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    newest = copied / "checkpoints" / "step-3"
+    entry = json.loads((newest / "index.json").read_text())["entries"]["weights/model.norm.weight"]
+    _, _, name, start, num_bytes = entry["chunks"][0]
+    content = bytearray((newest / name).read_bytes())
+    where = content.index(b"FB", start)  # the padding of the part that holds the elements
+    content[where + num_bytes // 2 - (where - start)] ^= 1
+    (newest / name).write_bytes(content)
+    assert export(copied, tmp_path / "two").startswith("step 2 of")
+    assert "step-3: file __0_0.distcp holds no" in caplog.text
+    weights = module.iterate_weights
+
+    def removed(path: Path, model: Any) -> Any:
+        for number, each in enumerate(weights(path, model)):
+            if number == 3 and path.name == "step-2":
+                newest.rename(newest.with_name("step-4"))  # of which training writes more
+                integrity.remove(path)
+            yield each
+
+    monkeypatch.setattr(module, "iterate_weights", removed)
+    with pytest.raises(BadInput, match=r"step-2: removed while it was read. .*step-4: "):
+        export(copied, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_may_be_the_current_one_or_a_link(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    export(run, tmp_path / "link")
+    assert (tmp_path / "there" / "config.json").exists()
+    monkeypatch.chdir(tmp_path / "here")
+    export(run, Path())
+    assert (tmp_path / "here" / "config.json").exists()
+
+
+def test_the_text_that_was_trained_on_may_be_gone(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    tokenise([tmp_path / "text.txt"], "bytes", tmp_path / "tokens.bin")
+    run = trained(tmp_path, data={"source": "tokens", "path": "tokens.bin"})
+    (tmp_path / "tokens.bin").unlink()
+    _, tokenizer = exported(run, tmp_path / "hf")
+    assert (tokenizer("ab")["input_ids"], tokenizer.eos_token_id) == ([97, 98], END)
+    assert generated(run, "--tokens", 2).startswith(PROMPT)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, newest_intact, read_record
+from hethub.runtime.checkpoint import CheckpointManager, integrity, iterate_weights, read_record
 from hethub.runtime.checkpoint.integrity import candidates, checksums, faults, finish_cut_off
 from hethub.runtime.checkpoint.shared import require_shared
 from hethub.spec.errors import BadInput, RunFailed
-from tests.support.checkpoints import train_and_save
+from tests.support.checkpoints import newest_intact, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
