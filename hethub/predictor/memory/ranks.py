@@ -176,7 +176,7 @@ def _parts(shard: Shard, assignment: Assignment, on_cpu: bool) -> tuple[dict[str
         "weights": state.host_weights_bytes,
         "optimizer": state.host_optimizer_bytes,
         "activations": own.host_activations,
-        "checkpoint": checkpoint_bytes(shard, assignment, state.owned),
+        "checkpoint": checkpoint_bytes(shard, state.owned),
     }
     if not on_cpu:
         host = pinned(shard, assignment, state.owned, host)

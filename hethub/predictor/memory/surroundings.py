@@ -54,11 +54,11 @@ def _temporaries(shard: Shard, tokens: float) -> float:
     return tokens * shard.width * (6 * shard.widths.ffn + 4 * shard.layout.model.hidden)
 
 
-def checkpoint_bytes(shard: Shard, assignment: Assignment, owned: float) -> float:
-    """The copy that a checkpoint is written from: weight and moments, in fp32 at least, of all that a rank saves. Of
-    ranks that step the same the first one does."""
-    saves = bool(shard.spec.zero) or assignment.replica == 0
-    return 3 * gradient_bytes(shard.width) * owned * saves
+def checkpoint_bytes(shard: Shard, owned: float) -> float:
+    """The copy that a checkpoint is written from: weight and moments, in fp32 at least, of all that a rank saves. Ranks
+    that step the same save equal parts of it."""
+    alike = 1 if shard.spec.zero else len(shard.spec.replicas)
+    return 3 * gradient_bytes(shard.width) * owned / alike
 
 
 def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ Every parameter has three entries, each a one-dimensional tensor in stored order
 `weights/NAME` in at least fp32 (the masters of half precisions), `exp_avg/NAME` and `exp_avg_sq/NAME`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from hethub.kernels.device import Device
 from hethub.runtime.state.optimizer import Optimizer, OwnedRun
 from hethub.runtime.state.storage import FlatStorage
-from hethub.spec.ranges import from_sizes
+from hethub.spec.ranges import Range, from_sizes, overlap
 
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 KINDS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
@@ -43,10 +43,21 @@ def state_of(optimizer: Optimizer, run: OwnedRun) -> dict[str, Tensor]:
 
 def owned_chunks(run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
     """`values` (a tensor per kind, elements as in the run) as views that a checkpoint knows by key and offset."""
+    yield from _chunks(run, values, None)
+
+
+def saved_chunks(run: OwnedRun, values: Mapping[str, Tensor]) -> Iterator[Chunk]:
+    """As `owned_chunks`, what this rank writes of it."""
+    yield from _chunks(run, values, run.saved)
+
+
+def _chunks(run: OwnedRun, values: Mapping[str, Tensor], wanted: Sequence[Range] | None) -> Iterator[Chunk]:
     for (placed, span), place in zip(run.axis, from_sizes(span.size for _, span in run.axis), strict=True):
-        for kind, tensor in values.items():
-            key, offset = entry(kind, placed.info.name), span.start - placed.span.start
-            yield Chunk(key, placed.info.numel, offset, tensor[place.start : place.stop])
+        for part in [span] if wanted is None else [overlap(span, each) for each in wanted]:
+            where = part.shift(place.start - span.start)
+            for kind, tensor in values.items() if part else ():
+                key, offset = entry(kind, placed.info.name), part.start - placed.span.start
+                yield Chunk(key, placed.info.numel, offset, tensor[where.start : where.stop])
 
 
 def held_chunks(storage: FlatStorage) -> Iterator[Chunk]:
@@ -64,12 +75,12 @@ def cut(chunk: Chunk) -> Iterator[Chunk]:
 def snapshot(optimizer: Optimizer, device: Device) -> list[Chunk]:
     """A copy in host memory of the state that this rank saves, complete on return: training may go on.
 
-    Without sharding the ranks of a group own the same elements; the one that counts them in the norm saves them. Each
-    chunk has a storage of its own: of a part of a larger one DCP makes another copy, and keeps it until all is written.
+    Without sharding the ranks of a group own the same elements, and each saves a part of them. Each chunk has a storage of
+    its own: of a part of a larger one DCP makes another copy, and keeps it until all is written.
     """
     chunks = []
     for run in optimizer.runs:
-        for chunk in owned_chunks(run, state_of(optimizer, run)) if run.counts else ():
+        for chunk in saved_chunks(run, state_of(optimizer, run)):
             for piece in cut(chunk):
                 copy = device.host_buffer(piece.values.nbytes).view(piece.values.dtype)
                 copy.copy_(piece.values, non_blocking=True)

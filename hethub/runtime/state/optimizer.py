@@ -54,12 +54,13 @@ def fused_adamw(
 class OwnedRun:
     """Elements that this rank steps, and what the optimizer keeps for them: flat tensors with an element for each.
 
-    `axis` tells which they are, in order. Their gradient lies in `storage.grads`, or in the unit's owned gradient, at
-    `local`. `master` is the weight itself unless the run computes in half precision. What is offloaded lies in host
-    memory.
+    `axis` tells which they are, in order; `saved` are the ranges of the flat axis that this rank writes to checkpoints.
+    Their gradient lies in `storage.grads`, or in the unit's owned gradient, at `local`. `master` is the weight itself
+    unless the run computes in half precision. What is offloaded lies in host memory.
     """
 
     axis: tuple[Held, ...]
+    saved: tuple[Range, ...]
     local: Range
     bucket: Bucket
     counts: bool  # in the gradient norm: another rank may step the same elements without sharding
@@ -94,9 +95,13 @@ class Optimizer:
         self._state_arena = arena if "optimizer" in offload else None
         self.arena = self._state_arena or storage.arena
         self._meter = meter or MemoryMeter([])
-        self.runs = [run for piece in reducer.pieces for run in self._runs(piece)]
+        self.runs = [
+            run
+            for piece, saved in zip(reducer.pieces, reducer.saved_runs(), strict=True)
+            for run in self._runs(piece, tuple(saved))
+        ]
 
-    def _runs(self, piece: LocalPiece) -> Iterator[OwnedRun]:
+    def _runs(self, piece: LocalPiece, saved: tuple[Range, ...]) -> Iterator[OwnedRun]:
         """The piece's owned runs, those joined that touch both as weights and as gradients."""
         joined: list[tuple[Tensor, Range, Range, list[Held]]] = []
         for run in piece.piece.owned_runs(self.storage.assignment.rank):
@@ -112,7 +117,7 @@ class Optimizer:
             else:
                 joined.append((flat, weight, grad, self.storage.cut(run)))
         for flat, weight, grad, axis in joined:
-            yield self._run(piece, flat[weight.start : weight.stop], grad, tuple(axis))
+            yield self._run(piece, flat[weight.start : weight.stop], grad, tuple(axis), saved)
 
     def _homes(self, bucket: Bucket, run: Range) -> tuple[Tensor, Range, Range]:
         """Where an owned run's weights persist and its summed gradients lie."""
@@ -129,10 +134,13 @@ class Optimizer:
     def _shards_gradient(self, bucket: Bucket) -> bool:
         return bucket.unit is not None and self.storage.shards_gradients
 
-    def _run(self, piece: LocalPiece, weight: Tensor, local: Range, axis: tuple[Held, ...]) -> OwnedRun:
+    def _run(
+        self, piece: LocalPiece, weight: Tensor, local: Range, axis: tuple[Held, ...], saved: tuple[Range, ...]
+    ) -> OwnedRun:
         dtype = self.storage.grad_dtype
         return OwnedRun(
             axis=axis,
+            saved=saved,
             local=local,
             bucket=piece.bucket,
             counts=piece.piece.group.sharded or piece.first_contributor == self.storage.assignment.rank,

@@ -15,8 +15,8 @@ from hethub.communicator import World, all_gather_by_ranges, prepare_by_ranges, 
 from hethub.runtime.state.parameter import Parameter
 from hethub.runtime.state.storage import FlatMap, FlatStorage, put, take
 from hethub.spec.layout.bind import Assignment
-from hethub.spec.layout.state import Bucket, Piece, StateMap
-from hethub.spec.ranges import Range
+from hethub.spec.layout.state import Bucket, Piece, StateMap, slice_runs
+from hethub.spec.ranges import Range, from_sizes, overlap, split
 
 GroupOf = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
 
@@ -120,6 +120,24 @@ class Reducer:
         for chunk in dict.fromkeys(placed.chunk for placed, _ in norms):
             runs = [self.storage.weight_map.local(run) for placed, run in norms if placed.chunk == chunk]
             yield chunk, Range(runs[0].start, runs[-1].stop)
+
+    def saved_runs(self) -> list[list[Range]]:
+        """Of each of `pieces` the runs of the flat axis that this rank writes to a checkpoint, so that every element is
+        written once: what it steps; of what a group steps alike, one range of all that, as long as any other's."""
+        found: list[list[Range]] = [[] for _ in self.pieces]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, each in enumerate(self.pieces):
+            if each.piece.group.sharded:
+                found[number] = each.piece.owned_runs(self.rank)
+            else:
+                alike.setdefault(each.piece.group.contributors, []).append(number)
+        for ranks, numbers in alike.items():
+            numbers.sort(key=lambda number: self.pieces[number].piece.runs[0].start)  # the same on every rank
+            pieces = [self.pieces[number].piece for number in numbers]
+            part = split(sum(piece.numel for piece in pieces), len(ranks))[ranks.index(self.rank)]
+            for number, piece, place in zip(numbers, pieces, from_sizes(p.numel for p in pieces), strict=True):
+                found[number] = slice_runs(piece.runs, overlap(part, place).shift(-place.start))
+        return found
 
     def start_step(self, num_microbatches: int) -> None:
         """Expects the gradients of `num_microbatches` microbatches."""

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, read_record
+from hethub.runtime.checkpoint.elements import snapshot
 from tests.support.checkpoints import assembled, load_and_save, newest_intact, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -141,6 +143,24 @@ def test_resumed_under_another_plan_trains_the_same_model(tmp_path: Path) -> Non
     straight = run_ranks(before.size, train_on, before, None, 1, 5, islands=before.islands)
     resumed = run_ranks(after.size, train_on, after, tmp_path, 3, 5, islands=after.islands)
     assert resumed[0][0] == pytest.approx(straight[0][0][2:], rel=1e-10)
+
+
+def bytes_saved(world: Any, case: Case) -> int:
+    trainer = build_trainer(world, case)
+    chunks = [] if trainer.optimizer is None else snapshot(trainer.optimizer, world.device)
+    return sum(chunk.values.nbytes for chunk in chunks)
+
+
+def test_replicas_that_hold_the_same_save_equal_parts_of_it() -> None:
+    """Tensor-parallel degrees are unlike, so what is alike are other pieces for every pair of ranks."""
+    stages = [stage((0, 4), replica([0], 3, 1), replica([1], 3, 1), replica([2, 3], 2, 1))]
+    case = Case(name="zero0", stages=stages, precision="fp32")
+    saved = run_ranks(4, bytes_saved, case)
+    assert sum(saved) == 3 * 4 * MODEL.parameters
+    assert max(saved[:2]) - min(saved[:2]) < 100  # one element of each kind and group
+    assert max(saved) < 0.4 * sum(saved)
+    foreseen = rank_memory(case.layout())
+    assert sum(entry.host_parts["checkpoint"] for entry in foreseen) == pytest.approx(sum(saved), rel=0.02)
 
 
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:
