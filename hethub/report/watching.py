@@ -29,12 +29,13 @@ def look(path: Path) -> Seen:
     if not (path / "job.yaml").exists():
         raise BadInput(f"{path}: there is no run here (job.yaml is missing); name the folder that train printed.")
     data, source = read_yaml(path / "job.yaml", "job file")
-    last = build(JobSpec, data, source, "job file").train.steps
-    folder = RunFolder(path)
-    rows, (state, goes_on) = folder.rows(), _state(path)
+    job, folder = build(JobSpec, data, source, "job file"), RunFolder(path)
+    # As far back as the last evaluation can lie: a long run has a hundred megabytes of metrics.
+    rows = folder.newest_rows(max(RECENT, 0 if job.eval is None else job.eval.every_steps))
+    state, goes_on = _state(path)
     lines = [f"{path}: {state}"]
     if rows:
-        lines += _progress(rows, last, folder.metrics.stat().st_mtime if goes_on else None)
+        lines += _progress(rows, job.train.steps, folder.metrics.stat().st_mtime if goes_on else None)
     names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
     steps = sorted(int(name) for name in names if name.isdigit())
     lines.append(f"checkpoints: {', '.join(f'step {step}' for step in steps) if steps else 'none yet'}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import re
 import time
@@ -244,6 +245,24 @@ class RunFolder:
                 raise BadInput(f"{self.metrics}, line {number}: is no line of metrics: {describe(line)}. Take it out.")
             found.append(row)
         return found
+
+    def newest_rows(self, count: int) -> list[dict[str, Any]]:
+        """The last `count` of `rows`, without reading those before them. Raises BadInput as `rows`."""
+        if not self.metrics.exists() or not self.metrics.stat().st_size:
+            return []
+        with (
+            self.metrics.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            stop = start = content.rfind(b"\n") + 1
+            for _ in range(count):
+                start = content.rfind(b"\n", 0, max(0, start - 1)) + 1
+            lines = _lines(content[start:stop])
+        rows = [_row(line) for line in lines]
+        if None in rows:
+            line = describe(lines[rows.index(None)])
+            raise BadInput(f"{self.metrics}: near its end is what is no line of metrics: {line}. Take it out.")
+        return [row for row in rows if row is not None]
 
     def cut_metrics(self, last_step: int) -> list[str]:
         """Drops the lines behind `last_step`, which a resumed run trains again, and one that was never finished.

@@ -18,7 +18,9 @@ from hethub.commands.common import planned_for
 from hethub.predictor.cost.profile import assumed_speeds
 from hethub.report import tables
 from hethub.report.capacity import print_sizing
+from hethub.runtime import run_folder
 from hethub.runtime.console import make_console
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.accelerator import catalogue
 from hethub.spec.job import JobSpec, load_job
 from hethub.spec.plan import PlanSpec, load_plan, save_plan
@@ -274,3 +276,25 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys):
     (tmp_path / "owner.json").unlink()
     assert "nobody runs it now" in printed(capsys, "watch", tmp_path, "--once")
     assert run(["watch", str(tmp_path / "nowhere")]) == 2
+
+
+def test_watch_reads_the_last_lines_only(tmp_path, capsys, monkeypatch):
+    write_job(tmp_path, eval={"every_steps": 30, "batches": 1, "data": {"source": "python-stdlib"}})
+    rows = [{"step": n, "loss": 3.0, "step_seconds": 0.5, "tokens": 1} for n in range(1, 100)]
+    rows[69] |= {"eval_loss": 2.5}
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + lines[0][:20])  # the last is still being written
+    parsed, row_of = [], run_folder._row
+    monkeypatch.setattr(run_folder, "_row", lambda line: parsed.append(line) or row_of(line))
+    out = printed(capsys, "watch", tmp_path, "--once")
+    assert "step 99 of 4: loss 3.0000" in out
+    assert "held-out loss 2.5000 at step 70" in out
+    assert len(parsed) == 30
+    whole = RunFolder(tmp_path)
+    for count in (0, 1, 98, 99, 100, 1000):
+        assert whole.newest_rows(count) == (whole.rows()[-count:] if count else [])
+    for text, count in (("", 0), ("a line without an end", 0), (lines[0] + "\n", 1)):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        assert len(whole.newest_rows(5)) == count
+    (tmp_path / "metrics.jsonl").write_text("no line\n")
+    assert run(["watch", str(tmp_path), "--once"]) == 2

@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hethub.runtime.loop.steps import StepLoop
+from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.sinks import Sinks, StepProfiler
 from hethub.spec.job import LogSpec
 from tests.support.command import HANG_SECONDS, check_refused, ranks
@@ -66,6 +70,22 @@ def test_a_sink_that_fails_later_is_told_once_and_left_out(tmp_path: Path) -> No
         sinks.write(ROW)
         sinks.write(ROW)
     assert said == ["warning: broken is left out from here on (ConnectionError: the server is gone)"]
+
+
+def test_sinks_have_every_evaluation_and_the_lines_that_are_due() -> None:
+    written: list[tuple[int, float | None]] = []
+    loop: Any = SimpleNamespace(
+        folder=SimpleNamespace(append=lambda metrics: None, log=lambda line: None),
+        _sinks=SimpleNamespace(write=lambda row: written.append((row["step"], row.get("eval_loss")))),
+    )
+    display: Any = SimpleNamespace(step=lambda metrics: None if metrics.step % 2 else "a line")
+    for step in range(1, 5):
+        metrics = StepMetrics(
+            step=step, loss=2.0, tokens=1, step_seconds=1.0, predicted_step_seconds=None, tokens_per_second=1.0,
+            grad_norm=1.0, lr=0.1, memory_bytes=1,
+        )  # fmt: skip
+        StepLoop._show(loop, metrics.with_evaluation(1.5) if step == 3 else metrics, display)
+    assert written == [(2, None), (3, 1.5), (4, None)]
 
 
 class Broken:

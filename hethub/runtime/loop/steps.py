@@ -194,11 +194,12 @@ class StepLoop:
         return bool(outcome.stop_requested)
 
     def _show(self, metrics: StepMetrics, display: TrainingDisplay) -> None:
-        """A step's line wherever it goes."""
+        """A step's line wherever it goes: sinks have evaluations from there alone, so these go there whenever they are."""
         self.folder.append(metrics)
         line = display.step(metrics)
         if line is not None:
             self.folder.log(line)
+        if line is not None or metrics.eval_loss is not None:
             self._sinks.write(metrics.to_dict())
 
     def _mfu(self, seconds: float) -> float | None:
