@@ -17,8 +17,10 @@ from hethub.spec.ranges import Range, from_sizes, overlap
 WEIGHTS, FIRST_MOMENT, SECOND_MOMENT = "weights", "exp_avg", "exp_avg_sq"
 KINDS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
 
-# A reader under another plan loads whole chunks, so their size bounds what it reads and holds in vain.
+# A reader under another plan loads whole chunks, so their size bounds what it reads and holds in vain: this much, and of
+# large models at most this part. Rank 0 plans and lists all chunks, 300,000 of them in a minute.
 CHUNK_ELEMENTS = 4 * 2**20
+PART_OF_MODEL = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,24 @@ def held_chunks(storage: FlatStorage) -> Iterator[Chunk]:
         yield Chunk(entry(WEIGHTS, placed.info.name), placed.info.numel, run.start - placed.span.start, values)
 
 
-def cut(chunk: Chunk) -> Iterator[Chunk]:
-    """The chunk in pieces of at most CHUNK_ELEMENTS."""
-    for start in range(0, chunk.values.numel(), CHUNK_ELEMENTS):
-        yield Chunk(chunk.key, chunk.numel, chunk.offset + start, chunk.values[start : start + CHUNK_ELEMENTS])
+def most_elements(parameters: int) -> int:
+    """The size of a chunk of a model with so many parameters: CHUNK_ELEMENTS, or doubled as often as it stays within
+    PART_OF_MODEL of it."""
+    most = CHUNK_ELEMENTS
+    while 2 * most * PART_OF_MODEL <= parameters:
+        most *= 2
+    return most
+
+
+def cut(chunk: Chunk, most: int) -> Iterator[Chunk]:
+    """The chunk in pieces of at most `most` elements, each CHUNK_ELEMENTS, doubled so many times, but for a shorter last
+    one: pinned memory comes in powers of two."""
+    start, size, numel = 0, most, chunk.values.numel()
+    while start < numel:
+        while size > CHUNK_ELEMENTS and size > numel - start:
+            size //= 2
+        yield Chunk(chunk.key, chunk.numel, chunk.offset + start, chunk.values[start : start + size])
+        start += size
 
 
 def snapshot(optimizer: Optimizer, device: Device) -> list[Chunk]:
@@ -79,9 +95,10 @@ def snapshot(optimizer: Optimizer, device: Device) -> list[Chunk]:
     its own: of a part of a larger one DCP makes another copy, and keeps it until all is written.
     """
     chunks = []
+    most = most_elements(optimizer.storage.state.layout.model.parameters)
     for run in optimizer.runs:
         for chunk in saved_chunks(run, state_of(optimizer, run)):
-            for piece in cut(chunk):
+            for piece in cut(chunk, most):
                 copy = device.host_buffer(piece.values.nbytes).view(piece.values.dtype)
                 copy.copy_(piece.values, non_blocking=True)
                 chunks.append(replace(piece, values=copy))

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.checkpoint import CheckpointManager, iterate_weights, read_record
-from hethub.runtime.checkpoint.elements import snapshot
+from hethub.runtime.checkpoint.elements import CHUNK_ELEMENTS, Chunk, cut, most_elements, snapshot
 from tests.support.checkpoints import assembled, load_and_save, newest_intact, start, state_parts, train_and_save
 from tests.support.layouts import MODEL, Case, build_trainer, chunked, replica, stage
 from tests.support.ranks import run_ranks
@@ -161,6 +162,15 @@ def test_replicas_that_hold_the_same_save_equal_parts_of_it() -> None:
     assert max(saved) < 0.4 * sum(saved)
     foreseen = rank_memory(case.layout())
     assert sum(entry.host_parts["checkpoint"] for entry in foreseen) == pytest.approx(sum(saved), rel=0.02)
+
+
+def test_large_models_have_larger_chunks_in_powers_of_two() -> None:
+    unit = CHUNK_ELEMENTS
+    assert [most_elements(int(size)) // unit for size in (1e9, 3e10, 7e10, 4.05e11)] == [1, 1, 4, 16]
+    whole = Chunk("weights/a", 100 * unit, 7, torch.empty(27 * unit + 5, device="meta"))
+    pieces = [(piece.offset, piece.values.numel()) for piece in cut(whole, 16 * unit)]
+    assert [size for _, size in pieces] == [16 * unit, 8 * unit, 2 * unit, unit, 5]
+    assert [offset - 7 for offset, _ in pieces] == [0, 16 * unit, 24 * unit, 26 * unit, 27 * unit]
 
 
 def save_while_training(world: Any, case: Case, folder: Path) -> Any:
