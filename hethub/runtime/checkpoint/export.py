@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from hethub.runtime.checkpoint.elements import WEIGHTS, entry
-from hethub.runtime.checkpoint.index import DamagedCheckpoint
+from hethub.runtime.checkpoint.index import INDEX, DamagedCheckpoint
 from hethub.runtime.checkpoint.integrity import candidates, check_at_a_glance, check_present, refusal, step_of
 from hethub.runtime.checkpoint.reader import Reader
 from hethub.runtime.checkpoint.record import CheckpointRecord, read_record
@@ -75,8 +75,13 @@ def with_newest(named: Path, use: Callable[[Trained], Result]) -> Result:
 
 
 def _trained(run: Path, path: Path) -> Trained:
-    """Raises BadInput where the checkpoint is no plan's."""
-    record = read_record(path)
+    """Raises BadInput where the checkpoint is no plan's, or not of this version."""
+    if not (path / INDEX).exists():
+        raise BadInput(f"{path}: has no {INDEX}, as a program's (strategy hap); only checkpoints of plans are taken.")
+    try:
+        record = read_record(path)
+    except BadInput as error:
+        raise refusal(path, error) from None
     if not (run / "job.yaml").exists():  # checkpoints alone
         return Trained(run, path, record, None, None, None)
     data, source = read_yaml(run / "job.yaml", "job file")

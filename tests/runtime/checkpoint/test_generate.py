@@ -186,6 +186,26 @@ def test_damage_and_a_removal_are_met_while_reading(
     assert not (tmp_path / "none").exists()
 
 
+def test_checkpoints_of_programs_and_of_newer_versions_are_refused(copied: Path, tmp_path: Path) -> None:
+    newest = copied / "checkpoints" / "step-3"
+    record = json.loads((newest / "record.json").read_text())
+    (newest / "record.json").write_text(json.dumps(record | {"later": 1}))
+    sign(newest)
+    with pytest.raises(
+        BadInput, match=r"step-3: its checksums fit.*later is not a known key.*Use the version that wrote it"
+    ):
+        export(copied, tmp_path / "hf")
+    (newest / "index.json").unlink()
+    sign(newest)
+    with pytest.raises(BadInput, match=r"as a program's \(strategy hap\)"):
+        export(copied, tmp_path / "hf")
+
+
+def sign(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()} - {integrity.MARKER}
+    (folder / integrity.MARKER).write_text(json.dumps({"files": integrity.checksums(folder, names)}))
+
+
 def test_a_folder_may_be_the_current_one_or_a_link(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
