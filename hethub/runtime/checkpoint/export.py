@@ -59,8 +59,6 @@ def with_newest(named: Path, use: Callable[[Trained], Result]) -> Result:
         try:
             check_at_a_glance(path)
             return use(_trained(run, path))
-        except OSError as error:
-            raise refusal(path, error) from None
         except (BadInput, RunFailed) as error:
             if path.exists() and not isinstance(error, DamagedCheckpoint):
                 raise

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
-from typing import IO, Annotated, BinaryIO, Literal, NamedTuple, Self
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -28,6 +28,7 @@ METADATA = ".metadata"
 MOST_INDEX_BYTES = 2**30  # 4 million elements take some 70
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_PIECE_BYTES = 2**20
 _ELEMENTS = "/data/0"  # how the name of the part that holds a tensor's elements ends
 
 WholeNumber = Annotated[int, Field(ge=0)]
@@ -108,7 +109,14 @@ def check_elements(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Non
 def elements(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
     """The chunk's elements, (chunk.numel,). Raises as `check_elements`."""
     with _part(file, chunk, dtype) as part:
-        return torch.frombuffer(bytearray(part.read()), dtype=dtype)
+        values = torch.empty(chunk.numel, dtype=dtype)
+        room, start = values.numpy().data.cast("B"), 0
+        # Piece by piece, for a zip reads what it is asked for into memory of its own.
+        while count := part.readinto(room[start : start + _PIECE_BYTES]):
+            start += count
+        if start < len(room):
+            raise EOFError(f"it ends behind {start:,} bytes")
+        return values
 
 
 class _Window:
@@ -140,13 +148,14 @@ class _Window:
 
 
 @contextmanager
-def _part(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Iterator[IO[bytes]]:
+def _part(file: BinaryIO, chunk: SavedChunk, dtype: torch.dtype) -> Iterator[Any]:
     """The part of a chunk's zip with its elements, opened: there is one, of just their size, and not compressed. Whoever
     reads it to its end has checked it, for the zip keeps a CRC of it."""
     try:
         with zipfile.ZipFile(_Window(file, chunk.start, chunk.num_bytes)) as parts:
             found = [part for part in parts.infolist() if part.filename.endswith(_ELEMENTS)]
-            sizes = [part.file_size for part in found if part.compress_type == zipfile.ZIP_STORED]
+            stored = [part for part in found if part.compress_type == zipfile.ZIP_STORED]
+            sizes = [part.file_size for part in stored if part.file_size == part.compress_size]
             if sizes != [chunk.numel * dtype.itemsize]:
                 raise ValueError(f"its parts with elements have the bytes {sizes}")
             with parts.open(found[0]) as part:

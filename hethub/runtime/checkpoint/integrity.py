@@ -170,10 +170,13 @@ def faults(folder: Path, part: int = 0, parts: int = 1, *, contents: bool = True
 
 
 def check_at_a_glance(folder: Path) -> None:
-    """Raises DamagedCheckpoint for what can be seen without reading the data, whose reader finds the rest; OSError."""
-    for name, (num_bytes, digest) in _marks(folder).items():
-        if fault := _file_fault(folder / name, num_bytes, digest if name in (RECORD, INDEX) else None):
-            raise DamagedCheckpoint(fault)
+    """Raises DamagedCheckpoint for what can be seen without reading the data, whose reader finds the rest; RunFailed."""
+    try:
+        for name, (num_bytes, digest) in _marks(folder).items():
+            if fault := _file_fault(folder / name, num_bytes, digest if name in (RECORD, INDEX) else None):
+                raise DamagedCheckpoint(fault)
+    except OSError as error:
+        raise refusal(folder, error) from None
 
 
 def _marks(folder: Path) -> dict[str, FileMark]:
