@@ -1,17 +1,19 @@
 """The moment of a step at which a rank holds most: full of microbatches, somewhere on the first backward's way down.
 
 Going down, a backward frees what layers kept, while the gradients of a layer fill beside those of the layer above,
-which are being reduced, and its weights lie beside those of the layer below, which are being fetched.
+which are being reduced, and its weights lie beside those of the layer below, which are being fetched. Where a unit's
+parts are joined (`Shard.joins`), its weights lie beside the parts that they came in when they arrive, and its gradients
+beside the parts that they leave in when they are through, with no other on the way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
 from hethub.predictor.cost.software import held_gradient_bytes
 from hethub.predictor.memory.activations import HeldActivations
 from hethub.predictor.memory.parameters import StageParameters
-from hethub.predictor.memory.shards import Shard
+from hethub.predictor.memory.shards import Descent, Shard
 from hethub.predictor.memory.state import Moves
 from hethub.spec.layout.bind import Assignment
 
@@ -40,16 +42,18 @@ def peak(shard: Shard, assignment: Assignment, microbatches: HeldActivations, mo
 def moments(shard: Shard, assignment: Assignment, microbatches: HeldActivations) -> Iterator[Moment]:
     """The moments that can be a rank's peak."""
     layout = shard.layout
+    joins = shard.joins(assignment.replica)
     if layout.plan.goes_chunk_by_chunk:
-        return _chunk_by_chunk(shard, microbatches)
+        descents = shard.descents + (shard.joining_descents if joins else ())
+        return _chunk_by_chunk(descents, microbatches)
     actor = layout.actor_of(assignment.stage, assignment.replica)
     again = (
         layout.loads[assignment.stage][actor].num_microbatches > layout.in_flight[assignment.stage][assignment.replica]
     )
-    return _layer_by_layer(shard.parameters, microbatches, again)
+    return _layer_by_layer(shard.parameters, microbatches, again, joins)
 
 
-def _layer_by_layer(held: StageParameters, microbatches: HeldActivations, again: bool) -> Iterator[Moment]:
+def _layer_by_layer(held: StageParameters, microbatches: HeldActivations, again: bool, joins: bool) -> Iterator[Moment]:
     """A microbatch on its way down; `again`: another went before it, whose last reduction (a tied embedding's, where
     there is one) is still under way."""
     units, tied, top = held.units, held.tied, len(held.units) - 1
@@ -59,12 +63,16 @@ def _layer_by_layer(held: StageParameters, microbatches: HeldActivations, again:
         at_hand = tied if layer in (0, 1, top) else 0.0
         activations = microbatches.activations - (top - layer) * microbatches.freed_by_layer
         yield Moment(activations, units[layer] + below + at_hand, units[layer] + above + tied)
+        if joins:
+            yield Moment(activations, units[layer] + at_hand + max(units[layer], at_hand), above + tied)
+            left = max(2 * units[layer] + tied, 2 * tied * (layer == 0))
+            yield Moment(activations - microbatches.freed_by_layer, units[layer] + below + at_hand, left)
 
 
-def _chunk_by_chunk(shard: Shard, microbatches: HeldActivations) -> Iterator[Moment]:
+def _chunk_by_chunk(descents: Iterable[Descent], microbatches: HeldActivations) -> Iterator[Moment]:
     """Chunk by chunk, all microbatches of one before the next: what those behind have kept is gone."""
-    kept = [microbatches.activations - freed for freed in accumulate(microbatches.freed_by_chunk[:0:-1], initial=0.0)][
-        ::-1
-    ]
-    for chunk, passed, weights, gradients in shard.descents:
-        yield Moment(kept[chunk] - passed * microbatches.freed_by_layer, weights, gradients)
+    by_chunk = microbatches.freed_by_chunk
+    kept = [microbatches.activations - freed for freed in accumulate(by_chunk[:0:-1], initial=0.0)][::-1]
+    for chunk, passed, gone, weights, gradients in descents:
+        freed = passed * microbatches.freed_by_layer + gone * by_chunk[chunk]
+        yield Moment(kept[chunk] - freed, weights, gradients)

@@ -19,6 +19,7 @@ class Descent(NamedTuple):
 
     chunk: int
     layers_passed: int  # in that chunk, by the first microbatch
+    gone: float  # part of that chunk, by all microbatches
     weights: float
     gradients: float
 
@@ -79,6 +80,19 @@ class Shard:
         """Through the stage's chunks, where these go one after another."""
         return _descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))
 
+    @cached_property
+    def joining_descents(self) -> tuple[Descent, ...]:
+        """Likewise, where units are joined."""
+        return _joining_descents(self.parameters.units, self.parameters.tied, tuple(self.chunks))
+
+    def joins(self, replica: int) -> bool:
+        """Whether a replica's ranks join the parts of tensors that lie apart on them in copies, since another replica cuts
+        tensors in other places. Other frameworks cut alike."""
+        own, replicas = self.spec.replicas[replica], self.spec.replicas
+        if self.spec.cut_alike or not self.software.gathers_ahead:
+            return False
+        return not all(own.tp % each.tp == 0 and not each.tensor_shares for each in replicas)
+
 
 @lru_cache(maxsize=1024)
 def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> tuple[Descent, ...]:
@@ -93,6 +107,28 @@ def _descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> t
         downward = [*chunks[chunk][::-1], chunks[chunk - 1][-1] if chunk else 0.0]
         for passed, entered in enumerate(accumulate(downward[:-1])):
             weights = entered + downward[passed + 1] + at_hand
-            found.append(Descent(chunk, passed, weights, entered + above + tied))
+            found.append(Descent(chunk, passed, 0.0, weights, entered + above + tied))
         above = chunks[chunk][0]
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _joining_descents(units: tuple[int, ...], tied: int, ranges: tuple[Range, ...]) -> tuple[Descent, ...]:
+    """A unit's weights beside the parts they came in, when the first microbatch enters it; its gradients beside the parts
+    they leave in, when the last one has."""
+    found, above = [], 0.0
+    for chunk in range(len(ranges) - 1, -1, -1):
+        own, last = ranges[chunk], ranges[chunk].stop - 1
+        at_hand = tied * (chunk in (0, len(ranges) - 1))
+        for layer in range(last, own.start - 1, -1):
+            entered, left = sum(units[layer : own.stop]), sum(units[own.start : layer + 1])
+            found.append(
+                Descent(
+                    chunk, last - layer, 0.0, entered + units[layer] + at_hand, entered - units[layer] + above + tied
+                )
+            )
+            below = units[layer - 1] if layer == own.start and layer else 0.0
+            gone = (own.stop - layer) / own.size
+            found.append(Descent(chunk, 0, gone, left + below + at_hand, left + units[layer] + tied))
+        above = units[own.start]
     return tuple(found)

@@ -57,7 +57,7 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
         brought += width
     update = brought * owned / held.total * shard.bucket_elements if brought else 0.0
     if offloaded and level < 3:
-        update = max(update, width * max(held.units))
+        update = max(update, width * max(held.units) * (1 + shard.joins(assignment.replica)))
     # Other frameworks' buffers are in what was fitted on them.
     ours = software.gathers_ahead
     return Resident(
@@ -75,14 +75,11 @@ def resident(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> Resident:
 
 
 def _joined_bytes(shard: Shard, assignment: Assignment) -> float:
-    """Copies of gradients whose parts lie apart on this rank, where another replica cuts tensors in other places: all of
-    them are there when the last reduction starts (hethub.runtime.state.reduction). Other frameworks cut alike."""
-    stage, own = shard.spec, shard.layout.replica(assignment.stage, assignment.replica)
-    if stage.cut_alike or stage.zero >= 2 or not shard.software.gathers_ahead:
+    """Copies of gradients whose parts lie apart: all of them are there when the last reduction starts
+    (hethub.runtime.state.reduction). What comes and goes is joined unit by unit (hethub.predictor.memory.peak)."""
+    if shard.spec.zero >= 2 or not shard.joins(assignment.replica):
         return 0.0
-    is_finest = all(own.tp % each.tp == 0 and not each.tensor_shares for each in stage.replicas)
-    matrices = shard.parameters.total - shard.parameters.norms
-    return 0.0 if is_finest else gradient_bytes(shard.width) * matrices
+    return gradient_bytes(shard.width) * (shard.parameters.total - shard.parameters.norms)
 
 
 def _block_bytes(shard: Shard) -> float:

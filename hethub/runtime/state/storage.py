@@ -164,9 +164,9 @@ class FlatStorage:
         return sum(tensor.nbytes for tensor in (self.weights, self.grads, *owned, *self.owned_grads.values()))
 
 
-def take(flat: Tensor, ranges: Sequence[Range]) -> Tensor:
-    """The ranges of `flat` one after the other: a view where there is one, else a copy."""
-    if len(ranges) == 1:
+def take(flat: Tensor, ranges: Sequence[Range], *, copied: bool = False) -> Tensor:
+    """The ranges of `flat` one after the other: a view where there is one, unless a copy is asked for; else a copy."""
+    if len(ranges) == 1 and not copied:
         return flat[ranges[0].start : ranges[0].stop]
     return torch.cat([flat[r.start : r.stop] for r in ranges]) if ranges else flat[:0]
 

@@ -17,10 +17,9 @@ from hethub.runtime.state.storage import shaped, take
 
 @dataclass
 class _Reducing:
-    """A unit's full gradient on its way to its owners."""
+    """A unit's full gradient on its way to its owners: views of its buffer, or copies where runs lie apart."""
 
     unit: int
-    buffer: Tensor
     works: list[tuple["dist.Work | None", LocalPiece, Tensor]]
 
 
@@ -58,17 +57,21 @@ class ZeroGradients:
 
     def close(self, unit: int) -> None:
         """Starts the reduction of what this round added, zeros where that was nothing; two are under way at most."""
-        self._land(left=1)
+        pieces = self._reducer.units[unit]
+        lies_apart = any(len(piece.grads) > 1 for piece in pieces)
+        # Copies take their buffer's place, beside which they are for a moment: two units in all.
+        self._land(left=0 if lies_apart else 1)
         buffer = self._open.pop(unit)
         for placed, _ in self._storage.unit_maps[unit].held:
             parameter = self._storage.parameters[placed.info.name]
             parameter.close()
             parameter.grad = self._storage.grads[:0]  # not a view of the buffer, which would keep all of it
         works = []
-        for piece in self._reducer.units[unit]:
-            flat = take(buffer, piece.grads)
+        for piece in pieces:
+            flat = take(buffer, piece.grads, copied=lies_apart)
+            self._meter.take(flat)
             works.append((piece.start_reduction(flat), piece, flat))
-        self._reducing.append(_Reducing(unit, buffer, works))
+        self._reducing.append(_Reducing(unit, works))
         self.reductions[unit] += 1
 
     def finish(self) -> None:

@@ -4,7 +4,7 @@ or fetched from the host.
 A unit is what comes and goes as one, as in FSDP (hethub.runtime.state.zero).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import torch
@@ -19,11 +19,14 @@ from hethub.runtime.state.storage import put, shaped, take
 
 @dataclass
 class _Present:
-    """A unit's weights on the device, or on their way there."""
+    """A unit's weights on the device, or on their way there.
 
-    buffer: Tensor
+    Pieces whose runs lie apart here come in tensors of their own; there is no buffer until they are on the device.
+    """
+
+    buffer: Tensor | None = None
     fetch: Fetch | None = None
-    works: list[tuple["dist.Work | None", LocalPiece, Tensor]] = field(default_factory=list)
+    works: deque[tuple["dist.Work | None", LocalPiece, Tensor]] = field(default_factory=deque)
     is_complete: bool = False
 
 
@@ -47,22 +50,28 @@ class ZeroWeights:
         if unit in self._present:
             return
         storage = self._storage
-        buffer = torch.empty(storage.unit_maps[unit].numel, dtype=storage.dtype, device=storage.device)
-        self._meter.take(buffer)
-        present = self._present[unit] = _Present(buffer)
+        present = self._present[unit] = _Present()
         if storage.shards_weights:
             self._start_gather(unit, present)
         else:
             assert storage.arena is not None
-            present.fetch = storage.arena.fetch(storage.offloaded_weights[unit], buffer)
+            present.buffer = self._empty(storage.unit_maps[unit].numel)
+            present.fetch = storage.arena.fetch(storage.offloaded_weights[unit], present.buffer)
         self.gathers[unit] += 1
         self.most_present = max(self.most_present, len(self._present))
         self.most_chunks = max(self.most_chunks, len({self._chunk_of[unit] for unit in self._present}))
 
+    def _empty(self, numel: int) -> Tensor:
+        buffer = torch.empty(numel, dtype=self._storage.dtype, device=self._storage.device)
+        self._meter.take(buffer)
+        return buffer
+
     def _start_gather(self, unit: int, present: _Present) -> None:
         owned, pieces, arena = self._storage.owned_weights[unit], self._reducer.units[unit], self._storage.arena
+        if all(len(piece.weights) == 1 for piece in pieces):
+            present.buffer = self._empty(self._storage.unit_maps[unit].numel)
         for piece in pieces:
-            flat = take(present.buffer, piece.weights)
+            flat = self._empty(piece.piece.numel) if present.buffer is None else take(present.buffer, piece.weights)
             own, kept = flat[piece.own.start : piece.own.stop], owned[piece.home.start : piece.home.stop]
             own.copy_(kept) if arena is None else arena.fetch(kept, own).wait()
             present.works.append((piece.start_gather(flat), piece, flat))
@@ -74,13 +83,16 @@ class ZeroWeights:
             return
         if present.fetch is not None:
             present.fetch.wait()
-        for work, piece, flat in present.works:
+        whole = self._storage.unit_maps[unit]
+        if present.buffer is None:
+            present.buffer = self._empty(whole.numel)
+        while present.works:
+            work, piece, flat = present.works.popleft()
             if work is not None:
                 work.wait()
             put(present.buffer, piece.weights, flat)
-        present.works.clear()
         present.is_complete = True
-        for placed, _, view in self._storage.unit_maps[unit].views(present.buffer):
+        for placed, _, view in whole.views(present.buffer):
             self._storage.parameters[placed.info.name].weight = shaped(view, placed)
 
     def free(self, unit: int) -> None:

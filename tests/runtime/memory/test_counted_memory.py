@@ -22,6 +22,11 @@ def pair(zero: int, **more: Any) -> list[dict[str, Any]]:
     return [stage((0, 6), replica([0], 4, 2), replica([1], 4, 2), zero=zero, **more)]
 
 
+def unlike(zero: int, **more: Any) -> list[dict[str, Any]]:
+    """The first rank joins the parts that the two others hold of every tensor."""
+    return [stage((0, 6), replica([0], 4, 2), replica([1, 2], 4, 2), zero=zero, **more)]
+
+
 def chunks(**more: Any) -> list[dict[str, Any]]:
     return [
         chunked([(0, 1), (2, 3), (4, 5)], replica([0], 8, 2), **more),
@@ -41,6 +46,15 @@ CASES = [
     Case(name="zero3, layered, all offloaded", stages=pair(3, offload=ALL), schedule="layered"),
     Case(name="zero0, all offloaded", stages=pair(0, offload=ALL)),
     Case(name="zero2, all offloaded, bf16", stages=pair(2, offload=ALL), precision="bf16"),
+    Case(name="zero2, tp 1 beside tp 2", stages=unlike(2)),
+    Case(name="zero3, tp 1 beside tp 2", stages=unlike(3)),
+    Case(name="zero3, tp 1 beside tp 2, tied head", stages=unlike(3), model=MODEL.replace(tied_head=True)),
+    Case(name="zero3, tp 1 beside tp 2, layered", stages=unlike(3), schedule="layered"),
+    Case(
+        name="zero3, tp 1 beside tp 2, ministages",
+        stages=[chunked([(0, 3), (3, 6)], replica([0], 4, 2), replica([1, 2], 4, 2), zero=3)],
+        schedule="ministages",
+    ),
     Case(name="ministages", stages=chunks(), schedule="ministages"),
     Case(name="ministages, all offloaded", stages=chunks(offload=ALL), schedule="ministages"),
     Case(

@@ -1,7 +1,9 @@
 """What ZeRO and offload let go is gone: no storage of a unit outlives it, whoever may hold a view."""
 
+import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +107,53 @@ def test_no_more_units_are_alive_than_at_hand(case: Case, most: dict[str, int]) 
     for alive, left in run_ranks(case.size, train_watching, case):
         assert alive == most
         assert left == dict.fromkeys(most, 0)
+
+
+class UnitsAlive:
+    """The most units' worth of flat tensors made in hethub.runtime.state that were alive at once, by type."""
+
+    def __init__(self, unit: int) -> None:
+        self._unit, self._elements = unit, Counter[torch.dtype]()
+        self.most = Counter[torch.dtype]()
+
+    def watch(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Counts what torch's function of that name makes."""
+        make = getattr(torch, name)
+
+        def watched(*args: Any, **named: Any) -> torch.Tensor:
+            made: torch.Tensor = make(*args, **named)
+            if sys._getframe(1).f_globals["__name__"].startswith("hethub.runtime.state"):
+                weakref.finalize(made.untyped_storage(), self._elements.subtract, {made.dtype: made.numel()})
+                self._add(made.dtype, made.numel())
+            return made
+
+        monkeypatch.setattr(torch, name, watched)
+
+    def _add(self, dtype: torch.dtype, elements: int) -> None:
+        self._elements[dtype] += elements
+        end = time.monotonic() + 2  # a thread of the communicator may hold its last operation for a moment yet
+        while self._elements[dtype] > 2 * self._unit and time.monotonic() < end:
+            time.sleep(0.01)
+        self.most[dtype] = max(self.most[dtype], self._elements[dtype] / self._unit)
+
+
+def train_counting(world: Any, case: Case) -> Counter[torch.dtype]:
+    """How many of this rank's largest units were alive at once."""
+    trainer = build_trainer(world, case)
+    found = UnitsAlive(max(each.numel for each in trainer.storage.unit_maps.values()))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "cat"):
+            found.watch(name, patch)
+        for step in range(1, case.steps + 1):
+            trainer.run_step(step)
+    return found.most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "layered"])
+def test_parts_that_lie_apart_are_joined_within_two_units(schedule: str) -> None:
+    """A unit's weights that are on their way lie there once; the copies of its gradients take its buffer's place."""
+    stages = [stage((0, 6), replica([0], 4, 1), replica([1, 2], 4, 2), zero=3)]
+    case = Case(name="unlike", stages=stages, model=SIX, steps=2, precision="bf16", schedule=schedule)
+    alive = run_ranks(case.size, train_counting, case)
+    assert all(most <= 2 for of_rank in alive for most in of_rank.values())
+    assert alive[0] == {torch.bfloat16: 2, torch.float32: 2}  # the largest unit beside its parts
