@@ -71,11 +71,13 @@ class DeviceProfile(Spec):
     layers: tuple[LayerTiming, ...] = Field(min_length=1)
     parts: tuple[PartTiming, ...] = ()
     optimizer_seconds_per_parameter: Positive | None = None
+    optimizer_factor: Positive = 1.0  # of that, or of the estimate, as a run has shown
     memory_bytes: Annotated[int, Field(ge=0)] | None = None  # reserved by the framework before anything is built
     largest_micro_batch: Count | None = None  # of samples, all layers of the model on one rank; None: not looked for
 
-    def slower(self, factor: float, name: str | None = None) -> "DeviceProfile":
-        """The same measurements, all layers' and parts' times `factor`, under another name where one is given."""
+    def slower(self, factor: float, name: str | None = None, *, optimizer: float | None = None) -> "DeviceProfile":
+        """The same measurements, all layers' and parts' times `factor`, the optimizer's times a factor of its own where one
+        is given; under another name where one is given."""
 
         def times(timing: Any) -> Any:
             return timing.replace(
@@ -83,7 +85,8 @@ class DeviceProfile(Spec):
             )
 
         layers, parts = (tuple(map(times, timings)) for timings in (self.layers, self.parts))
-        return self.replace(accelerator=name or self.accelerator, layers=layers, parts=parts)
+        update = self.optimizer_factor * (factor if optimizer is None else optimizer)
+        return self.replace(accelerator=name or self.accelerator, layers=layers, parts=parts, optimizer_factor=update)
 
 
 class ProfileSpec(Spec):
@@ -198,7 +201,11 @@ def _slower(a: DeviceProfile, b: DeviceProfile) -> DeviceProfile:
             or known.forward_seconds + known.backward_seconds < timing.forward_seconds + timing.backward_seconds
         ):
             layers[key] = timing
-    return a.replace(layers=tuple(layers.values()), largest_micro_batch=smallest_micro_batch([a, b]))
+    return a.replace(
+        layers=tuple(layers.values()),
+        optimizer_factor=max(a.optimizer_factor, b.optimizer_factor),
+        largest_micro_batch=smallest_micro_batch([a, b]),
+    )
 
 
 def smallest_micro_batch(devices: Iterable[DeviceProfile]) -> int | None:

@@ -22,6 +22,7 @@ class ProfiledLayerCost(LayerCost):
         """Takes a profile's measurements as ratios to the roofline's estimates."""
         self.extrapolated = False
         self._optimizer_seconds = profile.optimizer_seconds_per_parameter
+        self._optimizer_factor = profile.optimizer_factor
         timings: dict[Part, Sequence[LayerTiming | PartTiming]] = {"layer": profile.layers}
         timings["embedding"] = [timing for timing in profile.parts if timing.part == "embedding"]
         timings["head"] = [timing for timing in profile.parts if timing.part == "head"]
@@ -66,9 +67,9 @@ class ProfiledLayerCost(LayerCost):
         return self._corrected("head", samples, self.seq_len, share)
 
     def optimizer(self, parameters: Number) -> Number:
-        if self._optimizer_seconds is None:
-            return super().optimizer(parameters)
-        return parameters * self._optimizer_seconds
+        estimate = super().optimizer(parameters)
+        seconds = estimate if self._optimizer_seconds is None else parameters * self._optimizer_seconds
+        return seconds * self._optimizer_factor
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:
         """As the roofline's; measured ratios need not fall with size or share, so many of each are looked at."""

@@ -54,3 +54,17 @@ def test_speeds_of_a_long_run_are_told_by_its_last_steps():
     for found in speeds.profile(bound, None).devices:
         usual = estimated(bound, devices[found.accelerator])
         assert found.layers[0].forward_seconds == pytest.approx(2 * usual.layers[0].forward_seconds)
+
+
+def test_an_update_is_slow_by_what_updates_took():
+    """Ranks twice as slow as planned in their layers and three times in their updates; the first step's update comes
+    behind it. A plan that the measured speeds are asked of is foretold what it took."""
+    bound, speeds = layout(), MeasuredSpeeds()
+    planned = planned_seconds(bound, None)
+    factors = {Kind.FORWARD: 2.0, Kind.BACKWARD: 2.0, Kind.STEP: 3.0}
+    taken = [{kind: factors[kind] * seconds for kind, seconds in own.items()} for own in planned]
+    speeds.note(bound, [{**own, Kind.STEP: 0.0} for own in taken], planned)
+    for _ in range(2):
+        speeds.note(bound, taken, planned)
+    again = planned_seconds(bound, speeds.profile(bound, None))
+    assert again == [{kind: pytest.approx(seconds) for kind, seconds in own.items()} for own in taken]
