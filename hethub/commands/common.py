@@ -193,9 +193,7 @@ def program_for(plan: "ProgramPlanSpec", path: Path, job: "Job") -> "ProgramFor"
 
 def planned_for(job: "Job") -> "PlannedFor":
     """What plans of a job are made for. Raises BadInput where only the ranks of a run could tell."""
-    from hethub.spec.plan import PlannedFor
-
-    return PlannedFor(model=job.model, cluster=known_cluster(job), reserve=job.spec.constraints.reserve)
+    return job.planned_for(job.model, known_cluster(job))
 
 
 def strategy_of(job: "Job") -> str:

@@ -138,7 +138,7 @@ def _add_predict(commands: Any) -> None:
 def predict(options: argparse.Namespace) -> None:
     from hethub.predictor import predict as make_prediction
     from hethub.predictor.cost.profile import assumed_speeds, load_profile
-    from hethub.predictor.cost.software import HETHUB, hethub_software
+    from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
     from hethub.spec.layout.bind import bind
@@ -152,7 +152,8 @@ def predict(options: argparse.Namespace) -> None:
             return predict_program_alone(options)
         profile = None if options.profile is None else load_profile(options.profile)
         chosen = _Chosen("plan file", load_plan(options.job), None, None)
-        job, software = made_for(chosen.plan, options.job, None), HETHUB
+        job = made_for(chosen.plan, options.job, None)
+        software = hethub_software(job.compile)
     else:
         given = load_job(options.job, options.set)
         if is_program_job(given, options.plan):
@@ -261,7 +262,7 @@ def _add_diff(commands: Any) -> None:
 
 def diff(options: argparse.Namespace) -> None:
     from hethub.planner import diff as compare
-    from hethub.planner import side_of_program
+    from hethub.planner import side_of_layout, side_of_program
     from hethub.report.tables import print_diff
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import load_plan
@@ -273,7 +274,7 @@ def diff(options: argparse.Namespace) -> None:
             return side_of_program(program, program_made_for(program, path, options.job))
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
-        return bind(plan, job.model, job.cluster)
+        return side_of_layout(bind(plan, job.model, job.cluster), job.compile)
 
     result = compare(side(options.first), side(options.second))
     if options.json:

@@ -40,6 +40,7 @@ def _add_report(commands: Any) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
+    from hethub.predictor.cost.software import hethub_software
     from hethub.report.html import report_run, write_page
     from hethub.report.program import report_program_run, write_program_page
     from hethub.spec.layout.bind import bind
@@ -58,7 +59,7 @@ def report(options: argparse.Namespace) -> None:
         plan, out = load_plan(options.what), options.out or Path("report.html")
         job = made_for(plan, options.what, options.job)
         layout = bind(plan, job.model, job.cluster)
-        write_page(layout, None, out, f"plan {options.what.name}")
+        write_page(layout, None, out, f"plan {options.what.name}", hethub_software(job.compile))
     print(f"written to {out}")
 
 

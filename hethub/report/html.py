@@ -11,6 +11,7 @@ from typing import Any
 
 from hethub.predictor import Prediction, predict
 from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds, load_profile
+from hethub.predictor.cost.software import Software, hethub_software
 from hethub.predictor.pipeline.timeline import Span
 from hethub.predictor.predict import with_staging
 from hethub.report.drawing import legend, losses, stacked, timeline
@@ -54,14 +55,14 @@ def report_run(folder: Path, out: Path) -> None:
         raise BadInput(
             f"{folder}: there is no run here (plan.yaml and cluster.yaml are missing); name the folder that train printed."
         )
-    layout = bind(
-        load_plan(folder / "plan.yaml"), load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml")
-    )
+    plan = load_plan(folder / "plan.yaml")
+    layout = bind(plan, load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml"))
     run = RunFolder(folder)
     measured = Measured(steps=run.rows(), spans=last_step(_read_spans(run.trace)))
     measurements = folder / "profile.json"
     profile = load_profile(measurements) if measurements.exists() else None
-    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", profile)
+    software = hethub_software(plan.job.compile if plan.job else None)
+    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", software, profile)
 
 
 def _read_spans(path: Path) -> list[Span]:
@@ -100,10 +101,16 @@ def last_step(spans: Sequence[Span]) -> list[Span]:
 
 
 def write_page(
-    layout: Layout, measured: Measured | None, out: Path, title: str, profile: ProfileSpec | None = None
+    layout: Layout,
+    measured: Measured | None,
+    out: Path,
+    title: str,
+    software: Software,
+    profile: ProfileSpec | None = None,
 ) -> None:
     """Writes the page for a layout, with what was measured of it where there is a run."""
-    prediction = with_staging(predict(layout, with_timeline=True, profile=profile), layout, profile)
+    prediction = predict(layout, with_timeline=True, profile=profile, software=software)
+    prediction = with_staging(prediction, layout, profile, software)
     sections = [
         _summary(layout, prediction, measured, assumed_speeds(layout.cluster, layout.plan.precision, profile)),
         _section("Cluster", _cluster(layout)),

@@ -21,7 +21,7 @@ from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, writ
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
 from hethub.spec.layout.bind import Layout
-from hethub.spec.plan import PlannedFor, plan_text
+from hethub.spec.plan import plan_text
 
 AUTO = Path("auto")  # `--resume auto`: the run folder to be found
 # Everything in the folder but owner.json and checkpoints/.
@@ -329,8 +329,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 def _plan_text(job: Job, layout: Layout) -> str:
     """A plan file that stands alone."""
-    reserve = job.spec.constraints.reserve
-    return plan_text(layout.plan, PlannedFor(model=layout.model, cluster=layout.cluster, reserve=reserve))
+    return plan_text(layout.plan, job.planned_for(layout.model, layout.cluster))
 
 
 def with_whole_paths(job: Job) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hethub.spec.documents import Source, read_yaml, set_key
 from hethub.spec.errors import BadInput, suggest
 from hethub.spec.lookup import load_model
 from hethub.spec.model import Count, ModelSpec
-from hethub.spec.plan import PlanSpec, ScheduleName, load_plan
+from hethub.spec.plan import PlannedFor, PlanSpec, ScheduleName, load_plan
 
 TOKENIZER = "tokenizer.json"  # of a Hugging Face folder
 PYTHON = "python:"  # begins the name of a model that is Python: python:package.module:factory
@@ -325,6 +325,11 @@ class Job:
     def hugging_face_folder(self) -> Path | None:
         """The folder to take initial weights from, for a model given as `hf:`."""
         return self.base / self.spec.model[3:] if self.spec.model.startswith("hf:") else None
+
+    def planned_for(self, model: ModelSpec, cluster: ClusterSpec) -> PlannedFor:
+        """What the file of a plan that is made under this job says."""
+        reserve, compiles = self.spec.constraints.reserve, self.spec.train.compile
+        return PlannedFor(model=model, cluster=cluster, reserve=reserve, compile=compiles)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:

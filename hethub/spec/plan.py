@@ -111,11 +111,13 @@ def _beyond_one(shares: dict[int, float]) -> str:
 
 
 class PlannedFor(Spec):
-    """What a plan was made for, so that its file stands alone: the model, the cluster, and the memory kept free."""
+    """What a plan was made for, so that its file stands alone: the model, the cluster, the memory kept free, and whether what
+    microbatches run is compiled."""
 
     model: ModelSpec
     cluster: ClusterSpec
     reserve: Annotated[float, Field(ge=0, lt=1)] = 0.06  # of an accelerator's memory
+    compile: bool | None = None  # train.compile
 
 
 class PlanSpec(Spec):

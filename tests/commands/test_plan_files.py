@@ -8,7 +8,9 @@ import yaml
 from hethub.cli import run
 from hethub.planner import diff
 from hethub.planner.explain.diff import describe_stage
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
+from hethub.spec.job import load_job
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlannedFor, PlanSpec, ReplicaSpec, StageSpec, load_plan, save_plan
@@ -40,6 +42,31 @@ def test_a_plan_made_with_set_is_predicted_drawn_and_compared_from_its_file_alon
     capsys.readouterr()
     assert "faster" in (elsewhere / "report.html").read_text()
     assert answer(capsys, "diff", "plan.yaml", "plan.yaml")["differences"] == []
+
+
+def test_plans_are_drawn_and_compared_as_their_jobs_run_them(tmp_path, capsys, monkeypatch):
+    """What microbatches run is compiled or not as the job says: `report` of a plan or a run, `diff` and `predict`."""
+    monkeypatch.chdir(tmp_path)
+    seconds = {}
+    for name in ("true", "false"):
+        job = write_job(tmp_path / name)
+        made = answer(
+            capsys, "plan", job, "--set", f"train.compile={name}", "--set", "plan=auto", "--out", f"{name}.yaml"
+        )
+        seconds[name] = made["step_seconds"]
+        assert answer(capsys, "predict", f"{name}.yaml")["step_seconds"] == made["step_seconds"]
+    assert seconds["true"] < seconds["false"]
+    compared = answer(capsys, "diff", "true.yaml", "false.yaml")
+    assert compared["step_seconds"] == [seconds["true"], seconds["false"]]
+    assert {"key": "job.compile", "first": "True", "second": "False"} in compared["differences"]
+    for what in ("true.yaml", "run"):
+        if what == "run":
+            given = load_job(job, ["train.compile=true"])
+            layout = bind(load_plan("true.yaml"), given.model, given.cluster)
+            RunFolder(tmp_path / "run").start(given, layout, {}, {})
+        assert run(["report", what, "--out", "report.html"]) == 0
+        page = (tmp_path / "report.html").read_text()
+        assert [f"{seconds[name]:.4g} s (80 %" in page for name in ("true", "false")] == [True, False]
 
 
 def test_a_plan_alone_takes_nothing_that_needs_a_job(tmp_path, capsys):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hethub.predictor import predict
+from hethub.predictor.cost.software import hethub_software
 from hethub.spec.base import Spec
 from hethub.spec.layout.bind import Layout
 from hethub.spec.plan import PlanSpec, StageSpec
@@ -62,7 +63,7 @@ def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
 
     A plan of strategy hap comes as `side_of_program`: with a plan of layers it shares batch and cluster.
     """
-    one, two = (each if isinstance(each, Side) else _side_of_layout(each) for each in (first, second))
+    one, two = (each if isinstance(each, Side) else side_of_layout(each) for each in (first, second))
     differences = []
     for key in {**one.keys, **two.keys}:
         (a, a_text), (b, b_text) = one.keys.get(key, _ABSENT), two.keys.get(key, _ABSENT)
@@ -80,14 +81,15 @@ def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
 _ABSENT = (None, None)
 
 
-def _side_of_layout(layout: Layout) -> Side:
-    """Every key of a plan, its model and its cluster."""
+def side_of_layout(layout: Layout, compiles: bool | None = None) -> Side:
+    """Every key of a plan, its model and its cluster; `compiles` is its job's `train.compile`."""
     keys = _plain(layout.plan, set(PlanSpec.model_fields) - {"version", "stages", "job"})
     for index, stage in enumerate(layout.plan.stages):
         texts = describe_stage(stage)
         keys |= {f"stages[{index}].{key}": (getattr(stage, key), texts[key]) for key in StageSpec.model_fields}
     keys |= _described("model", layout.model) | _described("cluster", layout.cluster)
-    found = predict(layout)
+    keys["job.compile"] = (compiles, str(compiles))
+    found = predict(layout, software=hethub_software(compiles))
     return Side(keys, found.step_seconds, found.breakdown, max(entry.bytes for entry in found.memory))
 
 
