@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._distributed_c10d import ReduceOp as CReduceOp
 from torch.distributed import distributed_c10d as c10d
 
@@ -45,14 +44,6 @@ def create_gloo_group(
     group = GlooGroup(store, rank, size, options)
     delete_when_read(store, [f"0/{member}" for member in range(size)], size)
     return group
-
-
-def all_gather_options(timeout: timedelta | None) -> Any:
-    """What an all-gather of a Gloo group takes where it may last longer than the group's timeout."""
-    options = AllgatherOptions()
-    if timeout is not None:
-        options.timeout = timeout
-    return options
 
 
 def require_descriptors(number: int) -> None:

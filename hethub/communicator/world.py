@@ -24,6 +24,7 @@ from hethub.communicator.work import Operation
 from hethub.kernels.device import Device, choose_device
 from hethub.spec.errors import RunFailed
 
+_OBJECTS_TAG = 2**30  # beyond those of all messages
 _NEWS_SECONDS = 2.0  # a lost connection is often felt before its cause is told
 
 
@@ -160,19 +161,33 @@ class World:
     def all_gather_objects(self, value: Any, patience: timedelta | None = None) -> list[Any]:
         """Every rank's JSON-able `value`, in rank order, over the Gloo group of all ranks.
 
-        `patience` in place of the world's timeout is for values that ranks compute for unlike times: a dead rank is
-        named all the same, by the watch.
+        In each round a rank passes on all it has, which doubles what it knows: log2(ranks) rounds. Gloo's own all-gather
+        goes around a ring, which at every step would wait for as many messages as there are ranks. `patience` in place
+        of the world's timeout is for values that ranks compute for unlike times: a dead rank is named all the same, by
+        the watch.
         """
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        gloo, options = self._context.gloo, torch_private.all_gather_options(patience)
+        data = json.dumps(value).encode()
         with self.guard("all_gather_objects"):
-            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-            gloo.allgather([lengths], [torch.tensor([data.numel()])], options).wait()
-            padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
-            padded[: data.numel()] = data
-            rows = [torch.empty_like(padded) for _ in range(self.size)]
-            gloo.allgather([rows], [padded], options).wait()
-        return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(rows, lengths, strict=True)]
+            for distance in (1 << number for number in range((self.size - 1).bit_length())):
+                to, source = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+                length = self._swapped(torch.tensor([len(data)]), to, source, 1, patience)
+                sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                data += b"," + bytes(self._swapped(sent, to, source, int(length), patience).numpy())
+        values = json.loads(b"[" + data + b"]")  # of this rank, the next, and so on around, some twice
+        return [values[(rank - self.rank) % self.size] for rank in range(self.size)]
+
+    def _swapped(
+        self, sent: torch.Tensor, to: int, source: int, numel: int, patience: timedelta | None
+    ) -> torch.Tensor:
+        """What `source` sends while `sent` goes to another rank."""
+        gloo, received = self._context.gloo, torch.empty(numel, dtype=sent.dtype)
+        works = [
+            torch_private.gloo_receive(gloo, received, source, _OBJECTS_TAG),
+            torch_private.gloo_send(gloo, sent, to, _OBJECTS_TAG),
+        ]
+        for work in works:
+            work.wait() if patience is None else work.wait(patience)
+        return received
 
     def barrier(self) -> None:
         """Returns when every rank of the world has called it."""

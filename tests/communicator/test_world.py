@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges, torch_private
 from hethub.spec.ranges import from_sizes
 from tests.support.ranks import run_ranks, start_ranks, values
 
@@ -114,13 +114,19 @@ def test_messages_by_tag():
 
 
 def objects(world):
-    world.barrier()
-    return world.all_gather_objects({"rank": world.rank, "text": "x" * world.rank})
+    """What all ranks say, and how many messages this one sent for it."""
+    sent, send = [], torch_private.gloo_send
+    torch_private.gloo_send = lambda group, tensor, *others: (sent.append(tensor), send(group, tensor, *others))[1]
+    found = world.all_gather_objects({"rank": world.rank, "text": "x" * world.rank, "not finite": float("inf")})
+    torch_private.gloo_send = send
+    return found, len(sent)
 
 
-def test_objects_on_the_control_lane():
-    results = run_ranks(3, objects)
-    assert results[2] == [{"rank": r, "text": "x" * r} for r in range(3)]
+@pytest.mark.parametrize(("size", "messages"), [(1, 0), (2, 2), (3, 4), (4, 4), (5, 6)])
+def test_objects_on_the_control_lane(size, messages):
+    """A step waits for them: their messages are as many as a length and a text in each of log2(ranks) rounds."""
+    said = [{"rank": r, "text": "x" * r, "not finite": float("inf")} for r in range(size)]
+    assert run_ranks(size, objects) == [(said, messages)] * size
 
 
 def sums_in_bits(world):
