@@ -11,7 +11,7 @@ from typing import Any
 
 from hethub.predictor import Prediction, predict
 from hethub.predictor.cost.profile import ProfileSpec, assumed_speeds, load_profile
-from hethub.predictor.cost.software import Software, hethub_software
+from hethub.predictor.cost.software import HETHUB, Software, hethub_software
 from hethub.predictor.pipeline.timeline import Span
 from hethub.predictor.predict import with_staging
 from hethub.report.drawing import legend, losses, stacked, timeline
@@ -62,7 +62,7 @@ def report_run(folder: Path, out: Path) -> None:
     measurements = folder / "profile.json"
     profile = load_profile(measurements) if measurements.exists() else None
     software = hethub_software(plan.job.compile if plan.job else None)
-    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", software, profile)
+    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", profile, software)
 
 
 def _read_spans(path: Path) -> list[Span]:
@@ -105,8 +105,8 @@ def write_page(
     measured: Measured | None,
     out: Path,
     title: str,
-    software: Software,
     profile: ProfileSpec | None = None,
+    software: Software = HETHUB,
 ) -> None:
     """Writes the page for a layout, with what was measured of it where there is a run."""
     prediction = predict(layout, with_timeline=True, profile=profile, software=software)
