@@ -104,9 +104,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(uninterrupted,
     damaged.write_bytes(data)
     results = ranks(4, "train", job, "--resume", run, cwd=tmp_path)
     assert [ended.exit_code for ended in results] == [0] * 4
-    (paragraph,) = [line for ended in results for line in ended.paragraphs]
-    assert "step-4" in paragraph
-    assert "__3_0.distcp" in paragraph
+    named, moved = [line for ended in results for line in ended.paragraphs]
+    assert "step-4" in named
+    assert "__3_0.distcp" in named
+    assert "step-4.set-aside" in moved
     assert "resumed behind step 2" in results[0].stdout
     assert losses(run) == losses(whole)
 
