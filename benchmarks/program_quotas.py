@@ -33,6 +33,7 @@ from hethub.kernels.device import Device
 from hethub.predictor.cost.operators import Product, Work
 from hethub.runtime.launch.consensus import all_gather, broadcast
 from hethub.spec.program import ProgramSpec
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
@@ -40,7 +41,6 @@ from hethub.synthesis.planning import data_parallel, plan_model, program_of
 from hethub.synthesis.program import Program
 from hethub.synthesis.ratios import by_speed, even
 from hethub.synthesis.rules import Rules
-from hethub.synthesis.trace import trace
 from tests.support.ranks import start_ranks, values
 
 PARTS = (0.5, 0.2)  # of a core

@@ -36,6 +36,7 @@ from hethub.predictor.cost.layer import Device
 from hethub.predictor.cost.operators import Product, Work
 from hethub.predictor.cost.software import HETHUB
 from hethub.spec.cluster import ClusterSpec
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, Move, Shares, move_cost, rank_seconds
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.pieces import local_shape, run_piece
@@ -43,7 +44,6 @@ from hethub.synthesis.planning import data_parallel
 from hethub.synthesis.program import Execution, runs_beside
 from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import WHOLE, Rule, Rules, State
-from hethub.synthesis.trace import trace
 
 RANKS, FAST, SLOWER = 8, 2, 1.7  # V100 and P100 differ by as much in fp32
 LINKS = {"slow": 4.0, "fast": 0.25}  # all-reducing the weights over computing a data-parallel step

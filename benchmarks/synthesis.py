@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.program import memory_limits
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, precision_of
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.planning import baselines
 from hethub.synthesis.ratios import alternate
 from hethub.synthesis.rules import Rules
-from hethub.synthesis.trace import trace
 
 BATCH_PER_DEVICE = 32  # images or sequences
 BATCHES = {"BERT-MoE": 8}  # every expert sees every token, so that more do not fit

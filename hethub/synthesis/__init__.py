@@ -1,6 +1,6 @@
 """Programs for any model: a PyTorch module is cut over unlike accelerators, proved best under its cost (HAP).
 
-Start reading: planning.py, then trace.py, rules.py, search.py, ratios.py and lower.py.
+Start reading: planning.py, then capture/, rules.py, search.py, ratios.py and lower.py.
 May import: spec, predictor, communicator.
 """
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan
 from hethub.synthesis.program import Program
-from hethub.synthesis.trace import trace
 
 __all__ = ["Program", "Step", "compile", "plan", "state_dict"]
 

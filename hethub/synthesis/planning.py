@@ -7,6 +7,7 @@ import torch
 
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.program import memory_limits
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, WithoutLatency, precision_of
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import fingerprint
@@ -15,7 +16,6 @@ from hethub.synthesis.ratios import alternate, by_speed, even
 from hethub.synthesis.rules import PARTIAL, Cut, Rule, Rules
 from hethub.synthesis.search import Problem, Search
 from hethub.synthesis.table import HEAVY, short
-from hethub.synthesis.trace import trace
 
 
 def plan(

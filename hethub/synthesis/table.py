@@ -46,15 +46,16 @@ class Shapes:
         return [Label((d,) * len(self.inputs), (d,) * len(self.outputs)) for d in alike]
 
 
+def aligned(shape: Shape, out: Shape, d: int) -> int | None:
+    """Which dimension of an input is dimension `d` of what it is broadcast to; None where it is the same along it."""
+    own = d - len(out) + len(shape)
+    return own if own >= 0 and shape[own] == out[d] else None
+
+
 def pointwise(op: Shapes) -> list[Label]:
     out = op.outputs[0]
-
-    def aligned(shape: Shape, d: int) -> int | None:
-        own = d - len(out) + len(shape)
-        return own if own >= 0 and shape[own] == out[d] else None
-
     return [
-        Label(tuple(aligned(shape, d) for shape in op.inputs), (d,) * len(op.outputs))
+        Label(tuple(aligned(shape, out, d) for shape in op.inputs), (d,) * len(op.outputs))
         for d in range(len(out))
         if out[d] > 1
     ]
@@ -64,14 +65,21 @@ def mm(op: Shapes) -> list[Label]:
     return [Label((0, None), (0,)), Label((None, 1), (1,)), Label((1, 0), (SUM,))]
 
 
-def addmm(op: Shapes) -> list[Label]:
-    bias = op.inputs[0]
-    row = 0 if len(bias) == 2 and bias[0] > 1 else None
-    return [Label((row, 0, None), (0,)), Label((len(bias) - 1, None, 1), (1,)), Label((SUM, 1, 0), (SUM,))]
-
-
 def bmm(op: Shapes) -> list[Label]:
     return [Label((0, 0), (0,)), Label((1, None), (1,)), Label((None, 2), (2,)), Label((2, 1), (SUM,))]
+
+
+def mv(op: Shapes) -> list[Label]:
+    return [Label((0, None), (0,)), Label((1, 0), (SUM,))]
+
+
+def product_and_bias(op: Shapes) -> list[Label]:
+    """A product, and what is added to it."""
+    bias, out = op.inputs[0], op.outputs[0]
+    return [
+        Label((aligned(bias, out, d) if isinstance(d := label.outputs[0], int) else d, *label.inputs), label.outputs)
+        for label in (bmm(op) if len(out) == 3 else mm(op))
+    ]
 
 
 def permute(op: Shapes) -> list[Label]:
@@ -98,7 +106,7 @@ def along(*names: str) -> Callable[[Shapes], list[Label]]:
 
 
 def along_last(op: Shapes) -> list[Label]:
-    """topk and sort: along the given dimension, which is the last unless told."""
+    """topk, sort and glu: along the given dimension, which is the last unless told."""
     return op.all_but(op.argument("dim", -1))
 
 
@@ -126,13 +134,14 @@ def reduction(op: Shapes, sums: bool) -> list[Label]:
 
 
 def removed(op: Shapes) -> list[Label]:
-    """select, squeeze: the dimensions of the argument `dim` go."""
+    """select, unbind, squeeze: the dimensions of the argument `dim` go."""
     given, rank = op.argument("dim", 0), len(op.inputs[0])
-    gone = {d % rank for d in ([given] if isinstance(given, int) else given)}
-    if op.operator.key != "aten.select.int":
-        gone = {d for d in gone if op.inputs[0][d] == 1}
-    kept = [d for d in range(rank) if d not in gone]
-    return [Label((source,), (target,)) for target, source in enumerate(kept)]
+    if not rank:
+        return []
+    named = {d % rank for d in ([given] if isinstance(given, int) else given)}
+    stays = {d for d in named if short(op.operator).startswith("squeeze") and op.inputs[0][d] > 1}
+    kept = [d for d in range(rank) if d not in named - stays]  # what stays must not be cut to 1
+    return [Label((d,), (target,) * len(op.outputs)) for target, d in enumerate(kept) if d not in stays]
 
 
 def added(op: Shapes) -> list[Label]:
@@ -144,8 +153,18 @@ def added(op: Shapes) -> list[Label]:
 
 
 def padded(op: Shapes) -> list[Label]:
-    """The dimensions that keep their size."""
-    return op.all_but()
+    """The argument `pad` has two numbers for each dimension, the last one's first; 1 and -1 shift it."""
+    last = len(op.inputs[0]) - 1
+    return op.all_but(*(last - place // 2 for place, size in enumerate(op.argument("pad")) if size))
+
+
+def rolled(op: Shapes) -> list[Label]:
+    """Without dimensions the flat tensor is."""
+    return along("dims")(op) if op.argument("dims") else []
+
+
+def triangle(op: Shapes) -> list[Label]:
+    return op.all_but(-2, -1)
 
 
 def split(op: Shapes) -> list[Label]:
@@ -163,8 +182,10 @@ def embedding(op: Shapes) -> list[Label]:
 
 
 def embedding_backward(op: Shapes) -> list[Label]:
+    """Where gradients are divided by how often a row is looked up, that is counted over the whole batch."""
     last = len(op.inputs[0]) - 1
-    return [Label((last, None), (1,)), *(Label((d, d), (SUM,)) for d in range(len(op.inputs[1])))]
+    summed = 0 if op.argument("scale_grad_by_freq") else len(op.inputs[1])
+    return [Label((last, None), (1,)), *(Label((d, d), (SUM,)) for d in range(summed))]
 
 
 def layer_norm(op: Shapes) -> list[Label]:
@@ -213,14 +234,18 @@ def pictures(op: Shapes) -> list[Label]:
 
 
 def attention(op: Shapes) -> list[Label]:
-    """Each sample and each head alone; a mask may be the same for all of them."""
+    """Each sample and each head alone; a mask may be the same for all of them, or speak of queries and keys only."""
     labels = []
+    mask = op.argument("attn_mask")
     for d in (0, 1):
         size = op.inputs[0][d]
-        if size > 1 and all(s[d] in (1, size) for s in op.inputs) and all(s[d] == size for s in op.outputs):
-            if any(s[d] != size for s in op.inputs[:3]):
-                continue  # heads that share keys
-            labels.append(Label(tuple(d if s[d] == size else None for s in op.inputs), (d,) * len(op.outputs)))
+        dims = [
+            None if mask is not None and place == mask.index and (len(s) < 4 or s[d] == 1) else d
+            for place, s in enumerate(op.inputs)
+        ]
+        pairs = [*zip(op.inputs, dims, strict=True), *((s, d) for s in op.outputs)]
+        if all(own is None or s[own] == size for s, own in pairs):  # heads may share keys
+            labels.append(Label(tuple(dims), (d,) * len(op.outputs)))
     return labels
 
 
@@ -242,21 +267,31 @@ def extremes(op: Shapes) -> list[Label]:
 
 _TABLE: list[tuple[Callable[[Shapes], list[Label]], str]] = [
     (mm, "mm.default"),
-    (addmm, "addmm.default"),
     (bmm, "bmm.default"),
+    (mv, "mv.default"),
+    (product_and_bias, "addmm.default baddbmm.default"),
     (permute, "t.default transpose.int permute.default"),
-    (pointwise, "expand.default"),
-    (along("dim"), "_softmax.default _log_softmax.default _safe_softmax.default cumsum.default flip.default"),
+    (pointwise, "expand.default copy.default fill.Scalar masked_fill.Tensor"),
+    (pointwise, "hardswish.default _prelu_kernel.default log_sigmoid_forward.default log_sigmoid_backward.default"),
+    (pointwise, "leaky_relu_backward.default elu_backward.default hardtanh_backward.default softplus_backward.default"),
+    (pointwise, "hardswish_backward.default hardsigmoid_backward.default mish_backward.default"),
+    (pointwise, "_prelu_kernel_backward.default softshrink_backward.default hardshrink_backward.default"),
+    (along("dim"), "_softmax.default _log_softmax.default _safe_softmax.default cumsum.default"),
+    (along("dims"), "flip.default"),
+    (rolled, "roll.default"),
+    (triangle, "tril.default triu.default"),
     (along("dim"), "_softmax_backward_data.default _log_softmax_backward_data.default"),
     (along("dim"), "gather.default scatter.src scatter.value scatter_add.default"),
     (along("dim"), "cat.default split.Tensor split_with_sizes.default"),
-    (along_last, "topk.default sort.default"),
+    (along_last, "topk.default sort.default glu.default glu_backward.default"),
     (slices, "slice.Tensor"),
     (sums, "sum.default sum.dim_IntList"),
-    (extremes, "amax.default amin.default argmax.default max.dim min.dim any.dim all.dim"),
-    (removed, "select.int squeeze.dim squeeze.dims"),
+    (extremes, "amax.default amin.default argmax.default max.dim min.dim any.dim all.dim logsumexp.default"),
+    (extremes, "linalg_vector_norm.default"),
+    (removed, "select.int unbind.int squeeze.dim squeeze.dims"),
     (added, "unsqueeze.default select_backward.default"),
-    (padded, "slice_backward.default constant_pad_nd.default new_zeros.default new_full.default"),
+    (padded, "constant_pad_nd.default"),
+    (Shapes.all_but, "slice_backward.default new_zeros.default new_full.default"),  # what keeps its size
     (stack, "stack.default"),
     (embedding, "embedding.default"),
     (embedding_backward, "embedding_dense_backward.default"),
@@ -274,10 +309,17 @@ _TABLE: list[tuple[Callable[[Shapes], list[Label]], str]] = [
 LABELS = {name: labels for labels, names in _TABLE for name in names.split()}
 # What computes matrix products, or gathers rows of a table: the axes that they can be cut along are worth cutting.
 HEAVY = (
-    "mm.default", "addmm.default", "bmm.default", "convolution.default", "convolution_backward.default",
-    "embedding.default", "_scaled_dot_product_flash_attention_for_cpu.default",
+    "mm.default", "addmm.default", "bmm.default", "baddbmm.default", "mv.default", "convolution.default",
+    "convolution_backward.default", "embedding.default", "_scaled_dot_product_flash_attention_for_cpu.default",
 )  # fmt: skip
-COPIES = ("clone.default", "_to_copy.default", "ones_like.default", "zeros_like.default", "full_like.default")
+COPIES = (
+    "clone.default",
+    "_to_copy.default",
+    "empty_like.default",
+    "ones_like.default",
+    "zeros_like.default",
+    "full_like.default",
+)
 RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default")
 
 # Operators that map a sum of inputs to the sum of their outputs, by the inputs that must be partial sums together.
@@ -315,7 +357,7 @@ def labels_of(op: Shapes) -> list[Label] | None:
 def _fits(label: Label, op: Shapes) -> bool:
     """Whether the dimensions of a label have one size, above 1."""
     pairs = [*zip(op.inputs, label.inputs, strict=True), *zip(op.outputs, label.outputs, strict=True)]
-    sizes = {shape[d] for shape, d in pairs if isinstance(d, int)}
+    sizes = {shape[d] if d < len(shape) else 0 for shape, d in pairs if isinstance(d, int)}
     return len(sizes) == 1 and sizes.pop() > 1
 
 

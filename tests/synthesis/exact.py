@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 
 from hethub.spec.cluster import ClusterSpec
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, Shares, precision_of
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import program_of
 from hethub.synthesis.program import Execution, Program
 from hethub.synthesis.rules import WHOLE, Rules
-from hethub.synthesis.trace import trace
 from tests.synthesis.models import build
 
 STEPS = 3

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hethub.runtime.memory.allocator import map_large_blocks
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import memory_limits
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
@@ -22,7 +23,6 @@ from hethub.synthesis.planning import plan_graph, pose
 from hethub.synthesis.program import Living, Program
 from hethub.synthesis.ratios import even
 from hethub.synthesis.search import Problem
-from hethub.synthesis.trace import trace
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster
 from tests.synthesis.exact import check, reference, reference_of, steps_of, train

@@ -8,11 +8,11 @@ import torch
 
 from hethub.runtime.program.llama import Llama
 from hethub.spec.model import ModelSpec
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.pieces import joined, piece, run_piece
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, reshaped
-from hethub.synthesis.trace import trace
 from tests.synthesis.clusters import cluster
 from tests.synthesis.models import NAMES, build
 
@@ -160,3 +160,39 @@ def test_an_unknown_operator_is_computed_whole_and_named() -> None:
     assert any("matrix_exp" in name for name in rules.unknown)
     number = next(n for n, operator in enumerate(graph.operators) if "matrix_exp" in operator.key)
     assert rules.of[number] == [Rule((WHOLE,), (WHOLE,))]
+
+
+class Everyday(torch.nn.Module):
+    """Every activation of torch and the losses that are means over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn = torch.nn
+        kinds = (
+            nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.PReLU, nn.Mish, nn.Softplus, nn.ReLU6, nn.LogSigmoid, nn.Hardsigmoid, nn.CELU,
+            nn.SELU, nn.Softshrink, nn.Hardshrink, nn.SiLU, nn.GELU, nn.Tanhshrink, nn.Softsign, nn.Hardtanh, nn.GLU,
+        )  # fmt: skip
+        self.layer, self.activations = nn.Linear(8, 8), nn.ModuleList([kind() for kind in kinds])
+
+    def forward(self, values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        functional, given = torch.nn.functional, self.layer(values)
+        sums = torch.stack([activation(given).sum(-1) for activation in self.activations[:-1]], 1)
+        made = self.activations[-1](sums[:, :16] + torch.cat([torch.triu(given.roll(1, -1)[:, None])[:, 0]] * 2, 1))
+        losses = (functional.smooth_l1_loss, functional.huber_loss, functional.mse_loss, functional.soft_margin_loss)
+        both = made.sigmoid(), target.sigmoid()
+        return (
+            sum(loss(made, target) for loss in losses)
+            + functional.binary_cross_entropy(*both)
+            + functional.binary_cross_entropy_with_logits(made, both[1])
+            + made.logsumexp(-1).mean() + made.norm(dim=-1).mean()
+        )  # fmt: skip
+
+
+def test_the_usual_activations_and_losses_have_rules() -> None:
+    graph = trace(Everyday(), (torch.randn(6, 8), torch.randn(6, 8)))
+    rules = Rules(graph)
+    assert not rules.unknown
+    samples = rules.axis(graph.inputs[0], Cut(0, 1))
+    for number, operator in enumerate(graph.operators):
+        if graph.shapes_out(operator)[0][:1] == (6,):
+            assert samples in {rules.axis_of(number, rule) for rule in rules.of[number]}, operator.key

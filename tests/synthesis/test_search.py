@@ -8,13 +8,13 @@ import torch
 import torch.nn as nn
 
 from hethub.spec.errors import BadInput
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.costs import Costs, Model, Shares, precision_of, rank_seconds
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, even, fit, rounded, starts
 from hethub.synthesis.rules import WHOLE, Rules, State
 from hethub.synthesis.search import Problem, Search, search
-from hethub.synthesis.trace import trace
 from tests.synthesis.clusters import cluster, random_cluster
 from tests.synthesis.exact import reference
 

@@ -8,11 +8,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from hethub import synthesis
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.program import Program
-from hethub.synthesis.trace import trace
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster
 from tests.synthesis.exact import Holder, adamw

@@ -8,10 +8,10 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import STRATEGIES, ConstraintsSpec, Job
 from hethub.spec.program import ProgramFor, ProgramPlanSpec
+from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.planning import baselines, plan_model, pose
 from hethub.synthesis.search import Search
-from hethub.synthesis.trace import trace
 
 KEPT = {"reserve", "time_limit_seconds", "seed", "keep_global_batch"}  # the constraints that programs know
 

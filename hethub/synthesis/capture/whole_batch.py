@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import get_decompositions
 
 from hethub.spec.errors import BadInput
 
@@ -94,22 +95,12 @@ def nll_loss(
     return (losses.sum() if reduction == 2 else losses.sum() / total), total
 
 
-def mse_loss(values: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
-    squares = (values - target) * (values - target)
-    return squares if reduction == 0 else squares.sum() if reduction == 2 else squares.sum() / squares.numel()
-
-
-def mse_loss_backward(
-    gradient: torch.Tensor, values: torch.Tensor, target: torch.Tensor, reduction: int
-) -> torch.Tensor:
-    scale = 2.0 / values.numel() if reduction == 1 else 2.0
-    return (values - target) * gradient * scale
-
-
+# Losses that divide by the number of samples; torch writes them with the means that are written anew above.
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.mean.default: mean,
     aten.mean.dim: mean_dims,
     aten.nll_loss_forward.default: nll_loss,
-    aten.mse_loss.default: mse_loss,
-    aten.mse_loss_backward.default: mse_loss_backward,
+    **get_decompositions([aten.binary_cross_entropy_with_logits]),
+    **get_decompositions([getattr(aten, name + end) for name in LOSSES for end in ("", "_backward")]),
 }

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 from hethub.spec.errors import BadInput
-from hethub.synthesis.trace import trace
+from hethub.synthesis.capture.trace import trace
 from tests.synthesis.models import build
 
 

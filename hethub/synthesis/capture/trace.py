@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hethub.spec.errors import BadInput
+from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized, refuse_batch_norm
 from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor, schema_of
-from hethub.synthesis.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized, refuse_batch_norm
 
 aten: Any = torch.ops.aten
 INPUT = "input "  # begins the names of the user's inputs; no name of a module's has a space
