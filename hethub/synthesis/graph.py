@@ -125,7 +125,7 @@ class Graph:
         why = next((str(guard) for guard in self.guards if not _value(guard, samples)), None)
         if samples < 2:
             why = "one sample may be taken for a dimension that broadcasts"
-        if not any(_is_by_samples(template.tensors[tensor]) for tensor in self.inputs):
+        if not any(is_by_samples(template.tensors[tensor]) for tensor in self.inputs):
             why = "it speaks of that number itself"
         if why:
             raise BadInput(
@@ -136,7 +136,7 @@ class Graph:
     def samples_in(self, inputs: Sequence[torch.Tensor]) -> int:
         """How many samples these inputs have."""
         told = (self.template or self).tensors
-        counts = (v.shape[0] for t, v in zip(self.inputs, inputs, strict=False) if _is_by_samples(told[t]) and v.dim())
+        counts = (v.shape[0] for t, v in zip(self.inputs, inputs, strict=False) if is_by_samples(told[t]) and v.dim())
         return next(counts, self.samples)
 
     @cached_property
@@ -173,7 +173,8 @@ class Graph:
         return [self.tensors[t].shape for t in operator.made]
 
 
-def _is_by_samples(tensor: Tensor) -> bool:
+def is_by_samples(tensor: Tensor) -> bool:
+    """Whether a template's tensor has a piece for every sample."""
     return bool(tensor.shape) and isinstance(tensor.shape[0], BySamples)
 
 

@@ -63,8 +63,9 @@ class Calls(TorchDispatchMode):
             return
         self.counts[key] += 1
         tensors = [
-            Tensor(name="", shape=() if v is None else tuple(v.shape), dtype=getattr(v, "dtype", None)) for v in values
-        ]  # type: ignore[arg-type]
+            Tensor(name="", shape=() if v is None else tuple(v.shape), dtype=torch.bool if v is None else v.dtype)
+            for v in values
+        ]
         operator = Operator(
             name=key, key=key, args=own, kwargs=named, inputs=tuple(range(len(given))),
             outputs=tuple(None if value is None else len(given) + n for n, value in enumerate(made)),

@@ -1,13 +1,10 @@
 """An unmodified module that returns a loss becomes one graph of its forward and backward, for any number of samples."""
 
 import inspect
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +14,8 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hethub.spec.errors import BadInput
+from hethub.synthesis.capture.proof import as_it_was, prove
+from hethub.synthesis.capture.refused import CONSTANT, reason, refuse_hooks, refuse_update
 from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized, refuse_batch_norm
 from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor, schema_of
 
@@ -28,12 +27,19 @@ CHECKS = (aten._assert_tensor_metadata.default, aten._assert_async.msg)  # of va
 
 
 def trace(module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> Graph:
-    """The graph of `module(*example_inputs)` and its gradients; nothing is computed.
+    """The graph of `module(*example_inputs)` and its gradients.
 
     Its shapes are those of the example inputs; `at` gives it for other numbers of samples, dimension 0 of the inputs.
+    Where there are values, a few samples are computed by the module and by the graph; the module stays as it was.
     Raises BadInput, with operator and module named, for what cannot be cut into pieces exactly: control flow that
-    depends on data, writes to inputs, buffers that the step changes, random operators.
+    depends on data, writes to inputs, a state that the step changes, random operators, hooks on gradients.
     """
+    if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
+        raise BadInput(
+            f"{type(module).__name__} is compiled; give the module as it was before torch.compile or torch.jit."
+        )
+    if isinstance(example_inputs, torch.Tensor):
+        raise BadInput("the example inputs are one tensor; pass a tuple, (values,) for a module of one input.")
     for number, value in enumerate(example_inputs):
         if not isinstance(value, torch.Tensor):
             raise BadInput(
@@ -41,7 +47,13 @@ def trace(module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> Gr
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch's own, about itself
-        return _Tracing(module, example_inputs).graph()
+        warnings.filterwarnings("ignore", module=r"torch\.backends")
+        # Without libraries whose kernels torch chooses by the number of samples, which would become conditions of the graph.
+        plain = torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False)
+        with as_it_was(module, with_values=False), plain[0], plain[1]:
+            graph = _Tracing(module, example_inputs).graph()
+        prove(module, graph, example_inputs)
+    return graph
 
 
 class _Tracing:
@@ -63,6 +75,8 @@ class _Tracing:
         self._trained = [
             name for name, value in unique.items() if isinstance(value, torch.nn.Parameter) and value.requires_grad
         ]
+        self._owners = {value.untyped_storage()._cdata: name for name, value in unique.items() if value.numel()}
+        refuse_hooks(unique)
         for name in self._trained:
             self._values[name].requires_grad_()
         for number, value in enumerate(example_inputs):
@@ -100,7 +114,7 @@ class _Tracing:
         except BadInput:
             raise
         except Exception as error:
-            raise BadInput(f"{type(self._module).__name__} cannot be traced: {_reason(error)}") from error
+            raise BadInput(f"{type(self._module).__name__} cannot be traced: {reason(error)}") from error
         return self._build(joint, list(self._updates))
 
     def _traced(self, step: Any) -> fx.GraphModule:
@@ -110,16 +124,24 @@ class _Tracing:
     def _step(self, values: list[torch.Tensor]) -> list[Any]:
         given = dict(zip(self._values, values, strict=True))
         held = {name: given[first] for name, first in self._first.items()}
-        before = dict(held)
-        loss = functional_call(self._module, held, tuple(v for n, v in given.items() if n.startswith(INPUT)))
+        swapped = {f"inner.{name}": value for name, value in held.items()}
+        # Gradients are taken before the module has its own weights back, which recomputed forwards would read.
+        whole = _Then(self._module, lambda loss: self._differentiated(loss, given))
+        results = functional_call(whole, swapped, tuple(v for n, v in given.items() if n.startswith(INPUT)))
         for name, value in held.items():
-            if value is not before[name]:
-                _refuse_update(name)
+            if value is not swapped[f"inner.{name}"]:
+                refuse_update(name)
+        return results
+
+    def _differentiated(self, loss: Any, given: dict[str, torch.Tensor]) -> list[Any]:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise BadInput("the module must return its loss alone: one tensor without dimensions.")
         if not loss.requires_grad:
             raise BadInput("the loss does not depend on any parameter that wants a gradient.")
         gradients = torch.autograd.grad(loss, [given[name] for name in self._trained], allow_unused=True)
+        for name, gradient in zip(self._trained, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise BadInput(f"the gradient of '{name}' is sparse, which ranks cannot add up; set sparse=False.")
         return [loss, *gradients, *self._updates.values()]
 
     @contextmanager
@@ -138,12 +160,13 @@ class _Tracing:
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
-        norms = []
+        names = {}
         for name, module in self._module.named_modules():
             hooks += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave)]
-            if isinstance(module, BATCH_NORMS) and "forward" not in module.__dict__:
-                norms.append(module)
-                module.__dict__["forward"] = partial(normalized, module, name, self._updates)
+            names[module] = name
+        own = [(kind, kind.forward) for kind in BATCH_NORMS]
+        for kind in BATCH_NORMS:
+            kind.forward = lambda norm, values: normalized(norm, names[norm], self._updates, values)
         try:
             yield
         finally:
@@ -151,8 +174,8 @@ class _Tracing:
                 leave()
             for hook in hooks:
                 hook.remove()
-            for norm in norms:
-                del norm.__dict__["forward"]
+            for kind, forward in own:
+                kind.forward = forward
 
     def _build(self, joint: fx.GraphModule, updates: list[str]) -> Graph:
         for node in [node for node in joint.graph.nodes if node.target in CHECKS]:
@@ -161,7 +184,7 @@ class _Tracing:
         placed = {node: next(names) for node in joint.graph.nodes if node.op == "placeholder"}
         for node in joint.graph.nodes:
             if node.target is aten.copy_.default and node.args[0] in placed:
-                _refuse_update(placed[node.args[0]])
+                refuse_update(placed[node.args[0]])
         joint.graph.eliminate_dead_code()
         builder = _Builder()
         output = list(next(node for node in joint.graph.nodes if node.op == "output").args[0])
@@ -171,6 +194,12 @@ class _Tracing:
                 builder.placeholder(node, placed[node])
             elif node.op == "get_attr":
                 constants[node.target] = value = getattr(joint, node.target)
+                owner = self._owners.get(value.untyped_storage()._cdata)
+                if owner is not None:
+                    raise BadInput(
+                        f"'{_module_of(node) or 'the module itself'}' reads '{owner}' past the module's attributes; read it in"
+                        " forward as an attribute of its module (a tied weight too)."
+                    )
                 builder.placeholder(node, node.target, value)
             elif node.op == "call_function":
                 builder.call(node)
@@ -209,27 +238,15 @@ class _Tracing:
         )
 
 
-def _refuse_update(name: str) -> None:
-    owner = name.rpartition(".")[0] or "the module"
-    raise BadInput(
-        f"'{owner}' changes its buffer '{name}' in every step, which ranks would do differently: keep the state of"
-        f" '{owner}' outside of forward."
-    )
+class _Then(torch.nn.Module):
+    """A module, and what is done with its result before its tensors are its own again."""
 
+    def __init__(self, inner: torch.nn.Module, then: Any) -> None:
+        super().__init__()
+        self.inner, self._then = inner, then
 
-def _reason(error: Exception) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        inside = Path(torch.__file__).parent
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(inside)]
-        place = next((f for f in reversed(frames) if f.filename != __file__), None)
-        where = f" ({place.filename}, line {place.lineno}, in {place.name}: {place.line})" if place else ""
-        return (
-            f"its control flow or its shapes depend on the values of tensors: {first}{where}. Compute both ways and choose"
-            " with torch.where, or keep the branch out of forward."
-        )
-    return f"{type(error).__name__}: {first}"
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self._then(self.inner(*inputs))
 
 
 def _writes(node: fx.Node) -> bool:
@@ -290,6 +307,9 @@ class _Builder:
         self.is_forward = True
 
     def placeholder(self, node: fx.Node, name: str, value: Any = None) -> None:
+        if name in self.placed:  # a constant that is read again
+            self.numbers[node] = self.placed[name]
+            return
         self.placed[name] = self.numbers[node] = tensor = self._tensor(node.meta.get("val", value), name)
         if not name.startswith(INPUT):
             self.modules[tensor] = name.rpartition(".")[0]
@@ -312,7 +332,7 @@ class _Builder:
 
     def _operator(self, node: fx.Node) -> None:
         if _writes(node):
-            raise BadInput(f"{node.target} writes in place, and torch did not turn it into a copy; write it as one.")
+            raise BadInput(f"{_module_of(node) or 'the module itself'}: {node.target} {CONSTANT}")
         inputs: list[int] = []
 
         def ref(used: fx.Node) -> Any:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._decomp import get_decompositions
 
 from hethub.spec.errors import BadInput
 
 aten: Any = torch.ops.aten
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS: tuple[Any, ...] = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)  # whose forward all others inherit
 
 
 def refuse_batch_norm(name: str) -> None:
@@ -61,8 +60,13 @@ def _update(
         updates[prefix + name] = held(name) * (1.0 - part) + value * part
 
 
+def _wide(values: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type to sum in: what is summed may be too large for a type of 16 bits that holds the mean."""
+    return torch.float32 if (dtype or values.dtype).itemsize < 4 else dtype
+
+
 def mean(values: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return aten.sum.default(values, dtype=dtype) / values.numel()
+    return (aten.sum.default(values, dtype=_wide(values, dtype)) / values.numel()).to(dtype or values.dtype)
 
 
 def mean_dims(
@@ -72,7 +76,7 @@ def mean_dims(
     count = 1
     for d in dims:
         count *= values.shape[d]
-    return aten.sum.dim_IntList(values, dims, keepdim, dtype=dtype) / count
+    return (aten.sum.dim_IntList(values, dims, keepdim, dtype=_wide(values, dtype)) / count).to(dtype or values.dtype)
 
 
 def nll_loss(
@@ -96,11 +100,12 @@ def nll_loss(
 
 
 # Losses that divide by the number of samples; torch writes them with the means that are written anew above.
-LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+_NAMES = [*(name + end for name in _LOSSES for end in ("", "_backward")), "binary_cross_entropy_with_logits"]
+_TORCHS = torch.export.default_decompositions()
 DECOMPOSITIONS: dict[Any, Any] = {
     aten.mean.default: mean,
     aten.mean.dim: mean_dims,
     aten.nll_loss_forward.default: nll_loss,
-    **get_decompositions([aten.binary_cross_entropy_with_logits]),
-    **get_decompositions([getattr(aten, name + end) for name in LOSSES for end in ("", "_backward")]),
+    **{operator: _TORCHS[operator] for operator in (getattr(aten, name).default for name in _NAMES)},
 }
