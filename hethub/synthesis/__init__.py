@@ -14,7 +14,7 @@ from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan
 from hethub.synthesis.program import Program
 
-__all__ = ["Program", "Step", "compile", "plan", "state_dict"]
+__all__ = ["Program", "Step", "clip_grad_norm_", "compile", "plan", "state_dict"]
 
 
 def compile(
@@ -22,6 +22,11 @@ def compile(
 ) -> Step:
     """This rank's part of `program`: `step(*inputs)` is the global loss, `step.parameters()` are the rank's shards."""
     return Step(module, trace(module, example_inputs), program, group)
+
+
+def clip_grad_norm_(step: Step, max_norm: float) -> float:
+    """As torch.nn.utils.clip_grad_norm_ on one device, whose norm it returns; all ranks call it together."""
+    return step.clip_grad_norm_(max_norm)
 
 
 def state_dict(step: Step) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
 """One rank's part of a program: it runs the step's operators on the rank's pieces and moves what others need."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,21 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256("\n".join([*told, *names]).encode()).hexdigest()[:16]
 
 
-def _check_same(program: Program, exchange: Exchange) -> None:
-    """Raises BadInput on every rank where ranks planned unlike programs, whose collectives would wait for ever."""
-    ends = torch.tensor([program.digest, -program.digest])
+def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
+    """A number that differs where the names, shapes or bits of tensors do."""
+    told = hashlib.blake2b(digest_size=7)
+    for name, value in values:
+        told.update(f"{name} {tuple(value.shape)}".encode())
+        told.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(told.digest())
+
+
+def _check_same(number: int, exchange: Exchange, fault: str) -> None:
+    """Raises BadInput on every rank where ranks have unlike numbers."""
+    ends = torch.tensor([number, -number])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=exchange.group)
     if int(ends[0]) != -int(ends[1]):
-        raise BadInput("the ranks have unlike programs; plan on one rank and send its program to the others.")
+        raise BadInput(fault)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +115,10 @@ class Layout:
         return layout
 
 
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 class Step:
     """`step(*inputs)` is the global loss; the gradients of this rank's shards are then in their `.grad`.
 
@@ -119,7 +133,16 @@ class Step:
             raise BadInput(f"the program is for {program.size} ranks; the group has {group.size()}.")
         self._graph, self._program = graph, program
         self._exchange = Exchange(group)
-        _check_same(program, self._exchange)
+        _check_same(
+            program.digest,
+            self._exchange,
+            "the ranks have unlike programs; plan on one rank and send its program to the others.",
+        )
+        held = [*module.named_parameters(), *module.named_buffers(), *sorted(graph.constants.items())]
+        _check_same(
+            digest(held), self._exchange,
+            "the ranks start from unlike weights or buffers; make the module from one seed on all of them, or load one state.",
+        )  # fmt: skip
         self._planned = Layout.planned(graph, program)
         self._layouts = {graph.samples: self._planned}  # by the number of samples
         self._lasts = {tensor: numbers[-1] for tensor, numbers in graph.consumers.items()}
@@ -152,7 +175,14 @@ class Step:
         held = module.state_dict(keep_vars=True)
         firsts.update({id(owned[name]): name for name in self._graph.updates})
         # Of every entry of the module's state: what it is of the step's own, or its value where the step has no part in it.
-        self._entries = {key: firsts.get(id(value), value.detach().clone()) for key, value in held.items()}
+        self._entries = {key: firsts.get(id(value), _copied(value)) for key, value in held.items()}
+
+    def _shape(self, entry: Any) -> torch.Size | None:
+        """Of an entry of the module's state; None of what is no tensor."""
+        if isinstance(entry, str) and entry in self._shards:
+            return torch.Size(self.shape(entry))
+        held = self._buffers[self._graph.buffers[entry]] if isinstance(entry, str) else entry
+        return getattr(held, "shape", None)
 
     def _own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         tensor, state = self._graph.parameters[name], self._program.kept[name]
@@ -179,7 +209,14 @@ class Step:
 
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
         """What every rank has whole after the step, by tensor, and the gradients of this rank's shards, by name."""
-        held, laid, counts = self._start(inputs), self._layout(inputs), self.peak_bytes is None
+        counts = self.peak_bytes is None
+        if counts:
+            _check_same(
+                digest(enumerate(inputs)), self._exchange,
+                "the ranks were called with unlike batches; every rank takes the whole batch, the same on all (no DistributedSampler,"
+                " one seed), and the program gives it its samples.",
+            )  # fmt: skip
+        held, laid = self._start(inputs), self._layout(inputs)
         gradients: dict[str, Summing] = {}
         for number, operator in enumerate(laid.graph.operators):
             rule = laid.chosen[number]
@@ -285,6 +322,25 @@ class Step:
         """Of the whole parameter."""
         return self._graph.tensors[self._graph.parameters[name]].shape
 
+    def square_sum(self) -> float:
+        """Of the gradients that this rank counts: its pieces, and on the first rank what every rank has whole."""
+        total = torch.zeros((), dtype=torch.float64)
+        for name, shard in self._shards.items():
+            if shard.grad is not None and (self._exchange.rank == 0 or not self.is_whole(name)):
+                total += torch.linalg.vector_norm(shard.grad).double().square().cpu()
+        return float(total)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """As torch.nn.utils.clip_grad_norm_ on one device: by the norm of all gradients; all ranks call it together."""
+        total = torch.tensor([self.square_sum()], dtype=torch.float64)
+        dist.all_reduce(total, group=self._exchange.group)
+        norm = float(total) ** 0.5
+        for shard in self._shards.values():
+            if shard.grad is not None:
+                shard.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
     def chunks(self, name: str, own: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Views of `own`, which is laid out as this rank's shard of the parameter, with where in the whole each is."""
         tensor, state = self._graph.parameters[name], self._program.kept[name]
@@ -321,14 +377,23 @@ class Step:
         missing = [key for key in self._entries if key not in state]
         if missing:
             raise BadInput(f"the state lacks '{missing[0]}'; give a state_dict of the whole module.")
+        unknown = [key for key in state if key not in self._entries]
+        if unknown:
+            raise BadInput(
+                f"the state has '{unknown[0]}', which the module has not; give a state_dict of the same module."
+            )
+        for key, entry in self._entries.items():
+            wanted, given = self._shape(entry), getattr(state[key], "shape", None)
+            if wanted != given:
+                raise BadInput(f"'{key}' has shape {given} in the state, and {wanted} in the module.")
         for key, entry in self._entries.items():
             if isinstance(entry, str) and entry in self._shards:
                 self._shards[entry].copy_(self._own(entry, state[key]))
             else:
                 if not isinstance(entry, str):
-                    self._entries[key] = state[key].detach().clone()
+                    self._entries[key] = _copied(state[key])
                 if key in self._graph.buffers:
                     self._buffers[self._graph.buffers[key]].copy_(state[key])
 
 
-__all__ = ["Step", "fingerprint"]
+__all__ = ["Step", "digest", "fingerprint"]

@@ -3,19 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from hethub import synthesis
+from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
 from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import Step
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.program import Program
+from hethub.synthesis.rules import Cut
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster
-from tests.synthesis.exact import Holder, adamw
+from tests.synthesis.exact import Holder, adamw, random_program
 
 
 class Scaled(nn.Module):
@@ -75,3 +78,77 @@ def test_a_state_goes_through_a_checkpoint_into_another_program(tmp_path: Path) 
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
         assert not torch.equal(saved["up.weight"], named["up.weight"])
         assert abs(loss - again) < 1e-12
+
+
+class Versioned(nn.Linear):
+    """Its state has an entry that is no tensor."""
+
+    def get_extra_state(self) -> object:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == {"version": 1}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Versioned(8, 12), nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.down(self.up(values).tanh()), labels)
+
+
+def small(seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(seed)
+    return Small().double(), (torch.randn(12, 8, dtype=torch.float64), torch.randint(4, (12,)))
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except BadInput as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+def clipped(world: Any, graph: Graph, program: Program) -> tuple[list[float], Named, list[str]]:
+    """Norms and weights of steps with clipping; what is said of unlike weights, batches and states."""
+    group = world.group(range(program.size))
+    module, inputs = small(0)
+    step = Step(module, graph, program, group)
+    optimizer, norms = torch.optim.SGD(step.parameters(), lr=1.0), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(*inputs)
+        norms.append(synthesis.clip_grad_norm_(step, 0.1))
+        optimizer.step()
+    state = synthesis.state_dict(step)
+    step.load_state_dict(state)
+    said = [refused(step.load_state_dict, {**state, "down.bias": torch.zeros(1)})]
+    said.append(refused(step.load_state_dict, {**state, "more": torch.zeros(1)}))
+    said.append(refused(Step, small(world.rank)[0], graph, program, group))
+    said.append(refused(Step(module, graph, program, group), *small(world.rank)[1]))
+    return norms, state, said
+
+
+def test_gradients_are_clipped_by_their_whole_norm_and_unlike_ranks_are_refused() -> None:
+    module, inputs = small(0)
+    graph = trace(module, inputs)
+    drawn = (random_program(graph, cluster([1.0, 2.0]), seed) for seed in range(9))
+    # Pieces, and what both ranks have whole.
+    program = next(p for p in drawn if len({isinstance(state, Cut) for state in p.kept.values()}) == 2)
+    optimizer, known = torch.optim.SGD(module.parameters(), lr=1.0), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(*inputs).backward()
+        known.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
+        optimizer.step()
+    for norms, state, said in run_ranks(2, clipped, graph, program):
+        assert norms == pytest.approx(known, rel=1e-10)
+        for name, value in module.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
+        assert state["up._extra_state"] == {"version": 1}
+        for words, text in zip(("shape", "'more'", "unlike weights", "unlike batches"), said, strict=True):
+            assert words in text

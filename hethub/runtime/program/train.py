@@ -1,12 +1,9 @@
 """A run under a program on one rank, in a line: read, meet, agree, trace, plan, build, restore, loop."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from hethub.communicator import Rendezvous, World
 from hethub.kernels.device import Device
@@ -40,7 +37,7 @@ from hethub.spec.program import (
     program_plan_text,
 )
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.lower import Step, fingerprint
+from hethub.synthesis.lower import Step, digest, fingerprint
 from hethub.synthesis.program import Program
 
 ANY_TOKEN = 2**31  # a module of the user's says itself which tokens it knows
@@ -168,12 +165,8 @@ def _same_start(meeting: Rendezvous, opened: _Opened) -> None:
     """Raises BadInput on all ranks where a factory made unlike weights or batches on them."""
     first = () if opened.subject.batches is None else opened.subject.batches.first
     module = opened.subject.module
-    values = [*module.named_parameters(), *module.named_buffers(), *enumerate(first)]
-    told = hashlib.blake2b(digest_size=16)
-    for name, value in values:
-        told.update(str(name).encode())
-        told.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    digests = all_gather(meeting, "start", [told.hexdigest(), fingerprint(opened.graph)])
+    told = digest([*module.named_parameters(), *module.named_buffers(), *enumerate(first)])
+    digests = all_gather(meeting, "start", [told, fingerprint(opened.graph)])
 
     def check() -> None:
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)

@@ -70,11 +70,18 @@ class ProgramTrainer:
             shard.grad = None
         batch = self._batch(step)
         self._samples = len(batch[0])
-        loss = float(self.step(*batch))
+        try:
+            loss = float(self.step(*batch))
+        except BadInput as error:  # the first batch was looked at before anything was written
+            raise RunFailed.everywhere(
+                self._world.rank,
+                f"step {step}: {error} Batches that differ from the first, of {self._train.global_batch} samples, are refused where the"
+                " program does not hold for them: let every step have as many (DataLoader: drop_last=True).",
+            ) from error
         outcome = gather_outcome(
             self._world,
             loss=loss if self._world.rank == 0 else 0.0,
-            square_sum=self._square_sum(shards),
+            square_sum=self.step.square_sum(),
             memory_bytes=self.memory_bytes,
             stop_requested=stop_requested(),
             busy_seconds=None,
@@ -97,14 +104,6 @@ class ProgramTrainer:
             float(self.step.loss(*self._moved(held_out.batch(number, count, 0, count)))) for number in range(batches)
         ]
         return sum(losses) / batches
-
-    def _square_sum(self, shards: dict[str, torch.nn.Parameter]) -> float:
-        """Of the gradients that this rank counts: its pieces, and on rank 0 what every rank has whole."""
-        total = torch.zeros((), dtype=torch.float64)
-        for name, shard in shards.items():
-            if shard.grad is not None and (self._world.rank == 0 or not self.step.is_whole(name)):
-                total += torch.linalg.vector_norm(shard.grad).double().square().cpu()
-        return float(total)
 
     @torch.no_grad()
     def _update(self, step: int, shards: dict[str, torch.nn.Parameter], scale: float) -> None:
