@@ -18,7 +18,7 @@ from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.program import memory_limits
-from hethub.synthesis.graph import Graph, Operator, Tensor
+from hethub.synthesis.graph import Graph, Operator, Tensor, schema_of
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State
 from hethub.synthesis.table import RESHAPES, short
 
@@ -29,6 +29,8 @@ VIEWS = (
     *RESHAPES, "t.default", "transpose.int", "permute.default", "expand.default", "select.int", "squeeze.dim",
     "squeeze.dims", "unsqueeze.default", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
 )  # fmt: skip
+# Read as much of their first input as they make.
+LOOKUPS = ("embedding.default", "gather.default", "index.Tensor", "index_select.default")
 _PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip
@@ -145,7 +147,9 @@ def work(graph: Graph, operator: Operator) -> Work | None:
         return None
     products = _products(graph, operator)
     width = graph.tensors[operator.made[0]].dtype.itemsize
-    moved = sum(graph.tensors[t].num_bytes for t in (*operator.inputs, *operator.made))
+    made = sum(graph.tensors[t].num_bytes for t in operator.made)
+    read = operator.inputs[1:] if name in LOOKUPS else operator.inputs
+    moved = sum(graph.tensors[t].num_bytes for t in read) + made * (2 if name in LOOKUPS else 1)
     if products:
         return Work.of(products, width, 0.0, 0.0, 1)
     return Work.of((), width, 0.0, 0.0, 1, fused_bytes=float(moved))
@@ -157,13 +161,16 @@ def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
     if name in ("mm.default", "addmm.default"):
         (rows, inner), (_, columns) = shapes[-2:]
         return (Product(rows, columns, inner),)
-    if name == "bmm.default":
-        (times, rows, inner), (_, _, columns) = shapes
+    if name in ("bmm.default", "baddbmm.default"):
+        (times, rows, inner), (_, _, columns) = shapes[-2:]
         return (Product(rows, columns, inner, times),)
+    if name == "mv.default":
+        (rows, inner), _ = shapes
+        return (Product(rows, 1, inner),)
     if name == "convolution.default":
-        return (_convolution(graph.shapes_out(operator)[0], shapes[1]),)
+        return (_convolution(operator, shapes[0], graph.shapes_out(operator)[0], shapes[1]),)
     if name == "convolution_backward.default":
-        once = _convolution(shapes[0], shapes[2])
+        once = _convolution(operator, shapes[1], shapes[0], shapes[2])
         return (once,) * sum(part is not None for part in operator.outputs[:2])
     if "scaled_dot_product" in name:
         query, key = (shapes[0], shapes[1]) if "backward" not in name else (shapes[1], shapes[2])
@@ -172,8 +179,11 @@ def _products(graph: Graph, operator: Operator) -> tuple[Product, ...]:
     return ()
 
 
-def _convolution(output: Sequence[int], weight: Sequence[int]) -> Product:
-    return Product(prod(output) / output[1], weight[0], prod(weight[1:]))
+def _convolution(operator: Operator, given: Sequence[int], made: Sequence[int], weight: Sequence[int]) -> Product:
+    """The kernel is applied once per pixel that is made; of a transposed one, per pixel that is given."""
+    names = [argument.name for argument in schema_of(operator.target).arguments]
+    pixels = given if operator.args[names.index("transposed")] else made
+    return Product(prod(pixels) / pixels[1], weight[0], prod(weight[1:]))
 
 
 @cache

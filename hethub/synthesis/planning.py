@@ -13,7 +13,7 @@ from hethub.synthesis.graph import Graph
 from hethub.synthesis.lower import fingerprint
 from hethub.synthesis.program import Execution, Living, Program
 from hethub.synthesis.ratios import alternate, by_speed, even
-from hethub.synthesis.rules import PARTIAL, Cut, Rule, Rules
+from hethub.synthesis.rules import PARTIAL, SAMPLES, Rule, Rules
 from hethub.synthesis.search import Problem, Search
 from hethub.synthesis.table import HEAVY, short
 
@@ -51,10 +51,10 @@ def plan_model(model: Model, options: Search | None = None, *, reserve: float = 
 
 def data_parallel(model: Model) -> Problem:
     """The programs that cut nothing but the samples and keep every parameter whole on every rank."""
-    samples = model.rules.axis(model.graph.inputs[0], Cut(0, 1))
+    samples = {None, *(number for number, axis in enumerate(model.rules.axes) if axis.name == SAMPLES)}
 
     def by_samples(number: int, rule: Rule) -> bool:
-        return model.rules.axis_of(number, rule) in (None, samples)
+        return model.rules.axis_of(number, rule) in samples
 
     return Problem(model, by_samples, cuts_parameters=False)
 

@@ -1,5 +1,6 @@
 """Which part of every axis each rank gets: a linear programme, in whole atoms, in turns with the search."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,15 +33,19 @@ class Best:
 
 def alternate(model: Model, limits: Sequence[float] | None, options: Search | None = None) -> Best:
     """Search and ratios in turns until neither gains, from shares by speed and from equal ones; the best is kept whole.
+    No turn begins once a program is found and the time limit is over.
 
     Raises BadInput where no program fits the ranks' memory.
     """
     best: Best | None = None
     failure: ValueError | None = None
     problem = Problem(model)
+    ends = time.monotonic() + (options or Search()).time_limit_seconds
     for start in starts(model, limits):
+        if best is not None and time.monotonic() > ends:
+            break
         try:
-            reached = _from(model, problem, start, limits, options)
+            reached = _from(model, problem, start, limits, options, ends)
         except ValueError as error:
             failure = error
             continue
@@ -53,16 +58,19 @@ def alternate(model: Model, limits: Sequence[float] | None, options: Search | No
 
 
 def _from(
-    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None
+    model: Model, problem: Problem, shares: Shares, limits: Sequence[float] | None, options: Search | None, ends: float
 ) -> Best:
     visible = 1.0
     best = Best(problem.search(shares, limits, options), shares, 1)
     for number in range(2, MOST_ROUNDS + 1):
         before, visible = visible, best.found.execution.visible
         better = fit(model, best.found.execution, limits) or best.shares
-        if better == best.shares and visible == before:
+        if (better == best.shares and visible == before) or time.monotonic() > ends:
             return best
-        reached = Best(problem.search(better, limits, options, visible), better, number)
+        try:
+            reached = Best(problem.search(better, limits, options, visible), better, number)
+        except ValueError:  # nothing fits, or not in time, for these shares; it did for those before
+            return best
         if reached.seconds >= best.seconds * (1.0 - 1e-6):
             return best
         best = reached

@@ -20,6 +20,7 @@ from hethub.synthesis.table import HEAVY, RESHAPES, SUM, Label, Shape, Shapes, l
 
 WHOLE: Literal["whole"] = "whole"
 PARTIAL: Literal["partial"] = "partial"
+SAMPLES = "samples"  # the name of the axis of the inputs' first dimension
 
 
 class Cut(NamedTuple):
@@ -174,7 +175,7 @@ class Rules:
 
     def _name(self, members: Sequence[tuple[int, Cut]]) -> str:
         if any(tensor in self.graph.inputs and cut == Cut(0, 1) for tensor, cut in members):
-            return "samples"
+            return SAMPLES
         owned = {tensor: name for name, tensor in self.graph.parameters.items()}
         of_parameters = [(tensor, cut) for tensor, cut in members if tensor in owned]
         tensor, cut = (of_parameters or members)[0]

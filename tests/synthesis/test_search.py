@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import Costs, Model, Shares, precision_of, rank_seconds
+from hethub.synthesis.costs import Costs, Model, Shares, precision_of, rank_seconds, work
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, even, fit, rounded, starts
@@ -213,3 +213,74 @@ def test_equal_layers_are_decided_together_and_no_dearer() -> None:
 def test_whole_atoms_keep_the_sum() -> None:
     assert rounded([0.5, 0.3, 0.2], 7) == (4, 2, 1)
     assert rounded([0.0, 1.0], 3) == (0, 3)
+
+
+def test_a_program_that_was_found_stays_where_later_turns_find_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(TwoLayers(), (torch.randn(24, 12),), cluster([1.0, 2.0, 5.0]))
+    own, turns = Problem.search, []
+
+    def once(problem: Problem, shares: Shares, *others: object) -> object:
+        turns.append(shares)
+        if len(turns) > 1:
+            raise BadInput("no program was found")
+        return own(problem, shares, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Problem, "search", once)
+    assert alternate(model, None).rounds == 1
+    assert len(turns) > 1
+
+
+def test_no_turn_begins_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(TwoLayers(), (torch.randn(24, 12),), cluster([1.0, 2.0, 5.0]))
+    own, turns = Problem.search, []
+    monkeypatch.setattr(Problem, "search", lambda problem, shares, *rest: turns.append(shares) or own(problem, shares))
+    assert alternate(model, None, Search(time_limit_seconds=1e-9)).rounds == 1
+    assert len(turns) == 1
+
+
+class Weighted(nn.Module):
+    """Its first input is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values).square().mean() * weight
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+def test_baselines_of_a_step_without_samples_to_cut(samples: int) -> None:
+    model = model_of(Weighted(), (torch.tensor(2.0), torch.randn(samples, 8)), cluster([1.0, 2.0]))
+    assert all(0 < seconds < float("inf") for seconds in baselines(model).values())
+
+
+class Pictures(nn.Module):
+    """A convolution, the one that turns it back, a table of which little is read, and products with what is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 4, 4), nn.ConvTranspose2d(8, 3, 4, 4)
+        self.table = nn.Embedding(1000, 8)
+
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        made = self.up(self.down(images)).flatten(2)
+        read = self.table(tokens)
+        return (
+            made.square().mean()
+            + torch.baddbmm(read.transpose(1, 2) @ read, made[:, :1].mT[:, :8], made[:, :1, :8]).mean()
+        )
+
+
+def test_products_and_lookups_cost_what_they_compute_and_move() -> None:
+    graph = trace(Pictures(), (torch.randn(2, 3, 16, 16), torch.randint(1000, (2, 5))))
+    found = {operator.key: work(graph, operator) for operator in graph.operators}
+    convolutions = [work(graph, o) for o in graph.operators if o.key == "aten.convolution.default"]
+    assert [w.flops for w in convolutions if w] == [2 * 2 * 16 * 3 * 8 * 16] * 2
+    backward = [work(graph, o) for o in graph.operators if o.key == "aten.convolution_backward.default"]
+    assert sorted(w.flops for w in backward if w) == [2 * 2 * 16 * 3 * 8 * 16, 2 * 2 * 2 * 16 * 3 * 8 * 16]
+    lookup, added = found["aten.embedding.default"], found["aten.baddbmm.default"]
+    assert lookup is not None
+    assert added is not None
+    assert lookup.fused_bytes == 2 * (2 * 5 * 8 * 4) + 2 * 5 * 8
+    assert added.flops == 2 * 2 * 8 * 8 * 1
