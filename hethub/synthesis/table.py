@@ -341,17 +341,23 @@ def short(operator: Operator) -> str:
     return operator.key.removeprefix("aten.")
 
 
+def _labels(operator: Operator) -> Callable[[Shapes], list[Label]] | None:
+    name = short(operator)
+    is_pointwise = torch.Tag.pointwise in operator.target.tags or name in COPIES
+    return LABELS.get(name, pointwise if is_pointwise else None)
+
+
+def is_known(operator: Operator) -> bool:
+    """Whether the table has an operator, so that it was tried on pieces in any order of memory."""
+    return short(operator) in RESHAPES or _labels(operator) is not None
+
+
 def labels_of(op: Shapes) -> list[Label] | None:
     """The dimensions of an operator that may be cut; None where the table does not know it."""
-    name = short(op.operator)
     if not op.inputs:
         return []
-    found = LABELS.get(name)
-    if found is None and (torch.Tag.pointwise in op.operator.target.tags or name in COPIES):
-        found = pointwise
-    if found is None:
-        return None
-    return [label for label in found(op) if _fits(label, op)]
+    found = _labels(op.operator)
+    return None if found is None else [label for label in found(op) if _fits(label, op)]
 
 
 def _fits(label: Label, op: Shapes) -> bool:

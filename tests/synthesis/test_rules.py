@@ -9,7 +9,7 @@ import torch
 from hethub.runtime.program.llama import Llama
 from hethub.spec.model import ModelSpec
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.graph import Graph
+from hethub.synthesis.graph import Graph, Operator, Ref
 from hethub.synthesis.pieces import joined, piece, run_piece
 from hethub.synthesis.planning import plan_graph
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, Rules, State, reshaped
@@ -196,3 +196,18 @@ def test_the_usual_activations_and_losses_have_rules() -> None:
     for number, operator in enumerate(graph.operators):
         if graph.shapes_out(operator)[0][:1] == (6,):
             assert samples in {rules.axis_of(number, rule) for rule in rules.of[number]}, operator.key
+
+
+def test_an_operator_without_rules_is_given_what_lies_in_order() -> None:
+    """torch's backward of weight_norm computes something else for a transposed gradient, and says nothing."""
+    key = "aten._weight_norm_interface_backward.default"
+    given = [torch.randn(16, 8), torch.randn(16, 8), torch.randn(16, 1), torch.rand(16, 1) + 1]
+    operator = Operator(
+        name=key, key=key, args=(*map(Ref, range(4)), 0), kwargs={}, inputs=tuple(range(4)), outputs=(4, 5),
+        has_many_outputs=True, module="", is_forward=False,
+    )  # fmt: skip
+    rule, shapes = Rule((WHOLE,) * 4, (WHOLE, WHOLE)), [(16, 8), (16, 1)]
+    turned = [given[0].t().contiguous().t(), *given[1:]]
+    both = [run_piece(operator, rule, tensors, shapes, [torch.float32] * 2, 1, 1) for tensors in (given, turned)]
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other)
