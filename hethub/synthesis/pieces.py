@@ -11,7 +11,7 @@ from hethub.spec.ranges import Range
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Operator, schema_of
 from hethub.synthesis.rules import PARTIAL, WHOLE, Cut, Rule, State
-from hethub.synthesis.table import is_known
+from hethub.synthesis.table import takes
 
 # Arguments that say the shape of the output; a piece of it is smaller.
 OUTPUT_SIZES = ("size", "shape", "input_sizes")
@@ -75,10 +75,7 @@ def run_piece(
     if rule.is_cut and not share and PARTIAL not in rule.inputs:  # addmm adds its own part of the bias even so
         device = tensors[0].device
         return tuple(torch.zeros(s, dtype=d, device=device) for s, d in zip(local, dtypes, strict=True))
-    if not is_known(
-        operator
-    ):  # some kernels of torch silently take the order of memory that one device has for granted
-        tensors = [tensor.contiguous() for tensor in tensors]
+    tensors = [tensor if takes(operator, tensor) else tensor.contiguous() for tensor in tensors]
     results = operator.call(tensors, local_arguments(operator, local, tensors) if rule.is_cut else None)
     return tuple(result for result, number in zip(results, operator.outputs, strict=True) if number is not None)
 

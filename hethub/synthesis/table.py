@@ -312,6 +312,10 @@ HEAVY = (
     "mm.default", "addmm.default", "bmm.default", "baddbmm.default", "mv.default", "convolution.default",
     "convolution_backward.default", "embedding.default", "_scaled_dot_product_flash_attention_for_cpu.default",
 )  # fmt: skip
+# Whose kernels take it for granted that each row of the last dimension lies in order.
+ROWS = (
+    "_scaled_dot_product_flash_attention_for_cpu.default", "_scaled_dot_product_flash_attention_for_cpu_backward.default",
+)  # fmt: skip
 COPIES = (
     "clone.default",
     "_to_copy.default",
@@ -347,8 +351,11 @@ def _labels(operator: Operator) -> Callable[[Shapes], list[Label]] | None:
     return LABELS.get(name, pointwise if is_pointwise else None)
 
 
-def is_known(operator: Operator) -> bool:
-    """Whether the table has an operator, so that it was tried on pieces in any order of memory."""
+def takes(operator: Operator, tensor: torch.Tensor) -> bool:
+    """Whether an operator is right for a tensor in its order of memory: some of torch's kernels silently take that of one
+    device for granted. Those of the table were tried on any."""
+    if short(operator) in ROWS:
+        return tensor.shape[-1:] in ((), (1,)) or tensor.stride(-1) == 1
     return short(operator) in RESHAPES or _labels(operator) is not None
 
 

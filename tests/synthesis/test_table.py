@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hethub.synthesis.graph import Graph, Operator, Ref, Tensor
-from hethub.synthesis.rules import Rules
+from hethub.synthesis.pieces import run_piece
+from hethub.synthesis.rules import WHOLE, Rule, Rules
 from hethub.synthesis.table import LABELS
 from tests.synthesis.test_rules import check_rule
 
@@ -132,3 +133,17 @@ def test_every_rule_is_right_on_torchs_own_samples(calls: Calls) -> None:
         except Exception as error:
             raise AssertionError(f"{told}: {error}") from error
     assert count > 500
+
+
+@torch.no_grad()
+def test_no_operator_takes_an_order_of_memory_for_granted(calls: Calls) -> None:
+    """What comes out of a collective lies in another order than on one device."""
+    for graph, values in calls.found.values():
+        (operator,) = graph.operators
+        given = [values[tensor] for tensor in operator.inputs]
+        turned = [value.mT.contiguous().mT if value.dim() > 1 else value for value in given]
+        made = [values[tensor] for tensor in operator.made]
+        rule = Rule((WHOLE,) * len(given), (WHOLE,) * len(made))
+        found = run_piece(operator, rule, turned, [v.shape for v in made], [v.dtype for v in made], 1, 1)
+        for one, other in zip(found, made, strict=True):
+            torch.testing.assert_close(one, other, msg=lambda m, o=operator: f"{o.key} {o.args}: {m}")
