@@ -137,6 +137,7 @@ def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
     subject.module.to(device.torch_device)
     subject = replace(subject, example=tuple(value.to(device.torch_device) for value in subject.example))
     graph = trace_job(job, subject)
+    device.release_memory()  # of the trace's proof: the peak is training's from here on
     for dataset in () if data is None else (data.training, *([] if data.held_out is None else [data.held_out])):
         _check_tokens(job, graph, dataset)
     facts = own_facts(info, device, read=told(job), tokens="" if data is None else data.fingerprint)

@@ -4,6 +4,7 @@ A trace sees operators on tensors, once. What else decides a result (hooks, Pyth
 another way) it takes for a constant; whatever does so is found here by its effect.
 """
 
+import logging
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,15 @@ from torch import nn
 from hethub.spec.errors import BadInput
 from hethub.synthesis.graph import Graph, is_by_samples
 
+_log = logging.getLogger(__name__)
+
 FEW = 2  # samples: one may be taken for a dimension that broadcasts
 
 
 def prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
     """Raises BadInput where the graph's loss, gradients or buffers are not the module's own, or where the module keeps
-    a state from call to call; nothing is compared where its tensors or the inputs have no values."""
+    a state from call to call; nothing is compared where its tensors or the inputs have no values, or, with a warning,
+    where the module as a whole has no room on its device."""
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     if any(type(value).__name__ == "FakeTensor" or value.is_meta for value in (*held.values(), *inputs)):
         return
@@ -32,6 +36,10 @@ def prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> No
         _prove(module, *few)
     except BadInput:
         raise
+    except torch.OutOfMemoryError:
+        _log.warning(
+            "%s is not compared with its trace: its device has no room for the whole of it.", type(module).__name__
+        )
     except Exception as error:
         if few[0] is graph:
             raise BadInput(
@@ -45,12 +53,21 @@ def prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> No
 def _few(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[Graph, Sequence[torch.Tensor]]:
     if graph.template is None:
         return graph, inputs
+    by_samples = [is_by_samples(graph.template.tensors[tensor]) for tensor in graph.inputs]
+    samples = next((value.shape[0] for value, cut in zip(inputs, by_samples, strict=True) if cut), 0)
+    if any(value.device.type != "cpu" and _may_number(value, samples) for value in inputs):
+        return graph, inputs  # a number of a sample that was cut off would end a device's process for good
     try:
         few = graph.at(FEW)
     except BadInput:
         return graph, inputs
-    by_samples = [is_by_samples(graph.template.tensors[tensor]) for tensor in graph.inputs]
     return few, [value[:FEW] if cut else value for value, cut in zip(inputs, by_samples, strict=True)]
+
+
+def _may_number(value: torch.Tensor, samples: int) -> bool:
+    """Whether a tensor's entries could be numbers of samples."""
+    whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+    return whole and value.numel() > 0 and int(value.max()) < samples
 
 
 def _prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:

@@ -245,3 +245,13 @@ def test_tensors_without_values_are_traced_and_not_compared() -> None:
         module = Net(Schedule)
     graph = trace(module, tuple(value.to("meta", torch.float32) for value in batch()))
     assert not Rules(graph).unknown
+
+
+def test_a_module_without_room_for_the_whole_of_it_is_traced_with_a_warning(monkeypatch, caplog):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("hethub.synthesis.capture.proof._prove", full)
+    assert trace(Net(), (torch.randn(4, 8), torch.randn(4, 8))).operators
+    (warning,) = caplog.records
+    assert "no room for the whole of it" in warning.getMessage()
