@@ -90,8 +90,7 @@ class DataSpec(SourceSpec):
     sources: Annotated[tuple[WeightedSourceSpec, ...], Field(min_length=1)] | None = None
     tokenizer: str = "bytes"  # bytes, or a tokenizer.json; of a model given as hf: its folder's
     document_mask: bool = False  # attention stays inside each document
-    # Whether each document of text begins with what the tokenizer puts in front of a text, where it does: <s>, say.
-    bos: bool = True
+    bos: bool = True  # documents of text begin with what the tokenizer puts in front of a text, where it does: <s>, say
 
     @model_validator(mode="after")
     def _one_or_several(self) -> "DataSpec":
@@ -338,8 +337,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     data, source = read_yaml(path, "job file")
     for override in overrides:
         set_key(override, data, source)
-    spec = build(JobSpec, data, source, "job file")
-    spec = _with_tokenizers(spec, path.parent, source)
+    spec = _with_tokenizers(build(JobSpec, data, source, "job file"), path.parent, source)
     model = None if spec.model.startswith(PYTHON) else load_model(spec.model, path.parent)
     if model is not None and spec.train.seq_len > model.max_seq_len:
         raise BadInput(
@@ -359,8 +357,7 @@ def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
     has_own = spec.model.startswith("hf:") and (base / folder / TOKENIZER).is_file()
     if "tokenizer" not in data.model_fields_set and has_own:
         data = data.replace(tokenizer=f"{folder}/{TOKENIZER}")
-    evaluation = spec.eval
-    if evaluation is not None:
+    if (evaluation := spec.eval) is not None:
         for key in ("tokenizer", "bos"):
             own, given = getattr(data, key), getattr(evaluation.data, key)
             if key in evaluation.data.model_fields_set and given != own:
@@ -373,8 +370,7 @@ def _with_tokenizers(spec: JobSpec, base: Path, source: Source) -> JobSpec:
 
 
 def _check_slowdown(rehearsal: EmulationSpec, cluster: ClusterSpec, source: Source) -> None:
-    strangers = [rank for rank in rehearsal.slowdown if rank >= cluster.size]
-    if strangers:
+    if strangers := [rank for rank in rehearsal.slowdown if rank >= cluster.size]:
         raise BadInput(
             f"{source.at(('rehearsal', 'slowdown'))} names rank {strangers[0]}, but cluster '{cluster.name}' has "
             f"{cluster.size} accelerators; name ranks from 0 to {cluster.size - 1}."
