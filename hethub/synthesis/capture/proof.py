@@ -5,7 +5,6 @@ another way) it takes for a constant; whatever does so is found here by its effe
 """
 
 import logging
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,8 +154,10 @@ def _close(made: torch.Tensor, own: torch.Tensor, scale: float) -> bool:
     return bool((alike | ((made - own).abs() <= allowed)).all())
 
 
-def _generators() -> bytes:
-    return pickle.dumps((random.getstate(), np.random.get_state()))
+def _generators() -> tuple[object, ...]:
+    """Where Python's and numpy's random numbers are, to be compared."""
+    name, words, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(words).tobytes(), rest
 
 
 def _state(module: nn.Module, graph: Graph) -> dict[str, Any]:
