@@ -60,8 +60,7 @@ def newest_run(job: Job, *, accept_changes: bool = False) -> Path | None:
     """
     differing = {folder: [] if accept_changes else _differences(folder, job) for folder in run_folders(job.path)}
     found = _newest([folder for folder, differences in differing.items() if not differences])
-    other = _newest(list(differing))
-    if found is None and other is not None:
+    if found is None and (other := _newest(list(differing))) is not None:
         _log.warning(
             "no run of this job has a checkpoint, so one begins. The newest of another is %s: %s; --resume %s goes on with that.",
             other, "; ".join(differing[other]), other,

@@ -29,16 +29,13 @@ def digest(values: Iterable[tuple[object, torch.Tensor]]) -> int:
     told = hashlib.blake2b(digest_size=7)
     for name, value in values:
         told.update(f"{name} {tuple(value.shape)}".encode())
-        told.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        told.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(told.digest())
 
 
-def _check_same(number: int, exchange: Exchange, fault: str) -> None:
-    """Raises BadInput on every rank where ranks have unlike numbers."""
-    ends = torch.tensor([number, -number])
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=exchange.group)
-    if int(ends[0]) != -int(ends[1]):
-        raise BadInput(fault)
+def digest_of_start(module: torch.nn.Module, graph: Graph) -> int:
+    """Of all that a step takes from its module: weights, buffers and constants."""
+    return digest([*module.named_parameters(), *module.named_buffers(), *sorted(graph.constants.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,21 +123,26 @@ class Step:
     added to what is there.
     """
 
-    def __init__(self, module: torch.nn.Module, graph: Graph, program: Program, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        graph: Graph,
+        program: Program,
+        group: dist.ProcessGroup,
+        start: int | None = None,
+    ) -> None:
+        """`start` is the module's `digest_of_start`, where it is known."""
         if program.fingerprint != fingerprint(graph):
             raise BadInput("the program was made for another module or other example inputs; plan again with these.")
         if group.size() != program.size:
             raise BadInput(f"the program is for {program.size} ranks; the group has {group.size()}.")
         self._graph, self._program = graph, program
         self._exchange = Exchange(group)
-        _check_same(
-            program.digest,
-            self._exchange,
-            "the ranks have unlike programs; plan on one rank and send its program to the others.",
+        self._exchange.require_same(
+            program.digest, "the ranks have unlike programs; plan on one rank and send its program to the others."
         )
-        held = [*module.named_parameters(), *module.named_buffers(), *sorted(graph.constants.items())]
-        _check_same(
-            digest(held), self._exchange,
+        self._exchange.require_same(
+            digest_of_start(module, graph) if start is None else start,
             "the ranks start from unlike weights or buffers; make the module from one seed on all of them, or load one state.",
         )  # fmt: skip
         self._planned = Layout.planned(graph, program)
@@ -211,8 +213,8 @@ class Step:
         """What every rank has whole after the step, by tensor, and the gradients of this rank's shards, by name."""
         counts = self.peak_bytes is None
         if counts:
-            _check_same(
-                digest(enumerate(inputs)), self._exchange,
+            self._exchange.require_same(
+                digest(enumerate(inputs)),
                 "the ranks were called with unlike batches; every rank takes the whole batch, the same on all (no DistributedSampler,"
                 " one seed), and the program gives it its samples.",
             )  # fmt: skip
@@ -377,8 +379,7 @@ class Step:
         missing = [key for key in self._entries if key not in state]
         if missing:
             raise BadInput(f"the state lacks '{missing[0]}'; give a state_dict of the whole module.")
-        unknown = [key for key in state if key not in self._entries]
-        if unknown:
+        if unknown := [key for key in state if key not in self._entries]:
             raise BadInput(
                 f"the state has '{unknown[0]}', which the module has not; give a state_dict of the same module."
             )
@@ -396,4 +397,4 @@ class Step:
                     self._buffers[self._graph.buffers[key]].copy_(state[key])
 
 
-__all__ = ["Step", "digest", "fingerprint"]
+__all__ = ["Step", "digest", "digest_of_start", "fingerprint"]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
+from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range
 from hethub.synthesis.costs import Move
 from hethub.synthesis.graph import Operator, schema_of
@@ -120,6 +121,13 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+
+    def require_same(self, number: int, fault: str) -> None:
+        """Raises BadInput(`fault`) on every rank where ranks have unlike numbers."""
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
+        if int(ends[0]) != -int(ends[1]):
+            raise BadInput(fault)
 
     def move(
         self, move: Move, held: torch.Tensor, shape: Sequence[int], before: Sequence[int], after: Sequence[int]

@@ -67,8 +67,8 @@ class ProfiledLayerCost(LayerCost):
         return self._corrected("head", samples, self.seq_len, share)
 
     def optimizer(self, parameters: Number) -> Number:
-        estimate = super().optimizer(parameters)
-        seconds = estimate if self._optimizer_seconds is None else parameters * self._optimizer_seconds
+        measured = self._optimizer_seconds
+        seconds = super().optimizer(parameters) if measured is None else parameters * measured
         return seconds * self._optimizer_factor
 
     def best_layer_samples_per_second(self, max_samples: int) -> float:

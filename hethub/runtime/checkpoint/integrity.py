@@ -186,7 +186,7 @@ def _marks(folder: Path) -> dict[str, FileMark]:
         raise DamagedCheckpoint(f"it has no {MARKER} marker")
     if not marker.is_file():
         raise DamagedCheckpoint(f"its {MARKER} marker is no file")
-    marker.open("rb").close()
+    marker.open("rb").close()  # an OSError here says nothing of damage; `read_json` would make a BadInput of it
     try:
         return build(Marker, read_json(marker, "marker"), Source(str(marker)), "marker").files
     except BadInput as error:

@@ -38,6 +38,7 @@ class Planned:
     profile: ProfileSpec | None  # what counted instead of estimates
     notes: list[str]  # what ranks found of themselves and in the run folder, a line each
     resumes: bool  # whether a checkpoint is to be restored
+    behind: int | None  # that of which step, where it was named
     relays: dict[str, Any] | None  # what the run communicated over before, where it is resumed
 
 
@@ -78,6 +79,7 @@ def choose_plan(
         profile=profile,
         notes=[*lines, *found["notes"], *_left_at_defaults(job, facts)],
         resumes=found["resumes"],
+        behind=found["behind"],
         relays=found["relays"],
     )
 
@@ -107,6 +109,7 @@ class OpenedFolder(NamedTuple):
     folder: RunFolder
     goes_on: bool  # a run began here before
     resumes: bool  # and has a checkpoint
+    behind: int | None  # the step of the checkpoint that was named
     notes: list[str]
 
 
@@ -138,14 +141,14 @@ def open_folder(
         notes.append(f"{folder.path}: the run here was cut off before its first checkpoint; it begins again at step 1")
     elif resume is not None:
         notes += check_unchanged(folder, job, accepted=accept_changes)
-    return OpenedFolder(folder, resume is not None, resume is not None and not was_cut_off, notes)
+    return OpenedFolder(folder, resume is not None, resume is not None and not was_cut_off, step, notes)
 
 
 def _decide(
     job: Job, cluster: ClusterSpec, profile: ProfileSpec | None, plan_path: Path | None, opened: OpenedFolder
 ) -> dict[str, Any]:
     """Plan, prediction and run folder, on rank 0. Nothing is written yet."""
-    folder, goes_on, resumes, notes = opened
+    folder, goes_on, resumes, behind, notes = opened
     software = hethub_software(job.spec.train.compile)
     plan_file, constraints = _plan_file(job, plan_path, folder, cluster, resumes=goes_on), job.spec.constraints
     if goes_on and not folder.plan.exists():
@@ -179,6 +182,7 @@ def _decide(
         "folder": str(folder.path.resolve()),
         "relays": folder.relays() if goes_on else None,
         "resumes": resumes,
+        "behind": behind,
         "notes": notes,
     }
 

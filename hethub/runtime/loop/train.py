@@ -17,7 +17,6 @@ from hethub.runtime.loop.restore import restore
 from hethub.runtime.loop.steps import RunSummary, TrainingLoop
 from hethub.runtime.parity.makers import check_makers
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import run_and_step
 
 
 def train(
@@ -45,7 +44,6 @@ def train(
         agreed = agree(meeting, own_facts(info, device, read=told(job), tokens=data.fingerprint), job.cluster)
         compared = check_makers(meeting, job, device, agreed.facts)
         resume = folder_to_resume(meeting, job, run_dir, resume, accept_changes=accept_changes)
-        behind = None if resume is None else run_and_step(resume)[1]
         planned = choose_plan(
             meeting, job, device, agreed.cluster, agreed.facts,
             plan_path=plan_path, profile_path=profile_path, run_dir=run_dir, resume=resume, claim=claim,
@@ -57,7 +55,7 @@ def train(
             seconds = planned.prediction["step_seconds"]
             trainer = build(meeting, world, job, data.training, layout, profile, seconds, fills=not resumes)
             store, done = restore(
-                meeting, world, trainer, job.spec.checkpoint, planned.folder, resumes=resumes, behind=behind
+                meeting, world, trainer, job.spec.checkpoint, planned.folder, resumes=resumes, behind=planned.behind
             )
             loop = TrainingLoop(world, job, data, planned, trainer, store, done)
             warnings = [*data.warnings, *agreed.warnings, *compared, *trainer.warnings]

@@ -24,7 +24,7 @@ from hethub.runtime.program.planned import check_plannable, plan_program, trace_
 from hethub.runtime.program.subject import Subject, open_subject
 from hethub.runtime.program.trainer import ProgramTrainer
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import RunFolder, run_and_step
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job
@@ -37,7 +37,7 @@ from hethub.spec.program import (
     program_plan_text,
 )
 from hethub.synthesis.graph import Graph
-from hethub.synthesis.lower import Step, digest, fingerprint
+from hethub.synthesis.lower import Step, digest, digest_of_start, fingerprint
 from hethub.synthesis.program import Program
 
 ANY_TOKEN = 2**31  # a module of the user's says itself which tokens it knows
@@ -67,6 +67,7 @@ class _Opened(NamedTuple):
     subject: Subject
     data: Data | None
     graph: Graph
+    start: int  # digest of all that the module starts from
     facts: Facts
 
 
@@ -76,6 +77,7 @@ class _Planned(NamedTuple):
     folder: RunFolder
     relays: dict[str, Any] | None
     resumes: bool
+    behind: int | None
     notes: list[str]
 
 
@@ -104,7 +106,6 @@ def train_program(
         agreed = agree(meeting, opened.facts, opened.job.cluster)
         _same_start(meeting, opened)
         resume = folder_to_resume(meeting, opened.job, run_dir, resume, accept_changes=accept_changes)
-        behind = None if resume is None else run_and_step(resume)[1]
         planned = _plan(
             meeting, opened, agreed.cluster, plan_path,
             lambda: open_folder(opened.job, run_dir, resume, claim, accept_changes=accept_changes),
@@ -115,7 +116,7 @@ def train_program(
             trainer = consensus(
                 meeting, "program", lambda: _build(world, opened, planned), patience_seconds=BUILDING_SECONDS
             )
-            return _Loop(world, opened, agreed, planned, trainer, meeting, behind).run()
+            return _Loop(world, opened, agreed, planned, trainer, meeting).run()
 
 
 def _make(job: Job | BadInput, info: LaunchInfo) -> _Made:
@@ -141,7 +142,7 @@ def _open(made: _Made, data: Data | None, info: LaunchInfo) -> _Opened:
     for dataset in () if data is None else (data.training, *([] if data.held_out is None else [data.held_out])):
         _check_tokens(job, graph, dataset)
     facts = own_facts(info, device, read=told(job), tokens="" if data is None else data.fingerprint)
-    return _Opened(job, device, subject, data, graph, facts)
+    return _Opened(job, device, subject, data, graph, digest_of_start(subject.module, graph), facts)
 
 
 def _check_tokens(job: Job, graph: Graph, dataset: Dataset) -> None:
@@ -165,9 +166,7 @@ def _check_tokens(job: Job, graph: Graph, dataset: Dataset) -> None:
 def _same_start(meeting: Rendezvous, opened: _Opened) -> None:
     """Raises BadInput on all ranks where a factory made unlike weights or batches on them."""
     first = () if opened.subject.batches is None else opened.subject.batches.first
-    module = opened.subject.module
-    told = digest([*module.named_parameters(), *module.named_buffers(), *enumerate(first)])
-    digests = all_gather(meeting, "start", [told, fingerprint(opened.graph)])
+    digests = all_gather(meeting, "start", [opened.start, digest(enumerate(first)), fingerprint(opened.graph)])
 
     def check() -> None:
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -190,7 +189,7 @@ def _plan(
     """The plan named or found and its run folder, which rank 0 claims, the same on every rank."""
 
     def decide() -> dict[str, Any]:
-        folder, goes_on, resumes, notes = claim()
+        folder, goes_on, resumes, behind, notes = claim()
         reserve = opened.job.spec.constraints.reserve
         made_for = ProgramFor(cluster=cluster, reserve=reserve, items=opened.subject.items)
         plan = _chosen(opened, cluster, plan_path, folder, resumes=goes_on).replace(cluster=cluster.name, job=made_for)
@@ -200,12 +199,15 @@ def _plan(
             "folder": str(folder.path.resolve()),
             "relays": folder.relays() if goes_on else None,
             "resumes": resumes,
+            "behind": behind,
             "notes": notes,
         }
 
     found = broadcast(meeting, "plan", decide, patience_seconds=BUILDING_SECONDS)
     plan, folder = ProgramPlanSpec.model_validate(found["plan"]), RunFolder(Path(found["folder"]))
-    return _Planned(plan, found["prediction"], folder, found["relays"], found["resumes"], found["notes"])
+    return _Planned(
+        plan, found["prediction"], folder, found["relays"], found["resumes"], found["behind"], found["notes"]
+    )
 
 
 def _chosen(
@@ -232,7 +234,7 @@ def _chosen(
 
 def _build(world: World, opened: _Opened, planned: _Planned) -> ProgramTrainer:
     program = Program.from_spec(planned.plan.program)
-    step = Step(opened.subject.module, opened.graph, program, world.default_group)
+    step = Step(opened.subject.module, opened.graph, program, world.default_group, opened.start)
     opened.subject.module.to("meta")  # the rank has its shards; the whole weights' memory is free again
     return ProgramTrainer(
         world, opened.subject, None if opened.data is None else opened.data.training, step, opened.job.spec.train
@@ -244,7 +246,7 @@ class _Loop(StepLoop):
 
     def __init__(
         self, world: World, opened: _Opened, agreed: Agreed, planned: _Planned, trainer: ProgramTrainer,
-        meeting: Rendezvous, behind: int | None,
+        meeting: Rendezvous,
     ) -> None:  # fmt: skip
         self._agreed, self._planned, self.trainer, self.items = agreed, planned, trainer, opened.subject.items
         kept = opened.job.spec.checkpoint
@@ -252,7 +254,7 @@ class _Loop(StepLoop):
         done = consensus(
             meeting,
             "checkpoint",
-            lambda: trainer.restore(self._store.latest(behind)) if planned.resumes else 0,
+            lambda: trainer.restore(self._store.latest(planned.behind)) if planned.resumes else 0,
             patience_seconds=BUILDING_SECONDS,
         )
         self._store.begin_behind(done)

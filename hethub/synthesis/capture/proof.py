@@ -52,14 +52,13 @@ def prove(module: nn.Module, graph: Graph, inputs: Sequence[torch.Tensor]) -> No
 def _few(graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[Graph, Sequence[torch.Tensor]]:
     if graph.template is None:
         return graph, inputs
-    by_samples = [is_by_samples(graph.template.tensors[tensor]) for tensor in graph.inputs]
-    samples = next((value.shape[0] for value, cut in zip(inputs, by_samples, strict=True) if cut), 0)
-    if any(value.device.type != "cpu" and _may_number(value, samples) for value in inputs):
+    if any(value.device.type != "cpu" and _may_number(value, graph.samples_in(inputs)) for value in inputs):
         return graph, inputs  # a number of a sample that was cut off would end a device's process for good
     try:
         few = graph.at(FEW)
     except BadInput:
         return graph, inputs
+    by_samples = [is_by_samples(graph.template.tensors[tensor]) for tensor in graph.inputs]
     return few, [value[:FEW] if cut else value for value, cut in zip(inputs, by_samples, strict=True)]
 
 
