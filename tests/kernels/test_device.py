@@ -1,6 +1,7 @@
 """The device layer on a machine without a GPU, and its rules for visible devices."""
 
 import importlib.machinery
+import os
 import sys
 from types import ModuleType
 
@@ -11,6 +12,8 @@ from hethub.kernels import device as device_layer
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device, choose_device, visible_devices
 from hethub.kernels.reference import TorchKernels
+from hethub.runtime.launch.device import open_device
+from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.spec.errors import BadInput
 
 
@@ -54,6 +57,34 @@ def pretend_gpus(monkeypatch, count, visible):
         monkeypatch.delenv(variable, raising=False)
     if visible is not None:
         monkeypatch.setenv("HIP_VISIBLE_DEVICES", visible)
+
+
+def test_hardware_queues_are_asked_for_before_the_driver_is_first_called(monkeypatch):
+    """The driver reads them once; what the user has set stays."""
+    seen = []
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("GPU_MAX_HW_QUEUES", "6")
+    names = "CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append([os.environ.get(name) for name in names]))
+    assert device_layer.detect_vendor() == "cpu"
+    assert seen == [["32", "6"]]
+
+
+def test_fewer_hardware_queues_are_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(
+        "hethub.runtime.launch.device.choose_device", lambda *given, **options: FakeCard(vendor="nvidia")
+    )
+    alone = LaunchInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="alone")
+    for number, warned in (("32", False), ("1", True)):
+        caplog.clear()
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
+        open_device(None, alone)
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS=1 is set, and 32 would be" in caplog.text) == warned
+
+
+class FakeCard(Device):
+    def activate(self):
+        return None
 
 
 def test_the_first_visible_devices_variable_counts():

@@ -3,7 +3,7 @@
 import logging
 import os
 
-from hethub.kernels.device import Device, choose_device
+from hethub.kernels.device import HARDWARE_QUEUES, Device, choose_device
 from hethub.runtime.launch.launcher_environment import LaunchInfo
 from hethub.runtime.memory.allocator import map_large_blocks
 from hethub.spec.cluster import ClusterSpec
@@ -28,8 +28,22 @@ def open_device(cluster: ClusterSpec | None, info: LaunchInfo) -> Device:
             "rank %d may use %d core(s) only, which its backward, communication and checkpoints share; start ranks "
             "unbound (mpirun --bind-to none, srun --cpu-bind=none, more --cpus-per-task).", info.rank, cores,
         )  # fmt: skip
+    _check_queues(device, info.rank)
     map_large_blocks()
     return device
+
+
+def _check_queues(device: Device, rank: int) -> None:
+    """Warns where the environment asks for fewer hardware queues than hethub would: Megatron's scripts set 1."""
+    if device.vendor not in HARDWARE_QUEUES:
+        return
+    variable, number = HARDWARE_QUEUES[device.vendor]
+    given = os.environ.get(variable, "")
+    if given.isdigit() and int(given) < number:
+        _log.warning(
+            "rank %d: %s=%s is set, and %d would be: streams that share a hardware queue wait for each other, and a step whose ranks "
+            "wait for each other's messages may never end; unset it.", rank, variable, given, number,
+        )  # fmt: skip
 
 
 def _local_rank(cluster: ClusterSpec, info: LaunchInfo) -> int:

@@ -22,8 +22,8 @@ LauncherName = Literal["mpirun", "torchrun", "srun", "sbatch"]
 LAUNCHERS: tuple[LauncherName, ...] = ("mpirun", "torchrun", "srun", "sbatch")
 MASTER_PORT = 29400
 SETTINGS = (
-    "NCCL_", "RCCL_", "GLOO_", "HETHUB_", "HSA_", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS",
-    "PYTORCH_", "TORCH",
+    "NCCL_", "RCCL_", "GLOO_", "HETHUB_", "HSA_", "GPU_MAX_HW_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "PYTORCH_", "TORCH",
 )  # fmt: skip
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to save and exit
 
