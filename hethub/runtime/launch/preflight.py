@@ -171,7 +171,7 @@ def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:
 
 
 def _words(name: str) -> list[str]:
-    return name.lower().replace("-", " ").split()
+    return name.lower().replace("-", " ").replace("/", " ").split()
 
 
 def _model_number(name: str) -> set[str]:

@@ -87,6 +87,12 @@ def test_what_the_ranks_find_becomes_a_cluster():
     assert found.islands == {"nvidia": (0, 1), "amd": (2,)}
 
 
+def test_a_device_whose_driver_names_two_models_is_known():
+    """ROCm says "AMD Instinct MI250X/MI250" of either."""
+    [node] = detect_cluster([replace(SECOND, rank=0, device="AMD Instinct MI250X/MI250")]).nodes
+    assert node.device.name.startswith("MI250")
+
+
 def test_the_hosts_memory_is_found_and_shared_by_the_nodes_on_it():
     on_cpu = [
         replace(FIRST, vendor="cpu", device="CPU", rank=rank, host_memory_bytes=(12 if rank < 3 else 5) * 2**30,
