@@ -128,7 +128,9 @@ class HethubWork(torch_private.WorkBase):
     def block_current_stream(self) -> None:
         """The device's current stream waits for the result and this thread goes on; without a device, this one waits.
 
-        torch does it by a kernel that spins until the future ends. An operation that fails ends it too: `wait` tells.
+        torch does it by a kernel that spins until the future ends. An operation that fails ends it too: `wait` tells. CUDA
+        loads no kernel while one spins: what this operation launches for the first time must be loaded before
+        (CUDA_MODULE_LOADING=EAGER).
         """
         if self._blocks_streams:
             super().block_current_stream()

@@ -59,7 +59,8 @@ def build(
             _fill(trainer, job)
         return trainer
 
-    consensus(meeting, "compiled bodies", lambda: _warm_up(world, layout), patience_seconds=BUILDING_SECONDS)
+    masks = job.spec.data.document_mask
+    consensus(meeting, "compiled bodies", lambda: _warm_up(world, layout, masks), patience_seconds=BUILDING_SECONDS)
     pace = consensus(
         meeting,
         "pace",
@@ -76,9 +77,10 @@ def make_trainer(layout: Layout, world: World, job: Job, dataset: Dataset, pace:
     return Trainer(layout, world, dataset, job.spec.train, document_mask=job.spec.data.document_mask, pace=pace)
 
 
-def _warm_up(world: World, layout: Layout) -> None:
-    if compiles_on(world.device.torch_device) and world.rank not in layout.plan.unused:
-        warm_up(layout, world.rank, world.device)
+def _warm_up(world: World, layout: Layout, document_mask: bool) -> None:
+    warms = compiles_on(world.device.torch_device) or world.device.is_gpu  # whose kernels are loaded in any case
+    if warms and world.rank not in layout.plan.unused:
+        warm_up(layout, world.rank, world.device, document_mask=document_mask)
         world.device.release_memory()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from itertools import product
+from itertools import accumulate, product
 from statistics import mean, median
 from time import perf_counter, process_time
 
@@ -15,7 +15,7 @@ from hethub.kernels.device import Clock, Device
 from hethub.predictor.cost.profile import DeviceProfile, LayerTiming, PartTiming, ProfileSpec, merge
 from hethub.runtime.measure.link_profiler import measure_links
 from hethub.runtime.model.initial import initialise
-from hethub.runtime.model.layers import TokenLayout, rms_norm
+from hethub.runtime.model.layers import Documents, TokenLayout, rms_norm
 from hethub.runtime.model.loss import head_loss
 from hethub.runtime.model.stage import Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup, embed
@@ -77,19 +77,29 @@ def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
     return cls(**place, forward_seconds=seconds[0], backward_seconds=seconds[1])
 
 
-def warm_up(layout: Layout, rank: int, device: Device) -> None:
+def warm_up(layout: Layout, rank: int, device: Device, *, document_mask: bool = False) -> None:
     """Runs a layer, and the ends of the model that the rank has, on microbatches of each of its sizes: bodies are compiled
-    then. Else the first microbatch of a deep pipeline would wait for one stage's compiler after the other."""
+    then, and a device's kernels are loaded, those of documents too where they are masked. Else the first microbatch of a
+    deep pipeline would wait for one stage's compiler after the other."""
     own, plan = layout.assignment_of[rank], layout.plan
     accelerator, tp = layout.cluster.places[rank].accelerator, layout.replica(own.stage, own.replica).tp
     stage = build_bench_stage(layout.model, accelerator, plan.precision, device, plan.seq_len, tp)
     bench = _Bench(stage, device, 0.0)
     for size in {microbatch.samples.size for microbatch in layout.microbatches_of(own.stage, own.replica)}:
         bench.layer(size)
+        if document_mask:
+            bench.layer(size, _halves(size, plan.seq_len, device))
         if own.stage == 0:
             bench.embedding(size)
         if own.stage == layout.num_stages - 1:
             bench.head(size)
+
+
+def _halves(batch: int, seq_len: int, device: Device) -> Documents:
+    """Samples of two documents each."""
+    sizes = (seq_len // 2, seq_len - seq_len // 2) * batch
+    starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device.torch_device)
+    return Documents(sizes=sizes, starts=starts)
 
 
 def build_bench_stage(
@@ -119,9 +129,9 @@ class _Bench:
     def __init__(self, stage: Stage, device: Device, seconds: float) -> None:
         self.stage, self.device, self.seconds = stage, device, seconds
 
-    def layer(self, batch: int) -> tuple[float, float]:
+    def layer(self, batch: int, documents: Documents | None = None) -> tuple[float, float]:
         stage = self.stage
-        tokens = TokenLayout(batch=batch, seq_len=stage.seq_len, cos=stage.cos, sin=stage.sin)
+        tokens = TokenLayout(batch=batch, seq_len=stage.seq_len, cos=stage.cos, sin=stage.sin, documents=documents)
         x = self._hidden(batch)
         return self._repeated(lambda: stage.layers[0](x, tokens), torch.ones_like(x))
 

@@ -98,6 +98,7 @@ class Transport:
         }
         self._num_posted = dict.fromkeys(self._expected, 0)
         self._posted: set[Place] = set()
+        self._looks_ahead = not world.device.is_gpu
         sends = {
             peer_of(layout, kind, transfer, sends=True)
             for (kind, _, microbatch), found in self._outgoing.items()
@@ -124,7 +125,13 @@ class Transport:
         return expected
 
     def post_receives(self, upcoming: Sequence[Action]) -> None:
-        """Posts the receives of the next few microbatches in each direction, so that data moves while we compute."""
+        """Posts the receives of the next few microbatches in each direction, so that data moves while we compute.
+
+        In the first step on a device, only those of the action at hand: a kernel that is launched for the first time is
+        loaded then, and CUDA waits with that for all that is under way on the device (lazy loading). A receive posted
+        ahead may wait for what this rank has yet to compute.
+        """
+        upcoming = upcoming if self._looks_ahead else upcoming[:1]
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             soon = [(kind, act.chunk, act.microbatch) for act in upcoming if act.kind is kind and act.microbatch]
             for place in soon[:LOOKAHEAD]:
@@ -209,3 +216,4 @@ class Transport:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
+        self._looks_ahead = True

@@ -13,7 +13,7 @@ from tests.support.device_cases import CASES
 from tests.support.late import device as late
 from tests.support.late.mutants import Mutant, apply, mutants_of
 from tests.support.late.tensor import may_wait
-from tests.support.layouts import Case, Shards, train, worst_difference
+from tests.support.layouts import Case, Shards, build_trainer, train, worst_difference
 from tests.support.ranks import run_ranks, start_ranks, values
 
 STEPS = 20
@@ -64,6 +64,35 @@ def test_training_on_late_devices_equals_one_process(case: Case) -> None:
     of_ranks = values(start_ranks(case.size, train_late, case, SEEDS, timeout_seconds=60 + 5 * SEEDS))
     assert [len(runs) for runs in of_ranks] == [SEEDS // STEPS] * case.size
     assert [differs(expected, list(runs)) for runs in zip(*of_ranks, strict=True)] == [""] * (SEEDS // STEPS)
+
+
+def receives_under_way(rank: int, store: Any, case: Case) -> list[int]:
+    """The most microbatches of a step whose receives were posted at once."""
+    device = late.install()
+    may_wait.set(True)
+    world = connect(Rendezvous.on_one_host(store, rank, case.size), device=device, islands=case.islands)
+    trainer = build_trainer(world, case)
+    transport, most = trainer.executor._transport, [0]
+    posts = transport.post_receives
+
+    def post_receives(upcoming: Any) -> None:
+        posts(upcoming)
+        most[-1] = max(most[-1], len(transport._arrivals))
+
+    transport.post_receives = post_receives
+    for step in range(1, case.steps + 1):
+        trainer.run_step(step)
+        most.append(0)
+    world.close()
+    return most[:-1]
+
+
+def test_the_first_step_posts_no_receive_ahead() -> None:
+    """Kernels are loaded in it, for which CUDA waits until the device stands still."""
+    [case] = [case for case in CASES if case.name == "pipeline over their link"]
+    for first, *others in values(start_ranks(2, receives_under_way, replace(case, steps=3))):
+        assert first == 1
+        assert all(most > 1 for most in others)
 
 
 MODULES = {

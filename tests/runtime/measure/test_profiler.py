@@ -84,6 +84,7 @@ WARMED = Case(
     name="TP 2 beside TP 1, two stages",
     stages=[stage((0, 2), replica([0, 1], 6, 2), replica([2], 2)), stage((2, 4), replica([3], 8, 3))],
     train={"compile": True},
+    document_mask=True,
 )
 
 
@@ -93,11 +94,15 @@ def compile_once(world: Any) -> tuple[int, int]:
 
     from hethub.kernels.bodies import choose
     from hethub.runtime.measure.profiler import warm_up
+    from hethub.runtime.model import layers
 
     made: list[Any] = []
     torch._inductor.compile = lambda graph, tensors: made.append(graph) or graph  # seconds each, and not looked at here
     choose(True)
-    warm_up(WARMED.layout(), world.rank, world.device)
+    attended, mix = [], layers._mix
+    layers._mix = lambda q, k, v, own, window=None: attended.append(own and own.sizes) or mix(q, k, v, own, window)
+    warm_up(WARMED.layout(), world.rank, world.device, document_mask=True)
+    assert {None if sizes is None else set(sizes) == {8} for sizes in attended} == {None, True}  # halves of a sample
     warmed, trainer = len(made), build_trainer(world, WARMED)
     for step in (1, 2):
         trainer.run_step(step)
