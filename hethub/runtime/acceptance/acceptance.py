@@ -26,8 +26,8 @@ from hethub.spec.documents import parse_json
 from hethub.spec.job import CommunicatorSpec, Job
 
 Progress = Callable[[str], None]
-PART_SECONDS = 270.0  # of each process that trains
-PATIENCE_SECONDS = 1200.0  # of ranks for one of them that computes
+PART_SECONDS = 600.0  # of each process that trains: the plain loop's compiler alone may take minutes
+PATIENCE_SECONDS = 3000.0  # of ranks for one of them that computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ def accept(job: Job | None, progress: Progress) -> Acceptance | None:
             progress("copies between device and host")
             own += check_staging(world.device, cluster.places[world.rank].accelerator)
             own += _parity(world, job, progress)
-            world.device.release_memory()  # of which the processes that train need all
+        world.device.release_memory()  # of which the processes that train need all
+        world.barrier()
         if info.local_rank == 0:
             progress("memory, the same bits, speed")
             own += _training()
@@ -131,7 +132,9 @@ def _training() -> Iterator[Row]:
                 what=f"training ({names})", where=platform.node(), state="fail", reason=f"exit code {code}: {last}"
             )
         else:
-            yield from (Row(**row) for row in parse_json(said.encode(), names, "rows"))
+            # Whoever asked NCCL what it does (NCCL_DEBUG) has its lines there too.
+            rows = next((line for line in reversed(said.splitlines()) if line.startswith("[{")), said)
+            yield from (Row(**row) for row in parse_json(rows.encode(), names, "rows"))
     if not devices:
         for what in ("memory by the allocator", "1 B parameters, MFU"):
             yield Row(what=what, where=platform.node(), state="skipped", reason="needs a CUDA or ROCm device")

@@ -108,16 +108,19 @@ _COLLECTIVES: tuple[tuple[str, Callable[[dist.ProcessGroup, World], bool]], ...]
 
 
 def _messages(world: World) -> Row:
-    """Every rank to every other, all at once."""
+    """Every rank to every other, one to each side at a time: all at once, a device's streams would share hardware queues,
+    and a send could stand behind a receive that waits for it."""
     where, peers = world.device.torch_device, [rank for rank in range(world.size) if rank != world.rank]
     if not peers:
         return Row(what="messages", where="all ranks", state="skipped", reason="one rank alone sends none")
     world.connect_messages(peers, peers)  # all at once they would wait for each other's connections in a circle
     received = {peer: torch.empty(NUMEL, device=where) for peer in peers}
-    works = [world.receive(buffer, peer, _TAG) for peer, buffer in received.items()]
-    works += [world.send(numbers(world, world.rank + peer, NUMEL), peer, _TAG) for peer in peers]
-    for work in works:
-        work.wait()
+    for distance in range(1, world.size):
+        source, target = (world.rank - distance) % world.size, (world.rank + distance) % world.size
+        receiving = world.receive(received[source], source, _TAG)
+        sending = world.send(numbers(world, world.rank + target, NUMEL), target, _TAG)
+        receiving.wait()
+        sending.wait()
     wrong = [peer for peer, got in received.items() if not torch.equal(got, numbers(world, world.rank + peer, NUMEL))]
     told = [f"{peer} to {rank}" for rank, own in enumerate(world.all_gather_objects(wrong)) for peer in own]
     return Row(

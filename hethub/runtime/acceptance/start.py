@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from hethub.communicator.joining.islands import Islands
 from hethub.kernels.device import VISIBLE_DEVICES, all_devices
@@ -49,7 +50,8 @@ def run(words: Sequence[str], places: Sequence[Mapping[str, str]], *, timeout_se
         for place in places
     ]  # fmt: skip
     try:
-        told = [rank.communicate(timeout=timeout_seconds) for rank in ranks]
+        with ThreadPoolExecutor(len(ranks)) as readers:  # a rank that nobody reads from stands still behind a full pipe
+            told = list(readers.map(lambda rank: rank.communicate(timeout=timeout_seconds), ranks))
     except subprocess.TimeoutExpired:
         return 1, "", f"not through within {timeout_seconds:.0f} s"
     finally:

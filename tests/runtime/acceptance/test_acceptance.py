@@ -1,6 +1,9 @@
 """`hethub doctor --acceptance`: on CPUs everything runs but the rows of devices, which say why; what is wrong is told."""
 
+import gc
 import json
+import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from hethub.cli import run
-from hethub.runtime.acceptance import acceptance
+from hethub.runtime.acceptance import acceptance, staging, start, training
 from hethub.runtime.acceptance.start import environments
 from hethub.runtime.acceptance.training import LLAMA_1B, subject_for
 from hethub.runtime.launch import launcher_environment
 from hethub.runtime.launch.launcher_environment import launch_info
+from hethub.runtime.launch.session import session
 from hethub.runtime.parity.row import Row
+from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
 from tests.support.command import hethub
 from tests.support.ranks import run_ranks
@@ -69,10 +74,10 @@ def test_on_cpus_all_but_the_devices_rows_are_run(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 @needs_a_device
 def test_on_devices_everything_is_run(tmp_path: Path) -> None:
-    ended = hethub("doctor", "--acceptance", "--json", cwd=tmp_path, hang_seconds=1400)
+    ended = hethub("doctor", "--acceptance", "--json", cwd=tmp_path, hang_seconds=2900)
     assert ended.exit_code == 0, ended.stderr
     rows = check_rows(json.loads(ended.stdout), on_devices=True)
     assert rows["copies to the host"]["state"] in ("pass", "note")
@@ -190,6 +195,69 @@ def test_a_part_that_breaks_is_a_row_with_its_last_words(monkeypatch: pytest.Mon
     monkeypatch.setattr(acceptance, "run", lambda words, places, **options: (1, "", "Traceback\nCUDA out of memory"))
     rows = [row for row in acceptance._training() if row.state == "fail"]
     assert [row.reason for row in rows] == ["exit code 1: CUDA out of memory"] * 3
+
+
+def test_rows_are_found_beside_what_nccl_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL_DEBUG has it write to standard output."""
+    said = 'host:1 NCCL INFO cudaDriverVersion 13000\n[{"what": "speed", "where": "card", "state": "pass"}]\nhost:1 NCCL INFO done\n'
+    monkeypatch.setattr(acceptance, "run", lambda words, places, **options: (0, said, ""))
+    assert [row.state for row in acceptance._training() if row.what == "speed"] == ["pass"] * 3
+
+
+def test_a_rank_with_much_to_say_holds_nobody_up(tmp_path: Path) -> None:
+    """More than a pipe takes, while the first rank waits for it."""
+    said = tmp_path / "said"
+    code = (
+        "import os, sys, time\n"
+        f"if os.environ['RANK'] == '1': sys.stderr.write('x' * 10**6); open({str(said)!r}, 'w')\n"
+        f"while not os.path.exists({str(said)!r}): time.sleep(0.01)"
+    )
+    code_of_exit, _, errors = start.run(
+        ["timeit", "-n1", "-r1", code], [{**os.environ, "RANK": str(rank)} for rank in range(2)], timeout_seconds=30
+    )
+    assert (code_of_exit, len(errors)) == (0, 10**6)
+
+
+def test_the_first_of_two_runs_is_gone_before_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a device's memory is a run's to take; weights and gradients go with a collection of cycles only."""
+    before: list[Any] = []
+    make = training.make_trainer
+
+    def make_trainer(*given: Any) -> Any:
+        assert not any(reference() for reference in before)
+        trainer = make(*given)
+        before.append(weakref.ref(trainer.storage.grads))
+        return trainer
+
+    monkeypatch.setattr(training, "make_trainer", make_trainer)
+    gc.disable()  # as it may well be that it does not come by itself
+    try:
+        with session(None) as (world, cluster):
+            [row] = training.repeats(world, cluster)
+    finally:
+        gc.enable()
+    assert (row.state, len(before)) == ("pass", 2)
+
+
+class PaidCopies(Card):
+    """A device whose copies take as long as is said, in `rates`."""
+
+    is_gpu, name = True, "card"
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(1)
+
+    torch_device = torch.device("meta")
+
+    def new_stream(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("gbytes", "states"), [(50.0, ["pass"] * 3), (40.0, ["fail", "fail", "note"])])
+def test_copies_both_ways_fail_no_host(gbytes: float, states: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_rate", lambda *given: gbytes)
+    rows = list(staging.check_staging(PaidCopies(80), find_accelerator("H100-SXM5-80GB")))  # type: ignore[arg-type]
+    assert [row.state for row in rows] == states
 
 
 def test_out_without_acceptance_is_refused(tmp_path: Path) -> None:
