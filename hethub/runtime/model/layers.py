@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hethub.kernels.bodies import Body
+from hethub.kernels.device import is_gpu
 from hethub.runtime.model.rope import rotate
 from hethub.runtime.model.tensor_parallel import TensorGroup, column_parallel, row_parallel
 from hethub.runtime.state.parameter import Parameter
@@ -237,14 +238,24 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
     """As `_mix`, of whole samples, each query seeing what `seen` (queries, keys) says or all keys before it; a single
-    query is the last token, which sees all keys."""
-    mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=seen,
-        is_causal=seen is None and query.shape[1] > 1,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )  # fmt: skip
+    query is the last token, which sees all keys.
+
+    Where FlashAttention cannot be had on a device (fp32, V100 and T4, a mask), torch's other kernel that keeps no scores
+    takes no grouped heads: they are repeated for it, or every score would be kept for backward.
+    """
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    causal, grouped = seen is None and query.shape[1] > 1, query.shape[2] != key.shape[2]
+    if grouped and is_gpu(query.device) and not _flashes(q, k, v, seen, causal):
+        k, v = (heads.repeat_interleave(query.shape[2] // key.shape[2], 1) for heads in (k, v))
+        grouped = False
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=grouped)
     return mixed.transpose(1, 2).reshape(query.shape[0] * query.shape[1], -1)
+
+
+def _flashes(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, causal: bool) -> bool:
+    """Whether torch would take FlashAttention for these grouped heads, (batch, heads, seq, head_dim) each."""
+    asked = torch.backends.cuda.SDPAParams(query, key, value, seen, 0.0, causal, True)
+    return torch.backends.cuda.can_use_flash_attention(asked)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None = None) -> Tensor:

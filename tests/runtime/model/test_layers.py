@@ -271,6 +271,32 @@ def test_a_kernel_that_knows_no_grouped_heads_is_not_taken(monkeypatch: pytest.M
     assert not layers._attends_to_unlike_lengths.__wrapped__(torch.device("cpu"), torch.bfloat16, 4)
 
 
+@pytest.mark.parametrize("flashes", [True, False])
+def test_grouped_heads_are_repeated_where_a_device_has_no_flash_attention(
+    flashes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's memory-efficient kernel takes none; its plain formula keeps every score."""
+    given = []
+    attend = layers.F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        given.append((key.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    results = []
+    for on_device in (False, True):
+        monkeypatch.setattr(layers, "is_gpu", lambda where, on_device=on_device: on_device)
+        monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: flashes)
+        monkeypatch.setattr(layers.F, "scaled_dot_product_attention", attention)
+        inputs = [random(2, 6, heads, 4, seed=heads, dtype=torch.float32).requires_grad_() for heads in (4, 2, 2)]
+        mixed = layers._causal(*inputs)
+        mixed.square().sum().backward()
+        results.append([mixed, *(x.grad for x in inputs)])
+    assert given == [(2, True), (2, True) if flashes else (4, False)]
+    for expected, found in zip(*results, strict=True):
+        assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 @pytest.mark.parametrize("window", [None, 2])
