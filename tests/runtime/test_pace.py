@@ -92,6 +92,20 @@ def test_spans_are_the_devices_not_the_hosts(monkeypatch):
     assert (first.rank, second.start_seconds) == (3, first.stop_seconds)
 
 
+def test_a_steps_spans_wait_for_the_device_when_they_are_looked_at(monkeypatch):
+    """They are kept from step to step; the host launches the next one while the device still updates."""
+    gpu = SimulatedGpu(monkeypatch)
+    log = SpanLog(0, Device(vendor="nvidia"))
+    kept = []
+    for seconds in (2.0, 3.0):
+        log.start_step()
+        with log.timed(Action(Kind.STEP, 0)):
+            gpu.submit(seconds)
+        kept.append(log.spans)
+    assert gpu.waits == 1  # for the anchor
+    assert [span.stop_seconds - span.start_seconds for spans in kept for span in spans] == [2.0, 3.0]
+
+
 def test_events_far_apart_are_told_from_a_new_anchor(monkeypatch):
     gpu = SimulatedGpu(monkeypatch)
     clock = Clock(Device(vendor="nvidia"))

@@ -1,7 +1,7 @@
 """Loop: the steps of a run on one rank, and what is kept and shown of them."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -248,7 +248,7 @@ class TrainingLoop(StepLoop):
         self.planned, self.trainer, self.store = planned, trainer, store
         self._replanner = make_replanner(job, world.device, planned.layout, planned.profile)
         self._begun = done  # the step behind which the present trainer began
-        self._spans: list[list[Span]] = []
+        self._spans: list[Iterable[Span]] = []
         self._paces: list[StepPace] = []
 
     def run(self, warnings: Sequence[str] = ()) -> RunSummary | None:

@@ -1,7 +1,7 @@
 """One rank of a run: with a part of the model it runs steps of the executor, the optimizer and checkpoints of its
 state; without one it answers where all ranks are asked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
@@ -72,8 +72,8 @@ class TrainingRank:
         """Fills the weights from a folder of Hugging Face."""
 
     @property
-    def spans(self) -> Sequence[Span]:
-        """When the last step's actions ran on this rank."""
+    def spans(self) -> Iterable[Span]:
+        """When the last step's actions ran on this rank; told once, and waited for then."""
         return ()
 
     @property
@@ -310,7 +310,7 @@ class Trainer(TrainingRank):
         return own if self._speaks_for_loss else 0.0
 
     @property
-    def spans(self) -> Sequence[Span]:
+    def spans(self) -> Iterable[Span]:
         return self.executor.log.spans
 
     @property

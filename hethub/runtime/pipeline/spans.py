@@ -27,10 +27,12 @@ class SpanLog:
         self._stamped.append((action, start, self._clock.stamp()))
 
     @property
-    def spans(self) -> list[Span]:
-        """Those of the step so far; waits for the device to be through with them."""
+    def spans(self) -> Iterator[Span]:
+        """Those of the step so far, once; who comes to one waits until the device is through with it, and nobody before:
+        the next step is launched while it still updates."""
+        return map(self._span, self._stamped)
+
+    def _span(self, stamped: tuple[Action, Stamp, Stamp]) -> Span:
+        action, start, end = stamped
         seconds = self._clock.seconds
-        return [
-            Span(self._rank, stream_of(action.kind), action.name, seconds(start), seconds(end))
-            for action, start, end in self._stamped
-        ]
+        return Span(self._rank, stream_of(action.kind), action.name, seconds(start), seconds(end))
