@@ -200,6 +200,22 @@ def native_receive(native: Any, tensor: torch.Tensor, peer: int) -> Any:
     return native.recv([tensor], peer, 0)
 
 
+def succeeded(work: Any) -> bool:
+    """Whether an operation is done and has not failed. NCCL's Work tells the latter by `wait` alone, which returns at
+    once for what is done: its `isSuccess` raises."""
+    if not work.is_completed():
+        return False
+    try:
+        return bool(work.is_success())
+    except NotImplementedError:
+        pass
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
 def create_nccl_group(
     store: dist.Store, rank: int, size: int, timeout_seconds: float, *, for_messages: bool = False
 ) -> Any:

@@ -194,7 +194,7 @@ class NativeWork(WaitedWork):
         return bool(self._inner.is_completed())
 
     def is_success(self) -> bool:
-        return bool(self._inner.is_success())
+        return torch_private.succeeded(self._inner)
 
     def exception(self) -> Any:
         return self._inner.exception()

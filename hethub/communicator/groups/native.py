@@ -191,12 +191,15 @@ class CopiedBack(WaitedWork):
 
     def is_completed(self) -> bool:
         done = bool(self._inner.is_completed())
-        if done and self._inner.is_success():
-            self._copy()
+        if done:
+            self.is_success()
         return done
 
     def is_success(self) -> bool:
-        return self.is_completed() and bool(self._inner.is_success())
+        success = torch_private.succeeded(self._inner)
+        if success:
+            self._copy()
+        return success
 
     def exception(self) -> Any:
         return self._inner.exception()

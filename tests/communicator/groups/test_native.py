@@ -224,6 +224,35 @@ class Arrived:
             place.fill_(7)
 
 
+class OfNccl:
+    """A Work of NCCL: `isSuccess` is gone, `wait` raises what has failed."""
+
+    def __init__(self, place: Tensor, *, fails: bool) -> None:
+        self.place, self.fails, self.done = place, fails, False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def wait(self) -> None:
+        if self.fails:
+            raise dist.DistBackendError("NCCL error")
+        self.place.fill_(7)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_operation_of_nccl_is_asked_whether_it_is_done(fails: bool) -> None:
+    place, column = torch.zeros(4), torch.zeros(4, 3)[:, 2]
+    library = OfNccl(place, fails=fails)
+    work = native.CopiedBack(library, [(column, place)])
+    assert (work.is_completed(), work.is_success()) == (False, False)
+    library.done = True
+    assert (work.is_completed(), work.is_success()) == (True, not fails)
+    assert column.tolist() == [0.0 if fails else 7.0] * 4
+
+
 def test_gathered_messages_land_where_they_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's batch_isend_irecv calls a group over NCCL: it drops what each receive returns."""
     library, device = Library(), torch.device("cuda")
