@@ -4,10 +4,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import ProfileSpec
 from hethub.runtime.launch.session import session
 from hethub.runtime.measure.profiler import profile_world
+from hethub.spec.accelerator import Precision
 from hethub.spec.job import Job, TrainSpec
 from hethub.spec.layout.tensors import tp_degrees
 from hethub.spec.model import ModelSpec
@@ -46,7 +49,8 @@ def subject_of(job: Job | None, device: Device) -> Subject:
     if job is not None:
         return Subject(model=job.model, train=job.spec.train)
     if device.is_gpu:
-        return Subject(model=DEVICE_MODEL, train=TrainSpec(seq_len=4096, precision="bf16"))
+        half: Precision = "bf16" if device.supports(torch.bfloat16) else "fp16"
+        return Subject(model=DEVICE_MODEL, train=TrainSpec(seq_len=4096, precision=half))
     return Subject(model=CPU_MODEL, train=TrainSpec(seq_len=256))
 
 

@@ -22,6 +22,7 @@ from hethub.runtime.acceptance.training import LLAMA_1B, subject_for
 from hethub.runtime.launch import launcher_environment
 from hethub.runtime.launch.launcher_environment import launch_info
 from hethub.runtime.launch.session import session
+from hethub.runtime.measure.profile_run import subject_of
 from hethub.runtime.parity.row import Row
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.cluster import ClusterSpec
@@ -182,6 +183,14 @@ def test_a_small_card_trains_fewer_layers(gbytes: int, layers: int) -> None:
     subject: Any = subject_for(Card(gbytes))  # type: ignore[arg-type]
     assert (subject.model.layers, subject.steps, subject.seq_len) == (layers, 20, 4096)
     assert subject.model.replace(layers=16) == LLAMA_1B
+
+
+def test_a_card_without_bf16_is_held_to_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V100 and T4 emulate it."""
+    card: Any = PaidCopies(16)
+    assert subject_of(None, card).train.precision == subject_for(card).precision == "bf16"
+    monkeypatch.setattr(Card, "supports", lambda card, dtype: dtype != torch.bfloat16)
+    assert subject_of(None, card).train.precision == subject_for(card).precision == "fp16"
 
 
 def test_two_ranks_on_one_device_fail() -> None:
