@@ -6,6 +6,7 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,26 @@ def test_ranks_that_hethub_starts_see_the_devices_and_the_last_none(monkeypatch:
     assert len({place["MASTER_PORT"] for place in places}) == len({place["HETHUB_TOKEN"] for place in places}) == 1
     assert not any("OMPI_COMM_WORLD_RANK" in place for place in places)
     assert environments(0, 3, ((0, 1), (2,)))[2]["HETHUB_ISLANDS"] == "0,1|2"
+
+
+def bridged_row(world: Any, gpus: list[bool]) -> dict[str, Any]:
+    """That of a world whose ranks are these, and whose bridge reaches half of its bound."""
+    from hethub.runtime.acceptance import exchange
+
+    reached = {
+        "operation": "all_reduce", "path": "world", "ranks": 2, "bytes": 64 << 20, "bytes_per_second": 1e9, "seconds": 2.0,
+        "bound_seconds": 1.0,
+    }  # fmt: skip
+    exchange.bench.run = lambda *given: [reached]
+    told = SimpleNamespace(device=world.device, all_gather_objects=lambda value: gpus)
+    [row] = exchange._bandwidth(told, None)  # type: ignore[arg-type]
+    return row.to_dict()
+
+
+@pytest.mark.parametrize(("gpus", "state"), [([True, True], "fail"), ([True, False], "note")])
+def test_a_bridge_is_held_to_its_bound_between_devices_alone(gpus: list[bool], state: str) -> None:
+    """CPUs of the acceptance test have one core each, to move and to add."""
+    assert run_ranks(1, bridged_row, gpus)[0]["state"] == state
 
 
 class Card:
