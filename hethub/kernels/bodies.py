@@ -6,7 +6,8 @@ it is asked to compile, which takes seconds for each shape.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ class _Choice:
 def choose(compiles: bool | None) -> None:
     """Compiles bodies in this process from here on, or runs them as they stand; None: compiles on devices."""
     _Choice.compiles = compiles
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """In the block bodies run as they stand: for shapes that come once, a program takes longer to make than it saves."""
+    before, _Choice.compiles = _Choice.compiles, False
+    try:
+        yield
+    finally:
+        _Choice.compiles = before
 
 
 def compiles_on(device: torch.device) -> bool:

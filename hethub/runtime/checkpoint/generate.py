@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hethub.kernels.bodies import uncompiled
 from hethub.kernels.device import choose_device
 from hethub.runtime.checkpoint.export import Trained, iterate_weights, with_newest
 from hethub.runtime.data.tokenizer import Tokenizer, load_tokenizer
@@ -43,11 +44,12 @@ class Generator:
         """Of what follows the last of `ids` (vocab,), which stand at `start` and after; `past` holds those before."""
         places = slice(start, start + len(ids))
         tokens = TokenLayout(batch=1, seq_len=len(ids), cos=self._cos[places], sin=self._sin[places], past=past)
-        x = embed(torch.tensor(ids, device=self._device), 0, self._group, self._parameters[EMBEDDING])
-        for layer in self._layers:
-            x = layer(x, tokens)
-        x = rms_norm(x[-1:], self._parameters[FINAL_NORM], self.model.norm_eps)
-        return column_parallel(x, self._group, (self._head,))[0][0]
+        with uncompiled():  # every prompt has another length
+            x = embed(torch.tensor(ids, device=self._device), 0, self._group, self._parameters[EMBEDDING])
+            for layer in self._layers:
+                x = layer(x, tokens)
+            x = rms_norm(x[-1:], self._parameters[FINAL_NORM], self.model.norm_eps)
+            return column_parallel(x, self._group, (self._head,))[0][0]
 
     def tokens(self, ids: list[int], count: int, ends: set[int], temperature: float, seed: int) -> Iterator[int]:
         """Up to `count` tokens that follow `ids`, the likeliest each time, or at a `temperature` above 0 drawn from

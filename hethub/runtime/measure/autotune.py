@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from hethub.communicator import Rendezvous
+from hethub.kernels.bodies import uncompiled
 from hethub.kernels.device import Device
 from hethub.predictor.cost.profile import DeviceProfile
 from hethub.predictor.cost.software import element_bytes, gradient_bytes
@@ -36,7 +37,7 @@ MEASURING_SECONDS = 1800.0  # how long ranks wait for each other's measurements
 def measure_ranks(job: Job, device: Device, meeting: Rendezvous, cluster: ClusterSpec) -> Measured:
     """What every rank measured of itself, or remembers, unless the job always measures; the same on every rank. Raises
     BadInput."""
-    cache = MeasurementCache(job.model, job.spec.train, device, meeting.local_rank)
+    cache = MeasurementCache(job.model, job.spec.train, device, meeting.local_rank, meeting.size)
     known = None if job.spec.measure == "always" else consensus(meeting, "measurements", cache.load)
     remembered = all_gather(meeting, "remembered measurements", known is not None)
     unsaved = None
@@ -76,7 +77,7 @@ def measure_rank(
         try:
             profile = measure_device(
                 model, accelerator, train.precision, device, seq_lens=[train.seq_len], micro_batches=sizes,
-                tps=tp_degrees(model) if device.is_gpu else (1,), seconds_per_point=SECONDS_PER_POINT,
+                tps=measured_degrees(model, device, num_ranks), seconds_per_point=SECONDS_PER_POINT,
             )  # fmt: skip
         except torch.OutOfMemoryError:  # what surrounds a layer took more than was counted
             if size == 1:
@@ -87,6 +88,12 @@ def measure_rank(
             size //= 2
         else:
             return profile.replace(largest_micro_batch=size if largest else None)
+
+
+def measured_degrees(model: ModelSpec, device: Device, num_ranks: int) -> list[int]:
+    """The tensor-parallel degrees whose shards are measured: on a device those that so many ranks can have, each of which
+    costs a compilation at every size; a CPU's other degrees are reckoned."""
+    return [degree for degree in tp_degrees(model) if degree <= (num_ranks if device.is_gpu else 1)]
 
 
 def resident_bytes(model: ModelSpec, train: TrainSpec, num_ranks: int) -> int:
@@ -108,10 +115,11 @@ def kept_bytes(
         x = torch.zeros(
             samples * stage.seq_len, stage.hidden, dtype=stage.storage.weights.dtype, device=device.torch_device
         )
-        with meter.counting():
-            result = stage.layers[0](x.requires_grad_(), tokens)
-        kept = meter.peak_bytes * model.layers
-        result.backward(torch.ones_like(result))
+        with uncompiled():  # many sizes are tried, once each
+            with meter.counting():
+                result = stage.layers[0](x.requires_grad_(), tokens)
+            kept = meter.peak_bytes * model.layers
+            result.backward(torch.ones_like(result))
         return kept
 
     return count

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from hethub.kernels.bodies import choose
 from hethub.runtime.checkpoint import export as module
 from hethub.runtime.checkpoint import integrity
 from hethub.runtime.checkpoint.export import export
-from hethub.runtime.checkpoint.generate import _prompt_ids
+from hethub.runtime.checkpoint.generate import _prompt_ids, generate
 from hethub.runtime.checkpoint.index import _Window
 from hethub.runtime.data.tokenise import tokenise
 from hethub.runtime.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -68,6 +69,18 @@ def test_greedy_text_is_that_of_the_exported_folder(run: Path, tmp_path: Path) -
     (theirs,) = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=END)
     assert generated(run, "--tokens", 40) == tokenizer.decode(theirs, skip_special_tokens=True)
     assert (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (END,) * 3
+
+
+def test_text_waits_for_no_compiler(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would make programs for the length of every prompt, on a device."""
+    made: list[Any] = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, tensors: made.append(graph) or graph)
+    choose(True)
+    try:
+        assert "".join(generate(run, PROMPT, tokens=3, temperature=0.0, seed=1))
+    finally:
+        choose(None)
+    assert not made
 
 
 def test_a_prompt_begins_as_it_does_in_transformers(tmp_path: Path) -> None:

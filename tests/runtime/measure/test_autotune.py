@@ -8,11 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hethub.kernels.bodies import choose
 from hethub.kernels.device import Device
 from hethub.predictor.memory.ranks import rank_memory
 from hethub.runtime.loop import plan
 from hethub.runtime.measure import autotune
-from hethub.runtime.measure.autotune import kept_bytes, largest_batch, measure_rank, resident_bytes
+from hethub.runtime.measure.autotune import (
+    kept_bytes,
+    largest_batch,
+    measure_rank,
+    measured_degrees,
+    resident_bytes,
+)
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
@@ -52,6 +59,26 @@ def test_memory_that_grows_faster_is_exceeded_once_at_most(each, faster, limit):
     found = largest_batch(bytes_of, limit, 64)
     assert found == 0 or bytes_of(found) <= limit
     assert len(exceeded) <= 6
+
+
+def test_sizes_are_tried_without_a_compiler(monkeypatch):
+    """Each once: a program for a size takes seconds."""
+    made = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, tensors: made.append(graph) or graph)
+    choose(True)
+    try:
+        count = kept_bytes(TINY, TRAIN, find_accelerator("CPU-core"), Device(vendor="cpu"))
+        assert 0 < count(1) < count(2)
+    finally:
+        choose(None)
+    assert not made
+
+
+def test_a_device_is_measured_in_the_shards_that_its_ranks_can_have():
+    model = TINY.replace(heads=8, kv_heads=4)
+    assert measured_degrees(model, Device(vendor="nvidia"), 64) == [1, 2, 4, 8]
+    assert measured_degrees(model, Device(vendor="amd"), 2) == [1, 2]
+    assert measured_degrees(model, Device(vendor="cpu"), 64) == [1]
 
 
 def test_a_rank_measures_sizes_up_to_what_its_memory_holds():

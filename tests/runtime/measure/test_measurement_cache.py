@@ -16,14 +16,15 @@ TRAIN = TrainSpec(global_batch=8, seq_len=32)
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HETHUB_CACHE", str(tmp_path))
-    return MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0)
+    return MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2)
 
 
 def test_what_was_measured_is_remembered(cache):
     assert cache.load() is None
     cache.save(curve(1.0))
     assert cache.load() == curve(1.0)
-    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 1).load() is None  # another rank of the host
+    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 1, 2).load() is None  # another rank of the host
+    assert MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 4).load() is None  # each has less of the state
 
 
 def test_measurements_by_another_version_do_not_count(cache):
@@ -53,7 +54,7 @@ def test_a_cache_that_is_no_cache_is_refused(cache):
 def test_a_cache_that_cannot_be_written_is_said_and_nothing_more(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HETHUB_CACHE", str(tmp_path / "file"))
-    cache = MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0)
+    cache = MeasurementCache(TINY, TRAIN, Device(vendor="cpu"), 0, 2)
     assert cache.load() is None
     assert "HETHUB_CACHE" in (cache.save(curve(1.0)) or "")
 
