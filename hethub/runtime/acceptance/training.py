@@ -191,7 +191,8 @@ def memory(world: World, cluster: ClusterSpec) -> Iterator[Row]:
     device, subject = world.device, subject_for(world.device)
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("replicated", {}),
-        ("offloaded", {"offload": ("parameters", "optimizer")}),
+        # The ranks share one host's memory: each keeps a part of the moments there, not all.
+        ("offloaded", {"offload": ("parameters", "optimizer"), "zero": int(world.size > 1)}),
     ]
     if world.size > 1:
         kinds.insert(1, (f"ZeRO-3 over {world.size}", {"zero": 3}))
