@@ -112,6 +112,7 @@ def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
             )
 
 
+PART_OF_CARD = 0.7  # of its memory: drivers keep less than a tenth
 ASSUMED_GBPS = 10.0  # between hosts of a detected cluster; a cluster file says what the interfaces really do
 
 
@@ -167,7 +168,14 @@ def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:
         # Only PCIe cards say what they are: "NVIDIA H100 80GB HBM3" is the SXM module, the card is "NVIDIA H100 PCIe".
         return -len(spoken & words), "pcie" in words - spoken, abs(known[name].memory_bytes - memory)
 
-    return min(fitting, key=unlike)
+    name = min(fitting, key=unlike)
+    if 0 < memory < PART_OF_CARD * known[name].memory_bytes:
+        raise BadInput(
+            f"device '{own.device}' ({own.where}) has {memory / 2**30:.0f} GiB of memory, the catalogue's {name} "
+            f"{known[name].memory_gb:g}: it is a part of one (MIG, or a partition of AMD's), which is slower too; write a cluster file "
+            "with the part's data in place."
+        )
+    return name
 
 
 def _words(name: str) -> list[str]:

@@ -80,7 +80,8 @@ def test_a_cpu_stands_in_only_for_a_vendor_that_the_file_names():
 
 def test_what_the_ranks_find_becomes_a_cluster():
     same_host = replace(FIRST, rank=1, local_rank=1)
-    found = detect_cluster([FIRST, same_host, replace(SECOND, rank=2, device="AMD Instinct MI300X")])
+    mi300x = replace(SECOND, rank=2, device="AMD Instinct MI300X", memory_bytes=192 * 2**30)
+    found = detect_cluster([FIRST, same_host, mi300x])
     assert [(place.accelerator.name, place.machine, place.local) for place in found.places] == [
         ("A100-SXM4-80GB", 0, 0), ("A100-SXM4-80GB", 0, 1), ("MI300X", 1, 0),
     ]  # fmt: skip
@@ -91,6 +92,12 @@ def test_a_device_whose_driver_names_two_models_is_known():
     """ROCm says "AMD Instinct MI250X/MI250" of either."""
     [node] = detect_cluster([replace(SECOND, rank=0, device="AMD Instinct MI250X/MI250")]).nodes
     assert node.device.name.startswith("MI250")
+
+
+def test_a_part_of_a_card_is_not_taken_for_all_of_it():
+    part = replace(FIRST, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory_bytes=int(9.6 * 2**30))
+    with pytest.raises(BadInput, match=r"has 10 GiB of memory, the catalogue's H100-SXM5-80GB 80: it is a part"):
+        detect_cluster([part])
 
 
 def test_the_hosts_memory_is_found_and_shared_by_the_nodes_on_it():
