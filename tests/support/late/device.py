@@ -188,6 +188,9 @@ class LateWork:
     def is_completed(self) -> bool:
         return self._point.is_done()
 
+    def is_success(self) -> bool:
+        raise NotImplementedError("as NCCL's")
+
 
 def install(seed: int = 0) -> LateDevice:
     """This process's late device, known to torch as "late"."""
