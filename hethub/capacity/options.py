@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
 from hethub.predictor.predict import Prediction
@@ -56,33 +55,35 @@ class LeftOut:
     why: str
 
 
-def steps_of(available: int) -> list[int]:
-    """The counts of a node type that are looked at: powers of two and their halves between, and all of them."""
-    counts = {available}
-    power = 1
-    while power <= available:
-        counts |= {power, min(available, power * 3 // 2)}
-        power *= 2
-    return sorted(counts - {0})
+class Taken(NamedTuple):
+    """What a cluster takes; `days_interval` and `meets` as of an `Option`."""
+
+    days: float
+    days_interval: tuple[float, float]
+    cost: float | None
+    meets: Meets
 
 
-def candidates(catalogue: CatalogueSpec, have: ClusterSpec | None) -> list[dict[str, int]]:
-    """Counts to try: what is owned, each type alone, then pairs of types, the smallest first."""
-    found: list[dict[str, int]] = [{}] if have else []
-    found += [{node.name: count} for node in catalogue.nodes for count in steps_of(node.count)]
-    pairs = [
-        {a.name: m, b.name: n}
-        for a, b in combinations(catalogue.nodes, 2)
-        for m in steps_of(a.count)[::2]
-        for n in steps_of(b.count)[::2]
-    ]
-    return found + sorted(pairs, key=lambda counts: sum(counts.values()))
+def taken(question: Question, counts: dict[str, int], goodput: float, spread: tuple[float, float]) -> Taken:
+    """What the counts take at a goodput whose steps, four times of five, lie in `spread` times the one expected."""
+    days = question.tokens / goodput / SECONDS_PER_DAY
+    prices = {node.name: node.price_per_hour for node in question.catalogue.nodes}
+    hourly = [(count, prices[name]) for name, count in counts.items()]
+    known = all(price is not None for _, price in hourly)
+    a_day = sum(count * (price or 0.0) for count, price in hourly) * 24.0 if known else None
+    low, high = days * spread[0], days * spread[1]
+    return Taken(days, (low, high), None if a_day is None else a_day * days, _meets(question, low, high, a_day))
+
+
+def spread_of(prediction: Prediction) -> tuple[float, float]:
+    """The ends of a step's 80 % interval over the step."""
+    low, high = prediction.step_seconds_interval
+    return low / prediction.step_seconds, high / prediction.step_seconds
 
 
 def option_of(question: Question, counts: dict[str, int], prediction: Prediction) -> Option:
     """What the counts take. Raises BadInput where failures leave no time to train."""
-    catalogue = question.catalogue
-    cluster, assumptions = cluster_of(catalogue, counts, question.have), catalogue.assumptions
+    assumptions, cluster = question.catalogue.assumptions, cluster_of(question.catalogue, counts, question.have)
     num_nodes = sum(node.count for node in cluster.nodes)
     goodput = prediction.tokens_per_second * assumptions.efficiency(num_nodes)
     if goodput <= 0:
@@ -90,23 +91,15 @@ def option_of(question: Question, counts: dict[str, int], prediction: Prediction
             f"{num_nodes} nodes with an MTBF of {assumptions.node_mtbf_hours:g} hours each fail faster than they train; "
             "correct the catalogue's assumptions, or take fewer nodes."
         )
-    days = question.tokens / goodput / SECONDS_PER_DAY
-    prices = {node.name: node.price_per_hour for node in catalogue.nodes}
-    hourly = [(count, prices[name]) for name, count in counts.items()]
-    known = all(price is not None for _, price in hourly)
-    a_day = sum(count * (price or 0.0) for count, price in hourly) * 24.0 if known else None
-    low, high = (days * seconds / prediction.step_seconds for seconds in prediction.step_seconds_interval)
+    takes = taken(question, counts, goodput, spread_of(prediction))
     watts = assumptions.watts(cluster, prediction.breakdown["compute"] / prediction.step_seconds)
     return Option(
         nodes=counts,
         accelerators=cluster.size,
         tokens_per_second=prediction.tokens_per_second,
         goodput_tokens_per_second=goodput,
-        days=days,
-        days_interval=(low, high),
-        cost=None if a_day is None else a_day * days,
-        energy_kwh=None if watts is None else watts / 1e3 * days * 24.0,
-        meets=_meets(question, low, high, a_day),
+        energy_kwh=None if watts is None else watts / 1e3 * takes.days * 24.0,
+        **takes._asdict(),
     )
 
 
@@ -116,6 +109,16 @@ def _meets(question: Question, low: float, high: float, a_day: float | None) -> 
     if question.budget is not None:
         most = min(most, -1.0 if a_day is None else question.budget / a_day if a_day else float("inf"))
     return "likely" if high <= most else "maybe" if low <= most else "no"
+
+
+def rank(question: Question, takes: Taken | Option, accelerators: int) -> tuple[float, ...]:
+    """What answers are ordered by, the best first: likely ones, then those that may be. Of these within a budget the
+    fastest, else the cheapest (where no price is known the smallest). Of what is none the nearest: over a budget the
+    cheapest, behind a deadline the fastest."""
+    price = or_infinite(takes.cost)
+    fastest_first = (question.budget is not None) != (takes.meets == "no")
+    order = (takes.days, price, accelerators) if fastest_first else (price, accelerators, takes.days)
+    return (("likely", "maybe", "no").index(takes.meets), *order)
 
 
 def mark_frontier(options: Sequence[Option]) -> list[Option]:

@@ -4,19 +4,22 @@ Pure functions over an `Evaluator`, which answers what a cluster's best plan del
 room has the arithmetic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from typing import Any
 
 from hethub.capacity.catalogue import cluster_of
-from hethub.capacity.options import LeftOut, Option, Question, candidates, mark_frontier, option_of, or_infinite
+from hethub.capacity.options import LeftOut, Option, Question, mark_frontier, option_of, rank, spread_of, taken
 from hethub.predictor.predict import Prediction
-from hethub.spec.cluster import ClusterSpec
+from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
 
 Evaluator = Callable[[ClusterSpec], Prediction]  # raises BadInput where no plan fits that cluster
 Progress = Callable[[int, int, str], None]  # done, total, what is next
+
+MIXTURES = 4  # of two node types, planned at most: those that would be the best answers if their plans were good
+EVERY_COUNT = 64  # up to so many nodes of a type every count of it is thought of in mixtures; beyond, steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,75 +29,181 @@ class Sizing:
     options: tuple[Option, ...]
     left_out: tuple[LeftOut, ...]
     not_looked_at: int  # mixtures of two node types
-    skipped_counts: dict[str, list[int]]  # by node type, of those that can be had: it alone was not looked at
+    might_be_better: int  # of these, if every node did what it does where its type alone does best
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def size(question: Question, evaluate: Evaluator, *, limit: int = 60, progress: Progress | None = None) -> Sizing:
-    """All options looked at, those that likely meet deadline and budget first, then those that may, cheapest then
-    smallest; the frontier is marked.
+def size(
+    question: Question, evaluate: Evaluator, *, mixtures: int = MIXTURES, progress: Progress | None = None
+) -> Sizing:
+    """All options looked at, those that likely meet deadline and budget first, then those that may, each in the order
+    of `rank`; the frontier is marked. Raises BadInput where no cluster can train the model."""
+    search = _Search(question, evaluate, mixtures, progress)
+    if question.have is not None:
+        search.look({})
+    for node in search.nodes:
+        search.look_at_one_type(node)
+    for node in search.nodes:
+        search.narrow(node.name)
+    search.look_at_types_that_fit_in_mixtures_only()
+    unknown = search.look_at_mixtures()
+    if not search.options:
+        left_out = search.left_out
+        raise BadInput(f"no cluster of the {len(left_out)} looked at can train this; the first: {left_out[0].why}")
+    pairs = sum(len(counts) == 2 for counts in search.seen)
+    return Sizing(
+        options=tuple(sorted(mark_frontier(search.options), key=lambda o: rank(question, o, o.accelerators))),
+        left_out=tuple(search.left_out),
+        not_looked_at=sum(a.count * b.count for a, b in combinations(search.nodes, 2)) - pairs,
+        might_be_better=unknown,
+    )
 
-    Where a deadline is first met between two counts of a type, the counts between are looked at too. Raises BadInput
-    where no cluster can train the model.
-    """
-    wanted = candidates(question.catalogue, question.have)
-    looked_at: list[Option] = []
-    left_out: list[LeftOut] = []
 
-    def look(counts: dict[str, int]) -> Option | None:
-        if progress is not None:
+class _Search:
+    """What was looked at, and what it says of other clusters: no plan exceeds its ceiling, which adds up over nodes."""
+
+    def __init__(self, question: Question, evaluate: Evaluator, mixtures: int, progress: Progress | None) -> None:
+        self.question, self.evaluate, self.mixtures, self.progress = question, evaluate, mixtures, progress
+        self.options: list[Option] = []
+        self.left_out: list[LeftOut] = []
+        self.seen: list[dict[str, int]] = []
+        self.ceilings: dict[str, float] = {}  # tokens/s by node type, of one node
+        self.speeds: dict[str, float] = {}  # the same, of one node where a type alone does best
+        self.owned_ceiling = self.owned_speed = 0.0
+        self.spread = (1.0, float("inf"))  # the ends of the 80 % interval, the smallest seen
+        self.nodes: list[NodeSpec] = []
+        for node in question.catalogue.nodes:
+            if question.budget is not None and node.price_per_hour is None:
+                why = "it has no price_per_hour, so that nobody can say whether it is within a budget"
+                self.left_out.append(LeftOut(nodes={node.name: node.count}, why=why))
+            else:
+                self.nodes.append(node)
+
+    def look(self, counts: dict[str, int]) -> Option | None:
+        """The option of the counts; None where it is left out."""
+        if self.progress is not None:
             name = " + ".join(f"{count} {node}" for node, count in counts.items()) or "what is owned"
-            progress(len(looked_at) + len(left_out), min(limit, len(wanted)), name)
+            expected = sum(len(_doublings(node.count)) for node in self.nodes) + self.mixtures
+            self.progress(len(self.seen), max(expected, len(self.seen) + 1), name)
+        self.seen.append(counts)
         try:
-            option = option_of(question, counts, evaluate(cluster_of(question.catalogue, counts, question.have)))
+            prediction = self.evaluate(cluster_of(self.question.catalogue, counts, self.question.have))
+            option = option_of(self.question, counts, prediction)
         except BadInput as error:
-            left_out.append(LeftOut(nodes=counts, why=str(error)))
+            self.left_out.append(LeftOut(nodes=counts, why=str(error)))
             return None
-        looked_at.append(option)
+        self.options.append(option)
+        self._learn(counts, prediction)
         return option
 
-    for counts in wanted[:limit]:
-        look(counts)
-    if question.deadline_days is not None:
-        for node in question.catalogue.nodes:
-            _narrow(node.name, looked_at, look)
-    if not looked_at:
-        raise BadInput(f"no cluster of the {len(left_out)} looked at can train this; the first: {left_out[0].why}")
-    order = ("likely", "maybe", "no")
-    ordered = sorted(
-        mark_frontier(looked_at), key=lambda o: (order.index(o.meets), or_infinite(o.cost), o.accelerators, o.days)
-    )
-    seen = [option.nodes for option in looked_at] + [cluster.nodes for cluster in left_out]
-    skipped = {
-        node.name: [count for count in range(1, node.count + 1) if {node.name: count} not in seen]
-        for node in question.catalogue.nodes
-    }
-    return Sizing(
-        options=tuple(ordered),
-        left_out=tuple(left_out),
-        not_looked_at=_num_mixtures(question) - sum(len(nodes) == 2 for nodes in seen),
-        skipped_counts={name: counts for name, counts in skipped.items() if counts},
-    )
+    def _learn(self, counts: dict[str, int], prediction: Prediction) -> None:
+        """What a node of each type does at its ceiling and at best, and how wide the interval is."""
+        ceiling, speed = prediction.ceiling_tokens_per_second, prediction.tokens_per_second
+        low, high = spread_of(prediction)
+        self.spread = min(self.spread[0], low), min(self.spread[1], high)
+        if not counts:
+            self.owned_ceiling, self.owned_speed = ceiling, speed
+        for known, total, owned in (
+            (self.ceilings, ceiling, self.owned_ceiling),
+            (self.speeds, speed, self.owned_speed),
+        ):
+            new = [name for name in counts if len(counts) == 1 or name not in known]
+            rest = total - owned - sum(count * known[name] for name, count in counts.items() if name not in new)
+            for name in new:
+                known[name] = max(known.get(name, 0.0), rest / sum(counts[each] for each in new))
+
+    def look_at_one_type(self, node: NodeSpec) -> None:
+        """1, 2, 4, 8 … nodes, as long as more are faster and a deadline is not met."""
+        fastest = 0.0
+        for count in _doublings(node.count):
+            if count < node.count and self._too_slow({node.name: count}):
+                continue
+            option = self.look({node.name: count})
+            if option is None and not fastest:
+                continue
+            if option is None or option.goodput_tokens_per_second <= fastest:
+                break
+            fastest = option.goodput_tokens_per_second
+            if self.question.deadline_days is not None and option.meets == "likely":
+                break
+
+    def narrow(self, name: str) -> None:
+        """Between two counts of a type of which one meets what was asked and the other does not, looks at those between
+        by halves; where no option is likely to, one that may counts."""
+        wanted = ("likely",) if any(option.meets == "likely" for option in self.options) else ("likely", "maybe")
+        met = {0: False} | {counts[name]: False for counts in self.seen if set(counts) == {name}}
+        met |= {option.nodes[name]: option.meets in wanted for option in self.options if set(option.nodes) == {name}}
+        for (low, begins), (high, ends) in pairwise(sorted(met.items())):
+            while begins != ends and high - low > 1:
+                middle = (low + high) // 2
+                option = None if self._too_slow({name: middle}) else self.look({name: middle})
+                if (option is not None and option.meets in wanted) == begins:
+                    low = middle
+                else:
+                    high = middle
+
+    def look_at_types_that_fit_in_mixtures_only(self) -> None:
+        """All nodes of a type that cannot train the model alone, with all of another."""
+        for one, other in combinations(self.nodes, 2):
+            if one.name not in self.ceilings or other.name not in self.ceilings:
+                self.look({one.name: one.count, other.name: other.count})
+
+    def look_at_mixtures(self) -> int:
+        """Mixtures of two types, those first that would be the best answers if every node did what it does where its type
+        alone does best; how many are left that would then be better than the answer."""
+        if not self.options:
+            return 0
+        ranked = sorted((self._hoped(counts), index, counts) for index, counts in enumerate(self._pairs()))
+        for position, (hoped, _, counts) in enumerate(ranked):
+            best = min(rank(self.question, option, option.accelerators) for option in self.options)
+            if hoped[:3] >= best[:3]:
+                return 0
+            if position == self.mixtures:
+                return sum(hoped[:3] < best[:3] for hoped, _, _ in ranked[position:])
+            self.look(counts)
+        return 0
+
+    def _pairs(self) -> list[dict[str, int]]:
+        known = [node for node in self.nodes if node.name in self.ceilings]
+        pairs = [
+            {one.name: m, other.name: n}
+            for one, other in combinations(known, 2)
+            for m, n in product(_counts(one.count), _counts(other.count))
+        ]
+        return [counts for counts in pairs if counts not in self.seen]
+
+    def _hoped(self, counts: dict[str, int]) -> tuple[float, ...]:
+        """The rank of counts whose nodes do what they do where their type alone does best."""
+        have = self.question.have
+        each = {node.name: node.accelerators for node in self.nodes}
+        accelerators = sum(count * each[name] for name, count in counts.items()) + (have.size if have else 0)
+        goodput = self._goodput(counts, self.speeds, self.owned_speed)
+        return rank(self.question, taken(self.question, counts, goodput, self.spread), accelerators)
+
+    def _too_slow(self, counts: dict[str, int]) -> bool:
+        """Whether no plan for the counts can meet the deadline."""
+        if self.question.deadline_days is None or not {*counts} <= {*self.ceilings}:
+            return False
+        goodput = self._goodput(counts, self.ceilings, self.owned_ceiling)
+        return taken(self.question, counts, goodput, self.spread).meets == "no"
+
+    def _goodput(self, counts: dict[str, int], of_node: dict[str, float], of_owned: float) -> float:
+        """Where each node has its own tokens/s."""
+        num_owned = sum(node.count for node in self.question.have.nodes) if self.question.have else 0
+        efficiency = self.question.catalogue.assumptions.efficiency(num_owned + sum(counts.values()))
+        speed = of_owned + sum(count * of_node[name] for name, count in counts.items())
+        return max(speed * efficiency, 1e-9)
 
 
-def _num_mixtures(question: Question) -> int:
-    """How many mixtures of two node types there are."""
-    return sum(a.count * b.count for a, b in combinations(question.catalogue.nodes, 2))
+def _doublings(available: int) -> list[int]:
+    """1, 2, 4, 8 … and all."""
+    return [1 << power for power in range((available - 1).bit_length())] + [available]
 
 
-def _narrow(name: str, options: Sequence[Option], look: Callable[[dict[str, int]], Option | None]) -> None:
-    """Looks at counts of one type between the largest that is too few and the smallest that is likely enough, or where
-    none is, may be."""
-    known = {option.nodes[name]: option.meets for option in options if set(option.nodes) == {name}}
-    wanted = ("likely",) if "likely" in known.values() else ("likely", "maybe")
-    enough = min((count for count, meets in known.items() if meets in wanted), default=0)
-    few = max((count for count, meets in known.items() if meets not in wanted and count < enough), default=enough)
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        option = look({name: middle})
-        if option is not None and option.meets in wanted:
-            enough = middle
-        else:
-            few = middle
+def _counts(available: int) -> list[int]:
+    """Every count of a type, or of many powers of two with their halves between, and all."""
+    if available <= EVERY_COUNT:
+        return list(range(1, available + 1))
+    return sorted({count for power in _doublings(available) for count in (power, min(available, power * 3 // 2))})

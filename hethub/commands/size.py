@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hethub.spec.cluster import ClusterSpec
     from hethub.spec.job import Job
 
-SECONDS_PER_CLUSTER = 3.0  # of search, unless the job's constraints say otherwise
+SECONDS_PER_CLUSTER = 10.0  # of search, unless the job's constraints say otherwise
 
 
 def add(commands: Any) -> None:
@@ -63,11 +63,17 @@ def size(options: argparse.Namespace) -> None:
     tokens = a_number("--tokens", options.tokens)
     deadline = None if options.deadline is None else a_number("--deadline", options.deadline)
     budget = None if options.budget is None else a_number("--budget", options.budget)
-    _check(options)
+    if options.add and options.have is None:
+        raise BadInput("--add ranks what to add to nodes owned; name them with --have CLUSTER.yaml.")
     check_writable(options.out)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
     catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)
+    if budget is not None and all(node.price_per_hour is None for node in catalogue.nodes):
+        raise BadInput(
+            f"--budget needs prices, and {options.catalogue or 'hethub'} has none; give --catalogue FILE with price_per_hour, "
+            "currency and date."
+        )
     if options.add:
         return _add(options, catalogue, evaluate, have)
     question = Question(catalogue=catalogue, tokens=tokens, have=have, deadline_days=deadline, budget=budget)
@@ -102,15 +108,6 @@ def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:
     """What the figures rest on, for JSON."""
     date = None if catalogue.date is None else str(catalogue.date)
     return {"currency": catalogue.currency, "date": date, "assumptions": catalogue.assumptions.model_dump()}
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.add and options.have is None:
-        raise BadInput("--add ranks what to add to nodes owned; name them with --have CLUSTER.yaml.")
-    if options.budget is not None and options.catalogue is None:
-        raise BadInput(
-            "--budget needs prices, and hethub invents none; give --catalogue FILE with price_per_hour, currency and date."
-        )
 
 
 def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":

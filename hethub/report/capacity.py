@@ -31,7 +31,7 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
     for option in frontier:
         length = max(1, round(BAR * option.days / frontier[-1].days))
         console.print(
-            f"{_nodes(option.nodes):28}{'█' * length} {option.days:.1f} days, {_price(option, question.catalogue)}"
+            f"{_nodes(option.nodes):28}{'█' * length} {_figure(option.days)} days, {_price(option, question.catalogue)}"
         )
     for sentence in _sentences(found, question):
         console.print(sentence)
@@ -67,13 +67,22 @@ def _table(options: Sequence[Option], catalogue: CatalogueSpec) -> tuple[list[st
 def _cells(option: Option) -> list[str]:
     return [
         _nodes(option.nodes), str(option.accelerators), f"{option.goodput_tokens_per_second:,.0f}",
-        f"{option.days:.1f}\n({_interval(option, '-')})", "" if option.cost is None else f"{option.cost:,.0f}",
-        "" if option.energy_kwh is None else f"{option.energy_kwh / 1e3:.1f}", option.meets,
+        f"{_figure(option.days)}\n({_interval(option, '-')})", "" if option.cost is None else _money(option.cost),
+        "" if option.energy_kwh is None else _figure(option.energy_kwh / 1e3), option.meets,
     ]  # fmt: skip
 
 
 def _interval(option: Option, to: str = " to ") -> str:
-    return to.join(f"{days:.1f}" for days in option.days_interval)
+    return to.join(map(_figure, option.days_interval))
+
+
+def _figure(value: float) -> str:
+    """19.6; two digits where there is less than one, and three where nobody reads so many."""
+    return f"{value:,.1f}" if value == 0 or 1 <= value < 1e9 else f"{value:.2g}" if value < 1 else f"{value:.3g}"
+
+
+def _money(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= value < 1e12 else _figure(value)
 
 
 def _frontier(found: Sizing) -> list[Option]:
@@ -84,7 +93,7 @@ def _price(option: Option, catalogue: CatalogueSpec) -> str:
     return (
         f"{option.accelerators} accelerators"
         if option.cost is None
-        else f"{option.cost:,.0f} {catalogue.currency or ''}".strip()
+        else f"{_money(option.cost)} {catalogue.currency or ''}".strip()
     )
 
 
@@ -96,18 +105,24 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
     asked = f"{question.tokens:.4g} tokens {' and '.join(wanted)}".strip()
     chosen = best(found.options)
     if chosen is None:
-        fastest = min(found.options, key=lambda option: option.days)
-        answer = f"none of the options; the fastest, {_nodes(fastest.nodes)}, takes {fastest.days:.1f} days"
+        nearest = found.options[0]
+        what, takes = ("fastest", "takes") if question.budget is None else ("cheapest", "costs")
+        figure = f"{_figure(nearest.days)} days" if question.budget is None else _price(nearest, catalogue)
+        answer = f"none of the options; the {what}, {_nodes(nearest.nodes)}, {takes} {figure}"
     else:
-        answer = f"{_nodes(chosen.nodes)}, {chosen.days:.1f} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
+        answer = (
+            f"{_nodes(chosen.nodes)}, {_figure(chosen.days)} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
+        )
         if wanted:
             answer = f"likely {answer}" if chosen.meets == "likely" else f"likely none of the options; maybe {answer}"
     sentences = [f"{asked}: {answer}", *left_out_sentences(found.left_out)]
-    for name, counts in found.skipped_counts.items():
-        sentences.append(f"not looked at: {name} alone by {_runs(counts)}")
+    if alone := _alone(found, catalogue):
+        sentences.append(f"looked at alone: {alone}")
     if found.not_looked_at:
+        more = ", nor any of three and more" if len(catalogue.nodes) > 2 else ""
         sentences.append(
-            f"not looked at: {found.not_looked_at:,} mixtures of two node types, and all of three and more; --have fixes a part"
+            f"not looked at: {found.not_looked_at:,} mixtures of two node types, {found.might_be_better:,} of which may be a better "
+            f"answer{more}; --have fixes a part"
         )
     if assumed := assumed_speeds_of(found, question):
         sentences.append(assumed_sentence(assumed))
@@ -125,15 +140,17 @@ def assumed_speeds_of(found: Sizing, question: Question) -> list[str]:
     return sorted({node.device.name for node in (*owned, *rented) if node.device.source == "assumed"})
 
 
-def _runs(counts: Sequence[int]) -> str:
-    """5, 7, 9-11 of ascending counts."""
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and runs[-1][-1] == count - 1:
-            runs[-1].append(count)
-        else:
-            runs.append([count])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def _alone(found: Sizing, catalogue: CatalogueSpec) -> str:
+    """`H200 by 1, 4, 8 of 16; A100 by 16 of 16`: of each type the counts that were planned without another."""
+    seen: dict[str, list[int]] = {}
+    for nodes in [option.nodes for option in found.options] + [cluster.nodes for cluster in found.left_out]:
+        if len(nodes) == 1:
+            [(name, count)] = nodes.items()
+            seen.setdefault(name, []).append(count)
+    available = {node.name: node.count for node in catalogue.nodes}
+    return "; ".join(
+        f"{name} by {', '.join(map(str, sorted(counts)))} of {available[name]:,}" for name, counts in seen.items()
+    )
 
 
 def left_out_sentences(left_out: Sequence[LeftOut]) -> list[str]:

@@ -84,7 +84,7 @@ class StageSpec(Spec):
     def ranks(self) -> tuple[int, ...]:
         return tuple([rank for replica in self.replicas for rank in replica.ranks])
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[Range, ...]:
         return tuple(Range(*chunk) for chunk in self.layers)
 

@@ -75,13 +75,22 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
     [
         (["--tokens", "-3"], "--tokens -3: give a positive number"),
         (["--tokens", "1e9", "--add"], "--have CLUSTER.yaml"),
-        (["--tokens", "1e9", "--budget", "10"], "invents none"),
+        (["--tokens", "1e9", "--budget", "10"], "--budget needs prices, and hethub has none; give --catalogue FILE"),
     ],
 )
 def test_bad_questions_are_refused(tmp_path: Path, arguments: list[str], words: str) -> None:
     ended = ask(tmp_path, *arguments)
     assert ended.exit_code == 2
     assert words in ended.stderr
+
+
+def test_a_budget_without_a_price_is_refused(tmp_path: Path) -> None:
+    """The answer was "for 10 None: none of the options"."""
+    nodes = [{**node, "price_per_hour": None} for node in CATALOGUE["nodes"]]
+    catalogue = write_yaml(tmp_path / "catalogue.yaml", {"nodes": nodes})
+    ended = ask(tmp_path, "--tokens", "1e9", "--budget", "10", "--catalogue", catalogue)
+    assert ended.exit_code == 2
+    assert "--budget needs prices, and " in ended.stderr
 
 
 def test_prices_need_a_currency(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_speed_that_is_assumed_is_said(tmp_path, capsys):
         "meets": "likely",
     }
     option = Option(nodes={"cpus": 1}, cost=None, energy_kwh=None, on_frontier=True, **took)
-    found = Sizing(options=(option,), left_out=(), not_looked_at=0, skipped_counts={})
+    found = Sizing(options=(option,), left_out=(), not_looked_at=0, might_be_better=0)
     print_sizing(found, Question(catalogue=CatalogueSpec(nodes=(node,)), tokens=1e9), None)
     assert "the speed of CPU-core is assumed, not measured" in capsys.readouterr().out
 
@@ -215,12 +215,12 @@ def test_the_other_tables_keep_words_whole_at_80_columns(tmp_path, monkeypatch, 
         goodput_tokens_per_second=2_245_678.0, days=123.4, days_interval=(98.7, 154.3), cost=12_345_678.0,
         energy_kwh=1_234_500.0, meets="likely", on_frontier=True,
     )  # fmt: skip
-    found = Sizing(options=(option,), left_out=(), not_looked_at=7, skipped_counts={"H100": [5, 7, 8, 9]})
+    found = Sizing(options=(option,), left_out=(), not_looked_at=7, might_be_better=2)
     question = Question(catalogue=priced, tokens=1e12, deadline_days=200.0)
     text = shown_at_80(monkeypatch, capsys, lambda: print_sizing(found, question, None))
     assert words_of(text) >= {"accelerators", "goodput", "meets"}
     assert "2,345,678" in text
-    assert "not looked at: H100 alone by 5, 7-9" in text
+    assert "2 of which may be a better answer" in " ".join(text.split())
     row = {
         "operation": "reduce_scatter", "path": "native", "ranks": 1024, "bytes": 67_108_864, "seconds": 12.5,
         "bytes_per_second": 12e9, "bridge_bytes_over_bound": 1.25, "bound_seconds": 2.5, "legs": {"wire": 1.5},
