@@ -59,7 +59,8 @@ def report(options: argparse.Namespace) -> None:
         plan, out = load_plan(options.what), options.out or Path("report.html")
         job = made_for(plan, options.what, options.job)
         layout = bind(plan, job.model, job.cluster)
-        write_page(layout, None, out, f"plan {options.what.name}", software=hethub_software(job.compile))
+        software = hethub_software(job.compile)
+        write_page(layout, None, out, f"plan {options.what.name}", software=software, reserve=job.reserve)
     print(f"written to {out}")
 
 

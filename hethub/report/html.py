@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -18,13 +17,14 @@ from hethub.report.drawing import legend, losses, stacked, timeline
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import GIB, STAGE_COLUMNS, assumed_sentence, parameter_count, stage_rows
 from hethub.report.trace import times_are
-from hethub.runtime.run_folder import RunFolder, under_last_plan
+from hethub.report.watching import settled_seconds, under_last_plan
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import load_cluster
 from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.lookup import load_model
-from hethub.spec.plan import load_plan
+from hethub.spec.plan import PlannedFor, load_plan
 from hethub.spec.schedule.actions import COMPUTE, UPDATE
 
 MOST_ROWS = 64  # ranks drawn one by one; beyond, ranks that do the same are one row
@@ -39,14 +39,9 @@ class Measured:
     steps: list[dict[str, Any]]
     spans: list[Span]  # of the last step
 
-    @cached_property
-    def of_this_plan(self) -> list[dict[str, Any]]:
-        """The steps that ran under the plan that is drawn: the last ones."""
-        return under_last_plan(self.steps)
-
     @property
     def step_seconds(self) -> float:
-        return median(step["step_seconds"] for step in self.of_this_plan)
+        return median(settled_seconds(self.steps))
 
 
 def report_run(folder: Path, out: Path) -> None:
@@ -56,13 +51,15 @@ def report_run(folder: Path, out: Path) -> None:
             f"{folder}: there is no run here (plan.yaml and cluster.yaml are missing); name the folder that train printed."
         )
     plan = load_plan(folder / "plan.yaml")
-    layout = bind(plan, load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml"))
+    model, cluster = load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml")
+    layout, made_for = bind(plan, model, cluster), plan.job or PlannedFor(model=model, cluster=cluster)
     run = RunFolder(folder)
     measured = Measured(steps=run.rows(), spans=last_step(_read_spans(run.trace)))
     measurements = folder / "profile.json"
     profile = load_profile(measurements) if measurements.exists() else None
-    software = hethub_software(plan.job.compile if plan.job else None)
-    write_page(layout, measured if measured.steps else None, out, f"run {folder.name}", profile, software)
+    software = hethub_software(made_for.compile)
+    shown = measured if measured.steps else None
+    write_page(layout, shown, out, f"run {folder.name}", profile, software, made_for.reserve)
 
 
 def _read_spans(path: Path) -> list[Span]:
@@ -107,9 +104,11 @@ def write_page(
     title: str,
     profile: ProfileSpec | None = None,
     software: Software = HETHUB,
+    reserve: float = 0.06,
 ) -> None:
-    """Writes the page for a layout, with what was measured of it where there is a run."""
-    prediction = predict(layout, with_timeline=True, profile=profile, software=software)
+    """Writes the page for a layout, with what was measured of it where there is a run; `reserve`: of an accelerator's
+    memory, kept free."""
+    prediction = predict(layout, reserve=reserve, with_timeline=True, profile=profile, software=software)
     prediction = with_staging(prediction, layout, profile, software)
     sections = [
         _summary(layout, prediction, measured, assumed_speeds(layout.cluster, layout.plan.precision, profile)),
@@ -151,9 +150,11 @@ def _summary(layout: Layout, prediction: Prediction, measured: Measured | None, 
 
 
 def _steps(measured: Measured) -> str:
-    """Which steps count: `median of 40 steps, without the 20 before them under another plan`."""
-    own, earlier = len(measured.of_this_plan), len(measured.steps) - len(measured.of_this_plan)
-    return f"median of {own} steps" + (f", without the {earlier} before them under another plan" if earlier else "")
+    """Which steps count: `median of 38 steps, without the first 2 and the 20 before them under another plan`."""
+    counted, own = len(settled_seconds(measured.steps)), len(under_last_plan(measured.steps))
+    left_out = [f"the first {own - counted}"] if own > counted else []
+    left_out += [f"the {len(measured.steps) - own} before them under another plan"] if own < len(measured.steps) else []
+    return f"median of {counted} steps" + (f", without {' and '.join(left_out)}" if left_out else "")
 
 
 def _cluster(layout: Layout) -> str:

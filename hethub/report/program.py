@@ -10,8 +10,9 @@ from hethub.predictor.cost.profile import assumed_speeds
 from hethub.report.drawing import losses
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import GIB, assumed_sentence
+from hethub.report.watching import settled_seconds
 from hethub.runtime.console import make_console, make_table
-from hethub.runtime.run_folder import RunFolder, under_last_plan
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import load_cluster
 from hethub.spec.program import (
     ProgramFor,
@@ -84,7 +85,7 @@ def write_program_page(
         ["fits", "yes" if prediction["fits"] else "no"],
     ]  # fmt: skip
     if steps:
-        own = [step["step_seconds"] for step in under_last_plan(steps)]
+        own = settled_seconds(steps)
         beside = f"{median(own):.4g} s, {median(own) / program.predicted_seconds:.2f} of the prediction"
         about.append([f"measured (median of the {len(own)} steps under this plan)", beside])
     memory = [

@@ -4,12 +4,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from hethub.runtime.run_claim import OWNER
-from hethub.runtime.run_folder import RunFolder, under_last_plan
+from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
 from hethub.spec.errors import BadInput
@@ -60,8 +62,7 @@ def _state(path: Path) -> tuple[str, bool]:
 
 
 def _progress(rows: list[dict[str, Any]], last: int, written: float | None) -> list[str]:
-    newest, recent = rows[-1], under_last_plan(rows)[-RECENT:]
-    seconds = median(row["step_seconds"] for row in recent)
+    newest, seconds = rows[-1], median(settled_seconds(rows)[-RECENT:])
     predicted = newest.get("predicted_step_seconds")
     loss = "overflow" if newest.get("loss") is None else f"{newest['loss']:.4f}"
     beside = "" if not predicted else f", predicted {predicted:.4g} s"
@@ -75,3 +76,19 @@ def _progress(rows: list[dict[str, Any]], last: int, written: float | None) -> l
     if evaluated:
         lines.append(f"held-out loss {evaluated[-1]['eval_loss']:.4f} at step {evaluated[-1]['step']}")
     return lines
+
+
+def under_last_plan(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last lines of metrics, as far back as steps were predicted like the last one: a run that went on under another
+    plan, or measured itself anew, has steps of several."""
+    alike = takewhile(
+        lambda row: row.get("predicted_step_seconds") == rows[-1].get("predicted_step_seconds"), reversed(rows)
+    )
+    return list(alike)[::-1]
+
+
+def settled_seconds(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """What the steps of `under_last_plan` took; where there are more, without the first ones, which the summary of
+    `hethub train` leaves out as well."""
+    seconds = [row["step_seconds"] for row in under_last_plan(rows)]
+    return seconds[SETTLING_STEPS:] or seconds

@@ -6,10 +6,9 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +30,7 @@ FILES = (
     "report.html",
 )  # fmt: skip
 _MOST_METRICS_BYTES = 2**33
+SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
 MOST_EXPONENT = 709.0  # of e, in a float
 _DAMAGED = "metrics.damaged.jsonl"
 
@@ -295,15 +295,6 @@ class RunFolder:
     def log(self, text: str) -> None:
         """Adds a line with the time to log.txt."""
         self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-
-
-def under_last_plan(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last lines of metrics, as far back as steps were predicted like the last one: a run that went on under another
-    plan, or measured itself anew, has steps of several."""
-    alike = takewhile(
-        lambda row: row.get("predicted_step_seconds") == rows[-1].get("predicted_step_seconds"), reversed(rows)
-    )
-    return list(alike)[::-1]
 
 
 def _lines(content: bytes) -> list[bytes]:

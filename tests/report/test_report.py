@@ -106,13 +106,26 @@ def test_only_steps_of_the_plan_that_is_drawn_are_held_against_its_prediction(tm
             "step_seconds": 5.0 if step < 8 else 0.5,
             "predicted_step_seconds": 4.0 if step < 8 else 0.4,
         }
-        for step in range(1, 11)
+        for step in range(1, 13)
     ]
+    steps[7]["step_seconds"], steps[8]["step_seconds"] = (
+        9.0,
+        8.0,
+    )  # the first two warm up, as the summary of train says too
+    steps[10]["step_seconds"] = 0.51
     assert Measured(steps=steps, spans=[]).step_seconds == 0.5
     write_page(LAYOUT, Measured(steps=steps, spans=[]), tmp_path / "page.html", "resumed")
     page = (tmp_path / "page.html").read_text()
-    assert "median of 3 steps, without the 7 before them under another plan" in page
+    assert "median of 3 steps, without the first 2 and the 7 before them under another plan" in page
     assert "<td>0.5 s</td>" in page
+
+
+def test_a_page_and_predict_agree_on_what_fits(tmp_path: Path) -> None:
+    """`reserve` of the job is kept free; the page said "fits" where `hethub predict` said that it does not."""
+    most = max(entry.bytes / entry.limit for entry in predict(LAYOUT).memory)
+    for reserve, fits in ((0.999 * (1 - most), "yes"), (1.001 * (1 - most), "no")):
+        write_page(LAYOUT, None, tmp_path / "page.html", "plan", reserve=reserve)
+        assert f"<td>fits</td><td>{fits}</td>" in (tmp_path / "page.html").read_text()
 
 
 def test_a_trace_of_another_plan_goes_when_the_run_goes_on(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.loop.trainer import TrainingRank
 from hethub.runtime.measure.clock import clock_offset
 from hethub.runtime.pace import Pace, StepPace
-from hethub.runtime.run_folder import RunFolder, StepMetrics, perplexity
+from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder, StepMetrics, perplexity
 from hethub.runtime.sinks import Sinks, StepProfiler
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
@@ -32,7 +32,6 @@ from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.plan import PlanSpec
 
 TRACED_STEPS = 3  # the last steps of a run, kept for its trace
-SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
 
 
 @dataclass(frozen=True, kw_only=True)
