@@ -274,7 +274,7 @@ def diff(options: argparse.Namespace) -> None:
             return side_of_program(program, program_made_for(program, path, options.job))
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
-        return side_of_layout(bind(plan, job.model, job.cluster), job.compile)
+        return side_of_layout(bind(plan, job.model, job.cluster), job.compile, job.reserve)
 
     result = compare(side(options.first), side(options.second))
     if options.json:

@@ -219,13 +219,21 @@ def print_diff(result: "PlanDiff") -> None:
         table.add_row(difference.key, difference.first or "", difference.second or "")
     console.print(table if result.differences else "the plans are equal")
     first, second = result.step_seconds
-    slower = result.slower_percent
-    console.print(
-        f"step {first:.4g} s and {second:.4g} s: the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
-    )
-    parts = ", ".join(f"{part} {seconds:+.4g} s" for part, seconds in result.parts().items() if seconds)
+    rates, slower = result.tokens_per_second, result.slower_percent
+    asked = f"step {first:.4g} s and {second:.4g} s"
+    if any(difference.key in ("global_batch", "seq_len") for difference in result.differences):
+        slower = 100.0 * (rates[0] / rates[1] - 1.0)
+        asked += f" of unlike batches, {rates[0]:,.0f} and {rates[1]:,.0f} tokens/s"
+    beside = f"the second is {abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    console.print(f"{asked}: {beside if abs(slower) >= 0.05 else 'both are as fast'}")
+    parts = {part: seconds for part, seconds in result.parts().items() if abs(seconds) > 1e-6 * first}
     if parts:
-        console.print(f"of which {parts}")
+        console.print(f"of which {', '.join(f'{part} {seconds:+.4g} s' for part, seconds in parts.items())}")
+    one, two = (size / GIB for size in result.memory_bytes)
+    console.print(f"the fullest rank needs {one:.2f} and {two:.2f} GiB")
+    for which, fits in zip(("first", "second"), result.fits, strict=True):
+        if not fits:
+            console.print(f"the {which} does not fit: a rank needs more than its accelerator has")
 
 
 def print_accelerators(accelerators: Sequence[AcceleratorSpec]) -> None:

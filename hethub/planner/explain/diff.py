@@ -29,6 +29,8 @@ class PlanDiff:
     step_seconds: tuple[float, float]
     breakdowns: tuple[Mapping[str, float], Mapping[str, float]]
     memory_bytes: tuple[int, int]  # of the fullest rank
+    fits: tuple[bool, bool]
+    tokens_per_second: tuple[float, float]
 
     @property
     def slower_percent(self) -> float:
@@ -46,6 +48,8 @@ class PlanDiff:
             "slower_percent": self.slower_percent,
             "parts": self.parts(),
             "memory_bytes": list(self.memory_bytes),
+            "fits": list(self.fits),
+            "tokens_per_second": list(self.tokens_per_second),
         }
 
 
@@ -56,6 +60,8 @@ class Side(NamedTuple):
     step_seconds: float
     breakdown: Mapping[str, float]
     memory_bytes: int
+    fits: bool
+    tokens_per_second: float
 
 
 def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
@@ -75,22 +81,25 @@ def diff(first: Layout | Side, second: Layout | Side) -> PlanDiff:
         step_seconds=(one.step_seconds, two.step_seconds),
         breakdowns=(one.breakdown, two.breakdown),
         memory_bytes=(one.memory_bytes, two.memory_bytes),
+        fits=(one.fits, two.fits),
+        tokens_per_second=(one.tokens_per_second, two.tokens_per_second),
     )
 
 
 _ABSENT = (None, None)
 
 
-def side_of_layout(layout: Layout, compiles: bool | None = None) -> Side:
-    """Every key of a plan, its model and its cluster; `compiles` is its job's `train.compile`."""
+def side_of_layout(layout: Layout, compiles: bool | None = None, reserve: float = 0.06) -> Side:
+    """Every key of a plan, its model and its cluster; `compiles` and `reserve` are its job's."""
     keys = _plain(layout.plan, set(PlanSpec.model_fields) - {"version", "stages", "job"})
     for index, stage in enumerate(layout.plan.stages):
         texts = describe_stage(stage)
         keys |= {f"stages[{index}].{key}": (getattr(stage, key), texts[key]) for key in StageSpec.model_fields}
     keys |= _described("model", layout.model) | _described("cluster", layout.cluster)
-    keys["job.compile"] = (compiles, str(compiles))
-    found = predict(layout, software=hethub_software(compiles))
-    return Side(keys, found.step_seconds, found.breakdown, max(entry.bytes for entry in found.memory))
+    keys |= {"job.compile": (compiles, str(compiles)), "job.reserve": (reserve, str(reserve))}
+    found = predict(layout, reserve=reserve, software=hethub_software(compiles))
+    most = max(entry.bytes for entry in found.memory)
+    return Side(keys, found.step_seconds, found.breakdown, most, found.fits, found.tokens_per_second)
 
 
 def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
@@ -105,7 +114,9 @@ def side_of_program(plan: ProgramPlanSpec, made_for: ProgramFor) -> Side:
         keys[f"program[{row.module or 'the model itself'}, {row.direction}]"] = (text, text)
     keys |= {f"program.parameters.{name}": (state, state) for name, state in program.parameters.items()}
     keys |= _described("cluster", made_for.cluster)
-    return Side(keys, found["step_seconds"], found["breakdown"], max(program.memory_bytes))
+    keys["job.reserve"] = (made_for.reserve, str(made_for.reserve))
+    tokens = plan.global_batch * plan.seq_len / found["step_seconds"]
+    return Side(keys, found["step_seconds"], found["breakdown"], max(program.memory_bytes), found["fits"], tokens)
 
 
 def _plain(spec: Spec, names: set[str]) -> dict[str, tuple[object, str]]:
