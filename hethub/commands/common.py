@@ -118,11 +118,15 @@ def need_torch(name: str) -> None:
         gc.enable()
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Raises BadInput where a file to write has no folder: before the work, not after it."""
-    for path in paths:
+def check_writable(*files: Path | None, folder: Path | None = None) -> None:
+    """Raises BadInput where a file or folder to write has no folder to lie in, or a file is a folder: before the work,
+    not after it."""
+    for path in (*files, folder):
         if path is not None and not path.parent.is_dir():
             raise BadInput(f"{path}: there is no folder {path.parent} to write to; create it or name another file.")
+    for path in files:
+        if path is not None and path.is_dir():
+            raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
 
 
 def known_cluster(job: "Job") -> "ClusterSpec":

@@ -84,7 +84,7 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
 
-    check_writable(options.out, options.alone)
+    check_writable(options.out, folder=options.alone)
     if options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     if options.robust:
@@ -145,7 +145,7 @@ def predict(options: argparse.Namespace) -> None:
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan
 
-    check_writable(options.trace, options.alone)
+    check_writable(options.trace, folder=options.alone)
     if is_plan(options.job):
         _check_alone(options)
         if is_program_plan(options.job):

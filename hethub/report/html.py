@@ -116,7 +116,7 @@ def write_page(
         _section("Plan", _plan(layout)),
         _section("One step", _timeline(layout, prediction, measured)),
         _section("Parts of the step", _parts(prediction)),
-        _section("Memory", _memory(layout, prediction)),
+        _section("Memory", _memory(layout, prediction, reserve)),
     ]
     if measured is not None:
         sections.append(_section("Loss", losses(measured.steps)))
@@ -188,8 +188,9 @@ def _timeline(layout: Layout, prediction: Prediction, measured: Measured | None)
     how = times_are(layout.cluster)
     if measured is not None and measured.spans:
         sides[how] = measured.spans
-    rows = {ranks[0]: _label(layout, ranks) for ranks in _alike(layout)}
-    drawn = timeline(sides, rows) + legend([*COMPUTE, *UPDATE])
+    alike = _alike(layout)
+    rows = {ranks[0]: _label(layout, ranks) for ranks in alike[:MOST_ROWS]}
+    drawn = timeline(sides, rows) + legend([*COMPUTE, *UPDATE]) + _not_drawn(alike)
     return drawn + (_differences(sides, how) if how in sides else "")
 
 
@@ -207,7 +208,12 @@ def _alike(layout: Layout) -> list[list[int]]:
         )
         key = (assignment.stage, replica.tp, replica.micro_batch, replica.samples, device.name)
         found.setdefault(key, []).append(assignment.rank)
-    return list(found.values())[:MOST_ROWS]
+    return list(found.values())
+
+
+def _not_drawn(alike: Sequence[Sequence[int]]) -> str:
+    left = sum(map(len, alike[MOST_ROWS:]))
+    return f"<p>{left} more ranks, which all do something else, are not drawn.</p>" if left else ""
 
 
 def _label(layout: Layout, ranks: Sequence[int]) -> str:
@@ -236,10 +242,16 @@ def _parts(prediction: Prediction) -> str:
     return stacked([("step", prediction.breakdown, None)], "s") + legend(list(prediction.breakdown))
 
 
-def _memory(layout: Layout, prediction: Prediction) -> str:
-    """A bar per row; of ranks that do the same the fullest, since their shares of state may differ."""
-    rows, known = [], {entry.rank: entry for entry in prediction.memory}
-    for ranks in _alike(layout):
-        own = max((known[rank] for rank in ranks), key=lambda entry: entry.bytes)
-        rows.append((_label(layout, ranks), {part: size / GIB for part, size in own.parts.items()}, own.limit / GIB))
-    return stacked(rows, "GiB") + legend(list(prediction.memory[0].parts))
+def _memory(layout: Layout, prediction: Prediction, reserve: float) -> str:
+    """A bar per row, the fullest where they are too many; of ranks that do the same the fullest, since their shares of
+    state may differ."""
+    known = {entry.rank: entry for entry in prediction.memory}
+    fullest = [(max((known[rank] for rank in ranks), key=lambda entry: entry.bytes), ranks) for ranks in _alike(layout)]
+    if len(fullest) > MOST_ROWS:
+        fullest.sort(key=lambda row: -row[0].bytes / row[0].limit)
+    rows = [
+        (_label(layout, ranks), {part: size / GIB for part, size in own.parts.items()}, own.limit / GIB)
+        for own, ranks in fullest[:MOST_ROWS]
+    ]
+    free = f"<p>Of every limit {100 * reserve:g} % stay free.</p>"
+    return stacked(rows, "GiB") + legend(list(prediction.memory[0].parts)) + free + _not_drawn([r for _, r in fullest])

@@ -15,7 +15,7 @@ from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job
 from hethub.spec.layout.bind import bind
-from hethub.spec.plan import load_plan
+from hethub.spec.plan import PlanSpec, load_plan
 from tests.predictor.plans import TINY, cluster, uniform
 from tests.support.job_files import write_job
 from tests.support.layouts import Case, replica, stage
@@ -161,6 +161,20 @@ def test_a_large_cluster_is_drawn_whole_with_a_row_for_those_that_do_the_same(tm
     assert "280 A100-SXM4-80GB x320 " in text
     assert text.count('<div class="node">') == 75
     assert len(text) < 300_000
+
+
+def test_ranks_that_are_not_drawn_are_counted_and_the_fullest_is_drawn(tmp_path: Path) -> None:
+    """Eighty ranks that all do something else: the page drew the first 64 without a word, and the last is the fullest."""
+    on = cluster(("A100-SXM4-80GB", 10, 8))
+    replicas = [{"ranks": [rank], "micro_batch": 1, "samples": rank + 1} for rank in range(80)]
+    stages = [{"layers": [[0, TINY.layers]], "replicas": replicas}]
+    plan = {"version": 1, "model": TINY.name, "cluster": on.name, "global_batch": 81 * 40, "seq_len": 64}
+    spec = PlanSpec.model_validate({**plan, "precision": "bf16", "schedule": "gpipe", "stages": stages})
+    write_page(bind(spec, TINY, on), None, tmp_path / "page.html", "unlike")
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("16 more ranks, which all do something else, are not drawn") == 2
+    memory = text.split("<h2>Memory</h2>")[1]
+    assert ">79 A100-SXM4-80GB<" in memory
 
 
 def test_the_page_says_what_staging_costs_and_whose_figure_it_is(tmp_path: Path) -> None:
