@@ -146,3 +146,8 @@ def best(options: Iterable[Option]) -> Option | None:
 
 def or_infinite(value: float | None) -> float:
     return float("inf") if value is None else value
+
+
+def named(counts: dict[str, int]) -> str:
+    """`3 H200 + 4 H100`."""
+    return " + ".join(f"{count} {name}" for name, count in counts.items()) or "what is owned"

@@ -10,7 +10,7 @@ from itertools import combinations, pairwise, product
 from typing import Any
 
 from hethub.capacity.catalogue import cluster_of
-from hethub.capacity.options import LeftOut, Option, Question, mark_frontier, option_of, rank, spread_of, taken
+from hethub.capacity.options import LeftOut, Option, Question, mark_frontier, named, option_of, rank, spread_of, taken
 from hethub.predictor.predict import Prediction
 from hethub.spec.cluster import ClusterSpec, NodeSpec
 from hethub.spec.errors import BadInput
@@ -51,7 +51,10 @@ def size(
     unknown = search.look_at_mixtures()
     if not search.options:
         left_out = search.left_out
-        raise BadInput(f"no cluster of the {len(left_out)} looked at can train this; the first: {left_out[0].why}")
+        largest = max(left_out, key=lambda cluster: sum(cluster.nodes.values()))
+        raise BadInput(
+            f"no cluster of the {len(left_out)} looked at can train this; the largest, {named(largest.nodes)}: {largest.why}"
+        )
     pairs = sum(len(counts) == 2 for counts in search.seen)
     return Sizing(
         options=tuple(sorted(mark_frontier(search.options), key=lambda o: rank(question, o, o.accelerators))),
@@ -84,7 +87,7 @@ class _Search:
     def look(self, counts: dict[str, int]) -> Option | None:
         """The option of the counts; None where it is left out."""
         if self.progress is not None:
-            name = " + ".join(f"{count} {node}" for node, count in counts.items()) or "what is owned"
+            name = named(counts)
             expected = sum(len(_doublings(node.count)) for node in self.nodes) + self.mixtures
             self.progress(len(self.seen), max(expected, len(self.seen) + 1), name)
         self.seen.append(counts)

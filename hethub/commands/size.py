@@ -65,6 +65,11 @@ def size(options: argparse.Namespace) -> None:
     budget = None if options.budget is None else a_number("--budget", options.budget)
     if options.add and options.have is None:
         raise BadInput("--add ranks what to add to nodes owned; name them with --have CLUSTER.yaml.")
+    ignored = [name for name in ("deadline", "budget", "out") if options.add and getattr(options, name) is not None]
+    if ignored:
+        raise BadInput(
+            f"--add ranks what one more node of each type brings, and takes no --{ignored[0]}; leave one out."
+        )
     check_writable(options.out)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hethub.capacity.additions import Addition
 from hethub.capacity.catalogue import CatalogueSpec
-from hethub.capacity.options import LeftOut, Option, Question, best
+from hethub.capacity.options import LeftOut, Option, Question, best, named
 from hethub.capacity.sizing import Sizing
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
@@ -31,7 +31,7 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
     for option in frontier:
         length = max(1, round(BAR * option.days / frontier[-1].days))
         console.print(
-            f"{_nodes(option.nodes):28}{'█' * length} {_figure(option.days)} days, {_price(option, question.catalogue)}"
+            f"{named(option.nodes):28}{'█' * length} {_figure(option.days)} days, {_price(option, question.catalogue)}"
         )
     for sentence in _sentences(found, question):
         console.print(sentence)
@@ -43,7 +43,7 @@ def write_sizing(found: Sizing, question: Question, out: Path) -> None:
     """The same as a self-contained page, with a plot of days and price (accelerators where a price is missing)."""
     priced = all(option.cost is not None for option in found.options)
     points = [
-        (option.days, (option.cost or 0.0) if priced else option.accelerators, _nodes(option.nodes), option.on_frontier)
+        (option.days, (option.cost or 0.0) if priced else option.accelerators, named(option.nodes), option.on_frontier)
         for option in found.options
     ]
     height = f"cost, {question.catalogue.currency}" if priced else "accelerators"
@@ -66,7 +66,7 @@ def _table(options: Sequence[Option], catalogue: CatalogueSpec) -> tuple[list[st
 
 def _cells(option: Option) -> list[str]:
     return [
-        _nodes(option.nodes), str(option.accelerators), f"{option.goodput_tokens_per_second:,.0f}",
+        named(option.nodes), str(option.accelerators), f"{option.goodput_tokens_per_second:,.0f}",
         f"{_figure(option.days)}\n({_interval(option, '-')})", "" if option.cost is None else _money(option.cost),
         "" if option.energy_kwh is None else _figure(option.energy_kwh / 1e3), option.meets,
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def _figure(value: float) -> str:
 
 
 def _money(value: float) -> str:
-    return f"{value:,.0f}" if 100 <= value < 1e12 else _figure(value)
+    return f"{value:,.0f}" if value == 0 or 100 <= value < 1e12 else _figure(value)
 
 
 def _frontier(found: Sizing) -> list[Option]:
@@ -103,15 +103,16 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
     wanted += [] if question.deadline_days is None else [f"in {question.deadline_days:g} days"]
     wanted += [] if question.budget is None else [f"for {question.budget:,.0f} {catalogue.currency}"]
     asked = f"{question.tokens:.4g} tokens {' and '.join(wanted)}".strip()
+    asked += ", beside what is owned" if question.have else ""
     chosen = best(found.options)
     if chosen is None:
         nearest = found.options[0]
         what, takes = ("fastest", "takes") if question.budget is None else ("cheapest", "costs")
         figure = f"{_figure(nearest.days)} days" if question.budget is None else _price(nearest, catalogue)
-        answer = f"none of the options; the {what}, {_nodes(nearest.nodes)}, {takes} {figure}"
+        answer = f"none of the options; the {what}, {named(nearest.nodes)}, {takes} {figure}"
     else:
         answer = (
-            f"{_nodes(chosen.nodes)}, {_figure(chosen.days)} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
+            f"{named(chosen.nodes)}, {_figure(chosen.days)} days ({_interval(chosen)}), {_price(chosen, catalogue)}"
         )
         if wanted:
             answer = f"likely {answer}" if chosen.meets == "likely" else f"likely none of the options; maybe {answer}"
@@ -155,7 +156,7 @@ def _alone(found: Sizing, catalogue: CatalogueSpec) -> str:
 
 def left_out_sentences(left_out: Sequence[LeftOut]) -> list[str]:
     """The first clusters that cannot train the model, each with its reason."""
-    shown = [f"left out {_nodes(cluster.nodes)}: {cluster.why}" for cluster in left_out[:MOST_LEFT_OUT]]
+    shown = [f"left out {named(cluster.nodes)}: {cluster.why}" for cluster in left_out[:MOST_LEFT_OUT]]
     return [*shown, f"and {len(left_out) - MOST_LEFT_OUT} more"] if len(left_out) > MOST_LEFT_OUT else shown
 
 
@@ -173,7 +174,3 @@ def print_additions(additions: Sequence[Addition], left_out: Sequence[LeftOut], 
         console.print(sentence)
     if catalogue.date:
         console.print(f"prices of {catalogue.date}")
-
-
-def _nodes(counts: dict[str, int]) -> str:
-    return " + ".join(f"{count} {name}" for name, count in counts.items()) or "what is owned"

@@ -162,6 +162,11 @@ def test_owned_nodes_cost_nothing() -> None:
     have = cluster(("A100-SXM4-80GB", 4, 8), name="ours")
     options = options_of(1e12, have=have)
     assert next(option for option in options if option.nodes == {}).cost == 0
+    question = Question(catalogue=CATALOGUE, tokens=1e12, have=have)
+    page = said_of(size(question, evaluate), question)
+    assert "1e+12 tokens, beside what is owned: what is owned, " in page
+    assert "0 EUR" in page
+    assert "0.0 EUR" not in page
     assert cluster_of(CATALOGUE, {"slow": 1}, have).size == 40
 
 
@@ -189,6 +194,16 @@ def test_what_cannot_train_is_left_out_with_its_reason() -> None:
     found = size(Question(catalogue=CATALOGUE, tokens=1e12), evaluate)
     assert [(cluster.nodes, cluster.why) for cluster in found.left_out] == [({"slow": 1}, "no plan fits")]
     assert all(option.nodes != {"slow": 1} for option in found.options)
+
+
+def test_where_nothing_can_train_the_largest_says_why() -> None:
+    """The smallest said how many nodes more it would need, of which there are too few."""
+
+    def small(on: ClusterSpec) -> Any:
+        raise BadInput(f"{on.size} are too few")
+
+    with pytest.raises(BadInput, match=r"the largest, 8 fast \+ 8 slow: 128 are too few"):
+        size(Question(catalogue=CATALOGUE, tokens=1e12), small)
 
 
 def test_where_failures_leave_no_time_no_figure_is_infinite() -> None:

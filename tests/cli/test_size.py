@@ -75,6 +75,7 @@ def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
     [
         (["--tokens", "-3"], "--tokens -3: give a positive number"),
         (["--tokens", "1e9", "--add"], "--have CLUSTER.yaml"),
+        (["--tokens", "1e9", "--add", "--have", "ours.yaml", "--out", "page.html"], "takes no --out"),  # it was ignored
         (["--tokens", "1e9", "--out", "."], ".: this is a folder, and a file is to be written"),  # said after minutes
         (["--tokens", "1e9", "--budget", "10"], "--budget needs prices, and hethub has none; give --catalogue FILE"),
     ],
