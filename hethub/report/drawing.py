@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from hethub.predictor.pipeline.timeline import Span
@@ -95,7 +97,7 @@ def curve(lines: Mapping[str, Sequence[tuple[int, float]]], height: float = 180)
     drawn = []
     for name, points in lines.items():
         places = [(LABEL + (step - first) * across, 8 + (high - value) * up) for step, value in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in _thinned(places))
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour(name)}" stroke-width="2"/>')
         if len(points) <= MOST_MARKED:
             for (x, y), (step, value) in zip(places, points, strict=True):
@@ -104,6 +106,13 @@ def curve(lines: Mapping[str, Sequence[tuple[int, float]]], height: float = 180)
     ends = [text(LABEL - 8, 14, f"{high:.4g}", "end"), text(LABEL - 8, bottom - 4, f"{low:.4g}", "end")]
     below = [text(LABEL, height - 4, f"step {first}"), text(WIDTH, height - 4, f"step {max(steps)}", "end")]
     return svg(WIDTH, height, [*drawn, *ends, *below])
+
+
+def _thinned(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of the points of one pixel's width the highest and the lowest: a long run has a million."""
+    columns = [list(column) for _, column in groupby(places, key=lambda place: int(place[0]))]
+    ends = [{min(column, key=itemgetter(1)), max(column, key=itemgetter(1))} for column in columns]
+    return [place for both in ends for place in sorted(both)]
 
 
 def scatter(points: Sequence[tuple[float, float, str, bool]], across: str, up: str, height: float = 360) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from hethub.predictor import predict
 from hethub.predictor.pipeline.timeline import Span
+from hethub.report.drawing import losses
 from hethub.report.html import Measured, last_step, report_run, spans_of, write_page
 from hethub.report.trace import chrome_trace
 from hethub.runtime.run_folder import RunFolder
@@ -95,6 +96,19 @@ def test_the_held_out_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
     first, last = places["held-out loss 3.5 behind step 2"], places["held-out loss 2.5 behind step 4"]
     assert first[0] == places["loss 2 behind step 2"][0]
     assert first[1] < last[1]  # SVG counts downwards
+
+
+def test_the_curve_of_a_long_run_is_small_and_keeps_its_spike() -> None:
+    """Every step was a point: three megabytes for 200,000 of them."""
+    rows = [{"step": step, "loss": 9.0 if step == 70_001 else 1.0 + step % 2} for step in range(1, 100_001)]
+    drawn = losses(rows)
+    assert len(drawn) < 50_000
+    path = re.search(r'points="([^"]*)"', drawn)
+    assert path is not None
+    heights = [float(place.split(",")[1]) for place in path[1].split()]
+    assert heights.count(min(heights)) == 1
+    assert min(heights) == 8.0  # the top
+    assert "9</text>" in drawn
 
 
 def test_only_steps_of_the_plan_that_is_drawn_are_held_against_its_prediction(tmp_path: Path) -> None:
