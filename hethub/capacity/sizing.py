@@ -19,7 +19,8 @@ Evaluator = Callable[[ClusterSpec], Prediction]  # raises BadInput where no plan
 Progress = Callable[[int, int, str], None]  # done, total, what is next
 
 MIXTURES = 4  # of two node types, planned at most: those that would be the best answers if their plans were good
-EVERY_COUNT = 64  # up to so many nodes of a type every count of it is thought of in mixtures; beyond, steps
+LEAST = 1e-9  # tokens/s that a cluster is taken to do where it does nothing
+EVERY_COUNT = 32  # up to so many nodes of a type every count of it is thought of in mixtures; beyond, steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +155,22 @@ class _Search:
                 self.look({one.name: one.count, other.name: other.count})
 
     def look_at_mixtures(self) -> int:
-        """Mixtures of two types, those first that would be the best answers if every node did what it does where its type
-        alone does best; how many are left that would then be better than the answer."""
-        if not self.options:
-            return 0
-        ranked = sorted((self._hoped(counts), index, counts) for index, counts in enumerate(self._pairs()))
-        for position, (hoped, _, counts) in enumerate(ranked):
-            best = min(rank(self.question, option, option.accelerators) for option in self.options)
-            if hoped[:3] >= best[:3]:
-                return 0
-            if position == self.mixtures:
-                return sum(hoped[:3] < best[:3] for hoped, _, _ in ranked[position:])
-            self.look(counts)
-        return 0
+        """Mixtures of two types that would be a better answer if every node did what it does where its type alone does
+        best, that first which would be the best where they reach the part of it that mixtures of these types have
+        reached; how many are left."""
+        pairs = self._pairs() if self.options else []
+        reached: dict[frozenset[str], float] = {}
+        for looked_at in range(self.mixtures + 1):
+            best = min(rank(self.question, option, option.accelerators) for option in self.options) if pairs else ()
+            pairs = [counts for counts in pairs if self._hoped(counts, 1.0)[:3] < best[:3]]
+            if not pairs or looked_at == self.mixtures:
+                break
+            ranked = [(self._hoped(counts, reached.get(frozenset(counts), 1.0)), i) for i, counts in enumerate(pairs)]
+            counts = pairs.pop(min(ranked)[1])
+            option, types = self.look(counts), frozenset(counts)
+            part = 0.0 if option is None else option.goodput_tokens_per_second / self._goodput(counts, *self._alone)
+            reached[types] = max(part, reached.get(types, 0.0))
+        return len(pairs)
 
     def _pairs(self) -> list[dict[str, int]]:
         known = [node for node in self.nodes if node.name in self.ceilings]
@@ -177,13 +181,17 @@ class _Search:
         ]
         return [counts for counts in pairs if counts not in self.seen]
 
-    def _hoped(self, counts: dict[str, int]) -> tuple[float, ...]:
-        """The rank of counts whose nodes do what they do where their type alone does best."""
+    def _hoped(self, counts: dict[str, int], reached: float) -> tuple[float, ...]:
+        """The rank of counts whose nodes reach this part of what they do where their type alone does best."""
         have = self.question.have
         each = {node.name: node.accelerators for node in self.nodes}
         accelerators = sum(count * each[name] for name, count in counts.items()) + (have.size if have else 0)
-        goodput = self._goodput(counts, self.speeds, self.owned_speed)
+        goodput = max(reached * self._goodput(counts, *self._alone), LEAST)
         return rank(self.question, taken(self.question, counts, goodput, self.spread), accelerators)
+
+    @property
+    def _alone(self) -> tuple[dict[str, float], float]:
+        return self.speeds, self.owned_speed
 
     def _too_slow(self, counts: dict[str, int]) -> bool:
         """Whether no plan for the counts can meet the deadline."""
@@ -197,7 +205,7 @@ class _Search:
         num_owned = sum(node.count for node in self.question.have.nodes) if self.question.have else 0
         efficiency = self.question.catalogue.assumptions.efficiency(num_owned + sum(counts.values()))
         speed = of_owned + sum(count * of_node[name] for name, count in counts.items())
-        return max(speed * efficiency, 1e-9)
+        return max(speed * efficiency, LEAST)
 
 
 def _doublings(available: int) -> list[int]:

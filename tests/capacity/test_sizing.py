@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from hethub.capacity.additions import rank_additions
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
-from hethub.capacity.options import Option, Question, best, mark_frontier
+from hethub.capacity.options import Option, Question, best, mark_frontier, option_of, rank
 from hethub.capacity.sizing import size
 from hethub.report.capacity import write_sizing
 from hethub.spec.cluster import ClusterSpec
@@ -119,6 +120,32 @@ def test_all_of_both_types_is_an_answer_where_less_is_none() -> None:
     assert [option.nodes for option in options if option.meets == "likely"] == [{"fast": 8, "slow": 8}]
     late = Question(catalogue=CATALOGUE, tokens=1e13, deadline_days=1.0)
     assert "none of the options; the fastest, 8 fast + 8 slow, takes " in said_of(size(late, evaluate), late)
+
+
+@pytest.mark.parametrize("asked", [{"budget": 28_000.0}, {"budget": 31_000.0}, {"deadline_days": 8.0}])
+def test_the_answer_is_the_best_of_all_counts_and_mixtures(asked: dict[str, float]) -> None:
+    """Or it says that there may be better ones. Mixtures lose more with every fast node: the most promising are none."""
+
+    def unlike(on: ClusterSpec) -> Any:
+        found = evaluate(on)
+        if len(on.nodes) == 2:
+            found.tokens_per_second *= 1.0 - 0.05 * on.nodes[0].count
+        return found
+
+    question = Question(catalogue=CATALOGUE, tokens=800 * 8 * 86400 * 10, **asked)
+    counts = [
+        {name: count for name, count in (("fast", fast), ("slow", slow)) if count}
+        for fast, slow in product(range(9), range(9))
+    ]
+    options = [
+        option_of(question, each, unlike(cluster_of(CATALOGUE, each, None)))
+        for each in counts
+        if each not in ({}, {"slow": 1})
+    ]
+    expected = min(options, key=lambda option: rank(question, option, option.accelerators))
+    found = size(question, unlike)
+    assert found.options[0].nodes == expected.nodes or found.might_be_better
+    assert found.options[0].nodes == expected.nodes or asked == {"budget": 31_000.0}
 
 
 def test_types_that_only_together_hold_the_model_are_looked_at() -> None:
