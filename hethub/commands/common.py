@@ -58,6 +58,16 @@ def add_job(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
     """The job file and what overrides its keys."""
     metavar, text = ("JOB.yaml|PLAN.yaml", "a job, or a plan file alone") if or_plan else ("JOB.yaml", "the job file")
     parser.add_argument("job", type=Path, metavar=metavar, help=text)
+    _add_set(parser)
+
+
+def add_job_if_any(parser: argparse.ArgumentParser, text: str) -> None:
+    """A job file that may be left out, and what overrides its keys."""
+    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help=text)
+    _add_set(parser)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
     text = "override a key of the job; can be given again and again"
     parser.add_argument("--set", action="append", default=[], metavar="key.path=value", help=text)
 

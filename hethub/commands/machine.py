@@ -5,12 +5,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import add_job, add_json, check_writable, command, known_cluster, need_torch, print_json
+from hethub.commands.common import (
+    add_job,
+    add_job_if_any,
+    add_json,
+    check_writable,
+    command,
+    known_cluster,
+    need_torch,
+    print_json,
+)
 from hethub.commands.train import AGAIN, STOPPED, add_run
 from hethub.spec.errors import BadInput, RunFailed
 
 if TYPE_CHECKING:
     from hethub.spec.job import Job
+
+
+_REFUSED = 2  # exit code of ranks that were given bad input, and have said so
 
 
 def add(commands: Any) -> None:
@@ -60,7 +72,7 @@ def launch(options: argparse.Namespace) -> int:
         raise RunFailed(
             "the job ended before its last step, and no rank could say why: all were killed or told to end."
         )
-    if code not in (0, STOPPED, AGAIN):
+    if code not in (0, _REFUSED, STOPPED, AGAIN):
         raise RunFailed(f"the job ended with exit code {code}; what failed is said above.")
     return code
 
@@ -73,7 +85,7 @@ def _add_doctor(commands: Any) -> None:
         "Says what this machine has, or each rank under a launcher, what is missing and what to do.",
         "mpirun -n 4 hethub doctor",
     )
-    parser.add_argument("job", type=Path, nargs="?", metavar="JOB.yaml", help="also check this job's files")
+    add_job_if_any(parser, "also check this job's files")
     text = "measure too, in up to ten minutes: communication, staging, every operator against fp64, memory, speed"
     parser.add_argument("--acceptance", action="store_true", help=text)
     text = "with --acceptance: write the results, to be sent in"
@@ -117,7 +129,9 @@ def _job(options: argparse.Namespace) -> "Job | None":
     """The job that the command names, if it names one."""
     from hethub.spec.job import load_job
 
-    return None if options.job is None else load_job(options.job)
+    if options.job is None and options.set:
+        raise BadInput(f"--set {options.set[0]} overrides a key of a job, and no job is named; add JOB.yaml.")
+    return None if options.job is None else load_job(options.job, options.set)
 
 
 def _accept(options: argparse.Namespace) -> None:
@@ -134,6 +148,7 @@ def _accept(options: argparse.Namespace) -> None:
         job = _job(options)
     if info.launcher == "alone":
         words = [*([] if job is None else [str(options.job)]), *(["--json"] if options.json else [])]
+        words += [word for override in options.set for word in ("--set", override)]
         return start_here(
             "doctor", "--acceptance", *words, *([] if options.out is None else ["--out", str(options.out)])
         )
@@ -166,13 +181,7 @@ def _add_profile(commands: Any) -> None:
         "Measures the accelerators it is started on, and under a launcher the links between them.",
         "mpirun -n 4 hethub profile configs/jobs/laptop-mixed.yaml --out profile.json",
     )
-    parser.add_argument(
-        "job",
-        type=Path,
-        nargs="?",
-        metavar="JOB.yaml",
-        help="measure this job's model (default: a layer of usual size)",
-    )
+    add_job_if_any(parser, "measure this job's model (default: a layer of usual size)")
     text = "measure nothing; put the profiles of several nodes together (of equal points the slower counts)"
     parser.add_argument("--merge", type=Path, nargs="+", metavar="PROFILE.json", help=text)
     parser.add_argument(
@@ -203,8 +212,8 @@ def _merge(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.profile import load_profile, merge, save_profile
 
     check_writable(options.out)
-    if options.job is not None:
-        raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {options.job}.")
+    if (given := options.job or next(iter(options.set), None)) is not None:
+        raise BadInput(f"--merge puts measured profiles together and measures no job; leave out {given}.")
     save_profile(merge(map(load_profile, options.merge)), options.out)
     print(f"written to {options.out}")
 
@@ -218,13 +227,8 @@ def _add_bench(commands: Any) -> None:
         'HETHUB_ISLANDS="0,1|2,3" mpirun -n 4 hethub bench comm --sizes 4096,1048576',
     )
     parser.add_argument("what", choices=("comm",), help="all-reduce, all-gather, reduce-scatter and messages")
-    parser.add_argument(
-        "job",
-        type=Path,
-        nargs="?",
-        metavar="JOB.yaml",
-        help="take this job's cluster (islands, network) and communicator (relay, wire, lanes, timeout)",
-    )
+    text = "take this job's cluster (islands, network) and communicator (relay, wire, lanes, timeout)"
+    add_job_if_any(parser, text)
     parser.add_argument(
         "--lanes", type=int, help="connections per pair of ranks for the gloo relay (default: the job's, or 1)"
     )

@@ -178,7 +178,7 @@ def find(problem: Problem, incumbent: Incumbent, strategy: str) -> Evaluation | 
             "strategy 'hap' plans operators and not layers: `hethub plan --strategy hap` and a job with plan: hap have it."
         )
     if strategy not in (known := ["auto", "exhaustive", *FAMILIES]):
-        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, known)}")
+        raise BadInput(f"strategy '{strategy}' is not known; {suggest(strategy, [*known, 'hap'])}")
     if strategy == "exhaustive":
         refuse_larger(problem)
         search_exhaustively(problem, incumbent)

@@ -26,7 +26,7 @@ def find_named(cls: type[SpecT], kind: str, name: str, plan_path: Path) -> SpecT
             return build(cls, data, source, f"{kind} file")
     raise BadInput(
         f"{plan_path}: the plan is for {kind} '{name}', which is described neither beside it ({kind}.yaml) nor in a configs/{kind}s "
-        "folder above it or here; add --job JOB.yaml, the job it was made for."
+        "folder above it or here; name the job it was made for: predict JOB.yaml --plan PLAN.yaml, or --job JOB.yaml of report and diff."
     )
 
 

@@ -65,6 +65,7 @@ def test_bench_takes_the_jobs_relay_and_wire(tmp_path: Path) -> None:
         ("doctor --out a.json", "add --acceptance"),
         ("doctor --acceptance --out /nonexistent/a.json", "/nonexistent"),
         ("profile nosuch.yaml", "nosuch.yaml"),
+        ("profile --set cluster=detect", "add JOB.yaml"),
         ("bench comm --sizes abc", "--sizes abc"),
         ("bench comm --lanes 0", "--lanes 0"),
         ("bench comm --nosuch 1", "--nosuch"),
@@ -84,5 +85,15 @@ def test_a_profile_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None
     job = write_job(tmp_path)
     for ended in ranks(2, "profile", job, cwd=tmp_path):
         assert ended.exit_code == 2, ended.stderr
-    assert "4 accelerators" in ranks(2, "profile", job, cwd=tmp_path)[0].stderr
+    said = ranks(2, "profile", job, cwd=tmp_path)[0].stderr
+    assert "4 accelerators" in said
+    assert "mpirun -n 4 before the same command" in said
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_one_node_of_a_jobs_cluster_is_profiled_by_itself(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    (ended,) = ranks(1, "profile", job, "--set", "cluster=detect", "--out", tmp_path / "profile.json", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    (device,) = json.loads((tmp_path / "profile.json").read_text())["devices"]
+    assert device["accelerator"] == "CPU-core"

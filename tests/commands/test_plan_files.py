@@ -235,7 +235,7 @@ def test_a_program_whose_job_describes_another_cluster_is_refused(tmp_path, caps
 def test_a_plan_of_hap_without_job_asks_for_it_or_takes_the_one_given(tmp_path, capsys):
     write_yaml(tmp_path / "hap.yaml", {key: value for key, value in program_plan().items() if key != "job"})
     assert run(["report", str(tmp_path / "hap.yaml"), "--out", str(tmp_path / "page.html")]) == 2
-    assert "add --job JOB.yaml" in capsys.readouterr().err
+    assert "predict JOB.yaml --plan PLAN.yaml" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
     job = write_job(tmp_path / "job")
     assert run(["report", str(tmp_path / "hap.yaml"), "--job", str(job), "--out", str(tmp_path / "page.html")]) == 0

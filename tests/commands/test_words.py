@@ -58,6 +58,11 @@ def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_pa
     assert "did you mean 'hethub'?" in paragraph
 
 
+def test_strategies_that_are_known_are_all_named(tmp_path, capsys):
+    paragraph = refused(capsys, "plan", write_job(tmp_path), "--strategy", "fastest")
+    assert all(name in paragraph for name in ("auto", "exhaustive", "hap", "hethub", "uniform")), paragraph
+
+
 @pytest.mark.parametrize(
     "speaks",
     [

@@ -64,5 +64,5 @@ def _check_size(cluster: ClusterSpec, info: LaunchInfo) -> None:
         raise BadInput(
             f"cluster '{cluster.name}' has {cluster.size} accelerators, but "
             f"{'one process runs alone' if info.launcher == 'alone' else started}; start one rank per accelerator "
-            f"(mpirun -n {cluster.size} hethub train …), or use `cluster: detect`."
+            f"(mpirun -n {cluster.size} before the same command), or take the ranks there are (--set cluster=detect)."
         )

@@ -3,6 +3,7 @@
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -209,8 +210,14 @@ def run_here(commands: Sequence[Command]) -> int:
             "(--dry-run prints them), or use --with mpirun, which reaches all machines from here."
         )
     (command,) = commands
+    program = command.words[0]
+    if shutil.which(program) is None:
+        raise BadInput(
+            f"{program}: there is no such program here; start the job where it is, or with another launcher (--with). "
+            "--dry-run prints the command."
+        )
     environment = {**os.environ, **command.environment}
-    if Path(command.words[0]).name == "mpirun":
+    if Path(program).name == "mpirun":
         return _run_mpirun(command.words, environment)
     return subprocess.run(command.words, env=environment, input=command.script, text=True, check=False).returncode
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.command import AS_ROOT, HETHUB, Running, needs_mpirun
+from tests.support.command import AS_ROOT, HANG_SECONDS, HETHUB, Running, needs_mpirun
 from tests.support.hosts.sockets import listening_addresses
 from tests.support.job_files import write_job, write_pair_job
 
@@ -30,3 +30,21 @@ def test_launch_hands_on_what_was_asked(tmp_path):
     ended = Running(command, tmp_path, {}).end()
     assert ended.exit_code == 0, ended.stderr
     assert "--set train.steps=7 --plan plan.yaml --profile measured.json --resume run --accept-changes" in ended.stdout
+
+
+@needs_mpirun
+def test_launch_ends_as_ranks_do_that_were_given_bad_input(tmp_path):
+    job = write_pair_job(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    command = [HETHUB, "launch", job, "--resume", "run"]
+    ended = Running(command, tmp_path, AS_ROOT).end(HANG_SECONDS)
+    assert ended.exit_code == 2, ended.stderr
+    assert "there is no run to resume here" in ended.stderr
+    assert "ended with exit code" not in ended.stderr
+
+
+def test_a_launcher_that_is_not_here_is_refused(tmp_path):
+    ended = Running([HETHUB, "launch", write_pair_job(tmp_path), "--with", "srun"], tmp_path, {"PATH": ""}).end()
+    assert ended.exit_code == 2
+    assert "srun: there is no such program here" in ended.stderr
