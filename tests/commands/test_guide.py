@@ -1,9 +1,11 @@
 """The user's guide: every key is in it as the specs have it, every page is reachable, and what it names is there."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ import yaml
 
 from hethub.cli import run
 from hethub.commands import reference
-from tests.support.command import HANG_SECONDS
+from hethub.runtime.launch.launcher_command import LAUNCHERS, LauncherName, launch_commands
+from hethub.spec.cluster import load_cluster
+from tests.support.command import BIN, HANG_SECONDS, Running
+from tests.support.job_files import CLUSTER, MODEL, write_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -99,6 +104,40 @@ def test_examples_of_jobs_are_jobs() -> None:
     for page in (ROOT / "README.md", DOCS / "jobs.md"):
         (example,) = re.findall(r"```yaml\n(model:.*?)```", page.read_text(encoding="utf-8"), re.S)
         assert JobSpec.model_validate(yaml.safe_load(example)).checkpoint.keep_every == 5000
+
+
+def examples(page: str, language: str) -> list[str]:
+    """The code blocks of a page, those of its lists too, without their indentation."""
+    blocks = re.findall(rf"^( *)```{language}\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in blocks]
+
+
+def test_the_example_of_a_plan_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (block for block in examples("plans.md", "yaml") if block.startswith("version:"))
+    (tmp_path / "plan.yaml").write_text(example)
+    nodes = [{**node, "accelerators": 3} for node in CLUSTER["nodes"]]  # type: ignore[attr-defined]
+    write_yaml(tmp_path / "cluster.yaml", {"name": "six", "nodes": nodes})
+    write_yaml(tmp_path / "model.yaml", {**MODEL, "name": "mini", "layers": 8, "max_seq_len": 128})
+    assert run(["predict", str(tmp_path / "plan.yaml"), "--json"]) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_example_of_nodes_of_two_makers_starts_under_every_launcher(launcher: LauncherName, tmp_path: Path) -> None:
+    (example,) = examples("launching.md", "yaml")
+    (tmp_path / "cluster.yaml").write_text(example)
+    said = "\n".join(map(str, launch_commands(Path("job.yaml"), load_cluster(tmp_path / "cluster.yaml"), launcher)))
+    assert "/opt/hethub-cuda/bin/" in said
+    assert "amd1" in said or launcher == "srun"
+
+
+def test_the_program_over_the_communicator_trains(tmp_path: Path) -> None:
+    (program,) = examples("communicator.md", "python")
+    (tmp_path / "program.py").write_text(program)
+    (command,) = re.findall(r"`(HETHUB_ISLANDS=[^`]*)`", (DOCS / "communicator.md").read_text(encoding="utf-8"))
+    ended = Running(["bash", "-c", command], tmp_path, {"PATH": f"{BIN}:{os.environ['PATH']}"}).end(HANG_SECONDS)
+    assert ended.exit_code == 0, ended.stderr
+    assert len(re.findall(r"rank \d: loss \d", ended.stdout)) == 4
 
 
 @pytest.mark.slow
