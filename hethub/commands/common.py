@@ -143,7 +143,7 @@ def known_cluster(job: "Job") -> "ClusterSpec":
     """The job's cluster. Raises BadInput where only the ranks of a run could tell it."""
     if job.cluster is None:
         raise BadInput(
-            f"{job.path}: cluster is `detect`, which only the ranks of a run can answer; name a cluster file to plan or predict."
+            f"{job.path}: cluster is `detect`, which only the ranks of a run can answer; name a cluster file (--set cluster=FILE)."
         )
     return job.cluster
 

@@ -55,7 +55,11 @@ def _files(kind: str, model: Path | None) -> dict[str, str]:
     from hethub.spec.hugging_face import from_hugging_face
 
     if (model is None) == (kind == "continue"):
-        wanted = "needs --model HF_DIR, the folder to go on from" if model is None else "takes no --model"
+        wanted = (
+            "needs --model HF_DIR, the folder to go on from"
+            if model is None
+            else "takes no --model, `hethub init continue` does"
+        )
         raise BadInput(f"hethub init {kind} {wanted}.")
     found = this_machine()
     on_devices = any(node.device.vendor != "cpu" and node.vendor is None for node in found.nodes)

@@ -34,7 +34,25 @@ def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPat
     try:
         return cls.model_validate(data)
     except ValidationError as error:
+        _refuse_another(data, source, what)
         raise BadInput(explain(error, cls, source, prefix)) from None
+
+
+# Keys that tell one kind of our files from the others.
+_TELLING = {
+    "job file": ("train", "data"),
+    "plan file": ("stages", "program"),
+    "model file": ("hidden", "layers"),
+    "cluster file": ("nodes",),
+}
+
+
+def _refuse_another(data: Mapping[str, Any], source: Source, what: str) -> None:
+    """Raises BadInput where a file is plainly of another kind: every key of it would be called unknown."""
+    if not any(key in data for key in _TELLING.get(what, data)):
+        for other, keys in _TELLING.items():
+            if key := next((key for key in keys if key in data), None):
+                raise BadInput(f"{source.name}: this is a {other}, as its key '{key}' says; name a {what} here.")
 
 
 def load(cls: type[SpecT], path: str | Path, what: str) -> SpecT:
@@ -58,7 +76,19 @@ def explain(error: ValidationError, cls: type[Spec], source: Source, prefix: Key
         for fault, place in zip(faults, places, strict=True)
         if not (_is_echo(fault) and any(other[: len(place)] == place for other in places if other != place))
     ]
-    return " ".join(told)
+    return " ".join(_without_repetition(told))
+
+
+def _without_repetition(told: list[str]) -> list[str]:
+    """The sentences; what all unknown keys of one mapping share, the list of the known ones, behind the last alone."""
+    rules = [sentence.partition(_KNOWN)[2] for sentence in told]
+    return [
+        f"{sentence.partition(_KNOWN)[0]}." if rule and rule in rules[n + 1 :] else sentence
+        for n, (sentence, rule) in enumerate(zip(told, rules, strict=True))
+    ]
+
+
+_KNOWN = "; known: "
 
 
 def _is_echo(fault: Any) -> bool:

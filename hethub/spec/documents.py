@@ -71,7 +71,7 @@ def read_bytes(path: Path, what: str, most_bytes: int = MOST_JSON_BYTES) -> byte
             content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise BadInput(
-            f"{path}: there is no such {what}. Check the path (it is relative to the file that names it)."
+            f"{path}: there is no such {what}. Check the path; one that a file names is relative to that file."
         ) from None
     except OSError as error:
         raise BadInput(f"{path}: the {what} cannot be read: {error}.") from None
@@ -115,7 +115,9 @@ def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}, line {mark.line + 1}" if mark else name
-        raise BadInput(f"{place}: the {what} is not valid YAML: {getattr(error, 'problem', None) or error}.") from None
+        tab = " Indent with spaces, not with tabs." if mark and text[mark.index : mark.index + 1] == "\t" else ""
+        problem = getattr(error, "problem", None) or error
+        raise BadInput(f"{place}: the {what} is not valid YAML: {problem}.{tab}") from None
     except BadInput:
         raise
     except ValueError as error:  # of Python's datetime, for 2024-13-01

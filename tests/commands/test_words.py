@@ -58,6 +58,21 @@ def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_pa
     assert "did you mean 'hethub'?" in paragraph
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "plan.yaml"], "this is a plan file, as its key 'stages' says; name a job file here"),
+        (["train", "cluster.yaml"], "this is a cluster file, as its key 'nodes' says; name a job file here"),
+        (["plan", "job.yaml", "--set", "cluster=model.yaml"], "this is a model file"),
+        (["diff", "plan.yaml", "job.yaml"], "this is a job file, as its key 'train' says; name a plan file"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_what_it_is(arguments, words, tmp_path, capsys, monkeypatch):
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(capsys, *arguments)
+
+
 def test_strategies_that_are_known_are_all_named(tmp_path, capsys):
     paragraph = refused(capsys, "plan", write_job(tmp_path), "--strategy", "fastest")
     assert all(name in paragraph for name in ("auto", "exhaustive", "hap", "hethub", "uniform")), paragraph

@@ -61,6 +61,7 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: a\nothers:\n- {depth: 1, depth: 2}\n", "tree.yaml, line 3: others[0].depth is given twice"),
         ("name: 'a\n", "tree.yaml, line 2: the tree file is not valid YAML"),
         ("name: a: b\n", "tree.yaml, line 1: the tree file is not valid YAML"),
+        ("name: a\nmain:\n\tdepth: 1\n", "that cannot start any token. Indent with spaces"),
         ("name: 2024-13-01\n", "tree.yaml: the tree file has a value that is no date: month must be in 1..12"),
         ("- a\n", "tree.yaml, line 1: a tree file is a mapping of keys to values; got ['a']"),
         ("", "tree.yaml: a tree file is a mapping of keys to values; got nothing"),
@@ -75,6 +76,12 @@ def test_all_mistakes_come_at_once() -> None:
     message = refusal("name: a\nmain: {depth: 0}\nrats: 1\n")
     assert "main.depth is 0" in message
     assert "rats is not a known key" in message
+
+
+def test_the_keys_that_are_known_are_listed_once() -> None:
+    message = refusal("name: a\nxyz: 1\nzyx: 2\n")
+    assert "xyz is not a known key. tree.yaml, line 3: zyx is not a known key; known: " in message
+    assert message.count("known: ") == 1
 
 
 def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:

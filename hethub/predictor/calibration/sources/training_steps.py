@@ -71,6 +71,8 @@ def collect(
 
 def columns_of(path: Path) -> tuple[str, ...]:
     """The names in the first line of a CSV table. Raises BadInput where it cannot be read."""
+    if not path.exists():
+        raise BadInput(f"{path}: there is no such table. Check the path.")
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return tuple(csv.DictReader(file).fieldnames or ())
