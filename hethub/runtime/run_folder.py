@@ -112,6 +112,10 @@ class RunFolder:
         return self.path / "plan.yaml"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -220,7 +224,7 @@ class RunFolder:
 
     def write_profile(self, profile: dict[str, Any]) -> None:
         """What counted instead of estimates, as a profile file has it."""
-        self._write_json("profile.json", profile)
+        self._write_json(self.profile.name, profile)
 
     def write_calibration(self, profile: dict[str, Any]) -> None:
         """What the run has shown of every device type's speed, for `--calibrate`."""

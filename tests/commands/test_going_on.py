@@ -33,6 +33,19 @@ def train(job, *arguments, cwd, hook=None):
     return one(ranks(1, "train", job, *arguments, cwd=cwd, hook=hook))
 
 
+def test_a_run_that_goes_on_is_predicted_from_what_it_measured(job, tmp_path):
+    measure = ["--set", "plan=auto", "--set", "measure=always", "--run-dir", "run"]
+    assert train(job, *measure, "--set", "train.steps=2", cwd=tmp_path).exit_code == 0
+    begun = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    again = ["--set", "plan=auto", "--resume", "run"]
+    ended = train(job, *again, "--set", "train.steps=3", cwd=tmp_path)
+    assert ended.exit_code == 0, ended.stderr
+    assert "the speed of CPU-core is assumed" not in ended.stdout
+    assert json.loads((tmp_path / "run" / "prediction.json").read_text())["step_seconds"] == begun["step_seconds"]
+    (tmp_path / "run" / "profile.json").write_text("{}")
+    assert "the speed of CPU-core is assumed" in train(job, *again, "--set", "train.steps=4", cwd=tmp_path).stdout
+
+
 def as_restarted_by_torchrun(rank):
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
 

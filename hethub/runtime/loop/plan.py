@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hethub.communicator import Rendezvous
 from hethub.kernels.device import Device
 from hethub.predictor import check_memory, predict
-from hethub.predictor.cost.profile import ProfileSpec, profile_for
+from hethub.predictor.cost.profile import ProfileSpec, load_profile, profile_for
 from hethub.predictor.cost.software import hethub_software
 from hethub.runtime.checkpoint import candidates, check_present, finish_cut_off
 from hethub.runtime.going_on import check_unchanged
@@ -76,7 +76,7 @@ def choose_plan(
         layout=bind(PlanSpec.model_validate(found["plan"]), job.model, cluster),
         prediction=found["prediction"],
         folder=RunFolder(Path(found["folder"])),
-        profile=profile,
+        profile=None if found["profile"] is None else ProfileSpec.model_validate(found["profile"]),
         notes=[*lines, *found["notes"], *_left_at_defaults(job, facts)],
         resumes=found["resumes"],
         behind=found["behind"],
@@ -153,6 +153,8 @@ def _decide(
     plan_file, constraints = _plan_file(job, plan_path, folder, cluster, resumes=goes_on), job.spec.constraints
     if goes_on and not folder.plan.exists():
         notes.append(f"{folder.plan} is missing: the plan is the job's")
+    if profile is None and plan_file == folder.plan:
+        profile = _measured_before(folder, job, cluster)
     if plan_file is not None:
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
         check_executable(layout)
@@ -179,6 +181,7 @@ def _decide(
     return {
         "plan": layout.plan.model_dump(mode="json"),
         "prediction": {"strategy": strategy, **prediction.to_dict()},
+        "profile": None if profile is None else profile.to_dict(),
         "folder": str(folder.path.resolve()),
         "relays": folder.relays() if goes_on else None,
         "resumes": resumes,
@@ -204,6 +207,18 @@ def _plan_file(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
     return folder.plan if (saved.cluster, saved.num_ranks) == (cluster.name, cluster.size) else None
+
+
+def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> ProfileSpec | None:
+    """What counted in the prediction of a run that keeps its plan, so that it goes on counting; None where nothing did,
+    or where it was measured with other software or accelerators than these."""
+    try:
+        profile = load_profile(folder.profile)
+        profile.check_version()
+        profile.check_devices(cluster, job.spec.train.precision)
+    except BadInput:
+        return None
+    return profile
 
 
 def _defaults_of_laptops(spec: JobSpec) -> list[str]:
