@@ -34,6 +34,8 @@ def _add_init(commands: Any) -> None:
 
 
 def init(options: argparse.Namespace) -> None:
+    from hethub.commands import templates
+
     files = _files(options.kind, options.model)
     there = [name for name in files if (options.out / name).exists()]
     if there:
@@ -45,7 +47,10 @@ def init(options: argparse.Namespace) -> None:
         (options.out / name).write_text(text, encoding="utf-8")
     print(f"written: {', '.join(str(options.out / name) for name in files)}")
     job = options.out / "job.yaml"
-    print(f"next: hethub plan {job}\nthen: hethub launch {job}")
+    print(f"next: hethub plan {job}")
+    if files["cluster.yaml"] == templates.EXAMPLE_CLUSTER:
+        print(f"then: write your nodes into {options.out / 'cluster.yaml'}, where an example stands")
+    print(f"then: hethub launch {job}")
 
 
 def _files(kind: str, model: Path | None) -> dict[str, str]:

@@ -97,7 +97,7 @@ CLUSTER_HEAD = """# {what}
 
 EXAMPLE_CLUSTER = (
     CLUSTER_HEAD.format(what="No accelerator was found on this machine: these nodes are an example. Write yours.")
-    + """name: two-racks
+    + """name: two-makers
 network: null                   # 10.0.0.0/16: the job's network, in which every rank finds its interface
 nodes:                          # in the order in which the launcher numbers the ranks
   - {name: nvidia, count: 1, accelerator: H100-SXM5-80GB, accelerators: 8, host_memory_gb: 2048, nics: 8, gbps_per_nic: 400,

@@ -122,6 +122,7 @@ def test_init_writes_a_job_that_plans(kind, tmp_path, capsys):
     job = load_job(tmp_path / "new" / "job.yaml", ["constraints.time_limit_seconds=1"])
     assert job.cluster is not None
     assert f"then: hethub launch {job.path}" in said
+    assert ("write your nodes into" in said) == (kind == "pretrain")  # no device here: its cluster file is an example
     commented = "".join(re.findall(r"^# (?=data:|eval:)(.*\n)", job.path.read_text(), re.M))
     given = yaml.safe_load(job.path.read_text()) | yaml.safe_load(commented)
     assert JobSpec.model_validate(given).eval is not None  # what is commented out can be put in

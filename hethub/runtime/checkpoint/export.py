@@ -75,7 +75,10 @@ def with_newest(named: Path, use: Callable[[Trained], Result]) -> Result:
 def _trained(run: Path, path: Path) -> Trained:
     """Raises BadInput where the checkpoint is no plan's, or not of this version."""
     if not (path / INDEX).exists():
-        raise BadInput(f"{path}: has no {INDEX}, as a program's (strategy hap); only checkpoints of plans are taken.")
+        raise BadInput(
+            f"{path}: has no {INDEX}, as a program's (strategy hap); only checkpoints of plans are taken. "
+            "torch.distributed.checkpoint.load reads it (docs/any-model.md)."
+        )
     try:
         record = read_record(path)
     except BadInput as error:
