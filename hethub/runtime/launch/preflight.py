@@ -108,7 +108,8 @@ def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
             raise BadInput(
                 f"{own.where} runs on {own.device} ({own.vendor}), but cluster '{cluster.name}' places {place.accelerator.name} "
                 f"({place.island}) there, in node '{place.node.name}'. List the nodes in the order in which the launcher numbers "
-                "the ranks; to emulate an island on CPUs, describe the node with a CPU accelerator and give it a vendor."
+                "the ranks. To rehearse these accelerators on CPUs, set `emulated: true` in the cluster file; to have a CPU node as an "
+                "island of its own, describe it with a CPU accelerator and give it a vendor."
             )
 
 

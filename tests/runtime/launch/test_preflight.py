@@ -74,7 +74,7 @@ def test_ranks_in_another_order_than_the_nodes_are_refused():
 def test_a_cpu_stands_in_only_for_a_vendor_that_the_file_names():
     on_cpu = [replace(FIRST, vendor="cpu", device="CPU", rank=rank) for rank in range(2)]
     check_cluster(cluster({**CPUS, "vendor": "amd"}), on_cpu)
-    with pytest.raises(BadInput, match="rank 0"):
+    with pytest.raises(BadInput, match=r"rank 0.*`emulated: true`"):
         check_cluster(cluster(NVIDIA, AMD), on_cpu)
 
 
