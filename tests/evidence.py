@@ -36,6 +36,8 @@ PROOFS = {
     "stragglers": ["benchmarks/stragglers.py"],
     "planner-exhaustive": ["benchmarks/planner.py", "exhaustive", "--first", "30000", "--clusters", "30200"],
     "planner-bounded": ["benchmarks/planner.py", "bounded"],
+    "planner-effort": ["benchmarks/searches.py", "effort"],
+    "planner-annealing": ["benchmarks/searches.py", "annealing"],
     "planner-laws": ["benchmarks/laws.py"],
     "planner-ablation": ["benchmarks/ablation.py"],
     "planned-training": [

@@ -89,15 +89,19 @@ class Pattern(NamedTuple):
         return self.goes_chunk_by_chunk or self.schedule == "gpipe"
 
 
+# More microbatches in flight than the default that are looked at, by schedule: under others they are no choice.
+EXTRA_IN_FLIGHT: dict[ScheduleName, tuple[int, ...]] = {"1f1b": (1,), "zero_bubble": (1, 2)}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """Stages in order. `alike`: replica i of every stage gets the same samples, so that chains of replicas stay apart.
-    `extra_in_flight`: as many microbatches in flight as hide the links between stages, where memory allows, and not the
-    default."""
+    `extra_in_flight`, where memory allows: 0 the default; 1 as many microbatches as hide the links between stages; 2 as
+    many as a stage can send down until the first is back."""
 
     stages: tuple[CandidateStage, ...]
     alike: bool = True
-    extra_in_flight: bool = False
+    extra_in_flight: int = 0
     even: bool = False  # samples in equal parts, whatever the speeds
     name: str = ""  # tells candidates apart that carry their plan
     plan: PlanSpec | None = field(default=None, compare=False)  # evaluated as it stands, not moved about

@@ -13,8 +13,8 @@ import numpy as np
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, chains, merged
 from hethub.planner.candidate.samples import earliest_finish, within
+from hethub.planner.estimate import in_flight
 from hethub.planner.estimate.costs import UnitCosts
-from hethub.planner.estimate.in_flight import default_in_flight, enough_in_flight, round_trips, slowest_cycle
 from hethub.planner.estimate.stage_figures import StageEstimate
 from hethub.planner.estimate.stage_rows import StageRows
 from hethub.planner.estimate.stage_times import StageTimes
@@ -166,7 +166,7 @@ class Estimator:
         blank = np.arange(depth) < first[:, None]
         stages = self._stages(candidates, table, blank)
         filled = np.array([self._pattern(candidate).schedule == "zero_bubble" for candidate in candidates])
-        trips = round_trips(stages.microbatch, stages.microstep, p2p_seconds)
+        trips = in_flight.round_trips(stages.microbatch, stages.microstep, p2p_seconds)
         return _SideBySide(candidates, table, first, blank, stages, p2p_seconds, trips, filled)
 
     def _seconds(self, own: "_SideBySide", held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +199,7 @@ class Estimator:
             floor = np.where(chunks > 1, (fill + stages.busy).max(axis=1) + first, floor)
         end = (fill + stages.busy + waits).max(axis=1)
         if several.any():
-            around = slowest_cycle(trips, stages.microstep, held, self.problem.batch.global_batch, own.first)
+            around = in_flight.slowest_cycle(trips, stages.microstep, held, self.problem.batch.global_batch, own.first)
             end = np.where(several & (chunks == 1), np.maximum(end, stages.finish[:, 0] - first + around), end)
         reduce = np.maximum(stages.tail, stages.reduce - stages.covered)
         if self.problem.model.tied_head:
@@ -256,20 +256,17 @@ class Estimator:
 
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
-        stages, filled = own.stages, own.filled
-        held = default_in_flight(stages.microstep)
+        stages, filled, held = own.stages, own.filled, in_flight.default_in_flight(own.stages.microstep)
         patterns = [self._pattern(candidate) for candidate in own.candidates]
         alone = np.array([pattern.schedule not in ("1f1b", "zero_bubble") for pattern in patterns])
-        extra_in_flight = np.array([candidate.extra_in_flight for candidate in own.candidates]) & own.several & ~alone
+        extra = np.array([candidate.extra_in_flight > 0 for candidate in own.candidates]) & own.several & ~alone
         if alone.any():
-            held[alone] = self._held_under(
-                own.at(alone), [p for p in patterns if p.schedule not in ("1f1b", "zero_bubble")]
-            )
-        if extra_in_flight.any():
-            held[extra_in_flight] = self._enough(own.at(extra_in_flight))
+            held[alone] = self._held_under(own.at(alone), list(compress(patterns, alone)))
+        if extra.any():
+            held[extra] = self._enough(own.at(extra))
         able = np.ones(len(held), dtype=bool)
         if filled.any():
-            held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], extra_in_flight[filled])
+            held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], extra[filled])
         able &= ((held <= stages.most) | own.blank).all(axis=1)
         return held, able & self._hosts_have_room(own, held)
 
@@ -296,36 +293,39 @@ class Estimator:
 
     def _enough(self, own: "_SideBySide") -> np.ndarray:
         """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are
-        put off, as many as if they were not keep the gaps to be filled few."""
+        put off, as many as if they were not keep the gaps to be filled few; more, where wanted, leave none."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
             plainly = Pattern(self.problem.schedule)
             rows = self._rows.of(own.candidates, repeat(plainly, len(own.candidates)))
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
-            trips = round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)
+            trips = in_flight.round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
-        return enough_in_flight(trips, plain.microstep, pace, own.stages.sure, np.ceil(plain.microbatches))
+        every, stages = np.ceil(plain.microbatches), own.stages
+        held = in_flight.enough_in_flight(trips, plain.microstep, pace, stages.sure, every)
+        sent = in_flight.sent_until_back(own.trips[:, :, -1] - stages.microbatch, stages.forward, stages.microstep)
+        wanted = own.filled & np.array([candidate.extra_in_flight > 1 for candidate in own.candidates])
+        return np.where(wanted[:, None], np.maximum(held, np.minimum(sent, np.minimum(stages.sure, every))), held)
 
     def _deferred_wgrad(self, own: "_SideBySide", held: np.ndarray, extra: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight under zero_bubble, with extra in flight as many as leave memory for what is put off,
         and whether there is [candidate]."""
-        most, microstep = self._most_under_way(own, held), own.stages.microstep
-        short = extra & (most < own.widest(held))
-        if short.any():
-            held = np.where(short[:, None], np.minimum(held, np.maximum(most[:, None] // microstep, 1)), held)
+        most = self._most_under_way(own, held)
+        if (short := extra & (most < own.widest(held))).any():
+            room = np.maximum(np.floor(most[:, None] / own.stages.microstep), 1)
+            held = np.where(short[:, None], np.minimum(held, room), held)
             most = self._most_under_way(own, held)
         return held, own.widest(held) <= most
 
     def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
-        off as many as are under way in one of them, beside the microbatches it holds."""
+        off as many as are under way in one of them, beside the microbatches it holds, but no more than it has."""
         free, microbatch, each = self._rows.rooms(own.rows)  # [candidate, stage, sort]
         deferred_wgrad = np.trunc((free - held[:, :, None] * microbatch) / np.maximum(each, 1.0)).min(axis=2)
-        most: np.ndarray = np.where(own.blank, np.inf, own.stages.microstep * (held + deferred_wgrad + 1) - 1).min(
-            axis=1
-        )
-        return most
+        boundless = own.blank | (deferred_wgrad >= np.maximum(np.ceil(own.stages.microbatches) - held, 0))
+        most: np.ndarray = np.where(boundless, np.inf, own.stages.microstep * (held + deferred_wgrad + 1) - 1)
+        return most.min(axis=1)
 
     def _tied(self, candidate: Candidate) -> float:
         """Seconds to sum a tied head's gradients over the ranks of both ends, and to send its new weights."""

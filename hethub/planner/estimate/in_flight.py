@@ -92,3 +92,12 @@ def enough_in_flight(
         below = np.ceil(held[:, s + 1] * microstep[:, s + 1] / microstep[:, s])
         held[:, s] = np.maximum(np.minimum(wanted, most[:, s]), below)
     return held
+
+
+def sent_until_back(until_back: np.ndarray, forward: np.ndarray, microstep: np.ndarray) -> np.ndarray:
+    """[candidate, stage]: how many microbatches reach a stage, one behind the other at the pace of the slowest forward on
+    the way, until the first is back `until_back` seconds after its own; `forward` are seconds of a microbatch. A stage that
+    holds so many never waits for a backward: where stages are alike it is what ZB-H2 holds (arXiv 2401.10241)."""
+    apart = np.maximum.accumulate(forward / microstep, axis=1) * microstep
+    found: np.ndarray = 1 + np.ceil(until_back / np.maximum(apart, 1e-12) - 1e-6)
+    return found

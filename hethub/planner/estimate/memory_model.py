@@ -134,6 +134,8 @@ class MemoryModel:
             return self._without_optimizer(plain, tp, mode.zero)
         if mode.schedule == "zero_bubble":  # which keeps as much as without, but for what is put off
             plain = self.coefficients(on_cpu, tp, micro_batch, recompute, mode._replace(schedule="1f1b"))
+            if "activations" in mode.offload:  # what is put off waits in host memory
+                return plain
             late = self._probes(on_cpu, tp, mode).deferred_wgrad(Keeping(mode.zero, mode.offload, recompute))
             return plain._replace(layer_deferred_wgrad=np.full(4, micro_batch * late))
         plainly = Mode(mode.zero)

@@ -26,7 +26,7 @@ class Evaluator:
         self.problem, self.costs, self.ignore_memory = problem, costs, ignore_memory
         self.microbatches_left = 0  # to be replayed one by one, as soon as some plan fits
         self._knows_a_fitting = False
-        self._known: dict[tuple[bool, str], Evaluation | None] = {}  # by plan
+        self._known: dict[tuple[int, str], Evaluation | None] = {}  # by plan
 
     def evaluate(self, candidate: Candidate) -> Evaluation | None:
         """The candidate's plan with its memory and prediction, or None where it is no valid plan."""

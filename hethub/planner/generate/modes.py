@@ -51,7 +51,7 @@ class _Line(NamedTuple):
             for stage in self.candidate.stages
         )
         schedule, chunks = self.pattern
-        return replace(self.candidate, stages=stages, schedule=schedule, chunks=chunks, extra_in_flight=False)
+        return replace(self.candidate, stages=stages, schedule=schedule, chunks=chunks, extra_in_flight=0)
 
 
 def propose(

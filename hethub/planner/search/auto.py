@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from hethub.planner.candidate.candidate import Candidate
+from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluation import Evaluation
@@ -284,7 +284,12 @@ def _add_with_slacks(
     found.update(zip(candidates, costs.estimate(candidates), strict=True))
     modes: list[dict[str, Any]] = [{"schedule": schedule} for schedule in problem.other_schedules]
     if problem.capabilities.chooses_in_flight and problem.schedule == "1f1b":
-        modes += [{"extra_in_flight": True}, *({"extra_in_flight": True, **mode} for mode in modes)]
+        modes += [{"extra_in_flight": 1}]
+        modes += [
+            {"schedule": own, "extra_in_flight": more}
+            for own in problem.other_schedules
+            for more in EXTRA_IN_FLIGHT[own]
+        ]
     ranked = sorted((candidate for candidate in candidates if len(candidate.stages) > 1), key=costs.seconds)
     shortest: dict[object, float] = {}  # estimate of every arrangement of units
     _note_shapes(shortest, found, found)

@@ -45,7 +45,7 @@ def effort_for(problem: Problem) -> Effort:
             climbs=2 if alike else 4, steps=16, tried_per_step=8, microbatches=200_000, uphill=1.02,
             optimism=0.98 if alike else 0.9,
         )  # fmt: skip
-    if problem.size <= 128:
+    if problem.size <= 512:
         return Effort(
             cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 6,
             microbatches=100_000, uphill=1.004, behind=1.15 if alike else 1.05,
@@ -58,6 +58,6 @@ def effort_for(problem: Problem) -> Effort:
         climbs=1,
         steps=2,
         tried_per_step=4,
-        microbatches=6_000,
+        microbatches=60_000 if problem.size <= 2048 else 20_000,
         behind=1.15 if alike else 1.05,
     )

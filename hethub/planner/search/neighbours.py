@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
 from hethub.planner.generate.modes import patterns
@@ -96,7 +96,7 @@ def with_room(candidate: Candidate, problem: Problem) -> Candidate:
     if candidate.extra_in_flight or not chooses or not problem.capabilities.chooses_in_flight:
         return candidate
     microsteps = {sum(own.micro_batch * own.number for own in stage.groups) for stage in candidate.stages}
-    return candidate if len(microsteps) == 1 else replace(candidate, extra_in_flight=True)
+    return candidate if len(microsteps) == 1 else replace(candidate, extra_in_flight=1)
 
 
 def _made_to_fit(near: Iterable[Candidate], costs: Estimator) -> list[Candidate]:
@@ -157,9 +157,11 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
     now = (candidate.schedule or problem.schedule, candidate.chunks)
     for pattern in patterns(problem, candidate):
         if pattern != now:
-            yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, extra_in_flight=False)
-    if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight and now[0] in ("1f1b", "zero_bubble"):
-        yield replace(candidate, extra_in_flight=not candidate.extra_in_flight)
+            yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, extra_in_flight=0)
+    if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
+        for level in (0, *EXTRA_IN_FLIGHT.get(now[0], ())):
+            if level != candidate.extra_in_flight:
+                yield replace(candidate, extra_in_flight=level)
     yield replace(candidate, alike=not candidate.alike)
 
 

@@ -5,9 +5,16 @@ import numpy as np
 import pytest
 
 from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
-from hethub.planner.estimate.in_flight import default_in_flight, enough_in_flight, round_trips, slowest_cycle
+from hethub.planner.estimate.in_flight import (
+    default_in_flight,
+    enough_in_flight,
+    round_trips,
+    sent_until_back,
+    slowest_cycle,
+)
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
+from tests.oracle.question import random_question
 from tests.planner.problems import TINY, cluster, incumbent_of
 
 
@@ -57,6 +64,40 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(microsteps):
     assert slowest_cycle(trips, microstep, held, 1000) <= 1000 + trips[0, 0, -1]
     fewer = np.maximum(1, held // 2)
     assert slowest_cycle(trips, microstep, fewer, 1000) > slowest_cycle(trips, microstep, held, 1000)
+
+
+def test_what_a_stage_sends_until_the_first_is_back_is_what_zb_h2_holds_where_stages_are_alike():
+    """2 p - 1 on the first of p stages, two fewer on each behind it (arXiv 2401.10241)."""
+    seconds, microstep = np.full((1, 4), 2.0), np.full((1, 4), 3.0)
+    until_back = round_trips(seconds, microstep, np.zeros((1, 3)))[:, :, -1] - seconds
+    assert sent_until_back(until_back, seconds / 2, microstep)[0].tolist() == [7, 5, 3, 1]
+
+
+def test_no_more_is_held_than_a_slow_stage_above_sends():
+    forward, microstep = np.array([[4.0, 1.0, 1.0]]), np.ones((1, 3))
+    assert sent_until_back(np.array([[4.0, 2.0, 0.0]]), forward, microstep)[0].tolist() == [2, 2, 1]
+
+
+@pytest.mark.parametrize("extra_in_flight", [1, 2])
+def test_zero_bubble_with_more_in_flight_where_activations_are_offloaded_is_estimated_to_fit_as_it_does(
+    extra_in_flight,
+):
+    """What is put off waits in host memory, and no more is put off than there are microbatches."""
+    question = random_question(100, 2, global_batch=8)
+    problem = pose(question.model, question.cluster, Batch(8, question.seq_len, question.precision))
+    incumbent = incumbent_of(problem)
+    stages = (
+        (2, 4)
+        if problem.device_types[0].accelerator.memory_gb > problem.device_types[1].accelerator.memory_gb
+        else (4, 2)
+    )
+    own = [CandidateStage(x, (ReplicaGroup(k, 1, 2, 1),), offload=("activations",)) for k, x in enumerate(stages)]
+    candidate = Candidate(tuple(own), schedule="zero_bubble", extra_in_flight=extra_in_flight)
+    evaluation = incumbent.consider(candidate)
+    assert evaluation is not None
+    assert evaluation.fits
+    assert incumbent.costs.likely_fits(candidate)
+    assert [stage.replicas[0].in_flight for stage in evaluation.plan.stages] == list(incumbent.costs.holds(candidate))
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1), (1, 4), (5, 5)])
