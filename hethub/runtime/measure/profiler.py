@@ -79,8 +79,9 @@ def _timing(cls, place, seconds):  # type: ignore[no-untyped-def]
 
 def warm_up(layout: Layout, rank: int, device: Device, *, document_mask: bool = False) -> None:
     """Runs a layer, and the ends of the model that the rank has, on microbatches of each of its sizes: bodies are compiled
-    then, and a device's kernels are loaded, those of documents too where they are masked. Else the first microbatch of a
-    deep pipeline would wait for one stage's compiler after the other."""
+    then, and a device's kernels are loaded, those of documents too where they are masked and those of updates, which a
+    stage of many chunks does between its messages. Else the first microbatch of a deep pipeline would wait for one stage's
+    compiler after the other."""
     own, plan = layout.assignment_of[rank], layout.plan
     accelerator, tp = layout.cluster.places[rank].accelerator, layout.replica(own.stage, own.replica).tp
     stage = build_bench_stage(layout.model, accelerator, plan.precision, device, plan.seq_len, tp)
@@ -93,6 +94,18 @@ def warm_up(layout: Layout, rank: int, device: Device, *, document_mask: bool = 
             bench.embedding(size)
         if own.stage == layout.num_stages - 1:
             bench.head(size)
+    if device.is_gpu:
+        _load_update(device, plan.precision)
+
+
+def _load_update(device: Device, precision: Precision) -> None:
+    """Loads the kernels of a norm and of an update."""
+    update = _Update(device, precision, numel=2**12)
+    total = torch.zeros((), dtype=torch.float64, device=device.torch_device)
+    total += torch.linalg.vector_norm(update.grad).double().square()
+    torch.stack([total, total]).sum()
+    update.grad.mul_(0.5)  # clipped
+    update()
 
 
 def _halves(batch: int, seq_len: int, device: Device) -> Documents:
@@ -181,27 +194,37 @@ STATE_SHARE = 0.25  # of the device's free memory
 
 
 def _optimizer(device: Device, precision: Precision, seconds: float) -> float:
-    """Seconds per parameter of what a step does to a rank's own state: norm, the fused AdamW that training calls, the
-    weight written back."""
+    """Seconds per parameter of what a step does to a rank's own state."""
     free = device.free_memory_bytes()
     numel = LEAST_STATE if free is None else max(LEAST_STATE, min(MOST_STATE, int(STATE_SHARE * free) // STATE_BYTES))
-    weights = torch.zeros(numel, dtype=DTYPES[precision], device=device.torch_device)
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    state = [torch.zeros(numel, dtype=wide, device=device.torch_device) for _ in range(3)]
-    grad = torch.ones(numel, dtype=wide, device=device.torch_device)
-    updates, train, clock = torch.zeros((), device=device.torch_device), TrainSpec(), Clock(device)
+    update, clock = _Update(device, precision, numel), Clock(device)
 
     def once() -> tuple[float, ...]:
         device.synchronize()
         start = clock.stamp()
-        torch.linalg.vector_norm(grad)
-        fused_adamw([state], [grad], [updates], train, lr=train.lr, decays=True)
-        weights.copy_(state[0])
+        update()
         return (clock.between(start, clock.stamp()),)
 
     once()
     (found,) = repeated(once, seconds)
     return found / numel
+
+
+class _Update:
+    """What a step does to so many elements of a rank's own state: norm, the fused AdamW that training calls, the weight
+    written back."""
+
+    def __init__(self, device: Device, precision: Precision, numel: int) -> None:
+        self.weights = torch.zeros(numel, dtype=DTYPES[precision], device=device.torch_device)
+        wide = torch.promote_types(self.weights.dtype, torch.float32)
+        self.state = [torch.zeros(numel, dtype=wide, device=device.torch_device) for _ in range(3)]
+        self.grad = torch.ones(numel, dtype=wide, device=device.torch_device)
+        self.updates, self.train = torch.zeros((), device=device.torch_device), TrainSpec()
+
+    def __call__(self) -> None:
+        torch.linalg.vector_norm(self.grad)
+        fused_adamw([self.state], [self.grad], [self.updates], self.train, lr=self.train.lr, decays=True)
+        self.weights.copy_(self.state[0])
 
 
 def repeated(once: Callable[[], tuple[float, ...]], seconds: float) -> tuple[float, ...]:

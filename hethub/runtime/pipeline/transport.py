@@ -19,6 +19,9 @@ from hethub.spec.schedule.microbatches import MicrobatchRange, Transfer
 DIRECTIONS = (Kind.FORWARD, Kind.BACKWARD)
 LOOKAHEAD = 2  # microbatches whose receives are posted before they are needed, in each direction
 WINDOW = 12  # actions among which those microbatches are looked for
+LOADING = (
+    2  # steps in which a device meets kernels for the first time; an update that waits for the norm comes in the second
+)
 
 Place = tuple[Kind, int, MicrobatchRange]  # what a microbatch is about to do, in which model chunk of the stage
 
@@ -98,7 +101,7 @@ class Transport:
         }
         self._num_posted = dict.fromkeys(self._expected, 0)
         self._posted: set[Place] = set()
-        self._looks_ahead = not world.device.is_gpu
+        self._num_loading = LOADING if world.device.is_gpu else 0  # steps to come that post no receive ahead
         sends = {
             peer_of(layout, kind, transfer, sends=True)
             for (kind, _, microbatch), found in self._outgoing.items()
@@ -127,11 +130,11 @@ class Transport:
     def post_receives(self, upcoming: Sequence[Action]) -> None:
         """Posts the receives of the next few microbatches in each direction, so that data moves while we compute.
 
-        In the first step on a device, only those of the action at hand: a kernel that is launched for the first time is
+        In the first steps on a device, only those of the action at hand: a kernel that is launched for the first time is
         loaded then, and CUDA waits with that for all that is under way on the device (lazy loading). A receive posted
         ahead may wait for what this rank has yet to compute.
         """
-        upcoming = upcoming if self._looks_ahead else upcoming[:1]
+        upcoming = upcoming[:1] if self._num_loading else upcoming
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             soon = [(kind, act.chunk, act.microbatch) for act in upcoming if act.kind is kind and act.microbatch]
             for place in soon[:LOOKAHEAD]:
@@ -216,4 +219,4 @@ class Transport:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
-        self._looks_ahead = True
+        self._num_loading = max(0, self._num_loading - 1)

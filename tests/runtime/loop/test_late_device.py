@@ -2,15 +2,19 @@
 by `make evidence` (LATE_SEEDS)."""
 
 import os
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from hethub.communicator import Rendezvous, connect
-from hethub.kernels.device import Device
+from hethub.communicator import Rendezvous, World, connect
+from hethub.kernels.bodies import choose
+from hethub.kernels.device import Device, Vendor
+from hethub.runtime.measure.profiler import warm_up
 from tests.support.device_cases import CASES
 from tests.support.late import device as late
+from tests.support.late import engine
 from tests.support.late.mutants import Mutant, apply, mutants_of
 from tests.support.late.tensor import may_wait
 from tests.support.layouts import Case, Shards, build_trainer, train, worst_difference
@@ -29,17 +33,26 @@ Trained = tuple[list[float], list[float], Shards]
 """Losses, gradient norms and weights of a run."""
 
 
-def train_late(rank: int, store: Any, case: Case, seeds: int, mutant: Mutant | None = None) -> list[Trained]:
-    """As many runs as have a seed for each of their steps, the case's ranks "g" on late devices."""
-    device = late.install() if case.vendors[rank] == "g" else Device(vendor="cpu")
+def join(rank: int, store: Any, case: Case, seed: int = 0, vendor: Vendor = "nvidia", *, is_warm: bool = True) -> World:
+    """The rank's world, warmed up as a job is."""
+    device = late.install(seed, vendor) if case.vendors[rank] == "g" else Device(vendor="cpu")
     may_wait.set(True)  # for a step's loss and norm
     world = connect(Rendezvous.on_one_host(store, rank, case.size), device=device, islands=case.islands)
+    choose(False)
+    if device.is_gpu and is_warm:
+        warm_up(case.layout(), rank, device, document_mask=case.document_mask)
+    return world
+
+
+def train_late(rank: int, store: Any, case: Case, seeds: int, mutant: Mutant | None = None) -> list[Trained]:
+    """As many runs as have a seed for each of their steps, the case's ranks "g" on late devices."""
+    world = join(rank, store, case)
     if mutant is not None:
         apply(mutant)
     runs = []
     for first in range(0, seeds, case.steps):
         runs.append(train(world, case, lambda step, first=first: late.reseed((first + step) * case.size + rank)))
-        device.synchronize()
+        world.device.synchronize()
     world.close()
     return runs
 
@@ -68,9 +81,7 @@ def test_training_on_late_devices_equals_one_process(case: Case) -> None:
 
 def receives_under_way(rank: int, store: Any, case: Case) -> list[int]:
     """The most microbatches of a step whose receives were posted at once."""
-    device = late.install()
-    may_wait.set(True)
-    world = connect(Rendezvous.on_one_host(store, rank, case.size), device=device, islands=case.islands)
+    world = join(rank, store, case)
     trainer = build_trainer(world, case)
     transport, most = trainer.executor._transport, [0]
     posts = transport.post_receives
@@ -87,12 +98,76 @@ def receives_under_way(rank: int, store: Any, case: Case) -> list[int]:
     return most[:-1]
 
 
-def test_the_first_step_posts_no_receive_ahead() -> None:
-    """Kernels are loaded in it, for which CUDA waits until the device stands still."""
+def test_the_first_steps_post_no_receive_ahead() -> None:
+    """Kernels are loaded in them, for which CUDA waits until the device stands still."""
     [case] = [case for case in CASES if case.name == "pipeline over their link"]
-    for first, *others in values(start_ranks(2, receives_under_way, replace(case, steps=3))):
-        assert first == 1
+    for first, second, *others in values(start_ranks(2, receives_under_way, replace(case, steps=4))):
+        assert first == second == 1
         assert all(most > 1 for most in others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first steps of a new process: kernels are loaded, and which streams share a queue is drawn from the seed."""
+
+    case: Case
+    seed: int
+    vendor: Vendor = "nvidia"
+    is_warm: bool = True  # else as with kernels that the warm-up does not know
+    num_queues: int | None = None
+    looks_ahead: bool = False
+
+
+def train_first_steps(rank: int, store: Any, start: Start) -> None:
+    engine.STUCK_SECONDS = 3.0
+    if start.num_queues is not None:
+        os.environ[engine.QUEUES[start.vendor][0]] = str(start.num_queues)
+    case = replace(start.case, steps=3)
+    world = join(rank, store, case, start.seed * case.size + rank, start.vendor, is_warm=start.is_warm)
+    trainer = build_trainer(world, case)
+    if start.looks_ahead:
+        trainer.executor._transport._num_loading = 0
+    for step in range(1, case.steps + 1):
+        trainer.run_step(step)
+    world.close()
+
+
+def stands_still(start: Start) -> str:
+    """How a rank tells that its device stands still, or fails otherwise; empty where all goes well."""
+    errors = [outcome.error for outcome in start_ranks(start.case.size, train_first_steps, start, timeout_seconds=60)]
+    told = sorted(": ".join(error) for error in errors if error is not None)
+    return next((each for each in told if "stands at" in each), " ".join(told))
+
+
+PIPELINE, MINISTAGES = (
+    next(case for case in CASES if case.name == f"{name} over their link") for name in ("pipeline", "ministages")
+)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        *(Start(case=PIPELINE, seed=seed, is_warm=False) for seed in range(3)),
+        Start(case=PIPELINE, seed=0, vendor="amd", is_warm=False),
+        Start(case=MINISTAGES, seed=0),
+        Start(case=MINISTAGES, seed=0, vendor="amd"),
+    ],
+    ids=lambda start: f"{start.case.name}, {start.vendor} {start.seed}",
+)
+def test_no_device_stands_still(start: Start) -> None:
+    """With the queues that hethub asks for, its warm-up, and no receive posted ahead while kernels are loaded."""
+    assert stands_still(start) == ""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_receive_holds_up_what_shares_its_queue(seed: int) -> None:
+    told = stands_still(Start(case=PIPELINE, seed=seed, num_queues=8))
+    assert re.search(r"done nothing in 3 s: .*[23] stream\(s\) on a queue that stands at (recv|send)", told)
+
+
+def test_a_receive_posted_ahead_holds_up_a_kernels_first_launch() -> None:
+    told = stands_still(Start(case=PIPELINE, seed=0, is_warm=False, looks_ahead=True))
+    assert re.search(r"deadlock: \S+ of .* is loaded once the device stands still, .* stands at recv", told)
 
 
 MODULES = {

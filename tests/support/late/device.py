@@ -6,6 +6,10 @@ from a seed. What the host reads too early it finds poisoned, NaN in floats; so 
 being kept for the stream that still reads it, on the device and in pinned memory alike. Collectives of the native
 library run one at a time, in the order in which they were launched, and only when all ranks have come: launched in
 unlike orders on two ranks they never end. Messages run beside them. What the device computes, torch computes on the CPU.
+
+Two more things wait as they do on devices, by the settings that those take: streams beyond the number of hardware queues
+(`engine.QUEUES`) share one, and what one holds runs in order; and unless CUDA_MODULE_LOADING is EAGER, the first launch of
+a kernel waits until the device has done all that it was given.
 """
 
 import time
@@ -20,7 +24,7 @@ from hethub.communicator import torch_private
 from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
 from hethub.communicator.groups.native import watch_group, watched
-from hethub.kernels.device import Device, Stream
+from hethub.kernels.device import Device, Stream, Vendor, detect_vendor
 from tests.support.late.engine import COLLECTIVES, Item, LateStream, Point, engine, is_started, start
 from tests.support.late.tensor import make_empty, make_empty_strided, near
 
@@ -75,7 +79,7 @@ class LateNative:
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float, *, for_messages: bool = False) -> None:
         self._gloo = torch_private.create_gloo_group(store, rank, size, timeout_seconds, "127.0.0.1")
         self._size = size
-        self._stream = LateStream(engine())
+        self._stream = LateStream(engine(), is_high=for_messages)
         self.ended = ""
         self._moves = False
         natives.append(self)
@@ -120,7 +124,7 @@ class LateNative:
     def _launch(self, name: str, *args: Any, worker: object = COLLECTIVES) -> "LateWork":
         places = near(args)
         self._stream.wait(engine().current().record())
-        self._stream.submit(Item(lambda: getattr(self._gloo, name)(*places).wait(), worker=worker))
+        self._stream.submit(Item(lambda: getattr(self._gloo, name)(*places).wait(), name=name, worker=worker))
         return LateWork(self._stream.record(), args)
 
 
@@ -192,18 +196,27 @@ class LateWork:
         raise NotImplementedError("as NCCL's")
 
 
-def install(seed: int = 0) -> LateDevice:
+def install(seed: int = 0, vendor: Vendor = "nvidia") -> LateDevice:
     """This process's late device, known to torch as "late"."""
     if not is_started():
         _setup_privateuseone_for_python_backend("late")
-        start(seed)
+        _call_driver(seed, vendor)
         library = torch.library.Library("aten", "IMPL")
         library.impl("empty.memory_format", make_empty, "PrivateUse1")
         library.impl("empty_strided", make_empty_strided, "PrivateUse1")
         _kept.append(library)
         torch_private.create_nccl_group = LateNative
         backend.with_native_backends = make_group
-    return LateDevice(vendor="nvidia")
+    return LateDevice(vendor=vendor)
+
+
+def _call_driver(seed: int, vendor: Vendor) -> None:
+    """The driver's first call, as the device layer makes it: there it looks at its environment."""
+    before = torch.cuda.is_available, torch.version.hip
+    torch.version.hip = "late" if vendor == "amd" else None
+    torch.cuda.is_available = lambda: start(seed, vendor) is None
+    assert detect_vendor() == vendor
+    torch.cuda.is_available, torch.version.hip = before
 
 
 _kept: list[Any] = []

@@ -93,6 +93,8 @@ def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     host = [tensor for tensor in (into, source) if not isinstance(tensor, LateTensor)]
     goes_on = not host or (non_blocking and late.pinned.holds(host[0]))
     place, read = near(into), near(source)
+    if into.dtype != source.dtype or not (into.is_contiguous() and source.is_contiguous()):
+        late.load(f"aten.copy_ of {into.dtype}, {source.dtype}")
     if not isinstance(source, LateTensor) and not goes_on:
         read = source.clone()  # pageable memory has been read when the call returns
     late.submit(lambda: place.copy_(read))
@@ -118,6 +120,8 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, LateTensor) and value.dim():
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
     near_args, near_kwargs = near(tuple(args)), _on("cpu", near(kwargs))
+    dtypes = {str(value.dtype) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+    engine().load(f"{func} of {', '.join(sorted(dtypes))}")
     if func._schema.is_mutable:
         engine().submit(lambda: func(*near_args, **near_kwargs))
         if not func._schema.returns:

@@ -1,5 +1,6 @@
 """The late device shows what it is there to show, and nothing where the rules are kept."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,21 @@ def launch_on_two_streams(rank: int, store: Any, alike: bool) -> bool:
     return bool((whole.cpu() == 1).all())
 
 
+def launch_beside_a_receive(rank: int, store: Any, settings: dict[str, str]) -> str:
+    """What stands still where a kernel is launched while another stream waits for good, as for a peer that sends nothing."""
+    os.environ.update(settings)
+    engine.STUCK_SECONDS = 0.5
+    device = late.install()
+    ones, other = torch.ones(4).to(device.torch_device), device.new_stream()
+    other.wait(engine.Point())
+    try:
+        doubled = ones * 2
+        device.current_stream().record().synchronize()
+    except TimeoutError as error:
+        return str(error)
+    return "" if doubled.near.sum() == 8 else "other values"
+
+
 def right(do: Callable[..., bool], waits: bool, keeps: bool) -> int:
     (count,) = values(start_ranks(1, count_right, do, waits, keeps))
     assert isinstance(count, int)
@@ -111,3 +127,19 @@ def test_the_host_reads_copies_only() -> None:
 @pytest.mark.parametrize("alike", [True, False])
 def test_collectives_in_unlike_orders_never_end(alike: bool) -> None:
     assert values(start_ranks(2, launch_on_two_streams, alike)) == [alike] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"CUDA_MODULE_LOADING": "EAGER"}, ""),
+        ({"CUDA_MODULE_LOADING": "LAZY"}, "deadlock: aten.mul.Tensor of torch.float32 is loaded once the device stands"),
+        ({"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "2 stream(s) on a queue that stands at a wait"),
+    ],
+    ids=["neither", "lazy loading", "a shared queue"],
+)  # fmt: skip
+def test_what_holds_up_a_launch(settings: dict[str, str], told: str) -> None:
+    (shown,) = values(start_ranks(1, launch_beside_a_receive, settings))
+    assert isinstance(shown, str)
+    assert told in shown
+    assert bool(told) == bool(shown)
