@@ -111,6 +111,10 @@ class Device:
         """The device's memory; None on a CPU, where it is no fixed property of the device."""
         return torch.cuda.get_device_properties(self.index).total_memory if self.is_gpu else None
 
+    def compute_units(self) -> int | None:
+        """The device's multiprocessors or compute units; None on a CPU."""
+        return torch.cuda.get_device_properties(self.index).multi_processor_count if self.is_gpu else None
+
     def free_memory_bytes(self) -> int | None:
         """What this process can still allocate: free, or cached by its allocator; None on a CPU."""
         if not self.is_gpu:

@@ -34,6 +34,7 @@ class Facts(Software):
     job: str
     tokens: str
     host_memory_bytes: int | None = None  # that ranks of the host may use together
+    compute_units: int | None = None  # of the device, None on a CPU
 
     @property
     def where(self) -> str:
@@ -56,7 +57,8 @@ def own_facts(info: LaunchInfo, device: Device, *, read: Any = None, tokens: str
     return Facts(
         rank=info.rank, host=socket.gethostname(), local_rank=info.local_rank, vendor=device.vendor, device=device.name,
         memory_bytes=device.memory_bytes(), job="" if read is None else json_hash(read), tokens=tokens,
-        host_memory_bytes=host_memory_bytes(), library=device.native_library, **Facts.versions(),
+        host_memory_bytes=host_memory_bytes(), compute_units=device.compute_units(), library=device.native_library,
+        **Facts.versions(),
     )  # fmt: skip
 
 
@@ -114,6 +116,10 @@ def check_cluster(cluster: ClusterSpec, facts: Sequence[Facts]) -> None:
 
 
 PART_OF_CARD = 0.7  # of its memory: drivers keep less than a tenth
+# Of whole cards that can be parted, partitions of which may see all memory (rocm.docs.amd.com, GPU specifications).
+COMPUTE_UNITS = {"MI300X": 304, "MI325X": 304, "MI350X": 256, "MI355X": 256}
+# With or without one of these words it is another model: RTX 6000 Ada, Quadro RTX 6000, RTX PRO 6000 Blackwell.
+OTHER_MODEL = {"ada", "blackwell", "d", "gre", "laptop", "pro", "super", "ti", "xt", "xtx"}
 ASSUMED_GBPS = 10.0  # between hosts of a detected cluster; a cluster file says what the interfaces really do
 
 
@@ -156,7 +162,11 @@ def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:
     Makers add words ("NVIDIA GeForce RTX 3090") and leave words out ("NVIDIA H200"), but the model's number is there.
     """
     spoken = set(_words(own.device))
-    fitting = [name for name in known if _model_number(name) <= spoken]
+    fitting = [
+        name
+        for name in known
+        if _model_number(name) <= spoken and OTHER_MODEL & spoken == OTHER_MODEL & set(_words(name))
+    ]
     if not fitting:
         raise BadInput(
             f"device '{own.device}' ({own.where}) is not in the accelerator catalogue, so `cluster: detect` cannot describe it; "
@@ -170,13 +180,22 @@ def _catalogue_name(own: Facts, known: Mapping[str, AcceleratorSpec]) -> str:
         return -len(spoken & words), "pcie" in words - spoken, abs(known[name].memory_bytes - memory)
 
     name = min(fitting, key=unlike)
-    if 0 < memory < PART_OF_CARD * known[name].memory_bytes:
+    if part := _part_of(own, known[name]):
         raise BadInput(
-            f"device '{own.device}' ({own.where}) has {memory / 2**30:.0f} GiB of memory, the catalogue's {name} "
-            f"{known[name].memory_gb:g}: it is a part of one (MIG, or a partition of AMD's), which is slower too; write a cluster file "
-            "with the part's data in place."
+            f"device '{own.device}' ({own.where}) has {part}: it is a part of one (MIG, or a partition of AMD's), which is slower too; "
+            "write a cluster file with the part's data in place."
         )
     return name
+
+
+def _part_of(own: Facts, card: AcceleratorSpec) -> str:
+    """What the device has less of than the card; empty for a whole one."""
+    if 0 < (own.memory_bytes or 0) < PART_OF_CARD * card.memory_bytes:
+        return f"{(own.memory_bytes or 0) / 2**30:.0f} GiB of memory, the catalogue's {card.name} {card.memory_gb:g}"
+    whole = COMPUTE_UNITS.get(card.name, 0)
+    if 0 < (own.compute_units or 0) < PART_OF_CARD * whole:
+        return f"{own.compute_units} compute units, {card.name} {whole}"
+    return ""
 
 
 def _words(name: str) -> list[str]:

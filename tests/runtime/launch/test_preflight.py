@@ -100,6 +100,41 @@ def test_a_part_of_a_card_is_not_taken_for_all_of_it():
         detect_cluster([part])
 
 
+def test_a_partition_that_sees_the_cards_memory_is_known_by_its_compute_units():
+    card = replace(FIRST, vendor="amd", device="AMD Instinct MI300X", memory_bytes=192 * 2**30, compute_units=304)
+    assert detect_cluster([card]).nodes[0].device.name == "MI300X"
+    with pytest.raises(BadInput, match=r"has 38 compute units, MI300X 304: it is a part"):
+        detect_cluster([replace(card, compute_units=38)])
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gb", "found"),
+    [
+        ("NVIDIA RTX 6000 Ada Generation", 48, "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 96, None),
+        ("Quadro RTX 6000", 24, None),
+        ("NVIDIA GeForce RTX 2080 Ti", 11, "RTX-2080-Ti"),
+        ("NVIDIA GeForce RTX 2080 SUPER", 8, None),
+        ("NVIDIA GeForce RTX 3090 Ti", 24, None),
+        ("NVIDIA GeForce RTX 4090 D", 24, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, None),
+        ("AMD Radeon RX 7900 XTX", 24, "RX-7900-XTX"),
+        ("AMD Radeon RX 7900 XT", 20, None),
+        ("AMD Radeon PRO W6800", 32, "Radeon-Pro-W6800"),
+        ("AMD Instinct MI300A", 128, None),
+        ("NVIDIA L40", 45, "L40"),
+        ("NVIDIA L40S", 45, "L40S"),
+    ],
+)
+def test_a_name_that_means_another_model_is_not_taken_for_one_of_the_catalogue(device, memory_gb, found):
+    facts = [replace(FIRST, device=device, memory_bytes=memory_gb * 2**30)]
+    if found is not None:
+        assert detect_cluster(facts).nodes[0].device.name == found
+    else:
+        with pytest.raises(BadInput, match="is not in the accelerator catalogue"):
+            detect_cluster(facts)
+
+
 def test_the_hosts_memory_is_found_and_shared_by_the_nodes_on_it():
     on_cpu = [
         replace(FIRST, vendor="cpu", device="CPU", rank=rank, host_memory_bytes=(12 if rank < 3 else 5) * 2**30,
