@@ -111,7 +111,7 @@ def _load_update(device: Device, precision: Precision) -> None:
 def _halves(batch: int, seq_len: int, device: Device) -> Documents:
     """Samples of two documents each."""
     sizes = (seq_len // 2, seq_len - seq_len // 2) * batch
-    starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device.torch_device)
+    starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device.torch_device)
     return Documents(sizes=sizes, starts=starts)
 
 
