@@ -50,8 +50,9 @@ class Pace:
         """The block updates so many parameters."""
         yield
 
-    def start_host_copy(self, num_bytes: int) -> float | None:
-        """Bytes start their way between host and device; when they are through, for `end_host_copy`."""
+    def start_host_copy(self, num_bytes: int, *, fetches: bool) -> float | None:
+        """Bytes start their way from the host to the device (`fetches`) or back; when they are through, for
+        `end_host_copy`."""
         return None
 
     def end_host_copy(self, end: float | None) -> None:

@@ -50,16 +50,22 @@ class StageTimes:
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
-        self._host = [  # seconds of a byte, where all of a machine offload
-            1e-9 / host_gbytes_per_second(device, fit, per_host, node.accelerators)
-            for device, node in zip(devices, nodes, strict=True)
-        ]
+        self._host, self._host_passing = (  # seconds of a byte where all of a machine offload, of one each way at once
+            [
+                1e-9 / host_gbytes_per_second(device, fit, per_host, directions * node.accelerators)
+                for device, node in zip(devices, nodes, strict=True)
+            ]
+            for directions in (1, 2)
+        )
         self._host_bytes = [  # for a rank
             _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
             for node in nodes
         ]
         real = not problem.cluster.emulated
         on_cpu = [real and is_cpu(device) for device in devices]
+        self._host_passing = [
+            2 * one if own else both for own, one, both in zip(on_cpu, self._host, self._host_passing, strict=True)
+        ]
         self._overlap = [1.0 if own else fit["overlap_cost"] for own in on_cpu]
         self._beside_step = [0.0 if own or not real else fit["overlap_cost"] for own in on_cpu]
 
@@ -204,7 +210,7 @@ class StageTimes:
         whole = np.array([placed.pattern.goes_chunk_by_chunk for placed in own.stages])
         rounds = np.maximum(alone.microbatches, self.problem.batch.global_batch / alone.microstep)
         met, number = own.replicas > 1, np.where(whole, 1.0, rounds)
-        host = self._host_seconds(own)
+        host = self._host_seconds(own, self._host)
         fetched = sums.parameters * self.costs.width * host / np.where((own.zero == 3) & met, own.replicas, 1)
         gather = np.where((own.zero == 3) & met, sums.by_layer(own.layers, self.costs.width), 0.0)
         gather = gather + np.where(_offloads(own, "parameters"), fetched, 0.0)
@@ -281,13 +287,13 @@ class StageTimes:
 
     def _stored(self, own: Side, sums: Sums) -> np.ndarray:
         """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
-        seconds = 2 * self.costs.width * sums.parameters * self._host_seconds(own)
+        seconds = 2 * self.costs.width * sums.parameters * self._host_seconds(own, self._host)
         found: np.ndarray = np.where(_offloads(own, "parameters") & (own.zero < 3), seconds, 0.0)
         return found
 
-    def _host_seconds(self, own: Side) -> np.ndarray:
+    def _host_seconds(self, own: Side, each: Sequence[float]) -> np.ndarray:
         """[stage]: of a byte between host and accelerator, where it takes longest."""
-        return np.array([max(self._host[group.device_type] for group in p.stage.groups) for p in own.stages])
+        return np.array([max(each[group.device_type] for group in p.stage.groups) for p in own.stages])
 
     def _deferred_wgrad(self, stages: Sequence[Placed]) -> np.ndarray:
         """[stage]: seconds of a layer's backward that the microbatch above does not wait for."""
@@ -341,7 +347,7 @@ class StageTimes:
             stepped = owned * np.where(own.zero == 0, part, 1.0)
             seconds = self.costs.layer_costs[device_type].optimizer(stepped)
             slowest = np.where(part > 0, np.maximum(slowest, seconds), slowest)
-        fetched = 2 * owned * optimizer_bytes(self.costs.width) * self._host_seconds(own)
+        fetched = owned * optimizer_bytes(self.costs.width) * self._host_seconds(own, self._host_passing)
         slowest = np.where(_offloads(own, "optimizer"), np.maximum(slowest, fetched), slowest)
         return slowest
 

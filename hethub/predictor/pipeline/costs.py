@@ -274,10 +274,10 @@ class PlanCosts:
                 self.state.owned(stage, spec, rank, portion) for rank in (spec.ranks if shared else spec.ranks[:1])
             )
             found = self.layer_cost(spec.ranks[0]).optimizer(owned)
-            if "optimizer" in stage_spec.offload:  # fetched and stored, bucket by bucket, beside the step
-                moved = 2.0 * owned * optimizer_bytes(self.width)
-                places = self.layout.cluster.places
-                found = max(found, *(moved * self.state.host_seconds_per_byte(places[rank]) for rank in spec.ranks))
+            if "optimizer" in stage_spec.offload:  # one bucket fetched while the one before is stored, beside the step
+                moved, places = owned * optimizer_bytes(self.width), self.layout.cluster.places
+                each = max(self.state.host_passing_seconds_per_byte(places[rank]) for rank in spec.ranks)
+                found = max(found, moved * each)
             self._optimizers[key] = found
         return found
 

@@ -331,8 +331,18 @@ class StateCosts:
     def host_seconds_per_byte(self, place: Place) -> float:
         """Of one byte between an accelerator and its host, either way; where hosts limit, all of a machine that offload
         copy at once."""
+        return self._host_seconds_per_byte(place, 1)
+
+    def host_passing_seconds_per_byte(self, place: Place) -> float:
+        """Of one byte to an accelerator and one back, which pass each other on PCIe: a host that limits carries both, and
+        CPUs that copy themselves do it one after the other."""
+        if is_cpu(place.accelerator) and not self.layout.cluster.emulated:
+            return 2 * self.host_seconds_per_byte(place)
+        return self._host_seconds_per_byte(place, 2)
+
+    def _host_seconds_per_byte(self, place: Place, directions: int) -> float:
         per_host, at_once = self.layout.cluster.links.staging.per_host_gbytes_per_second, self.offloading[place.machine]
-        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit, per_host, at_once)
+        return 1e-9 / host_gbytes_per_second(place.accelerator, self.network.fit, per_host, directions * at_once)
 
     @cached_property
     def offloading(self) -> Counter[int]:

@@ -47,7 +47,7 @@ class EmulatedPace(Pace):
             self._times = RankTimes(costs, assignment, spec.slowdown.get(world.rank, 1.0))
             (self._memory,) = rank_memory(layout, only=[world.rank])
         self._samples = 0
-        self._host_copies_end = 0.0
+        self._host_copies_end = {True: 0.0, False: 0.0}  # of fetches, and of what is stored
         self._real: dict[Kind, float] = {}
         self._emulated: dict[Kind, float] = {}
         self._busy: dict[str, float] = {}
@@ -94,11 +94,13 @@ class EmulatedPace(Pace):
         taken, self._busy = self._busy, {}
         return taken if self._clock.scale else None
 
-    def start_host_copy(self, num_bytes: int) -> float | None:
-        """Copies go one after the other on a stream of their own, beside what is computed."""
-        seconds = num_bytes * self._times.host_seconds_per_byte * self._clock.scale
-        self._host_copies_end = max(self._clock.at, self._host_copies_end) + seconds
-        return self._host_copies_end
+    def start_host_copy(self, num_bytes: int, *, fetches: bool) -> float | None:
+        """Copies of a direction go one after the other, beside those of the other one and what is computed."""
+        begins = max(self._clock.at, self._host_copies_end[fetches])
+        passes = self._host_copies_end[not fetches] > begins
+        each = self._times.host_passing_seconds_per_byte if passes else self._times.host_seconds_per_byte
+        self._host_copies_end[fetches] = begins + num_bytes * each * self._clock.scale
+        return self._host_copies_end[fetches]
 
     def end_host_copy(self, end: float | None) -> None:
         if end is not None:

@@ -1,4 +1,5 @@
-"""Host memory that state and activations are offloaded to, and the side stream that carries them there and back.
+"""Host memory that state and activations are offloaded to, and the side streams that carry them there and back, both ways
+at once.
 
 On an accelerator host memory is pinned and copies overlap with compute; on a CPU the same calls copy into a second
 arena, which is counted alike, and are done when they return. There it lies in mappings of its own, which
@@ -7,12 +8,11 @@ arena, which is counted alike, and are done when they return. There it lies in m
 
 import os
 import weakref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hethub.kernels.device import Device, Event
+from hethub.kernels.device import Device, Event, Stream
 from hethub.runtime.memory.allocator import return_free_pages
 from hethub.runtime.pace import Pace
 
@@ -24,7 +24,8 @@ class HostArena:
 
     def __init__(self, device: Device, pace: Pace | None = None) -> None:
         self.device, self._pace = device, pace or Pace()
-        self._stream = device.new_stream()
+        self._down, self._up = device.new_stream(), device.new_stream()
+        self._last: dict[int, Event] = {}  # by where a buffer lies: the last copy from or to it
         self.live_bytes = 0
         self.peak_bytes = 0
         self.fetched_bytes = 0  # from host to device, since the start
@@ -34,11 +35,13 @@ class HostArena:
         buffer = host_memory(self.device, numel * dtype.itemsize).view(dtype)
         self.live_bytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(buffer.untyped_storage(), self._given_back, buffer.nbytes)
+        storage = buffer.untyped_storage()
+        weakref.finalize(storage, self._given_back, buffer.nbytes, storage.data_ptr())
         return buffer
 
-    def _given_back(self, num_bytes: int) -> None:
+    def _given_back(self, num_bytes: int, place: int) -> None:
         self.live_bytes -= num_bytes
+        self._last.pop(place, None)
 
     def trim(self) -> None:
         """On a CPU: returns what freed copies on the device's side leave in malloc's heap."""
@@ -47,11 +50,9 @@ class HostArena:
 
     def store(self, host: Tensor, values: Tensor) -> None:
         """Starts copying `values`, a result of the current stream, to `host`; later fetches of `host` come after it."""
-        self._stream.wait(self.device.current_stream().record())
-        with self._stream.active():
-            host.copy_(values, non_blocking=True)
-        self._stream.keep(values)
-        self._pace.start_host_copy(values.nbytes)
+        self._copy(self._down, host, values, host)
+        self._down.keep(values)
+        self._pace.start_host_copy(values.nbytes, fetches=False)
 
     def fetch(self, host: Tensor, into: Tensor | None = None) -> "Fetch":
         """Starts copying `host` to the device: to a new tensor, or `into` one."""
@@ -59,16 +60,24 @@ class HostArena:
             into = torch.empty(host.shape, dtype=host.dtype, device=self.device.torch_device)
         self.fetched_bytes += host.nbytes
         # The memory may have been given back by work that the current stream has not done yet.
-        self._stream.wait(self.device.current_stream().record())
-        with self._stream.active():
-            into.copy_(host, non_blocking=True)
-            event = self._stream.record()
-        self._stream.keep(into)
-        return Fetch(into, event, self.device, self._pace, self._pace.start_host_copy(host.nbytes))
+        event = self._copy(self._up, into, host, host)
+        return Fetch(into, event, self._up, self.device, self._pace)
+
+    def _copy(self, stream: Stream, into: Tensor, source: Tensor, host: Tensor) -> Event:
+        """Copies behind what the current stream has, and behind the last copy from or to the buffer that `host` is of."""
+        stream.wait(self.device.current_stream().record())
+        place = host.untyped_storage().data_ptr()
+        if place in self._last:
+            stream.wait(self._last[place])
+        with stream.active():
+            into.copy_(source, non_blocking=True)
+            event = self._last[place] = stream.record()
+        return event
 
     def synchronize(self) -> None:
-        """Returns when every copy started is done: the host may read what was stored."""
-        self._stream.record().synchronize()
+        """Returns when every copy started is done: the host may read what was stored, and its memory be written."""
+        for stream in (self._down, self._up):
+            stream.record().synchronize()
 
 
 def host_memory(device: Device, num_bytes: int) -> Tensor:
@@ -83,18 +92,26 @@ def host_memory(device: Device, num_bytes: int) -> Tensor:
         os.close(descriptor)  # the mapping stays until the tensor's storage dies
 
 
-@dataclass(frozen=True)
 class Fetch:
-    """A copy to the device under way."""
+    """A copy to the device under way.
 
-    values: Tensor
-    event: Event
-    device: Device
-    pace: Pace
-    end: float | None  # in the pace's own time
+    Its memory is kept for the copy's stream only where nobody waits for it: an allocator hands such memory out again once
+    it has seen that the copy is done, which a host that runs ahead does not.
+    """
+
+    def __init__(self, values: Tensor, event: Event, stream: Stream, device: Device, pace: Pace) -> None:
+        self.values, self.event = values, event
+        self._stream, self._device, self._pace = stream, device, pace
+        self._end = pace.start_host_copy(values.nbytes, fetches=True)  # in the pace's own time
+        self._is_ordered = False
 
     def wait(self) -> Tensor:
         """The copy; what the current stream does from now on comes after it."""
-        self.device.current_stream().wait(self.event)
-        self.pace.end_host_copy(self.end)
+        self._device.current_stream().wait(self.event)
+        self._is_ordered = True
+        self._pace.end_host_copy(self._end)
         return self.values
+
+    def __del__(self) -> None:
+        if not self._is_ordered:
+            self._stream.keep(self.values)

@@ -184,6 +184,8 @@ class Optimizer:
         batches = [list(batch) for _, batch in groupby(runs, key=lambda run: run.bucket.span)]
         coming = [self._bring(run) for run in batches[0]] if batches else []
         for batch, following in zip_longest(batches, batches[1:], fillvalue=()):
+            # Else the host would run ahead of the copies, and an allocator hand out nothing that waits for one.
+            self.arena.synchronize()
             brought, coming = coming, [self._bring(run) for run in following]
             self._step_brought(batch, brought, step, scale)
             del brought  # before the next but one is fetched

@@ -39,6 +39,14 @@ def test_ranks_that_offload_share_their_host(stages: tuple[int, ...], at_once: i
     assert limited.optimizer(0, 0) > 1.5 * free.optimizer(0, 0)
 
 
+def test_what_is_fetched_passes_what_is_stored() -> None:
+    """PCIe carries both at once; what a host carries in all is for both."""
+    free, limited = (offloading(per_host, (0, 1)) for per_host in (None, 100.0))
+    place = free.layout.cluster.places[0]
+    assert free.state.host_passing_seconds_per_byte(place) == free.state.host_seconds_per_byte(place)
+    assert limited.state.host_passing_seconds_per_byte(place) == pytest.approx(1e-9 * 2 * 8 / 100)
+
+
 def test_a_host_that_carries_enough_limits_nobody() -> None:
     free, wide = (offloading(per_host, (0,)) for per_host in (None, 1000.0))
     assert wide.optimizer(0, 0) == free.optimizer(0, 0)

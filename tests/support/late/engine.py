@@ -130,6 +130,7 @@ class Engine:
         self.local = threading.local()
         self.error: Exception | None = None
         self._free: dict[tuple[int, int], list[Tensor]] = {}
+        self.used_bytes = self.peak_bytes = 0  # of blocks that are in use, or wait for a stream that they are kept for
         self.num_done = 0
         self.launched: deque[Item] = deque()
         """The collectives still to come, in the order in which they were launched, which is that of the device."""
@@ -219,6 +220,8 @@ class Engine:
         size, stream = -(-max(1, num_bytes) // _CLASS_BYTES) * _CLASS_BYTES, self.current()
         with self.lock:
             free = self._free.setdefault((id(stream), size), [])
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             memory = free.pop() if free else torch.full((size,), _POISON, dtype=torch.uint8)
         return Allocation(self, memory, stream)
 
@@ -230,6 +233,7 @@ class Engine:
 
         def give_back() -> None:
             with self.lock:
+                self.used_bytes -= memory.numel()
                 self._free[id(owner), memory.numel()].append(memory)
 
         others = users - {owner}
