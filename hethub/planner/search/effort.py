@@ -58,6 +58,6 @@ def effort_for(problem: Problem) -> Effort:
         climbs=1,
         steps=2,
         tried_per_step=4,
-        microbatches=60_000 if problem.size <= 2048 else 20_000,
+        microbatches=60_000 if problem.size <= 2048 else 20_000 if problem.size <= 20_480 else 6_000,
         behind=1.15 if alike else 1.05,
     )
