@@ -140,7 +140,7 @@ def test_no_table_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     with pytest.raises(BadInput, match="lacks the column"):
         validate(tmp_path / "t.csv")
-    with pytest.raises(BadInput, match="cannot be read"):
+    with pytest.raises(BadInput, match="there is no such table"):
         validate(tmp_path / "none.csv")
     with pytest.raises(BadInput, match="no case here"):
         validate(tmp_path)

@@ -161,8 +161,8 @@ def test_no_device_stands_still(start: Start) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_receive_holds_up_what_shares_its_queue(seed: int) -> None:
-    told = stands_still(Start(case=PIPELINE, seed=seed, num_queues=8))
-    assert re.search(r"done nothing in 3 s: .*[23] stream\(s\) on a queue that stands at (recv|send)", told)
+    told = stands_still(Start(case=PIPELINE, seed=seed, num_queues=2))
+    assert re.search(r"done nothing in 3 s: .*\d stream\(s\) on a queue that stands at (recv|send)", told)
 
 
 def test_a_receive_posted_ahead_holds_up_a_kernels_first_launch() -> None:
