@@ -28,6 +28,7 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.ablation import EFFORTS  # noqa: E402
 from benchmarks.search_times import model_named  # noqa: E402
 from hethub.commands.common import processors  # noqa: E402
 from hethub.planner import PlanResult, plan  # noqa: E402
@@ -45,7 +46,6 @@ SORTS = (
     "H100-SXM5-80GB", "A100-SXM4-80GB", "A100-SXM4-40GB", "V100-SXM2-32GB", "L40S", "MI300X", "MI250X-GCD", "MI210",
 )  # fmt: skip
 MORE, MOST_BY_EFFORT, MOST_BY_ANNEALING = 10, 1.0, 2.0  # times, percent, percent
-EFFORTS = ("hethub.planner.plan.effort_for", "hethub.planner.search.left_out.effort_for")
 RATES = {"uphill", "behind", "optimism"}  # of an effort; all else are counts
 
 

@@ -337,5 +337,4 @@ def dealt(total: int, weights: list[float], unit: int) -> list[int]:
         able = [index for index, own in enumerate(parts) if over < 0 or own > 1]
         chosen = max(able, key=lambda index: (parts[index] - ideal[index]) * (1 if over > 0 else -1))
         parts[chosen] -= 1 if over > 0 else -1
-    parts[-1] += total - units * unit if unit == 1 else 0
-    return [*(own * unit for own in parts[:-1]), parts[-1] * unit + (total - units * unit if unit > 1 else 0)]
+    return [*(own * unit for own in parts[:-1]), parts[-1] * unit + total - units * unit]

@@ -50,21 +50,20 @@ class StageTimes:
         devices, fit = [device_type.accelerator for device_type in problem.device_types], costs.network.fit
         nodes = [problem.cluster.places[device_type.ranks[0]].node for device_type in problem.device_types]
         per_host = problem.cluster.links.staging.per_host_gbytes_per_second
-        self._host, self._host_passing = (  # seconds of a byte where all of a machine offload, of one each way at once
+        real = not problem.cluster.emulated
+        on_cpu = [real and is_cpu(device) for device in devices]
+        self._host, both = (  # seconds of a byte where all of a machine offload, and where others go the other way
             [
                 1e-9 / host_gbytes_per_second(device, fit, per_host, directions * node.accelerators)
                 for device, node in zip(devices, nodes, strict=True)
             ]
             for directions in (1, 2)
         )
+        # Seconds of a byte each way at once; CPUs copy one after the other.
+        self._host_passing = [2 * h if cpu else b for cpu, h, b in zip(on_cpu, self._host, both, strict=True)]
         self._host_bytes = [  # for a rank
             _BOUNDLESS if node.host_memory_gb is None else node.host_memory_gb * 2**30 / node.accelerators
             for node in nodes
-        ]
-        real = not problem.cluster.emulated
-        on_cpu = [real and is_cpu(device) for device in devices]
-        self._host_passing = [
-            2 * one if own else both for own, one, both in zip(on_cpu, self._host, self._host_passing, strict=True)
         ]
         self._overlap = [1.0 if own else fit["overlap_cost"] for own in on_cpu]
         self._beside_step = [0.0 if own or not real else fit["overlap_cost"] for own in on_cpu]
