@@ -16,13 +16,11 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +35,12 @@ from hethub.planner.problem.problem import Batch  # noqa: E402
 from hethub.spec.documents import dump_yaml  # noqa: E402
 
 FOLDER = ROOT / "tests" / "reference"
-STEPS = 5  # of every layout
 QUESTIONS = [
     *CASES,
     ("hethub-768", "llama-140b", 512, 4096, "bf16"),
     ("laptop-mixed", "llama-tiny", 16, 128, "fp32"),
     ("rehearsal", "tinyllama-1.1b", 64, 2048, "bf16"),
 ]
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def plans() -> dict[str, Any]:
@@ -71,27 +64,17 @@ def planned(question: tuple[str, str, int, int, str]) -> dict[str, Any]:
         "step_seconds": prediction.step_seconds.hex(),
         "upper_bound_tokens_per_second": None if bound is None else bound.hex(),
         "ceiling_tokens_per_second": prediction.ceiling_tokens_per_second.hex(),
-        "plan": digest(dump_yaml(result.plan.to_dict()).encode()),
+        "plan": hashlib.sha256(dump_yaml(result.plan.to_dict()).encode()).hexdigest()[:16],
         "about": f"{prediction.step_seconds:.5g} s, {result.plan.schedule}, {len(result.plan.stages)} stages",
     }
 
 
 def layouts() -> dict[str, Any]:
-    """Per layout a digest of the losses, gradient norms and weights of all ranks."""
+    """Per layout a digest of its training."""
     from tests.runtime.pipeline import test_layouts, test_layouts_schedules
-    from tests.support.layouts import train
-    from tests.support.ranks import run_ranks
+    from tests.support.layouts import trained
 
-    found = {}
-    for case in [*test_layouts.CASES, *test_layouts_schedules.CASES]:
-        case = replace(case, steps=STEPS)
-        results = run_ranks(case.size, train, case, islands=case.islands, timeout_seconds=120)
-        data = b"".join(
-            repr((losses, norms)).encode() + b"".join(repr(held[:3]).encode() + held[3].tobytes() for held in shards)
-            for losses, norms, shards in results
-        )
-        found[case.name] = digest(data)
-    return found
+    return {case.name: trained(case) for case in [*test_layouts.CASES, *test_layouts_schedules.CASES]}
 
 
 def demo() -> dict[str, Any]:
@@ -114,14 +97,9 @@ def demo() -> dict[str, Any]:
 SORTS: dict[str, Callable[[], dict[str, Any]]] = {"plans": plans, "layouts": layouts, "demo": demo}
 
 
-def machine() -> str:
-    """What bits of a loss depend on."""
-    import torch
-
-    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-
-
 def main() -> int:
+    from tests.support.layouts import machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sorts", nargs="*", metavar="SORT", help="plans, layouts, demo; all where none is named")
     parser.add_argument("--write", action="store_true", help="keep what is found as the reference")

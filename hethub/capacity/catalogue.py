@@ -10,8 +10,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from hethub.spec.base import Spec, load
+from hethub.spec.base import Spec, build, load
 from hethub.spec.cluster import ClusterSpec, LinksSpec, NodeSpec
+from hethub.spec.documents import Source
 
 
 class Assumptions(Spec):
@@ -67,6 +68,7 @@ class CatalogueSpec(Spec):
         names = [node.name for node in self.nodes]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two node types are named '{twice}'; give each its own name.")
+        self.links.check_names(names)
         return self
 
 
@@ -76,13 +78,19 @@ def load_catalogue(path: str | Path) -> CatalogueSpec:
 
 
 def cluster_of(catalogue: CatalogueSpec, counts: dict[str, int], have: ClusterSpec | None) -> ClusterSpec:
-    """The owned nodes and `counts` of the catalogue's, as one cluster."""
+    """The owned nodes and `counts` of the catalogue's, as one cluster. Raises BadInput where they do not make one."""
     owned = list(have.nodes) if have else []
     taken = {node.name for node in owned}
     rented = [
-        node.replace(count=counts[node.name], name=f"{node.name} (rented)" if node.name in taken else node.name)
+        node.replace(
+            count=counts[node.name],
+            hosts=None,  # of as many machines as there are
+            name=f"{node.name} (rented)" if node.name in taken else node.name,
+        )
         for node in catalogue.nodes
         if counts.get(node.name)
     ]
     name = have.name if have and not rented else "capacity"
-    return ClusterSpec(name=name, nodes=tuple(owned + rented), links=have.links if have else catalogue.links)
+    links = have.links if have else catalogue.links.among({node.name for node in rented})
+    whose = "the nodes of the catalogue" + (" beside those owned" if have else "")
+    return build(ClusterSpec, {"name": name, "nodes": owned + rented, "links": links}, Source(whose), "cluster")

@@ -124,19 +124,25 @@ def rank(question: Question, takes: Taken | Option, accelerators: int) -> tuple[
 def mark_frontier(options: Sequence[Option]) -> list[Option]:
     """The options with `on_frontier` set where no other is at least as fast and as cheap, and better in one.
 
-    Without prices the number of accelerators stands for them.
+    Where one has no price the number of accelerators stands for it.
     """
-    priced = any(option.cost is not None for option in options)
-
-    def price(option: Option) -> float:
-        return or_infinite(option.cost) if priced else option.accelerators
+    priced = have_prices(options)
 
     def beaten(option: Option) -> bool:
-        mine = (option.days, price(option))
-        others = [(other.days, price(other)) for other in options if other is not option]
+        mine = (option.days, height(option, priced))
+        others = [(other.days, height(other, priced)) for other in options if other is not option]
         return any(days <= mine[0] and cost <= mine[1] and (days, cost) != mine for days, cost in others)
 
     return [Option(**{**asdict(option), "on_frontier": not beaten(option)}) for option in options]
+
+
+def have_prices(options: Sequence[Option]) -> bool:
+    return all(option.cost is not None for option in options)
+
+
+def height(option: Option, priced: bool) -> float:
+    """What the frontier weighs against days."""
+    return option.cost or 0.0 if priced else option.accelerators
 
 
 def best(options: Iterable[Option]) -> Option | None:

@@ -30,7 +30,8 @@ class Sizing:
     options: tuple[Option, ...]
     left_out: tuple[LeftOut, ...]
     not_looked_at: int  # mixtures of two node types
-    might_be_better: int  # of these, if every node did what it does where its type alone does best
+    # Of these, if every node did what it does where its type alone does best; at least, beyond `EVERY_COUNT` of a type.
+    might_be_better: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

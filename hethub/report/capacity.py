@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hethub.capacity.additions import Addition
 from hethub.capacity.catalogue import CatalogueSpec
-from hethub.capacity.options import LeftOut, Option, Question, best, named
-from hethub.capacity.sizing import Sizing
+from hethub.capacity.options import LeftOut, Option, Question, best, have_prices, height, named
+from hethub.capacity.sizing import EVERY_COUNT, Sizing
 from hethub.report.drawing import scatter
 from hethub.report.page import html_table, write_html
 from hethub.report.tables import assumed_sentence
@@ -25,9 +25,7 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
         table.add_row(*row)
     console.print(table)
     frontier = _frontier(found)
-    console.print(
-        "the frontier of time and price:" if frontier[0].cost is not None else "the frontier of time and size:"
-    )
+    console.print("the frontier of time and price:" if have_prices(found.options) else "the frontier of time and size:")
     for option in frontier:
         length = max(1, round(BAR * option.days / frontier[-1].days))
         console.print(
@@ -41,15 +39,14 @@ def print_sizing(found: Sizing, question: Question, out: Path | None) -> None:
 
 def write_sizing(found: Sizing, question: Question, out: Path) -> None:
     """The same as a self-contained page, with a plot of days and price (accelerators where a price is missing)."""
-    priced = all(option.cost is not None for option in found.options)
+    priced = have_prices(found.options)
     points = [
-        (option.days, (option.cost or 0.0) if priced else option.accelerators, named(option.nodes), option.on_frontier)
-        for option in found.options
+        (option.days, height(option, priced), named(option.nodes), option.on_frontier) for option in found.options
     ]
-    height = f"cost, {question.catalogue.currency}" if priced else "accelerators"
+    against = f"cost, {question.catalogue.currency}" if priced else "accelerators"
     body = [
         *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(found, question)),
-        "<h2>Frontier</h2>", scatter(points, "days", height),
+        "<h2>Frontier</h2>", scatter(points, "days", against),
         "<h2>Options</h2>", html_table(*_table(found.options, question.catalogue)),
     ]  # fmt: skip
     write_html(out, f"{question.tokens:.4g} tokens", body)
@@ -121,8 +118,9 @@ def _sentences(found: Sizing, question: Question) -> list[str]:
         sentences.append(f"looked at alone: {alone}")
     if found.not_looked_at:
         more = ", nor any of three and more" if len(catalogue.nodes) > 2 else ""
+        least = "at least " if any(node.count > EVERY_COUNT for node in catalogue.nodes) else ""
         sentences.append(
-            f"not looked at: {found.not_looked_at:,} mixtures of two node types, {found.might_be_better:,} of which may be a better "
+            f"not looked at: {found.not_looked_at:,} mixtures of two node types, {least}{found.might_be_better:,} of which may be a better "
             f"answer{more}; --have fixes a part"
         )
     if assumed := assumed_speeds_of(found, question):

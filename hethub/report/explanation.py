@@ -64,11 +64,15 @@ def _offloaded(plan: PlanSpec) -> dict[str, list[int]]:
 
 
 def _runners_up(result: "PlanResult") -> Table:
-    table = make_table("runner-up", "schedule", "stages", "step s", "slower %", "in the interval")
-    for index, runner in enumerate(result.runners_up):
+    means = ["" if own.objective_seconds is None else f"{own.objective_seconds:.4g}" for own in result.runners_up]
+    compared = any(means)  # of the others the search did not expect the least mean
+    table = make_table(
+        "runner-up", "schedule", "stages", "step s", "slower %", *(["mean s"] if compared else []), "in the interval"
+    )
+    for index, (runner, mean) in enumerate(zip(result.runners_up, means, strict=True)):
         table.add_row(
             str(index + 1), runner.plan.schedule, shape(runner.plan), f"{runner.step_seconds:.4g}", f"{runner.slower_percent:.1f}",
-            "yes" if runner.within_interval else "no",
+            *([mean] if compared else []), "yes" if runner.within_interval else "no",
         )  # fmt: skip
     return table
 

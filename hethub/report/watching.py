@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from hethub.runtime.run_claim import OWNER
+from hethub.runtime.run_claim import OWNER, started_ticks
 from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder
 from hethub.spec.base import build
 from hethub.spec.documents import read_yaml
@@ -56,8 +56,10 @@ def _state(path: Path) -> tuple[str, bool]:
         return "nobody runs it now", False
     except (ValueError, KeyError, TypeError):
         return "a job has just begun", True
-    if host == socket.gethostname() and not Path(f"/proc/{pid}").exists() and os.path.isdir("/proc/self"):
-        return f"process {pid} ended without a word; go on with --resume {path}", False
+    if host == socket.gethostname() and os.path.isdir("/proc/self"):
+        began = started_ticks(pid)
+        if began is None or began != record.get("started_ticks", began):
+            return f"process {pid} ended without a word; go on with --resume {path}", False
     return f"process {pid} on {host} runs it since {since}", True
 
 

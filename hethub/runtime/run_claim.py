@@ -88,7 +88,10 @@ class RunClaim:
             os.close(descriptor)  # its owner has just given it back
         self._path, self._descriptor, self._made = path, descriptor, made
         self.took_over = os.fstat(descriptor).st_size > 0
-        record = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        record = {
+            "host": socket.gethostname(), "pid": os.getpid(), "started_ticks": started_ticks(os.getpid()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }  # fmt: skip
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(record).encode(), 0)
         return note
@@ -116,6 +119,16 @@ class RunClaim:
     ) -> None:
         # Bad input is found before anything is written: the folder is as the job before has left it.
         self.release(ended_well=not self.took_over if isinstance(value, BadInput) else value is None)
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process of this host began, in clock ticks since the boot; None where there is none. Numbers of processes
+    are used again, a number with its start is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return int(stat.rpartition(b")")[2].split()[19])  # the 22nd field; the second, the name, may hold spaces
 
 
 def _owner(descriptor: int) -> str:

@@ -112,6 +112,10 @@ class RunFolder:
         return self.path / "plan.yaml"
 
     @property
+    def cluster(self) -> Path:
+        return self.path / "cluster.yaml"
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile.json"
 
@@ -166,7 +170,7 @@ class RunFolder:
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
         self._write("job.yaml", dump_yaml(with_whole_paths(job)))
-        self._write("cluster.yaml", dump_yaml(cluster.to_dict()))
+        self._write(self.cluster.name, dump_yaml(cluster.to_dict()))
         self._write_plan(plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
@@ -222,9 +226,13 @@ class RunFolder:
                 self.trace.unlink(missing_ok=True)
         self._write(self.plan.name, text)
 
-    def write_profile(self, profile: dict[str, Any]) -> None:
-        """What counted instead of estimates, as a profile file has it."""
-        self._write_json(self.profile.name, profile)
+    def write_profile(self, profile: dict[str, Any] | None) -> None:
+        """What counts instead of estimates, as a profile file has it. Where nothing does, what other ranks had measured
+        goes: the next start would take it for these."""
+        if profile is not None:
+            return self._write_json(self.profile.name, profile)
+        with self._writing(self.profile.name):
+            self.profile.unlink(missing_ok=True)
 
     def write_calibration(self, profile: dict[str, Any]) -> None:
         """What the run has shown of every device type's speed, for `--calibrate`."""

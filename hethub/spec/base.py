@@ -19,6 +19,12 @@ class Spec(BaseModel):
         """A copy with `changes` applied, validated again (pydantic's own model_copy is not)."""
         return type(self).model_validate({**{k: getattr(self, k) for k in self.model_fields_set}, **changes})
 
+    def unchecked(self, **changes: Any) -> Self:
+        """A copy with `changes` applied and nothing checked: what is reasoned about may lie beyond what a file may say."""
+        kind: Any = type(self)
+        changed: Self = kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields} | changes)
+        return changed
+
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML-able data without the keys that hold their default of None."""
         return self.model_dump(mode="json", exclude_none=True)
@@ -107,11 +113,23 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
         return f"{source.at(path)} is missing; add it."
     if kind == "value_error":
         return f"{source.at(path)}: {fault['ctx']['error']}"
+    if kind == "invalid_key":
+        key = str(given).lower()  # true as YAML writes it
+        return f"{source.at((*path[:-1], key))} is not a known key; {suggest(key, _known_keys(cls, place[:-1]))}"
     if kind == "too_short":
         return (
             f"{source.at(path)} is {describe(given)}, but it needs at least {fault['ctx']['min_length']} item; add one."
         )
-    return f"{source.at(path)} is {describe(given)}, but {_lower_first(fault['msg'])}."
+    if kind == "too_long":
+        return f"{source.at(path)} is {describe(given)}, but it takes {fault['ctx']['max_length']} items at most."
+    return f"{source.at(path)} is {describe(given)}, but {_SHAPES.get(kind) or _lower_first(fault['msg'])}."
+
+
+# Of YAML, where pydantic speaks of Python's types and of our classes.
+_SHAPES = {
+    **dict.fromkeys(("model_type", "dict_type"), "input should be a mapping of keys to values"),
+    **dict.fromkeys(("tuple_type", "list_type"), "input should be a list"),
+}
 
 
 def _lower_first(text: str) -> str:

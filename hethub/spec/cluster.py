@@ -4,14 +4,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hethub.spec.accelerator import AcceleratorSpec, Figure, Rate, Vendor, find_accelerator
 from hethub.spec.base import Spec, load
 from hethub.spec.errors import suggest
+from hethub.spec.network import cidr
 
 NonNegative = Annotated[float, Field(ge=0)]
 Latency = Annotated[float, Field(ge=0, le=3600)]
+
+
+def _named_network(text: str) -> str:
+    cidr(text)
+    return text
+
+
+Network = Annotated[str, AfterValidator(_named_network)]
 MOST_ACCELERATORS = 1_000_000  # of a cluster: ranks are laid out one by one
 
 
@@ -29,7 +38,7 @@ class NodeSpec(Spec):
     nics: int = Field(default=1, ge=1, le=10_000)  # network interfaces of a machine
     # Gbit/s of one interface, each direction; needed where a plan sends between machines.
     gbps_per_nic: Rate | None = None
-    network: str | None = None  # overrides the cluster's CIDR
+    network: Network | None = None  # overrides the cluster's CIDR
     environment: str | None = None  # the Python environment on this node, for `hethub launch`
     hosts: tuple[str, ...] | None = (
         None  # the machines' host names, for `hethub launch`; None: the name, for one machine
@@ -108,6 +117,8 @@ class RegionsSpec(Spec):
         for matrix in (self.gbps, self.latency_seconds):
             if matrix is not None and (len(matrix) != size or any(len(row) != size for row in matrix)):
                 raise ValueError(f"a matrix between {size} regions has {size} rows of {size} figures.")
+        if twice := next((name for name in self.names if self.names.count(name) > 1), None):
+            raise ValueError(f"two regions are named '{twice}'; give each a name of its own.")
         if unknown := sorted(set(self.of_node.values()) - set(self.names)):
             raise ValueError(f"region {unknown[0]!r} is not among the names {self.names}.")
         return self
@@ -147,6 +158,30 @@ class LinksSpec(Spec):
     # Data centres with slow links between them; null: all nodes are in one.
     regions: RegionsSpec | None = None
 
+    def among(self, names: set[str]) -> "LinksSpec":
+        """The links of these nodes alone: without the racks, and the nodes of racks, that are not there."""
+        there = [(rack, tuple(name for name in rack.nodes if name in names)) for rack in self.racks]
+        return self.replace(racks=tuple(rack.replace(nodes=nodes) for rack, nodes in there if nodes))
+
+    def check_names(self, names: list[str]) -> None:
+        """Raises ValueError where racks and regions do not fit nodes of these names."""
+        rack_of: dict[str, str] = {}
+        if twice := [rack.name for rack in self.racks if [r.name for r in self.racks].count(rack.name) > 1]:
+            raise ValueError(f"two racks are named '{twice[0]}' in links.racks; give each a name of its own.")
+        for rack in self.racks:
+            for name in rack.nodes:
+                if name not in names:
+                    raise ValueError(
+                        f"rack '{rack.name}' holds node '{name}', which is not among nodes: {suggest(name, names)}"
+                    )
+                if name in rack_of:
+                    raise ValueError(
+                        f"node '{name}' is in rack '{rack_of[name]}' and in rack '{rack.name}'; a node has one uplink: name it in one rack."
+                    )
+                rack_of[name] = rack.name
+        if self.regions and (missing := [name for name in names if name not in self.regions.of_node]):
+            raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node; name its region there.")
+
 
 class Place(NamedTuple):
     """Where a rank is: machine (0-based over all nodes), position in it, and its node type."""
@@ -170,7 +205,7 @@ class ClusterSpec(Spec):
 
     name: str  # what plans call it
     emulated: bool = False  # rehearse it on CPUs
-    network: str | None = None  # a CIDR, in which each rank finds its interface
+    network: Network | None = None  # a CIDR, in which each rank finds its interface
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)  # in the order in which the launcher numbers the ranks
     links: LinksSpec = Field(default_factory=LinksSpec)
 
@@ -189,30 +224,12 @@ class ClusterSpec(Spec):
                     f"nodes '{first.name}' and '{node.name}' both have an accelerator named '{node.unnamed_device.name}', but of unlike "
                     f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own."
                 )
-        self._check_racks(names)
-        if self.links.regions and (missing := [n for n in names if n not in self.links.regions.of_node]):
-            raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node.")
+        self.links.check_names(names)
         if self.size > MOST_ACCELERATORS:
             raise ValueError(
                 f"count x accelerators of the nodes is {self.size:,} accelerators; hethub plans {MOST_ACCELERATORS:,} at most."
             )
         return self
-
-    def _check_racks(self, names: list[str]) -> None:
-        rack_of: dict[str, str] = {}
-        if twice := [rack.name for rack in self.links.racks if [r.name for r in self.links.racks].count(rack.name) > 1]:
-            raise ValueError(f"two racks are named '{twice[0]}' in links.racks; give each a name of its own.")
-        for rack in self.links.racks:
-            for name in rack.nodes:
-                if name not in names:
-                    raise ValueError(
-                        f"rack '{rack.name}' holds node '{name}', which is not among nodes: {suggest(name, names)}"
-                    )
-                if name in rack_of:
-                    raise ValueError(
-                        f"node '{name}' is in rack '{rack_of[name]}' and in rack '{rack.name}'; a node has one uplink: name it in one rack."
-                    )
-                rack_of[name] = rack.name
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

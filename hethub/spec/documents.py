@@ -102,6 +102,7 @@ def read_yaml(path: Path, what: str) -> tuple[Any, Source]:
 
 def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
     """As `read_yaml`, from text. Duplicate keys are refused: YAML would silently keep the last."""
+    root = None
     try:
         _check_depth(text, name, what)
         loader = _Loader(text)
@@ -116,12 +117,27 @@ def parse_yaml(text: str, name: str, what: str) -> tuple[Any, Source]:
         mark = getattr(error, "problem_mark", None)
         place = f"{name}, line {mark.line + 1}" if mark else name
         tab = " Indent with spaces, not with tabs." if mark and text[mark.index : mark.index + 1] == "\t" else ""
-        problem = getattr(error, "problem", None) or error
-        raise BadInput(f"{place}: the {what} is not valid YAML: {problem}.{tab}") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        context = f"{error.context}, " if problem.startswith("but ") else ""  # type: ignore[attr-defined]
+        raise BadInput(f"{place}: the {what} is not valid YAML: {context}{problem}.{tab}") from None
     except BadInput:
         raise
-    except ValueError as error:  # of Python's datetime, for 2024-13-01
-        raise BadInput(f"{name}: the {what} has a value that is no date: {error}. Quote it, or correct it.") from None
+    except (ValueError, LookupError, AttributeError) as error:  # 2024-13-01, !!bool maybe, !!timestamp now
+        place = f"{name}, line {line}" if root and (line := _unreadable_line(root)) else name
+        raise BadInput(f"{place}: the {what} holds what cannot be read: {error}. Quote it, or correct it.") from None
+
+
+def _unreadable_line(node: yaml.Node) -> int | None:
+    """The line of the first value of which Python makes nothing."""
+    for child in _children(node):
+        if line := _unreadable_line(child):
+            return line
+    try:
+        if isinstance(node, yaml.ScalarNode):
+            _Loader("").construct_document(node)
+    except (ValueError, LookupError, AttributeError):
+        return node.start_mark.line + 1
+    return None
 
 
 def _check_depth(text: str, name: str, what: str) -> None:
@@ -206,13 +222,16 @@ def set_key(override: str, data: Any, source: Source) -> None:
         raise BadInput(f"--set {override}: write key.path=value, for example --set train.steps=5.")
     value, _ = parse_yaml(text, f"--set {override}", "value")
     *parents, last = key.split(".")
-    here = data
-    for parent in parents:
-        here = here.setdefault(parent, {}) if isinstance(here, dict) else None
+    here, outermost = data, (*parents, last)
+    for depth, parent in enumerate(parents, 1):
+        if isinstance(here, dict) and here.get(parent) is None:
+            here[parent], outermost = {}, outermost[:depth]
+        here = here[parent] if isinstance(here, dict) else None
     if not isinstance(here, dict):
-        raise BadInput(f"--set {override}: {source.name} has no mapping at '{'.'.join(parents)}' to put '{last}' into.")
+        where = f" at '{'.'.join(parents)}'" if parents else ""
+        raise BadInput(f"--set {override}: {source.name} has no mapping{where} to put '{last}' into.")
     here[last] = value
-    source.was_set((*parents, last), f"--set {override}")
+    source.was_set(outermost, f"--set {override}")
 
 
 def write_yaml(data: Any, path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hethub.spec.base import build, describe
-from hethub.spec.documents import Source, read_json
+from hethub.spec.documents import KeyPath, Source, read_json
 from hethub.spec.errors import BadInput
 from hethub.spec.model import ModelSpec
 
@@ -29,7 +29,14 @@ _DEFAULT_NORM_EPS, _DEFAULT_WINDOW = 1e-6, 4096  # what transformers takes where
 def from_hugging_face(folder: Path) -> ModelSpec:
     """The shape that a Hugging Face Llama folder's config.json describes. Raises BadInput."""
     path, shape = _read_shape(folder)
-    return build(ModelSpec, shape, Source(str(path)), "Hugging Face config")
+    return build(ModelSpec, shape, _Config(str(path)), "Hugging Face config")
+
+
+class _Config(Source):
+    """Names the keys as the config does."""
+
+    def at(self, path: KeyPath) -> str:
+        return super().at(tuple((_SHAPE | _ROPE).get(str(key), key) for key in path))
 
 
 def _read_shape(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -76,7 +83,9 @@ def _mapping(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 def _refuse_unimplemented(config: dict[str, Any], path: Path) -> None:
-    if (model_type := config.get("model_type", "llama")) not in _CLASSES:
+    if (model_type := config.get("model_type", "llama")) not in [
+        *_CLASSES
+    ]:  # a file may give a list, which has no hash
         raise BadInput(
             f"{path}: model_type is {model_type!r}; hethub implements {' and '.join(map(repr, _CLASSES))} only. Choose a model "
             "of one of them."

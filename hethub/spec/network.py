@@ -90,16 +90,21 @@ def choose_interface(
     return Interface(name=name, address=address)
 
 
-def _in_network(network: str, here: Sequence[Interface], host: str, known: str) -> Interface:
+def cidr(network: str) -> ipaddress.IPv4Network:
+    """The network that a CIDR names. Raises BadInput."""
     try:
         wanted = ipaddress.ip_network(network, strict=False)
     except ValueError:
-        raise BadInput(f"network: {network!r} is not a CIDR; write e.g. 10.0.0.0/16.") from None
-    if wanted.version != 4:
+        raise BadInput(f"the network {network!r} is not a CIDR; write e.g. 10.0.0.0/16.") from None
+    if not isinstance(wanted, ipaddress.IPv4Network):
         raise BadInput(
-            f"network: {network!r} is an IPv6 network, and ranks meet and talk over IPv4 alone; name an IPv4 network. Node"
-            f" {host} has {known}."
+            f"the network {network!r} is an IPv6 network, and ranks meet and talk over IPv4 alone; name an IPv4 network."
         )
+    return wanted
+
+
+def _in_network(network: str, here: Sequence[Interface], host: str, known: str) -> Interface:
+    wanted = cidr(network)
     inside = [interface for interface in here if ipaddress.ip_address(interface.address) in wanted]
     if not inside:
         raise BadInput(

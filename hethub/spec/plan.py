@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Precision
-from hethub.spec.base import Spec, SpecT, load
+from hethub.spec.base import Spec, load
 from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import dump_yaml
 from hethub.spec.model import Count, ModelSpec
@@ -151,7 +151,7 @@ class PlanSpec(Spec):
         self._check_samples()
         ranks = sorted([*self.ranks, *self.unused])
         if twice := [rank for rank, following in pairwise(ranks) if rank == following]:
-            where = ("in two replicas", "in a replica and in unused", "twice in unused")[self.unused.count(twice[0])]
+            where = ("twice in replicas", "in a replica and in unused", "twice in unused")[self.unused.count(twice[0])]
             raise ValueError(f"rank {twice[0]} is {where}; every rank belongs to exactly one replica, or is unused.")
         if ranks != list(range(len(ranks))):
             missing = next(place for place, rank in enumerate(ranks) if rank != place)
@@ -178,9 +178,9 @@ class PlanSpec(Spec):
                 start, stop = stage.layers[chunk]
                 if start != position:
                     fault = "are in no stage" if start > position else "are in two stages"
+                    before = f"the one before stops at {position}" if position else "the model with layer 0"
                     raise ValueError(
-                        f"layers [{min(start, position)}, {max(start, position)}) {fault}: stage {index} starts at layer {start}, "
-                        f"the one before stops at {position}."
+                        f"layers [{min(start, position)}, {max(start, position)}) {fault}: stage {index} starts at layer {start}, {before}."
                     )
                 position = stop
 
@@ -200,10 +200,10 @@ class PlanSpec(Spec):
         for stage, own in zip(self.stages, replicas, strict=True):
             chosen = [stage.replicas[replica] for replica in own]
             if num_microbatches is not None:
-                chosen = [_changed(replica, samples=num_microbatches * replica.micro_batch) for replica in chosen]
-            stages.append(_changed(stage, replicas=tuple(chosen)))
+                chosen = [replica.unchecked(samples=num_microbatches * replica.micro_batch) for replica in chosen]
+            stages.append(stage.unchecked(replicas=tuple(chosen)))
         samples = sum(replica.samples for replica in stages[0].replicas)
-        return _changed(self, stages=tuple(stages), global_batch=samples)
+        return self.unchecked(stages=tuple(stages), global_batch=samples)
 
     def runs_in_rounds(self, stage: int) -> bool:
         """Whether a stage's replicas go microbatch by microbatch together, as collectives of every microbatch make
@@ -237,13 +237,6 @@ class PlanSpec(Spec):
     @property
     def num_layers(self) -> int:
         return sum(stage.num_layers for stage in self.stages)
-
-
-def _changed(spec: SpecT, **changes: object) -> SpecT:
-    """A copy with `changes` applied and nothing checked."""
-    kind: Any = type(spec)
-    changed: SpecT = kind.model_construct(**{name: getattr(spec, name) for name in kind.model_fields} | changes)
-    return changed
 
 
 def load_plan(path: str | Path) -> PlanSpec:

@@ -1,8 +1,12 @@
 """What a catalogue must say, and what its assumptions cost."""
 
+from typing import Any
+
 import pytest
 
-from hethub.capacity.catalogue import Assumptions, CatalogueSpec
+from hethub.capacity.catalogue import Assumptions, CatalogueSpec, cluster_of
+from hethub.spec.cluster import ClusterSpec
+from hethub.spec.errors import BadInput
 
 NODE = {"name": "fast", "accelerator": "H100-SXM5-80GB", "accelerators": 8, "count": 8, "price_per_hour": 40.0}
 
@@ -20,3 +24,44 @@ def test_prices_need_a_currency_and_a_date() -> None:
 def test_node_types_have_names_of_their_own() -> None:
     with pytest.raises(ValueError, match="two node types are named 'fast'"):
         CatalogueSpec.model_validate({"currency": "EUR", "date": "2026", "nodes": [NODE, NODE]})
+
+
+def catalogue(**keys: Any) -> CatalogueSpec:
+    nodes = [
+        {**NODE, "price_per_hour": None, "hosts": [f"h{n}" for n in range(8)]},
+        {**NODE, "name": "other", "price_per_hour": None},
+    ]
+    return CatalogueSpec.model_validate({"nodes": nodes, **keys})
+
+
+def test_some_of_a_rack_may_be_taken() -> None:
+    """And some machines of those that have host names: both ended with a traceback."""
+    racks = [
+        {"name": "west", "nodes": ["fast", "other"], "gbps": 400},
+        {"name": "east", "nodes": ["other"], "gbps": 400},
+    ]
+    with pytest.raises(ValueError, match="node 'other' is in rack 'west' and in rack 'east'"):
+        catalogue(links={"racks": racks})
+    found = cluster_of(catalogue(links={"racks": racks[:1]}), {"fast": 2}, None)
+    assert [(rack.name, rack.nodes) for rack in found.links.racks] == [("west", ("fast",))]
+    assert [(node.count, node.hosts) for node in found.nodes] == [(2, None)]
+    assert cluster_of(catalogue(links={"racks": racks[1:]}), {"fast": 1}, None).links.racks == ()
+
+
+@pytest.mark.parametrize(
+    ("links", "count", "told"),
+    [
+        ({"regions": {"of_node": {"ours": "x"}, "names": ["x"], "gbps": [[10]]}}, 1, "node 'fast' has no region"),
+        ({}, 200_000, "hethub plans 1,000,000 at most"),
+    ],
+)
+def test_what_makes_no_cluster_is_bad_input(links: dict[str, Any], count: int, told: str) -> None:
+    have = ClusterSpec.model_validate(
+        {
+            "name": "ours",
+            "nodes": [{"name": "ours", "accelerator": "A100-SXM4-80GB", "accelerators": 8}],
+            "links": links,
+        }
+    )
+    with pytest.raises(BadInput, match=rf"the nodes of the catalogue beside those owned: .*{told}"):
+        cluster_of(catalogue(), {"fast": count}, have)

@@ -13,7 +13,7 @@ from hethub.capacity.additions import rank_additions
 from hethub.capacity.catalogue import CatalogueSpec, cluster_of
 from hethub.capacity.options import Option, Question, best, mark_frontier, option_of, rank
 from hethub.capacity.sizing import size
-from hethub.report.capacity import write_sizing
+from hethub.report.capacity import print_sizing, write_sizing
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import cluster
@@ -247,6 +247,25 @@ def test_mixtures_that_were_not_looked_at_are_counted() -> None:
     page = said_of(found, question)
     assert f"not looked at: {found.not_looked_at} mixtures of two node types" in page
     assert "looked at alone: slow by 1, 2, 4, 8 of 8; fast by 1, 2, 4, 8 of 8" in page
+
+
+def test_of_many_nodes_the_mixtures_that_may_be_better_are_at_least_so_many() -> None:
+    """Of 40 nodes of a type not every count is thought of: 40 slow and 5 fast are better, and "0 may be" was said."""
+    many = CATALOGUE.replace(nodes=tuple(node.replace(count=40) for node in CATALOGUE.nodes))
+    question = Question(catalogue=many, tokens=(800 * 40 + 2400 * 5) * 86400 * 10, deadline_days=12.51)
+    found = size(question, evaluate)
+    assert found.options[0].nodes == {"fast": 6, "slow": 40}
+    assert f"at least {found.might_be_better} of which may be a better answer" in said_of(found, question)
+
+
+def test_the_frontier_is_of_sizes_where_a_price_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was one of prices under the heading of sizes."""
+    fast, slow = CATALOGUE.nodes
+    question = Question(catalogue=CATALOGUE.replace(nodes=(fast.replace(price_per_hour=None), slow)), tokens=1e12)
+    found = size(question, evaluate)
+    assert {name for option in found.options if option.on_frontier for name in option.nodes} == {"fast"}
+    print_sizing(found, question, None)
+    assert "the frontier of time and size:" in capsys.readouterr().out
 
 
 def said_of(found: Any, question: Question) -> str:

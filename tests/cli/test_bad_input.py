@@ -72,7 +72,7 @@ CASES = {
     "plan for another batch": ({"train": {"global_batch": 16}}, ["plan.yaml", "global_batch 8", "16"]),
     "a rank in two places": (
         {"plan_file": plan(stages(replicas=[{"ranks": [1, 2], "micro_batch": 4, "samples": 8}]))},
-        ["rank 1 is in two replicas"],
+        ["rank 1 is twice in replicas"],
     ),
     "batch that the microbatches do not cover": (
         {"plan_file": plan(stages(replicas=[{"ranks": [2, 3], "micro_batch": 4, "samples": 6}]))},

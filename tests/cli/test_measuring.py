@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import check_refused, hethub, ranks
+from tests.support.command import check_refused, one, ranks
 from tests.support.job_files import ALONE, plan, write_job
 
 
@@ -25,9 +25,8 @@ def test_a_profile_of_a_job_predicts_its_plan(tmp_path: Path) -> None:
     described = write_job(
         tmp_path, cluster={"name": "detected", "nodes": nodes}, plan_file=plan(ALONE, cluster="detected")
     )
-    ended = hethub(
-        "predict", described, "--plan", "plan.yaml", "--profile", tmp_path / "profile.json", "--json", cwd=tmp_path
-    )
+    asked = ("predict", described, "--plan", "plan.yaml", "--profile", tmp_path / "profile.json", "--json")
+    ended = one(ranks(1, *asked, cwd=tmp_path))
     assert ended.exit_code == 0, ended.stderr
     assert json.loads(ended.stdout)["step_seconds"] > 0
 
@@ -76,7 +75,7 @@ def test_what_every_rank_finds_wrong_is_said_once(command: str, said: str, tmp_p
 
 
 def test_sizes_that_are_none_are_refused(tmp_path: Path) -> None:
-    ended = hethub("bench", "comm", "--sizes", "4096,big", cwd=tmp_path)
+    ended = one(ranks(1, "bench", "comm", "--sizes", "4096,big", cwd=tmp_path))
     assert ended.exit_code == 2
     assert "4096,big" in ended.stderr
 

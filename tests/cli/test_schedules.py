@@ -11,7 +11,7 @@ from hethub.spec.layout.bind import bind
 from hethub.spec.layout.execution import actions
 from hethub.spec.lookup import load_model
 from hethub.spec.plan import load_plan
-from tests.support.command import hethub, ranks
+from tests.support.command import one, ranks
 from tests.support.job_files import plan, write_job
 
 FIRST = {"replicas": [{"ranks": [0, 1], "micro_batch": 2, "samples": 8}]}
@@ -73,7 +73,7 @@ def test_every_schedule_trains_as_it_was_planned(tmp_path: Path, schedule: str, 
 )  # fmt: skip
 def test_a_schedule_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     job = write_job(tmp_path, plan_file=plan(**changes))
-    ended = hethub("predict", job, cwd=tmp_path)
+    ended = one(ranks(1, "predict", job, cwd=tmp_path))
     assert ended.exit_code == 2
     assert expected in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.command import hethub
+from tests.support.command import one, ranks
 from tests.support.job_files import write_job, write_yaml
 
 CATALOGUE: dict[str, Any] = {
@@ -22,7 +22,7 @@ CATALOGUE: dict[str, Any] = {
 
 def ask(folder: Path, *arguments: Any) -> Any:
     job = write_job(folder, constraints={"time_limit_seconds": 1})
-    return hethub("size", job, "--set", "plan=auto", *arguments, cwd=folder)
+    return one(ranks(1, "size", job, "--set", "plan=auto", *arguments, cwd=folder))
 
 
 def test_a_deadline_is_met_by_the_cheapest(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_program_over_the_communicator_trains(tmp_path: Path) -> None:
     (command,) = re.findall(r"`(HETHUB_ISLANDS=[^`]*)`", (DOCS / "communicator.md").read_text(encoding="utf-8"))
     ended = Running(["bash", "-c", command], tmp_path, {"PATH": f"{BIN}:{os.environ['PATH']}"}).end(HANG_SECONDS)
     assert ended.exit_code == 0, ended.stderr
-    assert len(re.findall(r"rank \d: loss \d", ended.stdout)) == 4
+    assert len(re.findall(r"rank \d: loss \d", ended.stdout)) == 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,9 +16,11 @@ from hethub.capacity.sizing import Sizing
 from hethub.cli import run
 from hethub.commands import reference, starting
 from hethub.commands.common import planned_for
+from hethub.planner.result import RunnerUp
 from hethub.predictor.cost.profile import assumed_speeds
 from hethub.report import tables
 from hethub.report.capacity import print_sizing
+from hethub.report.explanation import _runners_up
 from hethub.runtime import run_folder
 from hethub.runtime.console import make_console
 from hethub.runtime.run_folder import RunFolder
@@ -201,6 +204,22 @@ def test_tables_of_plans_keep_words_whole_at_80_columns(tmp_path, monkeypatch, c
     assert words_of(text) >= {"A100-SXM4-80GB", "100-199", "selective", "recompute"}
 
 
+def test_a_runner_up_with_the_shorter_step_is_shown_beside_its_mean(tmp_path, monkeypatch, capsys):
+    """The mean is what plans are ranked by; one that was too slow to be compared has none, and where none was, no column."""
+    plan = load_plan(load_job(write_job(tmp_path)).plan_path)
+    runners = [
+        RunnerUp(plan=plan, step_seconds=seconds, objective_seconds=mean, slower_percent=percent, within_interval=True)
+        for seconds, mean, percent in ((28.44, 31.36, -5.1), (32.5, None, 14.3))
+    ]
+
+    def text(*own):
+        table = _runners_up(SimpleNamespace(runners_up=own))
+        return shown_at_80(monkeypatch, capsys, lambda: make_console().print(table))
+
+    assert words_of(text(*runners)) >= {"28.44", "-5.1", "mean", "31.36", "32.5", "14.3", "yes"}
+    assert "mean" not in words_of(text(runners[1]))
+
+
 def replace_nodes(cluster, accelerator, count):
     return cluster.replace(
         nodes=tuple(node.replace(vendor=None, accelerator=accelerator, accelerators=count) for node in cluster.nodes)
@@ -274,6 +293,9 @@ def test_watch_says_how_far_a_run_is_and_who_runs_it(tmp_path, capsys):
         "checkpoints: step 2",
     ):
         assert words in out
+    before = {"host": os.uname().nodename, "pid": os.getpid(), "started_ticks": 1, "since": "then"}  # had this number
+    (tmp_path / "owner.json").write_text(json.dumps(before))
+    assert f"process {os.getpid()} ended without a word" in printed(capsys, "watch", tmp_path)
     (tmp_path / "owner.json").unlink()
     assert "nobody runs it now" in printed(capsys, "watch", tmp_path, "--once")
     assert run(["watch", str(tmp_path / "nowhere")]) == 2

@@ -44,6 +44,18 @@ def test_a_plan_made_with_set_is_predicted_drawn_and_compared_from_its_file_alon
     assert answer(capsys, "diff", "plan.yaml", "plan.yaml")["differences"] == []
 
 
+def test_plan_says_that_it_leaves_the_jobs_plan_file_aside(tmp_path, capsys):
+    job = write_job(tmp_path)
+    assert run(["plan", str(job), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert f"{tmp_path / 'plan.yaml'}, the job's plan, is left aside" in printed.err
+    assert f"`hethub predict {job}` predicts it" in printed.err
+    assert json.loads(printed.out)["strategy"] == "auto"
+    for asked in (["--strategy", "auto"], ["--set", "plan=auto"]):
+        assert run(["plan", str(job), "--json", *asked]) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_plans_are_drawn_and_compared_as_their_jobs_run_them(tmp_path, capsys, monkeypatch):
     """What microbatches run is compiled or not as the job says: `report` of a plan or a run, `diff` and `predict`."""
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.job import ConstraintsSpec
 from tests.predictor.plans import TINY
-from tests.support.command import hethub as run_hethub
+from tests.support.command import one, ranks
 from tests.support.job_files import write_job
 
 NODES = [
@@ -107,8 +107,8 @@ def test_a_profile_of_other_accelerators_is_refused_by_the_command(tmp_path) -> 
     job = write_job(tmp_path / "job", plan="auto")
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(profile({"T4": 1e-3}).to_dict()))
-    ended = run_hethub("plan", job, "--profile", file, cwd=tmp_path)
+    ended = one(ranks(1, "plan", job, "--profile", file, cwd=tmp_path))
     assert ended.exit_code == 2
     assert "the profile measured T4 in fp32" in ended.stderr
-    ended = run_hethub("plan", job, "--set", f"profile={file}", cwd=tmp_path)
+    ended = one(ranks(1, "plan", job, "--set", f"profile={file}", cwd=tmp_path))
     assert ended.exit_code == 2

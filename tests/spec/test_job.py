@@ -72,6 +72,13 @@ def test_overrides_are_applied_before_validation(folder: Path) -> None:
     assert job.spec.plan == "hap"
 
 
+def test_a_mapping_that_a_file_leaves_empty_can_be_filled(folder: Path) -> None:
+    """`eval: null` was no mapping to put anything into."""
+    job = load_job(write_job(folder, eval=None), ["eval.every_steps=5", "eval.data.source=python-stdlib"])
+    assert job.spec.eval is not None
+    assert job.spec.eval.every_steps == 5
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -81,6 +88,8 @@ def test_overrides_are_applied_before_validation(folder: Path) -> None:
         ("train..steps=5", "write key.path=value"),
         ("train.steps=[", "--set train.steps=.*: the value is not valid YAML"),
         ("model.name=x", "has no mapping at 'model' to put 'name' into"),
+        ("nope.a.b=1", "^--set nope.a.b=1: nope is not a known key"),
+        ("eval.every_steps=5", "^--set eval.every_steps=5: eval.data is missing"),
     ],
 )
 def test_a_wrong_override_is_named(folder: Path, override: str, expected: str) -> None:
@@ -205,8 +214,14 @@ REGIONS = {"names": ["east"], "of_node": {"nv": "east"}, "gbps": [[10]]}
             {"nodes": [{**NODE, "vendor": "NVIDIA Corp"}]},
             r"nodes\[0\].vendor is 'NVIDIA Corp', but string should match",
         ),
+        ({"network": "eth0"}, "network: the network 'eth0' is not a CIDR"),
+        ({"nodes": [{**NODE, "network": "fd00::/8"}]}, "'fd00::/8' is an IPv6 network"),
         ({"links": {"in_node": {"gbps": 1}}}, "links.in_node.gbps is not a known key"),
         ({"links": {"regions": {**REGIONS, "gbps": [[10, 1]]}}}, "a matrix between 1 regions has 1 rows of 1 figures"),
+        (
+            {"links": {"regions": {**REGIONS, "names": ["a", "a"], "gbps": [[9, 1], [1, 9]]}}},
+            "two regions are named 'a'",
+        ),
         ({"links": {"regions": {**REGIONS, "of_node": {"nv": "west"}}}}, "region 'west' is not among the names"),
         (
             {"links": {"racks": [{"name": "r", "nodes": ["nw"], "gbps": 1}]}},

@@ -49,10 +49,10 @@ def test_a_saved_plan_reads_as_a_person_would_write_it(tmp_path: Path) -> None:
     [
         ([TWO[0], stage((3, 4), replica([1], 8))], {}, r"layers \[2, 3\) are in no stage: stage 1 starts at layer 3"),
         ([TWO[0], stage((1, 4), replica([1], 8))], {}, r"layers \[1, 2\) are in two stages: stage 1 starts at layer 1"),
-        ([stage((1, 4), replica([0], 8))], {}, r"layers \[0, 1\) are in no stage"),
+        ([stage((1, 4), replica([0], 8))], {}, r"layers \[0, 1\) are in no stage: stage 0 starts at layer 1, the model with layer 0"),
         ([stage((2, 2), replica([0], 8))], {}, r"the chunk of layers \[2, 2\) holds none; stop must exceed start"),
         ([TWO[0], stage((2, 4), replica([1], 7))], {}, "stage 1: its replicas take 7 samples, but global_batch is 8; .* by \\+1"),
-        ([TWO[0], stage((2, 4), replica([0], 8))], {}, "rank 0 is in two replicas; every rank belongs to exactly one"),
+        ([TWO[0], stage((2, 4), replica([0], 8))], {}, "rank 0 is twice in replicas; every rank belongs to exactly one"),
         ([TWO[0], stage((2, 4), replica([2], 8))], {}, r"rank 1 has no place in the plan, though .* or set unused: \[1\]"),
         (TWO, {"unused": [1]}, "rank 1 is in a replica and in unused; every rank belongs to exactly one replica, or is unused"),
         (TWO, {"unused": [2, 2]}, "rank 2 is twice in unused"),

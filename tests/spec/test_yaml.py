@@ -22,6 +22,7 @@ class OuterSpec(Spec):
     main: InnerSpec = InnerSpec(depth=1)
     others: tuple[InnerSpec, ...] = ()
     owner: str | InnerSpec = "nobody"
+    pair: tuple[int, int] = (1, 2)
 
 
 def outer(text: str) -> OuterSpec:
@@ -62,7 +63,17 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: 'a\n", "tree.yaml, line 2: the tree file is not valid YAML"),
         ("name: a: b\n", "tree.yaml, line 1: the tree file is not valid YAML"),
         ("name: a\nmain:\n\tdepth: 1\n", "that cannot start any token. Indent with spaces"),
-        ("name: 2024-13-01\n", "tree.yaml: the tree file has a value that is no date: month must be in 1..12"),
+        ("name: a\nborn: 2024-13-01\n", "line 2: the tree file holds what cannot be read: month must be in 1..12"),
+        ("name: a\nmain: {depth: " + 5000 * "9" + "}\n", "line 2: the tree file holds what cannot be read: Exceeds the limit"),
+        ("name: !!bool maybe\n", "line 1: the tree file holds what cannot be read"),
+        ("name: !!timestamp now\n", "line 1: the tree file holds what cannot be read"),
+        ("name: a\n---\nname: b\n", "expected a single document in the stream, but found another document"),
+        ("name: \0\n", "unacceptable character"),
+        ("name: a\nmain: 5\n", "line 2: main is 5, but input should be a mapping of keys to values."),
+        ("name: a\nothers: {depth: 1}\n", "others is {'depth': 1}, but input should be a list."),
+        ("name: a\npair: [1, 2, 3]\n", "pair is [1, 2, 3], but it takes 2 items at most."),
+        ("name: a\n5: b\n", "tree.yaml, line 2: 5 is not a known key; known: "),
+        ("name: a\nmain: {depth: 1, true: b}\n", "line 2: main.true is not a known key; known: depth, kind"),
         ("- a\n", "tree.yaml, line 1: a tree file is a mapping of keys to values; got ['a']"),
         ("", "tree.yaml: a tree file is a mapping of keys to values; got nothing"),
         ("just words", "got 'just words'"),

@@ -107,7 +107,8 @@ class Running:
         """The process of a rank, started by mpirun or torchrun; none where it has not started or has ended."""
         names = ("RANK", "OMPI_COMM_WORLD_RANK")
         own = [pid for pid, env in self.pids().items() if any(env.get(name) == str(rank) for name in names)]
-        return [pid for pid in own if parent_of(pid) not in own]  # but for helpers that it has started itself
+        # But for helpers that it has started itself, of which one may have ended since they were listed.
+        return [pid for pid in own if parent_of(pid) not in (None, *own)]
 
     def rank_pid(self, rank: int) -> int:
         """The process of a rank that runs."""

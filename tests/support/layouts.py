@@ -1,7 +1,8 @@
 """Named layouts and their training in rank processes, for tests that compare any plan with one process."""
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from hethub.kernels.bodies import choose
+from hethub.kernels.device import choose_device
 from hethub.runtime.data import Dataset
 from hethub.runtime.loop.trainer import Trainer, TrainingRank
+from hethub.runtime.measure.measurement_cache import device_name
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.job import TrainSpec
 from hethub.spec.layout import state
@@ -150,6 +153,24 @@ def train(
         outcomes.append(trainer.run_step(step))
     norms = [outcome.grad_norm or float("nan") for outcome in outcomes]
     return [outcome.loss for outcome in outcomes], norms, shards(trainer)
+
+
+def trained(case: Case) -> str:
+    """A digest of the losses, gradient norms and weights of all ranks after five steps: bits, for tests/reference."""
+    case = replace(case, steps=5)
+    results = run_ranks(case.size, train, case, islands=case.islands, timeout_seconds=120)
+    return hashlib.sha256(
+        b"".join(
+            repr((losses, norms)).encode() + b"".join(repr(held[:3]).encode() + held[3].tobytes() for held in shards)
+            for losses, norms, shards in results
+        )
+    ).hexdigest()[:16]
+
+
+def machine() -> str:
+    """What those bits depend on: by the processor, libraries choose how they multiply matrices."""
+    processor = device_name(choose_device(0, 1, kind="cpu"))
+    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 TOLERANCE = 1e-10

@@ -29,10 +29,10 @@ MADV_COLLAPSE = 25
 HUGE_PAGE = 2 << 20
 
 # What ranks import sooner or later; torch's optimizers pull in torch._dynamo, state shares scipy.optimize (seconds
-# each).
+# each), a look for a host's address the codec of its name (2 ms in every rank).
 IMPORTS = (
     "pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint",
-    "scipy.optimize", "hethub.communicator", "hethub.cli", "hethub.runtime.loop.train", "hethub.report.run",
+    "scipy.optimize", "encodings.idna", "hethub.communicator", "hethub.cli", "hethub.runtime.loop.train", "hethub.report.run",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 
+from tests.support.command import Running
 from tests.support.ranks import start_ranks
 
 
@@ -49,3 +50,12 @@ def test_a_rank_that_hangs_hides_no_later_ranks_failure():
     first, second = start_ranks(2, sleep_or_fail, timeout_seconds=4)
     assert first.timed_out
     assert second.error == ("KeyError", '"rank 1\'s own mistake"')
+
+
+def test_a_helper_that_has_just_ended_is_no_rank(monkeypatch, tmp_path):
+    """A compiler that a rank starts has the rank's environment, and may be gone when its parent is asked for."""
+    running = Running(["true"], tmp_path, {})
+    running.process.wait()
+    ended, rank = running.process.pid, {"RANK": "2"}
+    monkeypatch.setattr(running, "pids", lambda: {os.getpid(): rank, ended: rank})
+    assert running.rank_pids(2) == [os.getpid()]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -80,6 +79,9 @@ class Calls(TorchDispatchMode):
 
 
 def samples() -> Iterator[Callable[[], Any]]:
+    # Here, since it takes a second, which every process that collects tests would spend.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     for function in (f for f in op_db if f.name in NAMES and torch.float64 in f.dtypes):
         given = function.sample_inputs("cpu", torch.float64, requires_grad=function.supports_autograd)
         for one in islice(given, SAMPLES):

@@ -11,15 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, chains, merged
-from hethub.planner.candidate.samples import earliest_finish, within
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, Pattern, ReplicaGroup, merged
 from hethub.planner.estimate import in_flight
+from hethub.planner.estimate.chained import wait_for_chains
 from hethub.planner.estimate.costs import UnitCosts
 from hethub.planner.estimate.stage_figures import StageEstimate
 from hethub.planner.estimate.stage_rows import StageRows
 from hethub.planner.estimate.stage_times import StageTimes
 from hethub.planner.estimate.transfers import P2pCosts
 from hethub.planner.problem.problem import Problem
+
+SLOWER, PACES = 0.9, 10  # paces tried for fewer microbatches in flight where memory is short, each times the one before
 
 
 class Estimate(NamedTuple):
@@ -221,38 +223,8 @@ class Estimator:
         if blank.any():
             for work in (stages.busy, stages.least, stages.forward, stages.backward, stages.reduce, stages.tail):
                 work[blank] = 0.0
-        self._wait_for_chains(candidates, stages)
+        wait_for_chains(candidates, stages, self._rows, self.problem.batch.global_batch)
         return stages
-
-    def _wait_for_chains(self, candidates: Sequence[Candidate], stages: StageEstimate) -> None:
-        """Where replica i of every stage gets the same samples (`materialize`), a chain goes at the pace of its slowest
-        stage, and all others of it wait."""
-        found = [
-            _Chained(row, candidate, chains(candidate))
-            for row, candidate in enumerate(candidates)
-            if _is_chained(candidate)
-        ]
-        alike = sorted((own for own in found if own.has_one_size), key=_extent)
-        for _, own in groupby(alike, key=_extent):
-            self._pace(list(own), stages)
-
-    def _pace(self, own: Sequence["_Chained"], stages: StageEstimate) -> None:
-        """Writes into `stages` how long candidates of equally many stages and chains take."""
-        total = self.problem.batch.global_batch
-        per_sample = np.array([self._along(one) for one in own])  # [candidate, chain, stage]
-        numbers = np.array([[count for count, _ in one.chains] for one in own])
-        sizes = np.array([[sorts[0].micro_batch for _, sorts in one.chains] for one in own])
-        slowest = per_sample.max(axis=2)
-        taken = np.clip(within(earliest_finish(total, slowest, numbers), slowest), 1, total)
-        busy, index = (taken[:, :, None] * per_sample).max(axis=1), [one.row for one in own]
-        depth = busy.shape[1]
-        stages.busy[index, -depth:] = np.maximum(stages.busy[index, -depth:], busy)
-        stages.microbatches[index] = (taken / sizes).max(axis=1)[:, None]
-
-    def _along(self, own: "_Chained") -> list[list[float]]:
-        """[chain, stage]: seconds per sample."""
-        (stages,) = self._rows.divided([own.candidate])
-        return [[one.per_sample[sort] for one, sort in zip(stages, sorts, strict=True)] for _, sorts in own.chains]
 
     def _held(self, own: "_SideBySide") -> tuple[np.ndarray, np.ndarray]:
         """Microbatches in flight [candidate, stage], and whether they fit [candidate]."""
@@ -266,7 +238,7 @@ class Estimator:
             held[extra] = self._enough(own.at(extra))
         able = np.ones(len(held), dtype=bool)
         if filled.any():
-            held[filled], able[filled] = self._deferred_wgrad(own.at(filled), held[filled], extra[filled])
+            able[filled] = self._has_room_to_put_off(own.at(filled), held[filled])
         able &= ((held <= stages.most) | own.blank).all(axis=1)
         return held, able & self._hosts_have_room(own, held)
 
@@ -301,22 +273,50 @@ class Estimator:
             table = [blanks * row[:1] + row for blanks, row in zip(own.first.tolist(), rows, strict=True)]
             plain = self._stages(own.candidates, np.array(table), own.blank)
             trips = in_flight.round_trips(plain.microbatch, plain.microstep, own.p2p_seconds)
+        every, micro = np.ceil(plain.microbatches), plain.microstep
         pace = self.problem.batch.global_batch / plain.busy.max(axis=1)
-        every, stages = np.ceil(plain.microbatches), own.stages
-        held = in_flight.enough_in_flight(trips, plain.microstep, pace, stages.sure, every)
-        sent = in_flight.sent_until_back(own.trips[:, :, -1] - stages.microbatch, stages.forward, stages.microstep)
-        wanted = own.filled & np.array([candidate.extra_in_flight > 1 for candidate in own.candidates])
-        return np.where(wanted[:, None], np.maximum(held, np.minimum(sent, np.minimum(stages.sure, every))), held)
+        held = in_flight.enough_in_flight(trips, micro, pace, every)
+        short = ~self._surely_fits(own, held)
+        for _ in range(PACES):
+            if not short.any():
+                break
+            pace[short] *= SLOWER
+            held[short] = in_flight.enough_in_flight(trips[short], micro[short], pace[short], every[short])
+            short[short] = ~self._surely_fits(own.at(short), held[short])
+        more = own.filled & np.array([candidate.extra_in_flight > 1 for candidate in own.candidates])
+        if more.any():
+            held[more] = self._without_waits(own.at(more), held[more])
+        return held
 
-    def _deferred_wgrad(self, own: "_SideBySide", held: np.ndarray, extra: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Microbatches in flight under zero_bubble, with extra in flight as many as leave memory for what is put off,
-        and whether there is [candidate]."""
-        most = self._most_under_way(own, held)
-        if (short := extra & (most < own.widest(held))).any():
-            room = np.maximum(np.floor(most[:, None] / own.stages.microstep), 1)
-            held = np.where(short[:, None], np.minimum(held, room), held)
-            most = self._most_under_way(own, held)
-        return held, own.widest(held) <= most
+    def _without_waits(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
+        """[candidate, stage]: as many microbatches in flight under zero_bubble as a stage can send down until the first
+        is back, or as near to that from those `held` as there is memory: none gets more than the stage above it does,
+        since two stages that hold as many wait for each other."""
+        stages, micro = own.stages, own.stages.microstep
+        sent = in_flight.sent_until_back(own.trips[:, :, -1] - stages.microbatch, stages.forward, micro)
+        most = np.minimum(sent, np.minimum(stages.sure, np.ceil(stages.microbatches)))
+
+        def stepped(most: np.ndarray) -> np.ndarray:
+            more = np.minimum.accumulate(np.maximum(most - held, 0) * micro, axis=1)
+            found: np.ndarray = held + np.floor(more / micro)
+            return found
+
+        wanted = stepped(most)
+        room = np.floor(self._most_under_way(own, wanted)[:, None] / micro)  # beside what is put off
+        wanted = stepped(np.where(self._surely_fits(own, wanted)[:, None], wanted, np.minimum(most, room)))
+        return np.where(self._surely_fits(own, wanted)[:, None], wanted, held)
+
+    def _surely_fits(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
+        """[candidate]: whether every stage has room for its microbatches in flight, and for what it may put off."""
+        able: np.ndarray = ((held <= own.stages.sure) | own.blank).all(axis=1)
+        if own.filled.any():
+            able[own.filled] &= self._has_room_to_put_off(own.at(own.filled), held[own.filled])
+        return able
+
+    def _has_room_to_put_off(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
+        """[candidate]: whether under zero_bubble there is memory for what is put off."""
+        able: np.ndarray = own.widest(held) <= self._most_under_way(own, held)
+        return able
 
     def _most_under_way(self, own: "_SideBySide", held: np.ndarray) -> np.ndarray:
         """[candidate]: up to how many samples every stage has memory for under zero_bubble, where all others may put
@@ -371,30 +371,6 @@ class _SideBySide(NamedTuple):
         )
 
 
-class _Chained(NamedTuple):
-    """A candidate, where it stands among others, and its chains: how many are alike, and their sort on each stage."""
-
-    row: int
-    candidate: Candidate
-    chains: list[tuple[int, list[ReplicaGroup]]]
-
-    @property
-    def has_one_size(self) -> bool:
-        """Whether every chain has one micro-batch all the way."""
-        return all(own.micro_batch == sorts[0].micro_batch for _, sorts in self.chains for own in sorts)
-
-
 def _depth(own: tuple[Candidate, list[int]]) -> int:
     """By which candidates are estimated together: up to twice as many stages."""
     return (len(own[1]) - 1).bit_length()
-
-
-def _extent(own: _Chained) -> tuple[int, int]:
-    return len(own.candidate.stages), len(own.chains)
-
-
-def _is_chained(candidate: Candidate) -> bool:
-    """Whether replica i of every stage gets the same samples, and it matters."""
-    if not candidate.alike or candidate.even or len(candidate.stages) == 1 or len(set(candidate.replica_counts)) > 1:
-        return False
-    return max([len(stage.groups) for stage in candidate.stages]) > 1

@@ -287,7 +287,8 @@ class StageTimes:
     def _stored(self, own: Side, sums: Sums) -> np.ndarray:
         """[stage]: seconds of new weights on their way over the accelerators to all hosts."""
         seconds = 2 * self.costs.width * sums.parameters * self._host_seconds(own, self._host)
-        found: np.ndarray = np.where(_offloads(own, "parameters") & (own.zero < 3), seconds, 0.0)
+        sent = (own.replicas > 1) & (own.zero > 0) & (own.zero < 3)  # else each rank steps all that it holds
+        found: np.ndarray = np.where(_offloads(own, "parameters") & sent, seconds, 0.0)
         return found
 
     def _host_seconds(self, own: Side, each: Sequence[float]) -> np.ndarray:

@@ -140,8 +140,8 @@ def _more_nodes(problem: Problem) -> Iterator[Change]:
     count = nodes[index].count
     wanted = dict.fromkeys(max(1, round(count * part)) for part in (0.125, 0.25, 0.5, 1, 2, 3))
     for more in wanted:
-        grown = nodes[index].replace(count=count + more)
-        cluster = problem.cluster.replace(nodes=(*nodes[:index], grown, *nodes[index + 1 :]))
+        grown = nodes[index].unchecked(count=count + more)  # of whichever hosts
+        cluster = problem.cluster.unchecked(nodes=(*nodes[:index], grown, *nodes[index + 1 :]))
         if cluster.size <= problem.batch.global_batch * problem.model.layers:
             yield Change(
                 f"{more} more of node '{grown.name}' ({grown.accelerators} {grown.device.name} each)",

@@ -247,11 +247,5 @@ def _only(cluster: ClusterSpec, device_types: Sequence[DeviceType]) -> ClusterSp
     """The nodes of some device types as a cluster of their own."""
     wanted = {cluster.places[rank].node.name for device_type in device_types for rank in device_type.ranks}
     nodes = tuple(node for node in cluster.nodes if node.name in wanted)
-    racks = (
-        rack.replace(nodes=tuple(name for name in rack.nodes if name in wanted))
-        for rack in cluster.links.racks
-        if wanted & {*rack.nodes}
-    )
-    links = cluster.links.replace(racks=tuple(racks))
     names = " and ".join(f"{device_type.accelerator.name} ({device_type.island})" for device_type in device_types)
-    return cluster.replace(name=f"{cluster.name}, {names} alone", nodes=nodes, links=links)
+    return cluster.replace(name=f"{cluster.name}, {names} alone", nodes=nodes, links=cluster.links.among(wanted))

@@ -39,17 +39,17 @@ def scaled(cluster: ClusterSpec, scale: Scale) -> ClusterSpec:
     bridge = links.between_islands.gbps_per_node
     staged, hosts = links.staging.gbytes_per_second, links.staging.per_host_gbytes_per_second
     regions = links.regions
-    changed = links.replace(
-        in_node=links.in_node.replace(gbytes_per_second=inside and inside * scale.in_node),
-        between_islands=links.between_islands.replace(gbps_per_node=bridge and bridge * scale.bridge),
-        staging=links.staging.replace(
+    changed = links.unchecked(
+        in_node=links.in_node.unchecked(gbytes_per_second=inside and inside * scale.in_node),
+        between_islands=links.between_islands.unchecked(gbps_per_node=bridge and bridge * scale.bridge),
+        staging=links.staging.unchecked(
             gbytes_per_second=(staged or packaged().links["host_staged_gbytes_per_second"]) * scale.bridge,
             per_host_gbytes_per_second=hosts and hosts * scale.bridge,
         ),
-        racks=tuple(rack.replace(gbps=rack.gbps * scale.network) for rack in links.racks),
-        regions=regions and regions.replace(gbps=[[gbps * scale.network for gbps in row] for row in regions.gbps]),
+        racks=tuple(rack.unchecked(gbps=rack.gbps * scale.network) for rack in links.racks),
+        regions=regions and regions.unchecked(gbps=[[gbps * scale.network for gbps in row] for row in regions.gbps]),
     )
-    return cluster.replace(nodes=tuple(_node(node, scale) for node in cluster.nodes), links=changed)
+    return cluster.unchecked(nodes=tuple(_node(node, scale) for node in cluster.nodes), links=changed)
 
 
 def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
@@ -57,11 +57,11 @@ def _node(node: NodeSpec, scale: Scale) -> NodeSpec:
     peer = device.peer_gbytes_per_second
     compute = scale.compute.get(device.name, 1.0)
     rates = {key: value * compute for key in RATES if (value := getattr(device, key)) is not None}
-    accelerator = device.replace(
+    accelerator = device.unchecked(
         memory_gb=device.memory_gb * scale.memory,
         memory_gbytes_per_second=device.memory_gbytes_per_second * scale.memory_bandwidth * compute,
         link_gbytes_per_second=device.link_gbytes_per_second * scale.in_node,
         peer_gbytes_per_second=peer and peer * scale.in_node,
         **rates,
     )
-    return node.replace(accelerator=accelerator, gbps_per_nic=node.gbps_per_nic and node.gbps_per_nic * scale.network)
+    return node.unchecked(accelerator=accelerator, gbps_per_nic=node.gbps_per_nic and node.gbps_per_nic * scale.network)

@@ -129,6 +129,7 @@ def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], eff
 def _climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
     """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over
     memory."""
+    incumbent.evaluator.microbatches_left = effort.microbatches  # whatever the leaders took
     ranked = _movable(incumbent)
     unlike = {evaluation.candidate.shape: evaluation for evaluation in reversed(ranked)}
     others = sorted(unlike.values(), key=lambda evaluation: evaluation.seconds)[: effort.arrangements]

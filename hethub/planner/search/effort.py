@@ -48,7 +48,7 @@ def effort_for(problem: Problem) -> Effort:
     if problem.size <= 512:
         return Effort(
             cuts=64, free_cells=500_000, finalists=8, descents=4, climbs=2, steps=16, tried_per_step=4 if alike else 6,
-            microbatches=100_000, uphill=1.004, behind=1.15 if alike else 1.05,
+            microbatches=200_000, uphill=1.004, behind=1.15 if alike else 1.05,
         )  # fmt: skip
     return Effort(
         cuts=64,

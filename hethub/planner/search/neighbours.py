@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
 from hethub.planner.generate.modes import patterns
 from hethub.planner.problem.problem import Problem
+from hethub.spec.plan import ScheduleName
 
 MOST_NUDGED = 8  # accelerators: beyond, samples stay divided by speed
 MOST_PAIRED = 8  # stages: beyond, only the slowest stage is paired with the others
@@ -39,6 +40,8 @@ def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[
     yield _made_to_fit(_modes(candidate, problem, some), costs)
     yield _groups(candidate, problem, pairs)
     yield _made_to_fit(_degrees(candidate, problem, some), costs)
+    if problem.constraints.pp is None and problem.constraints.dp is None:
+        yield _made_to_fit(_depths(candidate), costs)
     if problem.size <= MOST_NUDGED:
         yield _nudges(candidate)
 
@@ -157,12 +160,18 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
     now = (candidate.schedule or problem.schedule, candidate.chunks)
     for pattern in patterns(problem, candidate):
         if pattern != now:
-            yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, extra_in_flight=0)
+            for level in {0, candidate.extra_in_flight}.intersection(_levels(pattern.schedule)):
+                yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, extra_in_flight=level)
     if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
-        for level in (0, *EXTRA_IN_FLIGHT.get(now[0], ())):
+        for level in _levels(now[0]):
             if level != candidate.extra_in_flight:
                 yield replace(candidate, extra_in_flight=level)
     yield replace(candidate, alike=not candidate.alike)
+
+
+def _levels(schedule: ScheduleName) -> tuple[int, ...]:
+    """How many microbatches in flight are looked at, the default first."""
+    return (0, *EXTRA_IN_FLIGHT.get(schedule, ()))
 
 
 def _ones_and_all(some: Sequence[int], every: Sequence[int]) -> list[Sequence[int]]:
@@ -210,6 +219,19 @@ def _degrees(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> I
                     for micro_batch in dict.fromkeys((own.micro_batch, _next(own, problem, 1))):
                         groups = [*rest, ReplicaGroup(own.device_type, tp, micro_batch, count)]
                         yield candidate.with_stage(index, stage.with_groups(groups))
+
+
+def _depths(candidate: Candidate) -> Iterator[Candidate]:
+    """One stage fewer, two neighbours joined, or one more, one cut into two halves."""
+    stages = candidate.stages
+    for index, (one, other) in enumerate(pairwise(stages)):
+        joined = replace(one, layers=one.layers + other.layers).with_groups([*one.groups, *other.groups])
+        yield replace(candidate, stages=(*stages[:index], joined, *stages[index + 2 :]))
+    for index, own in enumerate(stages):
+        if own.layers > 1 and not any(group.number % 2 for group in own.groups):
+            half = [group._replace(number=group.number // 2) for group in own.groups]
+            parts = [replace(own, layers=layers).with_groups(half) for layers in (own.layers // 2, -(-own.layers // 2))]
+            yield replace(candidate, stages=(*stages[:index], *parts, *stages[index + 1 :]))
 
 
 def _nudges(candidate: Candidate) -> Iterator[Candidate]:

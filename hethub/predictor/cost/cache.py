@@ -4,7 +4,9 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 
 from hethub.predictor.cost.layer import LayerCost, PassSeconds
-from hethub.predictor.cost.software import Software
+from hethub.predictor.cost.profile import DeviceProfile
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.software import MathPrecision, Software
 from hethub.spec.accelerator import AcceleratorSpec, Precision
 from hethub.spec.model import ModelSpec
 
@@ -51,3 +53,21 @@ def shared_layer_cost(
 ) -> SharedLayerCost:
     """The one of a model on one device type, by the packaged constants."""
     return SharedLayerCost(model, accelerator, seq_len, precision, software)
+
+
+class CeilingKept(ProfiledLayerCost):
+    """As `ProfiledLayerCost`, with its best rate kept over predictions: that looks at some 500 corrected layers, more than
+    the rest of a prediction. All else is each prediction's own, which notes whether it asked beyond what was measured."""
+
+    def best_layer_samples_per_second(self, max_samples: int) -> float:
+        asked = (self.model, self.accelerator, self.seq_len, self.precision, self.software)
+        return _best_rate(*asked, self.profile, max_samples)
+
+
+@lru_cache(maxsize=128)
+def _best_rate(
+    model: ModelSpec, accelerator: AcceleratorSpec, seq_len: int, precision: MathPrecision, software: Software,
+    profile: DeviceProfile, max_samples: int,
+) -> float:  # fmt: skip
+    cost = ProfiledLayerCost(model, accelerator, seq_len, precision, software).use(profile)  # type: ignore[arg-type]
+    return cost.best_layer_samples_per_second(max_samples)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hethub.predictor.cost.constants import Constants
 from hethub.predictor.cost.layer import LayerCost, Number, PassSeconds
@@ -18,9 +18,9 @@ class ProfiledLayerCost(LayerCost):
     """As `LayerCost`, corrected by what one device type measured; `extrapolated` once it was asked beyond
     that."""
 
-    def use(self, profile: DeviceProfile) -> "ProfiledLayerCost":
+    def use(self, profile: DeviceProfile) -> Self:
         """Takes a profile's measurements as ratios to the roofline's estimates."""
-        self.extrapolated = False
+        self.profile, self.extrapolated = profile, False
         self._optimizer_seconds = profile.optimizer_seconds_per_parameter
         self._optimizer_factor = profile.optimizer_factor
         timings: dict[Part, Sequence[LayerTiming | PartTiming]] = {"layer": profile.layers}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from hethub.predictor.cost.cache import shared_layer_cost
+from hethub.predictor.cost.cache import CeilingKept, shared_layer_cost
 from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.layer import LayerCost
 from hethub.predictor.cost.links import Network
@@ -83,9 +83,10 @@ class PlanCosts:
     def _build_layer_cost(self, accelerator: AcceleratorSpec) -> LayerCost:
         asked = (self.model, accelerator, self.plan.seq_len, self.plan.precision, self.software)
         measured = self.profile.device(accelerator.name, self.plan.precision) if self.profile else None
-        if measured is not None:
-            return ProfiledLayerCost(*asked, self.constants).use(measured)
-        return shared_layer_cost(*asked) if self.constants is packaged() else LayerCost(*asked, self.constants)
+        usual = self.constants is packaged()  # what these say is kept over predictions
+        if measured is None:
+            return shared_layer_cost(*asked) if usual else LayerCost(*asked, self.constants)
+        return (CeilingKept if usual else ProfiledLayerCost)(*asked, self.constants).use(measured)
 
     @property
     def extrapolated(self) -> bool:

@@ -179,8 +179,9 @@ class StateCosts:
         spread = found.gather_seconds
         if self.tied_group and is_end:
             spread += tied * self.width / self.gradient_wire_bytes
-        if "parameters" in self.layout.stages[stage].offload and self.level(stage) < 3:
-            # New weights pass the accelerator to the others' hosts.
+        own = self.layout.stages[stage]
+        if "parameters" in own.offload and len(own.replicas) > 1 and self.level(stage) in (1, 2):
+            # New weights pass the accelerator to the others' hosts. At level 0 every rank has stepped all that it holds.
             spread += self._copied(stage, portion, 2 * self.width)
         return Reduction(found.seconds + tied, found.tail_seconds + tied, spread)
 

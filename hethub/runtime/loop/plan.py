@@ -16,9 +16,10 @@ from hethub.runtime.going_on import check_unchanged
 from hethub.runtime.launch.consensus import broadcast, consensus
 from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
+from hethub.runtime.measure.speed_classes import tell_apart_as
 from hethub.runtime.run_claim import RunClaim
 from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step
-from hethub.spec.cluster import ClusterSpec
+from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, JobSpec, load_plan_of
 from hethub.spec.layout.bind import Layout, bind
@@ -58,22 +59,30 @@ def choose_plan(
 ) -> Planned:
     """The plan named or found, its prediction and its run folder, the same on every rank, or BadInput on every rank.
 
-    Where the job wishes it, the ranks measure themselves first, and `cluster` tells unlike ones apart. Rank 0 claims the
-    folder for this job before it plans.
+    Rank 0 claims the folder for this job before it plans. Where a plan is to be found and the job wishes it, the ranks
+    measure themselves first, and the layout's cluster tells unlike ones apart, as it does where a run keeps its plan.
     """
     profile, lines = consensus(meeting, "profile", lambda: profile_for(job, profile_path)), list[str]()
-    makes_plan = not (plan_path or job.plan_path or resume)
-    if profile is None and makes_plan and _ranks_measure(job, cluster, facts):
+    opened, plan_file = None, None  # on rank 0
+
+    def lacks_plan() -> bool:
+        nonlocal opened, plan_file
+        opened = open_folder(job, run_dir, resume, claim, accept_changes=accept_changes)
+        plan_file = _plan_file(job, plan_path, opened, cluster)
+        return plan_file is None
+
+    is_planned = broadcast(meeting, "run folder", lacks_plan, patience_seconds=_PLANNING_SECONDS)
+    if is_planned and profile is None and _ranks_measure(job, cluster, facts):
         measured = measure_ranks(job, device, meeting, cluster)
         cluster, profile, lines = measured.cluster, measured.profile, measured.lines
 
     def decide() -> dict[str, Any]:
-        opened = open_folder(job, run_dir, resume, claim, accept_changes=accept_changes)
-        return _decide(job, cluster, profile, plan_path, opened)
+        assert opened is not None
+        return _decide(job, cluster, profile, plan_file, opened)
 
     found = broadcast(meeting, "plan", decide, patience_seconds=_PLANNING_SECONDS)
     return Planned(
-        layout=bind(PlanSpec.model_validate(found["plan"]), job.model, cluster),
+        layout=bind(PlanSpec.model_validate(found["plan"]), job.model, ClusterSpec.model_validate(found["cluster"])),
         prediction=found["prediction"],
         folder=RunFolder(Path(found["folder"])),
         profile=None if found["profile"] is None else ProfileSpec.model_validate(found["profile"]),
@@ -145,16 +154,15 @@ def open_folder(
 
 
 def _decide(
-    job: Job, cluster: ClusterSpec, profile: ProfileSpec | None, plan_path: Path | None, opened: OpenedFolder
+    job: Job, cluster: ClusterSpec, profile: ProfileSpec | None, plan_file: Path | None, opened: OpenedFolder
 ) -> dict[str, Any]:
     """Plan, prediction and run folder, on rank 0. Nothing is written yet."""
     folder, goes_on, resumes, behind, notes = opened
-    software = hethub_software(job.spec.train.compile)
-    plan_file, constraints = _plan_file(job, plan_path, folder, cluster, resumes=goes_on), job.spec.constraints
+    software, constraints = hethub_software(job.spec.train.compile), job.spec.constraints
     if goes_on and not folder.plan.exists():
         notes.append(f"{folder.plan} is missing: the plan is the job's")
     if profile is None and plan_file == folder.plan:
-        profile = _measured_before(folder, job, cluster)
+        cluster, profile = _measured_before(folder, job, cluster)
     if plan_file is not None:
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
         check_executable(layout)
@@ -180,6 +188,7 @@ def _decide(
         layout, prediction = bind(result.plan, job.model, cluster), result.prediction
     return {
         "plan": layout.plan.model_dump(mode="json"),
+        "cluster": cluster.to_dict(),
         "prediction": {"strategy": strategy, **prediction.to_dict()},
         "profile": None if profile is None else profile.to_dict(),
         "folder": str(folder.path.resolve()),
@@ -190,15 +199,13 @@ def _decide(
     }
 
 
-def _plan_file(
-    job: Job, plan_path: Path | None, folder: RunFolder, cluster: ClusterSpec, *, resumes: bool
-) -> Path | None:
+def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: ClusterSpec) -> Path | None:
     """The plan file to run, None where the job's strategy is to find the plan.
 
     A resumed run keeps its plan, unless the job has moved to another cluster since.
     """
-    named = plan_path or job.plan_path
-    if named is not None or not resumes or not folder.plan.exists():
+    named, folder = plan_path or job.plan_path, opened.folder
+    if named is not None or not opened.goes_on or not folder.plan.exists():
         return named
     try:
         saved = load_plan(folder.plan)
@@ -209,16 +216,16 @@ def _plan_file(
     return folder.plan if (saved.cluster, saved.num_ranks) == (cluster.name, cluster.size) else None
 
 
-def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> ProfileSpec | None:
-    """What counted in the prediction of a run that keeps its plan, so that it goes on counting; None where nothing did,
-    or where it was measured with other software or accelerators than these."""
+def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> tuple[ClusterSpec, ProfileSpec | None]:
+    """What counted in the prediction of a run that keeps its plan, so that it goes on counting, and the cluster as that
+    tells its ranks apart; None where nothing did, or where it was measured with other software or accelerators than these."""
     try:
         profile = load_profile(folder.profile)
         profile.check_version()
         profile.check_devices(cluster, job.spec.train.precision)
+        return tell_apart_as(cluster, load_cluster(folder.cluster)), profile
     except BadInput:
-        return None
-    return profile
+        return cluster, None
 
 
 def _defaults_of_laptops(spec: JobSpec) -> list[str]:

@@ -275,9 +275,9 @@ class TrainingLoop(StepLoop):
         return self.planned.prediction
 
     def _start_folder(self, chosen: dict[str, Any]) -> None:
+        # Before the plan: a start that is cut off between the two leaves no plan beside what other ranks had measured.
+        self.folder.write_profile(None if self.planned.profile is None else self.planned.profile.to_dict())
         self.folder.start(self.job, self.planned.layout, self.planned.prediction, chosen)
-        if self.planned.profile is not None:
-            self.folder.write_profile(self.planned.profile.to_dict())
 
     def _told(self) -> list[str]:
         plan, prediction = self.planned.layout.plan, self.planned.prediction

@@ -14,6 +14,7 @@ from hethub.spec.cluster import ClusterSpec, Place
 from hethub.spec.model import ModelSpec
 
 UNLIKE = 1.15  # ranks of one accelerator that differ by more are planned as two device types
+MARK = "~"  # in the name of an accelerator that measured itself slower than others of its device type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,15 @@ def speed_classes(places: Sequence[Place], speeds: Sequence[float]) -> list[int]
     return result
 
 
-def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = "~") -> ClusterSpec:
+def tell_apart_as(cluster: ClusterSpec, before: ClusterSpec) -> ClusterSpec:
+    """The cluster, its ranks told apart as they were `before`; as it is where that has other accelerators."""
+    names = [place.accelerator.name.partition(MARK) for place in before.places]
+    if [name for name, _, _ in names] != [place.accelerator.name for place in cluster.places]:
+        return cluster
+    return tell_apart(cluster, [int(number or 0) for _, _, number in names])
+
+
+def tell_apart(cluster: ClusterSpec, classes: Sequence[int], mark: str = MARK) -> ClusterSpec:
     """The cluster in which ranks of class 1 and up have accelerators of other names; the order of ranks stays.
 
     Parts of a machine that was split are priced as if its network joined them, where it has one.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hethub.runtime.memory.accounting import MemoryMeter
-from hethub.runtime.memory.host_arena import Fetch, HostArena
+from hethub.runtime.memory.host_arena import Copy, Fetch, HostArena
 
 _Storage = tuple[int, torch.dtype]  # address and type of a storage's elements
 
@@ -24,7 +24,7 @@ class _View(NamedTuple):
 
 
 class OffloadedLayer:
-    """The tensors that one layer keeps of one microbatch, each storage once; they leave when `saving` ends.
+    """The tensors that one layer keeps of one microbatch, each storage once; they leave beside the layer after it.
 
     `prefetch` starts bringing all of them back; otherwise the first one that is needed does. Their host memory is given
     back with this object.
@@ -33,7 +33,7 @@ class OffloadedLayer:
     def __init__(self, arena: HostArena, meter: MemoryMeter) -> None:
         self._arena, self._meter = arena, meter
         self._hosts: dict[_Storage, Tensor] = {}
-        self._leaving: list[Tensor] = []  # held until the layer is through: an address stands for one storage only
+        self._leaving: list[Copy] = []  # held until the layer is through: an address stands for one storage only
         self._coming: dict[_Storage, Fetch] = {}
 
     @contextmanager
@@ -44,8 +44,9 @@ class OffloadedLayer:
         self.end()
 
     def end(self) -> None:
-        """Lets the device's copies go."""
-        self._leaving.clear()
+        """Lets the tensors on the device go."""
+        self._arena.leave(self._leaving)
+        self._leaving = []
         self._arena.trim()
 
     def pack(self, tensor: Tensor) -> Any:
@@ -54,10 +55,10 @@ class OffloadedLayer:
             return self._meter.keep(tensor)
         key = tensor.untyped_storage().data_ptr(), tensor.dtype
         if key not in self._hosts:
-            self._leaving.append(self._meter.keep(tensor))
+            self._meter.keep(tensor)
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach().untyped_storage())
             self._hosts[key] = self._arena.empty(flat.numel(), flat.dtype)
-            self._arena.store(self._hosts[key], flat)
+            self._leaving.append(self._arena.store(self._hosts[key], flat))
         return _View(key, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Any) -> Tensor:

@@ -26,6 +26,8 @@ class HostArena:
         self.device, self._pace = device, pace or Pace()
         self._down, self._up = device.new_stream(), device.new_stream()
         self._last: dict[int, Event] = {}  # by where a buffer lies: the last copy from or to it
+        self._leaving: list[Copy] = []
+        self._left: list[Copy] = []
         self.live_bytes = 0
         self.peak_bytes = 0
         self.fetched_bytes = 0  # from host to device, since the start
@@ -48,11 +50,22 @@ class HostArena:
         if not self.device.is_gpu:
             return_free_pages()
 
-    def store(self, host: Tensor, values: Tensor) -> None:
+    def store(self, host: Tensor, values: Tensor) -> "Copy":
         """Starts copying `values`, a result of the current stream, to `host`; later fetches of `host` come after it."""
-        self._copy(self._down, host, values, host)
-        self._down.keep(values)
+        event = self._copy(self._down, host, values, host)
         self._pace.start_host_copy(values.nbytes, fetches=False)
+        return Copy(values, event, self._down, self.device)
+
+    def leave(self, copies: "list[Copy]") -> None:
+        """Of a layer, that its copies to the host go on beside the next one."""
+        if self.device.is_gpu:  # else they are done, and their memory can go
+            self._leaving += copies
+
+    def end_layer(self) -> None:
+        """The current stream waits for what has left the layer before, whose memory is had again from there on."""
+        for copy in self._left:
+            copy.wait()
+        self._left, self._leaving = self._leaving, []
 
     def fetch(self, host: Tensor, into: Tensor | None = None) -> "Fetch":
         """Starts copying `host` to the device: to a new tensor, or `into` one."""
@@ -92,26 +105,37 @@ def host_memory(device: Device, num_bytes: int) -> Tensor:
         os.close(descriptor)  # the mapping stays until the tensor's storage dies
 
 
-class Fetch:
-    """A copy to the device under way.
+class Copy:
+    """A copy under way, from or to `values` on the device.
 
-    Its memory is kept for the copy's stream only where nobody waits for it: an allocator hands such memory out again once
-    it has seen that the copy is done, which a host that runs ahead does not.
+    Their memory is kept for the copy's stream only where nobody waits for it: an allocator hands such memory out again
+    once it has seen that the copy is done, which a host that runs ahead does not.
     """
 
-    def __init__(self, values: Tensor, event: Event, stream: Stream, device: Device, pace: Pace) -> None:
+    def __init__(self, values: Tensor, event: Event, stream: Stream, device: Device) -> None:
         self.values, self.event = values, event
-        self._stream, self._device, self._pace = stream, device, pace
-        self._end = pace.start_host_copy(values.nbytes, fetches=True)  # in the pace's own time
+        self._stream, self._device = stream, device
         self._is_ordered = False
 
     def wait(self) -> Tensor:
-        """The copy; what the current stream does from now on comes after it."""
+        """The values; what the current stream does from now on comes after the copy."""
         self._device.current_stream().wait(self.event)
         self._is_ordered = True
-        self._pace.end_host_copy(self._end)
         return self.values
 
     def __del__(self) -> None:
         if not self._is_ordered:
             self._stream.keep(self.values)
+
+
+class Fetch(Copy):
+    """A copy to the device."""
+
+    def __init__(self, values: Tensor, event: Event, stream: Stream, device: Device, pace: Pace) -> None:
+        super().__init__(values, event, stream, device)
+        self._pace, self._end = pace, pace.start_host_copy(values.nbytes, fetches=True)  # in the pace's own time
+
+    def wait(self) -> Tensor:
+        values = super().wait()
+        self._pace.end_host_copy(self._end)
+        return values

@@ -44,6 +44,7 @@ class Itinerary:
     def leave(self, kind: Kind, layer: int) -> None:
         """Ends a microbatch's use of the layer, and with the last microbatch the visit."""
         self._pace.leave()
+        self.zero_manager.end_layer()
         self._under_way[kind, layer] -= 1
         if not self._under_way[kind, layer]:
             del self._under_way[kind, layer]

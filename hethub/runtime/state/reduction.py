@@ -49,10 +49,16 @@ class LocalPiece:
             return reduce_scatter_by_ranges(self.group, flat, self.piece.cuts)
         return dist.all_reduce(flat, group=self.group, async_op=True)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether owners have new weights for others."""
+        return self.group is not None and self.piece.group.sharded
+
     def start_gather(self, flat: Tensor) -> "dist.Work | None":
         """Fills `flat`, the joined runs, with every owner's part of it."""
-        if self.group is None or not self.piece.group.sharded:
+        if not self.gathers:
             return None
+        assert self.group is not None
         return all_gather_by_ranges(self.group, flat, self.piece.cuts)
 
 

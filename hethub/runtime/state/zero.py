@@ -133,6 +133,11 @@ class ZeroManager:
             if not self._visitors[unit] and unit not in self._next:
                 self.weights.free(unit)
 
+    def end_layer(self) -> None:
+        """Behind each microbatch's use of a layer: what has left the layer before for host memory is let go."""
+        if self._arena is not None:
+            self._arena.end_layer()
+
     def finish_chunk(self, chunk: int) -> None:
         """Returns when the reductions of a chunk that is stepped by itself are through."""
         assert self.stepping is not None

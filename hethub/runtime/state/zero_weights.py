@@ -106,16 +106,18 @@ class ZeroWeights:
     def spread(self, unit: int) -> None:
         """Sends the owners' new weights of an offloaded unit to all holders' host memory (below ZeRO 3)."""
         assert unit not in self._present
-        storage = self._storage
+        storage, pieces = self._storage, self._reducer.units[unit]
+        if not any(piece.gathers for piece in pieces):
+            return  # this rank has stepped all that it holds
         assert storage.arena is not None
         buffer = storage.arena.fetch(storage.offloaded_weights[unit]).wait()
         self._meter.take(buffer)
         works = []
-        for piece in self._reducer.units[unit]:
+        for piece in pieces:
             flat = take(buffer, piece.weights)
             works.append((piece.start_gather(flat), piece, flat))
         for work, piece, flat in works:
             if work is not None:
                 work.wait()
             put(buffer, piece.weights, flat)
-        storage.arena.store(storage.offloaded_weights[unit], buffer)
+        storage.arena.store(storage.offloaded_weights[unit], buffer).wait()

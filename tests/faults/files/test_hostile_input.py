@@ -41,7 +41,7 @@ CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1,
         ("{b: " * 100_000, r"line 1: the job file nests more than 64 levels deep"),
         ("? [1, 2]\n: 3\n", r"line 1: a key is a word"),
         ("a: !!python/object/apply:os.system [exit]\n", r"line 1: the job file is not valid YAML"),
-        ("a: " + "9" * 5000, r"the job file has a value"),
+        ("a: " + "9" * 5000, r"line 1: the job file holds what cannot be read"),
     ],
 )
 def test_hostile_yaml_is_refused(text: str, complaint: str, tmp_path: Path) -> None:

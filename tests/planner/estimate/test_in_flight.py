@@ -12,6 +12,7 @@ from hethub.planner.estimate.in_flight import (
     sent_until_back,
     slowest_cycle,
 )
+from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.problem.pose import pose
 from hethub.planner.problem.problem import Batch
 from tests.oracle.question import random_question
@@ -60,7 +61,7 @@ def test_enough_flights_let_no_circuit_be_slower_than_the_pace(microsteps):
     microstep = np.array([microsteps], dtype=float)
     trips = round_trips(microstep, microstep, np.array([[0.1, 0.2]]))
     many = np.full(microstep.shape, float(1 << 20))
-    held = enough_in_flight(trips, microstep, np.ones(1), many, many)
+    held = enough_in_flight(trips, microstep, np.ones(1), many)
     assert slowest_cycle(trips, microstep, held, 1000) <= 1000 + trips[0, 0, -1]
     fewer = np.maximum(1, held // 2)
     assert slowest_cycle(trips, microstep, fewer, 1000) > slowest_cycle(trips, microstep, held, 1000)
@@ -98,6 +99,24 @@ def test_zero_bubble_with_more_in_flight_where_activations_are_offloaded_is_esti
     assert evaluation.fits
     assert incumbent.costs.likely_fits(candidate)
     assert [stage.replicas[0].in_flight for stage in evaluation.plan.stages] == list(incumbent.costs.holds(candidate))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_more_in_flight_makes_no_step_longer_however_little_memory_there_is_for_it(part):
+    """Two stages that hold as many microbatches wait for each other: 7, 7, 4, 1 takes longer than 4, 3, 2, 1."""
+
+    def evaluated(memory_gb: float, extra_in_flight: int) -> Evaluation:
+        asked = pose(TINY.replace(layers=8), cluster(*[("amd", 2, 0.1, memory_gb)] * 4), Batch(256, 128, "fp32"))
+        own = CandidateStage(2, (ReplicaGroup(0, 1, 4, 2),))
+        found = incumbent_of(asked).consider(
+            Candidate((own,) * 4, schedule="zero_bubble", extra_in_flight=extra_in_flight)
+        )
+        assert found is not None
+        return found
+
+    usual, most = (max(rank.bytes for rank in evaluated(8.0, more).memory) for more in (0, 2))
+    memory_gb = (usual + part * (most - usual)) / 0.94 / 2**30
+    assert evaluated(memory_gb, 2).seconds <= evaluated(memory_gb, 0).seconds
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (4, 1), (1, 4), (5, 5)])

@@ -17,3 +17,19 @@ def test_a_machine_alone_that_is_too_small_is_told_by_how_much(card: dict[str, f
     cluster = ClusterSpec.model_validate({"name": "alone", "nodes": [node]})
     with pytest.raises(BadInput, match=r"exceeds the memory .* of 2 RTX-4090 by up to [\d,]+ bytes"):
         plan(model, cluster, Batch(8, 64, "bf16"), with_bounds=False)
+
+
+def test_more_of_nodes_with_host_names_are_a_remedy_too() -> None:
+    """Three nodes have no two host names: a traceback took the place of the answer."""
+    model = TINY.replace(name="wide", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+    node = {
+        "name": "a",
+        "accelerator": "RTX-4090",
+        "accelerators": 2,
+        "count": 2,
+        "hosts": ["a1", "a2"],
+        "gbps_per_nic": 100,
+    }
+    cluster = ClusterSpec.model_validate({"name": "named", "nodes": [node]})
+    with pytest.raises(BadInput, match=r"\d more of node 'a'"):
+        plan(model, cluster, Batch(64, 64, "bf16"), with_bounds=False)

@@ -60,6 +60,14 @@ def test_prediction_takes_the_profile() -> None:
     assert measured.percent_of_ceiling <= 100
 
 
+def test_the_ceiling_is_each_profiles_own_and_no_prediction_is_marked_by_anothers_questions() -> None:
+    fast, slow = (predict(LAYOUT, profile=profile(factor)).ceiling_tokens_per_second for factor in (3.0, 6.0))
+    assert fast == pytest.approx(2 * slow)
+    beyond = uniform(TINY, LAYOUT.cluster, tp=1, pp=2, micro_batch=8, batch=16, seq=128, precision="fp32")
+    marks = [predict(layout, profile=profile()).extrapolated for layout in (LAYOUT, beyond, LAYOUT)]
+    assert marks == [False, True, False]
+
+
 def test_measured_links_replace_the_data_sheet() -> None:
     link = {"level": "in_node", "operation": "send", "latency_seconds": 0.5, "gbytes_per_second": 1.0}
     assert predict(LAYOUT, profile=profile(links=[link])).breakdown["pp"] > 0.5

@@ -16,7 +16,7 @@ from hethub.runtime.loop import batch_loader, trainer
 from hethub.runtime.loop.step_report import StepOutcome
 from hethub.runtime.parity.subjects import subjects
 from hethub.spec.job import TrainSpec
-from tests.support.layouts import Case, build_trainer, replica, stage
+from tests.support.layouts import MODEL, Case, build_trainer, replica, stage
 from tests.support.ranks import run_ranks
 
 
@@ -58,8 +58,11 @@ def install(world: World) -> None:
 
 
 def case_of(name: str, *, precision: str = "bf16", schedule: str = "1f1b", **more: Any) -> Case:
-    stages = [stage((0, 4), replica([0], 8, 4), **more)]
-    return Case(name=name, stages=stages, precision=precision, schedule=schedule, document_mask=name == "documents")
+    stages = [stage((0, 2), replica([0], 8, 4), **more)]  # a first layer and a last, each with its neighbour
+    return Case(
+        name=name, stages=stages, precision=precision, schedule=schedule, document_mask=name == "documents",
+        model=MODEL.replace(layers=2),
+    )  # fmt: skip
 
 
 CASES = [
@@ -79,12 +82,38 @@ def trained(world: World, cases: list[Case]) -> list[tuple[str, str]]:
             for step in (1, 2):
                 own.run_step(step)
             own.evaluate(own.dataset, 1)
+            assert not [*own.arena._leaving, *own.arena._left], "what has left is let go"
         found.append((case.name, str(own.storage.weights.device)))
     return found
 
 
 def test_a_step_mixes_nothing_of_the_host_with_the_device() -> None:
     assert run_ranks(1, trained, CASES, timeout_seconds=280)[0] == [(case.name, "hollow:0") for case in CASES]
+
+
+def leaving(world: World) -> list[int]:
+    """How many layers' tensors are on their way to the host at once, over a step."""
+    install(world)
+    [case] = [case for case in CASES if case.name == "activations offloaded"]
+    found, of_layer = [], []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        own = build_trainer(world, case)
+        leave = own.arena.leave
+
+        def counted(copies: list[Any]) -> None:
+            leave(copies)
+            of_layer.append(len(copies))
+            found.append(len([*own.arena._leaving, *own.arena._left]))
+
+        own.arena.leave = counted  # type: ignore[method-assign]
+        own.run_step(1)
+    return [max(found), max(of_layer)]
+
+
+def test_two_layers_activations_leave_at_once() -> None:
+    """Layers are released at the end of a pass only; what has left them goes before."""
+    most, of_layer = run_ranks(1, leaving)[0]
+    assert 0 < most <= 2 * of_layer
 
 
 def left_on_the_host(world: World) -> str:

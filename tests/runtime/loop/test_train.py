@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from hethub.runtime.loop.display import TrainingDisplay, describe
-from hethub.runtime.loop.plan import _plan_file
+from hethub.runtime.loop.plan import OpenedFolder, _plan_file
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.run_folder import RunFolder, StepMetrics
 from hethub.spec.errors import BadInput
@@ -40,19 +40,23 @@ def finished_run(path, content):
 # -- which plan --------------------------------------------------------------------------------------------------------
 
 
+def opened(folder: RunFolder, goes_on: bool) -> OpenedFolder:
+    return OpenedFolder(folder, goes_on, resumes=goes_on, behind=None, notes=[])
+
+
 def test_a_plan_that_is_named_is_taken(job, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    assert _plan_file(job, None, folder, job.cluster, resumes=False) == tmp_path / "job" / "plan.yaml"
+    new = opened(RunFolder(tmp_path / "run"), goes_on=False)
+    assert _plan_file(job, None, new, job.cluster) == tmp_path / "job" / "plan.yaml"
     other = tmp_path / "other.yaml"
-    assert _plan_file(job, other, folder, job.cluster, resumes=False) == other
+    assert _plan_file(job, other, new, job.cluster) == other
 
 
 def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
     job = load_job(write_job(tmp_path / "job", plan="auto"))
     folder = finished_run(tmp_path / "run", plan())
-    assert _plan_file(job, None, folder, job.cluster, resumes=True) == folder.plan
-    assert _plan_file(job, None, folder, job.cluster.replace(name="larger"), resumes=True) is None
-    assert _plan_file(job, None, folder, job.cluster, resumes=False) is None
+    assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster) == folder.plan
+    assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster.replace(name="larger")) is None
+    assert _plan_file(job, None, opened(folder, goes_on=False), job.cluster) is None
 
 
 def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):

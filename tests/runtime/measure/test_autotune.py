@@ -1,6 +1,7 @@
 """Ranks that measure themselves: the edge of memory is found without falling over it, and unlike ranks get unlike
 work."""
 
+import json
 import os
 
 import pytest
@@ -21,13 +22,14 @@ from hethub.runtime.measure.autotune import (
     resident_bytes,
 )
 from hethub.spec.accelerator import find_accelerator
+from hethub.spec.cluster import load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.job import TrainSpec
 from hethub.spec.plan import load_plan
 from tests.predictor.plans import cluster, uniform
 from tests.support.command import ranks
 from tests.support.curves import TINY, curve
-from tests.support.job_files import write_job
+from tests.support.job_files import write_job, write_yaml
 
 TRAIN = TrainSpec(global_batch=8, seq_len=32)
 
@@ -205,3 +207,40 @@ def test_what_is_not_always_measured_is_remembered(tmp_path):
     refused = ranks(2, "train", job, "--run-dir", tmp_path / "third", cwd=tmp_path, hook=uneven_and_remembering)
     assert [end.exit_code for end in refused] == [2, 2]
     assert "measurements are of another device" in refused[0].stderr
+
+
+def trained(tmp_path, *arguments, hook, size=2):
+    """What rank 0 printed of training on so many ranks in `run`, and the accelerators of its cluster and profile."""
+    run = tmp_path / "run"
+    ended = ranks(size, "train", tmp_path / "job" / "job.yaml", *arguments, cwd=tmp_path, hook=hook)
+    assert [end.exit_code for end in ended] == [0] * size, ended[0].stderr
+    profile = run / "profile.json"
+    measured = (
+        [device["accelerator"] for device in json.loads(profile.read_text())["devices"]] if profile.exists() else []
+    )
+    places = load_cluster(run / "cluster.yaml").places
+    return ended[0].stdout, [place.accelerator.name for place in places], sorted(measured)
+
+
+def test_a_run_that_keeps_its_plan_keeps_its_ranks_told_apart(tmp_path):
+    autotuned_job(tmp_path / "job", steps=1)
+    _, *first = trained(tmp_path, "--run-dir", "run", hook=uneven)
+    predicted = (tmp_path / "run" / "prediction.json").read_text()
+    printed, *again = trained(tmp_path, "--resume", "run", "--set", "train.steps=2", hook=uneven)
+    assert first == again == [["CPU-core", "CPU-core~1"], ["CPU-core", "CPU-core~1"]]
+    assert "measured itself" not in printed
+    assert (
+        json.loads((tmp_path / "run" / "prediction.json").read_text())["step_seconds"]
+        == json.loads(predicted)["step_seconds"]
+    )
+
+
+@pytest.mark.parametrize(("measure", "measured"), [("always", ["CPU-core"]), ("never", [])])
+def test_a_run_that_moves_to_other_ranks_is_planned_for_what_those_measure(measure, measured, tmp_path):
+    autotuned_job(tmp_path / "job", steps=1)
+    trained(tmp_path, "--run-dir", "run", hook=uneven)
+    write_yaml(tmp_path / "job" / "one.yaml", {"name": "one", "nodes": [{**PAIR["nodes"][0], "accelerators": 1}]})
+    moved = ["--set", "cluster=one.yaml", "--set", f"measure={measure}", "--set", "train.steps=2"]
+    printed, places, now = trained(tmp_path, "--resume", "run", *moved, hook=uneven, size=1)
+    assert (places, now) == (["CPU-core"], measured)
+    assert ("rank 0 (CPU-core) measured itself" in printed) == bool(measured)

@@ -12,10 +12,25 @@ from tests.support.device_cases import CASES
 from tests.support.late import device as late
 from tests.support.late import engine
 from tests.support.late.tensor import may_wait
-from tests.support.layouts import Case, build_trainer
+from tests.support.layouts import Case, build_trainer, replica, stage
 from tests.support.ranks import start_ranks, values
 
 SIZE = 1000
+[OFFLOADED] = [case for case in CASES if case.name == "offload parameters"]
+
+
+def late_trainer(rank: int, store: Any, case: Case) -> tuple[Any, Any, Any]:
+    """A late device, the group on it, and the case's trainer."""
+    device = late.install()
+    may_wait.set(True)
+    world = connect(Rendezvous.on_one_host(store, rank, case.size), device=device, islands=case.islands)
+    return device, world, build_trainer(world, case)
+
+
+def delay(stream: Any) -> None:
+    """Makes a stream's next work later than a host that runs ahead."""
+    with stream.active():
+        engine.engine().submit(lambda: time.sleep(2e-3))
 
 
 def copy_both_ways(rank: int, store: Any) -> tuple[bool, bool, bool]:
@@ -50,8 +65,7 @@ def fetch_often(rank: int, store: Any) -> int:
     arena.synchronize()
     before = taken.peak_bytes = taken.used_bytes
     for _ in range(20):
-        with arena._up.active():
-            taken.submit(lambda: time.sleep(2e-3))
+        delay(arena._up)
         arena.fetch(host).wait().mul_(2)
     device.synchronize()
     return taken.peak_bytes - before
@@ -62,18 +76,70 @@ def test_what_was_fetched_and_waited_for_is_had_again_at_once() -> None:
     assert peak <= 2 * 4096
 
 
+def store_layers(rank: int, store: Any) -> int:
+    """Bytes in use at the peak of many layers, each of which stores a result and lets it go, where copies are late."""
+    device = late.install()
+    arena, taken = HostArena(device), engine.engine()
+    hosts = [arena.empty(SIZE, torch.float32) for _ in range(20)]
+    x = torch.ones(SIZE).to(device.torch_device)
+    device.synchronize()
+    before = taken.peak_bytes = taken.used_bytes
+    for host in hosts:
+        delay(arena._down)
+        arena.leave([arena.store(host, x * 2)])
+        arena.end_layer()
+    device.synchronize()
+    assert all(bool((host == 2).all()) for host in hosts)
+    return taken.peak_bytes - before
+
+
+def test_on_the_device_are_a_layer_and_what_has_left_the_one_before() -> None:
+    """An allocator that keeps memory for the copies' stream gave none of it out again: all layers' lay there."""
+    [peak] = values(start_ranks(1, store_layers))
+    assert peak <= 3 * 4096
+
+
+def spread_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int]:
+    """How many bytes are fetched to send new weights to other holders, those of the largest unit, and those in use at the peak."""
+    device, world, trainer = late_trainer(rank, store, case)
+    weights = trainer.zero_manager.weights
+    storage, taken = weights._storage, engine.engine()
+    device.synchronize()
+    before = taken.peak_bytes = taken.used_bytes
+    fetched = storage.arena.fetched_bytes
+    for unit in storage.offloaded_weights:
+        delay(storage.arena._down)
+        weights.spread(unit)
+    device.synchronize()
+    grown, fetched = taken.peak_bytes - before, storage.arena.fetched_bytes - fetched
+    world.close()
+    return fetched, max(each.nbytes for each in storage.offloaded_weights.values()), grown
+
+
+def test_weights_that_one_rank_holds_are_not_sent_to_itself() -> None:
+    """They were fetched and stored again, each step."""
+    [(fetched, _, _)] = values(start_ranks(1, spread_offloaded, OFFLOADED))
+    assert fetched == 0
+
+
+def test_weights_pass_the_device_unit_by_unit() -> None:
+    """However late the copies are: what goes to the host took memory of its own for each unit."""
+    stages = [stage((0, 4), replica([0], 4, 2), replica([1], 4, 2), zero=1, offload=["parameters"])]
+    case = Case(name="two offload parameters", vendors="gg", stages=stages)
+    for fetched, largest, grown in values(start_ranks(2, spread_offloaded, case)):
+        assert fetched > 3 * largest
+        assert grown < 2.5 * largest
+
+
 def step_offloaded(rank: int, store: Any, case: Case) -> tuple[int, int, int]:
     """Bytes that an update takes at its peak, those of its largest batch of moments, and of all."""
-    device = late.install()
-    may_wait.set(True)
-    world = connect(Rendezvous.on_one_host(store, rank, case.size), device=device, islands=case.islands)
-    optimizer = build_trainer(world, case).stepping._optimizer
+    device, world, trainer = late_trainer(rank, store, case)
+    optimizer = trainer.stepping._optimizer
     arena, taken = optimizer.arena, engine.engine()
     fetch = arena.fetch
 
     def fetch_late(*given: Any) -> Any:
-        with arena._up.active():
-            taken.submit(lambda: time.sleep(2e-3))
+        delay(arena._up)
         return fetch(*given)
 
     arena.fetch = fetch_late

@@ -147,6 +147,21 @@ def test_a_mistral_is_a_llama_with_a_window(tmp_path: Path, window: int | None) 
         from_hugging_face(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("vocab_size", None, "config.json: vocab_size is missing"),
+        ("num_hidden_layers", -1, "config.json: num_hidden_layers is -1"),
+        ("model_type", ["llama"], r"model_type is \['llama'\]"),
+    ],
+)
+def test_a_fault_of_a_config_is_told_by_its_own_key(folder: Path, key: str, value: Any, told: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(BadInput, match=told):
+        from_hugging_face(folder)
+
+
 def test_a_window_left_out_is_the_one_of_transformers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))

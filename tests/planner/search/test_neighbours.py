@@ -1,0 +1,32 @@
+"""What is one change away from a plan."""
+
+from dataclasses import replace
+
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
+from hethub.planner.search.neighbours import neighbours
+from tests.planner.problems import incumbent_of, mixed
+
+SLOW, FAST = ReplicaGroup(0, 1, 2, 2), ReplicaGroup(1, 1, 2, 2)
+TWO = Candidate((CandidateStage(1, (SLOW,)), CandidateStage(5, (FAST,))))
+
+
+def test_a_stage_fewer_and_a_stage_more_are_one_change_away():
+    near = neighbours(TWO, incumbent_of(mixed()).costs)
+    half = FAST._replace(number=1)
+    assert Candidate((CandidateStage(6, (SLOW, FAST)),)) in near
+    assert Candidate((CandidateStage(1, (SLOW,)), CandidateStage(2, (half,)), CandidateStage(3, (half,)))) in near
+
+
+def test_a_fixed_number_of_stages_or_replicas_stays():
+    for given in ({"pp": 2}, {"dp": 2}):
+        near = neighbours(TWO, incumbent_of(mixed(**given)).costs)
+        assert {len(candidate.stages) for candidate in near} == {2}
+
+
+def test_another_schedule_keeps_the_microbatches_in_flight_that_it_may_choose():
+    near = neighbours(replace(TWO, extra_in_flight=1), incumbent_of(mixed()).costs)
+    levels = {
+        schedule: {own.extra_in_flight for own in near if own.schedule == schedule}
+        for schedule in ("zero_bubble", "gpipe")
+    }
+    assert levels == {"zero_bubble": {0, 1}, "gpipe": {0}}

@@ -1,0 +1,23 @@
+"""What offloaded weights cost behind the update."""
+
+import pytest
+
+from hethub.predictor.cost.constants import packaged
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.pipeline.costs import PlanCosts
+from hethub.spec.layout.bind import Layout
+from tests.predictor.plans import TINY, cluster, uniform
+
+
+@pytest.mark.parametrize(
+    ("replicas", "zero", "sends"), [(1, 1, False), (2, 0, False), (2, 1, True), (2, 2, True), (2, 3, False)]
+)
+def test_new_weights_pass_the_accelerator_only_where_others_stepped_them(replicas: int, zero: int, sends: bool) -> None:
+    on = cluster(("A100-SXM4-80GB", 1, replicas))
+    plan = uniform(TINY, on, tp=1, pp=1, micro_batch=1, batch=8, seq=64, precision="fp32", zero=zero).plan
+
+    def gather_seconds(*offload: str) -> float:
+        own = plan.replace(stages=tuple(stage.replace(offload=offload) for stage in plan.stages))
+        return PlanCosts(Layout(own, TINY, on), HETHUB, packaged()).state.reduction(0).gather_seconds
+
+    assert (gather_seconds("parameters") > gather_seconds()) == sends
