@@ -3,8 +3,7 @@
 import argparse
 import signal
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hethub.commands.common import add_job, add_profile, command, need_torch
 from hethub.commands.program import runs_program
@@ -47,13 +46,14 @@ STOPPED = 3  # exit code of a run that a signal has ended, with a checkpoint
 def run(options: argparse.Namespace) -> int:
     need_torch("train")
     from hethub.runtime.going_on import goes_on_by_itself
+    from hethub.runtime.launch.end_signal import end_unmet
 
     by_itself = goes_on_by_itself(options.resume)
     if options.resume is not None and options.run_dir is not None and not by_itself:
         raise BadInput(
             "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
         )
-    before = signal.signal(signal.SIGUSR1, _asked_too_early)  # until the ranks have met, who listen to it themselves
+    before = signal.signal(signal.SIGUSR1, end_unmet)  # until the ranks have met, who listen to it themselves
     try:
         stopped = _run_program(options) if runs_program(options.job, options.set, options.plan) else _run_plan(options)
     except RunFailed as error:
@@ -62,15 +62,6 @@ def run(options: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGUSR1, before)
     return STOPPED if stopped else 0
-
-
-def _asked_too_early(number: int, frame: FrameType | None) -> NoReturn:
-    from hethub.runtime.launch.end_signal import ASKED_TO_END
-    from hethub.runtime.launch.launcher_environment import is_first_rank
-
-    error = RunFailed(f"this rank ends because {ASKED_TO_END}.")
-    error.quiet = not is_first_rank()
-    raise error
 
 
 def _run_plan(options: argparse.Namespace) -> bool:
@@ -87,7 +78,6 @@ def _run_plan(options: argparse.Namespace) -> bool:
         resume=options.resume,
         accept_changes=options.accept_changes,
     )
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # all is saved, and what is left is short
     if summary is not None:
         finish_run(summary)
     return summary is not None and summary.stopped_early
@@ -103,7 +93,6 @@ def _run_program(options: argparse.Namespace) -> bool:
         options.job, overrides=options.set, plan_path=options.plan, run_dir=options.run_dir, resume=options.resume,
         accept_changes=options.accept_changes,
     )  # fmt: skip
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if summary is not None:
         finish_program_run(summary)
     return summary is not None and summary.stopped_early

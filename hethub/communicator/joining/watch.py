@@ -4,10 +4,10 @@ import contextlib
 import faulthandler
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -62,18 +62,18 @@ class Watch:
 
         threading.Thread(target=look, name="hethub-launcher", daemon=True).start()
 
-    def end_process(self, reason: str) -> None:
+    def end_process(self, reason: str) -> NoReturn:
         """Says why this rank ends and ends it with 1, whatever its other threads do."""
         with self._speaking:  # once
-            _end_process(self._rank, reason)
+            end_process(self._rank, reason)
 
-    def end_with_one_voice(self, reason: str, seconds: float) -> None:
+    def end_with_one_voice(self, reason: str, seconds: float) -> NoReturn:
         """As `end_process`; where other ranks end for the same reason within so many seconds, only the first speaks."""
         self.liveness.report(f"ends because {reason}")
         failure = self.liveness.wait_for_failure(seconds)
         is_said = failure is not None and failure.rank != self._rank and reason in failure.reason
         with self._speaking:
-            _end_process(self._rank, None if is_said else reason)
+            end_process(self._rank, None if is_said else reason)
 
     def tell(self, reason: str) -> None:
         """Tells every rank that this one has failed and why; its own process is about to end by itself."""
@@ -124,7 +124,7 @@ def watch_over(
 def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
     """The block, which may stand in native calls that nothing interrupts: the process ends if it takes longer."""
 
-    timer = threading.Timer(seconds, _end_process, (rank, reason))
+    timer = threading.Timer(seconds, end_process, (rank, reason))
     timer.daemon = True
     timer.start()
     try:
@@ -133,12 +133,13 @@ def deadline(seconds: float, rank: int, reason: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _end_process(rank: int, reason: str | None) -> None:
-    """Ends it with 1, without a word where there is no reason."""
+def end_process(rank: int, reason: str | None) -> NoReturn:
+    """Ends it with 1, without a word where there is no reason; a handler of signals may call it."""
     if reason is not None:
         with contextlib.suppress(OSError):  # who read stderr may be gone too
-            # One write with its line's end: the ranks share their launcher's pipe, and Python may run unbuffered.
-            print(f"hethub: rank {rank} ends because {reason}.\n", end="", file=sys.stderr, flush=True)
+            # One write with its line's end: the ranks share their launcher's pipe. Not by print, which may be what a
+            # signal has interrupted.
+            os.write(2, f"hethub: rank {rank} ends because {reason}.\n".encode())
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         time.sleep(_LINGER_SECONDS)
     os._exit(1)

@@ -11,7 +11,8 @@ class StopSignal:
 
     mpirun hands SIGUSR1 on, which `hethub launch` makes of a Ctrl-C; torchrun and Slurm send SIGTERM, also where another
     rank has failed; a terminal's Ctrl-C is SIGINT, and the second one ends the process at once. The ranks agree on it
-    at the end of a step. Where `speaks`, whoever asked is answered.
+    at the end of a step. Where `speaks`, whoever asked is answered. Behind the block nobody hears SIGUSR1: all is saved,
+    or what has failed is about to be said.
     """
 
     def __init__(self, *, speaks: bool = False) -> None:
@@ -27,7 +28,7 @@ class StopSignal:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
