@@ -1,21 +1,21 @@
 """The run folder: every file of a run lies in it, written by rank 0."""
 
 import json
-import math
 import mmap
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from hethub.runtime.metrics import StepMetrics
+from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.base import Spec, build, describe
-from hethub.spec.cluster import ClusterSpec
+from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, write_whole
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import Job
@@ -29,48 +29,10 @@ FILES = (
     "metrics.jsonl", "drift.jsonl", "log.txt", "rehearsal.json", "communicator_counters.json", "trace.json",
     "report.html",
 )  # fmt: skip
+_OF_RANKS = ("calibration.json", "communicator_counters.json", "rehearsal.json")  # what a run's end says of its ranks
 _MOST_METRICS_BYTES = 2**33
 SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
-MOST_EXPONENT = 709.0  # of e, in a float
 _DAMAGED = "metrics.damaged.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """One line of metrics.jsonl."""
-
-    step: int
-    loss: float | None  # None where fp16 overflowed in the forward
-    tokens: int
-    step_seconds: float
-    predicted_step_seconds: float | None
-    tokens_per_second: float
-    grad_norm: float | None  # None where the step was skipped for an overflow of fp16
-    lr: float
-    memory_bytes: int  # of the rank with the most
-    loss_scale: float = 1.0
-    communication: dict[str, Any] | None = None  # of rank 0 in this step: operations with their legs, and links
-    time_scale: float | None = None  # of an emulation: `step_seconds` are emulated, real seconds divided by this
-    eval_loss: float | None = None  # on held-out samples, where they were looked at behind this step
-    eval_perplexity: float | None = None
-    # Model FLOPs over what the accelerators' dense peaks would do in the step; percent. None where it is not predicted.
-    mfu: float | None = None
-
-    def with_evaluation(self, loss: float) -> "StepMetrics":
-        """With the loss on held-out samples; neither figure where it is not finite."""
-        if not math.isfinite(loss):
-            return self
-        value = perplexity(loss)
-        return replace(self, eval_loss=loss, eval_perplexity=value if math.isfinite(value) else None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As the file has it; without an evaluation where there was none."""
-        return {key: value for key, value in asdict(self).items() if value is not None or not key.startswith("eval_")}
-
-
-def perplexity(loss: float) -> float:
-    """How many tokens a model with this mean loss chooses among, as it were."""
-    return math.exp(loss) if loss < MOST_EXPONENT else math.inf
 
 
 def _ascending(rows: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
@@ -169,17 +131,27 @@ class RunFolder:
         """As `start`, without a described model; `plan` is the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
+        if not self._has_ranks_of(cluster):  # as long as the old cluster's file tells
+            self._remove(*_OF_RANKS)
         self._write("job.yaml", dump_yaml(with_whole_paths(job)))
         self._write(self.cluster.name, dump_yaml(cluster.to_dict()))
         self._write_plan(plan)
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 
-    def relays(self) -> dict[str, Any] | None:
-        """What the run in this folder communicated over (`World.relays`); None where it has not got that far. Raises
-        BadInput."""
+    def _has_ranks_of(self, cluster: ClusterSpec) -> bool:
+        """Whether the run here was last on such accelerators, on as many machines."""
+        try:
+            before = load_cluster(self.cluster)
+        except BadInput:
+            return False
+        return _ranks(before) == _ranks(cluster)
+
+    def relays(self, cluster: ClusterSpec) -> dict[str, Any] | None:
+        """What the run in this folder communicated over (`World.relays`); None where it has not got that far, or was on
+        other ranks than the cluster's. Raises BadInput."""
         path = self.path / "communicator.json"
-        if not path.exists():
+        if not path.exists() or not self._has_ranks_of(cluster):
             return None
         try:
             source = Source(str(path))
@@ -194,6 +166,11 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         with self._writing(name):
             write_whole(self.path / name, text)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with self._writing(name):
+                (self.path / name).unlink(missing_ok=True)
 
     def _append(self, name: str, line: str) -> None:
         with self._writing(name), (self.path / name).open("a", encoding="utf-8") as file:
@@ -231,8 +208,7 @@ class RunFolder:
         goes: the next start would take it for these."""
         if profile is not None:
             return self._write_json(self.profile.name, profile)
-        with self._writing(self.profile.name):
-            self.profile.unlink(missing_ok=True)
+        self._remove(self.profile.name)
 
     def write_calibration(self, profile: dict[str, Any]) -> None:
         """What the run has shown of every device type's speed, for `--calibrate`."""
@@ -307,6 +283,11 @@ class RunFolder:
     def log(self, text: str) -> None:
         """Adds a line with the time to log.txt."""
         self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def _ranks(cluster: ClusterSpec) -> tuple[bool, list[tuple[int, AcceleratorSpec]]]:
+    """What its ranks measure depends on: each one's machine and accelerator, and whether they are emulated."""
+    return cluster.emulated, [(place.machine, place.accelerator) for place in cluster.places]
 
 
 def _lines(content: bytes) -> list[bytes]:

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from hethub.runtime.data.tokenise import _shown
 from hethub.runtime.loop.display import TrainingDisplay
+from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.progress import ProgressDisplay, counted
-from hethub.runtime.run_folder import StepMetrics
 
 
 @pytest.mark.parametrize(("shows", "printed"), [(True, "first\nsaid\n"), (False, "")])

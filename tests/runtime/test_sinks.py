@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hethub.runtime.loop.steps import StepLoop
-from hethub.runtime.run_folder import StepMetrics
+from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.sinks import Sinks, StepProfiler
 from hethub.spec.job import LogSpec
 from tests.support.command import HANG_SECONDS, check_refused, ranks

@@ -3,8 +3,8 @@
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
+from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.progress import ProgressDisplay
-from hethub.runtime.run_folder import StepMetrics
 
 
 class TrainingDisplay(ProgressDisplay):

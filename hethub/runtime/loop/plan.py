@@ -192,7 +192,7 @@ def _decide(
         "prediction": {"strategy": strategy, **prediction.to_dict()},
         "profile": None if profile is None else profile.to_dict(),
         "folder": str(folder.path.resolve()),
-        "relays": folder.relays() if goes_on else None,
+        "relays": folder.relays(cluster) if goes_on else None,
         "resumes": resumes,
         "behind": behind,
         "notes": notes,

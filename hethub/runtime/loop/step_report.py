@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hethub.communicator import World
 from hethub.communicator.counters import since
-from hethub.runtime.run_folder import StepMetrics
+from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.state.gradient_norm import global_norm, ordered_sum
 from hethub.spec.layout.bind import Layout
 

@@ -21,8 +21,9 @@ from hethub.runtime.loop.step_report import StepOutcome
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.loop.trainer import TrainingRank
 from hethub.runtime.measure.clock import clock_offset
+from hethub.runtime.metrics import StepMetrics, perplexity
 from hethub.runtime.pace import Pace, StepPace
-from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder, StepMetrics, perplexity
+from hethub.runtime.run_folder import SETTLING_STEPS, RunFolder
 from hethub.runtime.sinks import Sinks, StepProfiler
 from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec

@@ -15,13 +15,13 @@ from hethub.runtime.loop.batch_loader import BatchLoader
 from hethub.runtime.loop.step_report import StepOutcome, StepReporter, gather_outcome
 from hethub.runtime.memory.accounting import MemoryMeter
 from hethub.runtime.memory.host_arena import HostArena
+from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.model.initial import initialise, load_hugging_face
 from hethub.runtime.model.stage import Stage
 from hethub.runtime.model.tensor_parallel import TensorGroup
 from hethub.runtime.pace import Pace, StepPace
 from hethub.runtime.pipeline.evaluator import Evaluator
 from hethub.runtime.pipeline.executor import Executor
-from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.state.gradient_norm import clip_scale, ordered_sum
 from hethub.runtime.state.learning_rate import Schedule
 from hethub.runtime.state.loss_scale import LossScale

@@ -197,7 +197,7 @@ def _plan(
             "plan": plan.model_dump(mode="json", by_alias=True),
             "prediction": prediction_of(plan, made_for),
             "folder": str(folder.path.resolve()),
-            "relays": folder.relays() if goes_on else None,
+            "relays": folder.relays(cluster) if goes_on else None,
             "resumes": resumes,
             "behind": behind,
             "notes": notes,

@@ -12,9 +12,9 @@ from hethub.communicator.counters import since
 from hethub.runtime.data import Dataset
 from hethub.runtime.data.dataset import Batch as TokenBatch
 from hethub.runtime.loop.step_report import StepOutcome, gather_outcome
+from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.program.checkpoint import Part, ProgramCheckpoints, load, read_record
 from hethub.runtime.program.subject import Batch, Subject
-from hethub.runtime.run_folder import StepMetrics
 from hethub.runtime.state.gradient_norm import clip_scale
 from hethub.runtime.state.learning_rate import Schedule, ScheduleState
 from hethub.spec.base import build

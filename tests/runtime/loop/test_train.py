@@ -12,7 +12,8 @@ from rich.console import Console
 from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.loop.plan import OpenedFolder, _plan_file
 from hethub.runtime.loop.stop_signal import StopSignal
-from hethub.runtime.run_folder import RunFolder, StepMetrics
+from hethub.runtime.metrics import StepMetrics
+from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput
 from hethub.spec.job import load_job, load_plan_of
 from hethub.spec.layout.bind import bind

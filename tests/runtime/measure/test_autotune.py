@@ -239,8 +239,16 @@ def test_a_run_that_keeps_its_plan_keeps_its_ranks_told_apart(tmp_path):
 def test_a_run_that_moves_to_other_ranks_is_planned_for_what_those_measure(measure, measured, tmp_path):
     autotuned_job(tmp_path / "job", steps=1)
     trained(tmp_path, "--run-dir", "run", hook=uneven)
+    run, old = tmp_path / "run", ("calibration.json", "communicator_counters.json", "rehearsal.json")
+    for name in old:
+        (run / name).write_text("{}")
+    record = json.loads((run / "communicator.json").read_text())
+    record["relays"]["near"] = [[0, "gloo"]]
+    (run / "communicator.json").write_text(json.dumps(record))
     write_yaml(tmp_path / "job" / "one.yaml", {"name": "one", "nodes": [{**PAIR["nodes"][0], "accelerators": 1}]})
     moved = ["--set", "cluster=one.yaml", "--set", f"measure={measure}", "--set", "train.steps=2"]
     printed, places, now = trained(tmp_path, "--resume", "run", *moved, hook=uneven, size=1)
     assert (places, now) == (["CPU-core"], measured)
     assert ("rank 0 (CPU-core) measured itself" in printed) == bool(measured)
+    assert json.loads((run / "communicator.json").read_text())["relays"]["near"] == [[0, "shm"]]
+    assert not [name for name in old if (run / name).exists() and (run / name).read_text() == "{}"]
