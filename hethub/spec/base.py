@@ -1,6 +1,6 @@
 """Frozen specs that map YAML one to one; every broken rule becomes part of one clear paragraph."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -37,11 +37,43 @@ def build(cls: type[SpecT], data: Any, source: Source, what: str, prefix: KeyPat
     """`data` validated as a `cls`. Raises BadInput with every broken rule in one paragraph, places named."""
     if not isinstance(data, Mapping):
         raise BadInput(f"{source.at(prefix)}: a {what} is a mapping of keys to values; got {describe(data)}.")
+    if misplaced := [*_misplaced(data, cls)]:
+        raise BadInput(" ".join(f"{source.at((*prefix, *path))} {_MISPLACED}" for path in misplaced))
     try:
         return cls.model_validate(data)
     except ValidationError as error:
         _refuse_another(data, source, what)
         raise BadInput(explain(error, cls, source, prefix)) from None
+
+
+_MISPLACED = (
+    "is yes or no (so YAML reads yes, no, on, off, true and false), and this key takes neither; give a number, or put the "
+    "word in quotes."
+)
+
+
+def _misplaced(value: Any, annotation: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Where a boolean stands, though what the annotation describes has none there: pydantic counts it as 1 or 0."""
+    if isinstance(value, bool):
+        if not _mentions_bool(annotation) and _spec_in(annotation) is None:
+            yield path
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _misplaced(item, annotation, (*path, place))
+    elif isinstance(value, Mapping):
+        spec = _spec_in(annotation)
+        keys = (
+            None
+            if spec is None
+            else {field.alias or name: field.annotation for name, field in spec.model_fields.items()}
+        )
+        for key, item in value.items():
+            if keys is None or key in keys:
+                yield from _misplaced(item, annotation if keys is None else keys[key], (*path, key))
+
+
+def _mentions_bool(annotation: Any) -> bool:
+    return annotation is bool or any(map(_mentions_bool, getattr(annotation, "__args__", ())))
 
 
 # Keys that tell one kind of our files from the others.
@@ -69,7 +101,7 @@ def load(cls: type[SpecT], path: str | Path, what: str) -> SpecT:
 
 def describe(value: Any) -> str:
     """A short quotation of a wrong value."""
-    text = repr(value)
+    text = repr(value).lower() if isinstance(value, bool) else repr(value)  # as YAML writes it
     return "nothing" if value is None else text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -112,7 +144,8 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
     if kind == "missing":
         return f"{source.at(path)} is missing; add it."
     if kind == "value_error":
-        return f"{source.at(path)}: {fault['ctx']['error']}"
+        error = fault["ctx"]["error"]
+        return f"{source.at((*path, *getattr(error, 'key', ())))}: {error}"
     if kind == "invalid_key":
         key = str(given).lower()  # true as YAML writes it
         return f"{source.at((*path[:-1], key))} is not a known key; {suggest(key, _known_keys(cls, place[:-1]))}"
@@ -129,6 +162,7 @@ def _sentence(fault: Any, cls: type[Spec], source: Source, prefix: KeyPath) -> s
 _SHAPES = {
     **dict.fromkeys(("model_type", "dict_type"), "input should be a mapping of keys to values"),
     **dict.fromkeys(("tuple_type", "list_type"), "input should be a list"),
+    "int_parsing": "input should be a whole number in digits (10000; YAML takes 1e4 for text)",
 }
 
 

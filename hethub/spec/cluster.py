@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hethub.spec.accelerator import AcceleratorSpec, Figure, Rate, Vendor, find_accelerator
 from hethub.spec.base import Spec, load
-from hethub.spec.errors import suggest
+from hethub.spec.errors import BrokenRule, suggest
 from hethub.spec.network import cidr
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -124,6 +124,9 @@ class RegionsSpec(Spec):
         return self
 
 
+_RACKS = ("links", "racks")  # in a cluster file
+
+
 class RackSpec(Spec):
     """Nodes behind one uplink, which all that leaves or enters the rack shares: `gbps` (Gbit/s) each direction."""
 
@@ -164,23 +167,29 @@ class LinksSpec(Spec):
         return self.replace(racks=tuple(rack.replace(nodes=nodes) for rack, nodes in there if nodes))
 
     def check_names(self, names: list[str]) -> None:
-        """Raises ValueError where racks and regions do not fit nodes of these names."""
+        """Raises BrokenRule where racks and regions do not fit nodes of these names."""
         rack_of: dict[str, str] = {}
         if twice := [rack.name for rack in self.racks if [r.name for r in self.racks].count(rack.name) > 1]:
-            raise ValueError(f"two racks are named '{twice[0]}' in links.racks; give each a name of its own.")
+            raise BrokenRule(f"two racks are named '{twice[0]}' in links.racks; give each a name of its own.", *_RACKS)
         for rack in self.racks:
             for name in rack.nodes:
                 if name not in names:
-                    raise ValueError(
-                        f"rack '{rack.name}' holds node '{name}', which is not among nodes: {suggest(name, names)}"
+                    raise BrokenRule(
+                        f"rack '{rack.name}' holds node '{name}', which is not among nodes: {suggest(name, names)}",
+                        *_RACKS,
                     )
                 if name in rack_of:
-                    raise ValueError(
-                        f"node '{name}' is in rack '{rack_of[name]}' and in rack '{rack.name}'; a node has one uplink: name it in one rack."
+                    raise BrokenRule(
+                        f"node '{name}' is in rack '{rack_of[name]}' and in rack '{rack.name}'; a node has one uplink: name it once.",
+                        *_RACKS,
                     )
                 rack_of[name] = rack.name
         if self.regions and (missing := [name for name in names if name not in self.regions.of_node]):
-            raise ValueError(f"node '{missing[0]}' has no region in links.regions.of_node; name its region there.")
+            raise BrokenRule(
+                f"node '{missing[0]}' has no region in links.regions.of_node; name its region there.",
+                "links",
+                "regions",
+            )
 
 
 class Place(NamedTuple):
@@ -213,21 +222,24 @@ class ClusterSpec(Spec):
     def _names_once(self) -> "ClusterSpec":
         names = [node.name for node in self.nodes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"two nodes are named '{twice[0]}'; equal machines are one entry with a count, others need their own name."
+            raise BrokenRule(
+                f"two nodes are named '{twice[0]}'; equal machines are one entry with a count, others need their own name.",
+                *("nodes", len(names) - 1 - names[::-1].index(twice[0])),
             )
         known: dict[str, NodeSpec] = {}
-        for node in self.nodes:
+        for place, node in enumerate(self.nodes):
             first = known.setdefault(node.unnamed_device.name, node)
             if unlike := _unlike_figures(first.unnamed_device, node.unnamed_device):
-                raise ValueError(
+                raise BrokenRule(
                     f"nodes '{first.name}' and '{node.name}' both have an accelerator named '{node.unnamed_device.name}', but of unlike "
-                    f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own."
+                    f"{', '.join(unlike)}; give the one that is not the catalogue's a name of its own.",
+                    *("nodes", place),
                 )
         self.links.check_names(names)
         if self.size > MOST_ACCELERATORS:
-            raise ValueError(
-                f"count x accelerators of the nodes is {self.size:,} accelerators; hethub plans {MOST_ACCELERATORS:,} at most."
+            raise BrokenRule(
+                f"count x accelerators of the nodes is {self.size:,} accelerators; hethub plans {MOST_ACCELERATORS:,} at most.",
+                "nodes",
             )
         return self
 

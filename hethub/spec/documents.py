@@ -34,9 +34,9 @@ class Source:
         self._lines: dict[KeyPath, int | str] = dict(lines or {})
 
     def at(self, path: KeyPath) -> str:
-        """`file, line N: key.path` with the line of the innermost part of `path` that is written there, or what set it
-        in the file's place."""
-        line = next((self._lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._lines), None)
+        """`file, line N: key.path` with the line of the innermost key of `path` that is written there, where one is, or
+        what set it in the file's place."""
+        line = next((self._lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._lines), None)
         place = line if isinstance(line, str) else self.name if line is None else f"{self.name}, line {line}"
         return f"{place}: {dotted(path)}" if path else place
 

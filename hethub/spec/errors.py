@@ -11,6 +11,15 @@ class BadInput(ValueError):
     quiet = False  # another rank prints it
 
 
+class BrokenRule(ValueError):
+    """What a spec's validator raises where keys do not go together: `key` is the path, in that spec, of the one to look
+    at."""
+
+    def __init__(self, text: str, *key: str | int) -> None:
+        super().__init__(text)
+        self.key = key
+
+
 class RunFailed(RuntimeError):
     """Something outside the input failed (a peer, a link, a device): the message names rank, operation and peer.
 

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from hethub.spec.accelerator import Positive
 from hethub.spec.base import Spec
+from hethub.spec.errors import BrokenRule
 
 Count = Annotated[int, Field(ge=1)]
 # Of a model's shape: a hundred times what has been built; beyond it a figure is a slip, and degrees are tried one by
@@ -54,15 +55,16 @@ class ModelSpec(Spec):
     @model_validator(mode="after")
     def _shape_fits(self) -> "ModelSpec":
         if self.head_dim is None and self.hidden % self.heads:
-            raise ValueError(
-                f"hidden {self.hidden} is not a multiple of heads {self.heads}; change one or give head_dim."
+            raise BrokenRule(
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}; change one or give head_dim.", "heads"
             )
         if self.heads % self.num_kv_heads:
-            raise ValueError(
-                f"heads {self.heads} is not a multiple of kv_heads {self.num_kv_heads}; every KV head serves equally many heads."
+            raise BrokenRule(
+                f"heads {self.heads} is not a multiple of kv_heads {self.num_kv_heads}; every KV head serves equally many heads.",
+                "kv_heads",
             )
         if self.family == "llama" and self.head_size % 2:
-            raise ValueError(f"head_dim {self.head_size} is odd; RoPE turns pairs.")
+            raise BrokenRule(f"head_dim {self.head_size} is odd; RoPE turns pairs.", "head_dim")
         return self
 
     @property

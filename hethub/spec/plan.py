@@ -13,6 +13,7 @@ from hethub.spec.accelerator import Precision
 from hethub.spec.base import Spec, load
 from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import dump_yaml
+from hethub.spec.errors import BrokenRule
 from hethub.spec.model import Count, ModelSpec
 from hethub.spec.ranges import Range
 
@@ -140,8 +141,9 @@ class PlanSpec(Spec):
             name = getattr(self, key)
             described = name if self.job is None else getattr(self.job, key).name
             if described != name:
-                raise ValueError(
-                    f"the plan is for {key} '{name}', but job.{key} describes '{described}'; correct one, or take `job` out."
+                raise BrokenRule(
+                    f"the plan is for {key} '{name}', but job.{key} describes '{described}'; correct one, or take `job` out.",
+                    key,
                 )
         return self
 
@@ -164,13 +166,16 @@ class PlanSpec(Spec):
     def _check_layers(self) -> None:
         counts = {len(stage.layers) for stage in self.stages}
         if len(counts) > 1:
-            raise ValueError(f"stages have {sorted(counts)} chunks of layers; all have equally many.")
+            raise BrokenRule(f"stages have {sorted(counts)} chunks of layers; all have equally many.", "stages")
         if self.num_chunks == 1 and self.schedule == "interleaved":
-            raise ValueError("schedule interleaved takes two or more chunks of layers per stage; got one. Choose 1f1b.")
+            raise BrokenRule(
+                "schedule interleaved takes two or more chunks of layers per stage; got one. Choose 1f1b.", "schedule"
+            )
         if self.num_chunks > 1 and self.schedule not in ("interleaved", "ministages"):
-            raise ValueError(
+            raise BrokenRule(
                 f"schedule {self.schedule} takes one chunk of layers per stage; got {self.num_chunks}. Several go with "
-                "interleaved or ministages."
+                "interleaved or ministages.",
+                "schedule",
             )
         position = 0
         for chunk in range(self.num_chunks):
@@ -179,8 +184,10 @@ class PlanSpec(Spec):
                 if start != position:
                     fault = "are in no stage" if start > position else "are in two stages"
                     before = f"the one before stops at {position}" if position else "the model with layer 0"
-                    raise ValueError(
-                        f"layers [{min(start, position)}, {max(start, position)}) {fault}: stage {index} starts at layer {start}, {before}."
+                    raise BrokenRule(
+                        f"layers [{min(start, position)}, {max(start, position)}) {fault}: stage {index} starts at "
+                        f"layer {start}, {before}.",
+                        *("stages", index, "layers", chunk),
                     )
                 position = stop
 
@@ -188,9 +195,10 @@ class PlanSpec(Spec):
         for index, stage in enumerate(self.stages):
             total = sum(replica.samples for replica in stage.replicas)
             if total != self.global_batch:
-                raise ValueError(
+                raise BrokenRule(
                     f"stage {index}: its replicas take {total} samples, but global_batch is {self.global_batch}; "
-                    f"change a replica's samples by {self.global_batch - total:+d}."
+                    f"change a replica's samples by {self.global_batch - total:+d}.",
+                    *("stages", index, "replicas"),
                 )
 
     def of_replicas(self, replicas: Sequence[Sequence[int]], num_microbatches: int | None = None) -> "PlanSpec":

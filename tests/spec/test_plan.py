@@ -83,6 +83,23 @@ def test_a_plan_that_contradicts_itself_is_refused(
     assert str(caught.value).startswith(str(path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stages": [TWO[0], stage((3, 4), replica([1], 8, 2))]},
+         "plan.yaml, line 14: stages[1].layers[0]: layers [2, 3) are in no stage"),
+        ({"stages": [TWO[0], stage((2, 4), replica([1], 6, 2))]}, "plan.yaml, line 15: stages[1].replicas: stage 1: its replicas"),
+        ({"schedule": "interleaved"}, "plan.yaml, line 19: schedule: schedule interleaved takes two or more"),
+        ({"unused": [1]}, "plan.yaml: rank 1 is in a replica and in unused"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_whole_plan_is_said_to_stand_at_its_key(tmp_path: Path, changes: Any, said: str) -> None:
+    (tmp_path / "plan.yaml").write_text(dump_yaml(plan(**{"stages": TWO, **changes})))
+    with pytest.raises(BadInput) as refused:
+        load_plan(tmp_path / "plan.yaml")
+    assert str(refused.value).startswith(f"{tmp_path}/{said}")
+
+
 def test_chunks_interleave_over_the_stages() -> None:
     stages = [{**TWO[0], "layers": [[0, 1], [2, 3]]}, {**TWO[1], "layers": [[1, 2], [3, 4]]}]
     given_plan = PlanSpec.model_validate(plan(stages, schedule="interleaved"))

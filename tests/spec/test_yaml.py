@@ -50,12 +50,21 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: a\nothers:\n- depth: 1\n- {depth: 2, kinds: elm}\n",
          "tree.yaml, line 4: others[1].kinds is not a known key; did you mean 'kind'?"),
         ("name: a\nmain: {depth: 1, xyzzy: 1}\n", "main.xyzzy is not a known key; known: depth, kind"),
-        ("rate: 1\n", "tree.yaml, line 1: name is missing; add it."),
+        ("rate: 1\n", "tree.yaml: name is missing; add it."),
         ("name: a\nmain:\n  kind: elm\n", "tree.yaml, line 2: main.depth is missing"),
-        ("name: a\nmain: {depth: zero}\n", "main.depth is 'zero', but input should be a valid integer"),
+        ("name: a\nmain: {depth: zero}\n", "main.depth is 'zero', but input should be a whole number in digits"),
+        ("name: a\nmain: {depth: 1e4}\n", "main.depth is '1e4', but input should be a whole number in digits (10000; YAML"),
         ("name: a\n\nmain: {depth: 0}\n", "tree.yaml, line 3: main.depth is 0, but input should be greater than or equal to 1"),
         ("name: a\nmain: {depth: 1, kind: ash}\n", "main.kind is 'ash', but input should be 'oak' or 'elm'"),
         ("name: a\nrate: .nan\n", "rate is nan, but input should be a finite number"),
+        ("name: a\nmain: {depth: yes}\n", "tree.yaml, line 2: main.depth is yes or no (so YAML reads yes, no, on, off,"),
+        ("name: a\nmain: {depth: no}\n", "line 2: main.depth is yes or no"),
+        ("name: a\nrate: on\n", "line 2: rate is yes or no"),
+        ("name: no\n", "line 1: name is yes or no"),
+        ("name: a\npair:\n- 1\n- true\n", "tree.yaml, line 4: pair[1] is yes or no"),
+        ("name: a\nothers: [{depth: 1, kind: on}]\n", "others[0].kind is yes or no"),
+        ("name: a\nmain: yes\n", "main is true, but input should be a mapping"),
+        ("name: a\nmain: {depth: 1.5}\n", "main.depth is 1.5, but input should be a valid integer"),
         ("name: [1]\n", "name is [1], but input should be a valid string"),
         ("name: a\nowner: {depth: 0}\n", "owner.depth is 0"),
         ("name: a\nname: b\n", "tree.yaml, line 2: name is given twice; keep one."),
@@ -74,13 +83,19 @@ def test_what_is_written_is_what_is_read() -> None:
         ("name: a\npair: [1, 2, 3]\n", "pair is [1, 2, 3], but it takes 2 items at most."),
         ("name: a\n5: b\n", "tree.yaml, line 2: 5 is not a known key; known: "),
         ("name: a\nmain: {depth: 1, true: b}\n", "line 2: main.true is not a known key; known: depth, kind"),
-        ("- a\n", "tree.yaml, line 1: a tree file is a mapping of keys to values; got ['a']"),
+        ("- a\n", "tree.yaml: a tree file is a mapping of keys to values; got ['a']"),
         ("", "tree.yaml: a tree file is a mapping of keys to values; got nothing"),
         ("just words", "got 'just words'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_place(text: str, expected: str) -> None:
     assert expected in refusal(text)
+
+
+def test_a_number_is_one_whether_quoted_or_with_a_point() -> None:
+    for written in ("2", "2.0", "'2'", "2.0e+0"):
+        assert outer(f"name: a\nrate: {written}\nmain: {{depth: {written}}}\n").main.depth == 2
+    assert outer("name: a\nrate: 2e-1\n").rate == 0.2  # which is text to YAML
 
 
 def test_all_mistakes_come_at_once() -> None:
