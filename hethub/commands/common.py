@@ -211,13 +211,17 @@ def planned_for(job: "Job") -> "PlannedFor":
 
 
 def strategy_of(job: "Job") -> str:
-    """The strategy that a job's plans are found with: `auto` where it names a plan file. Raises BadInput where that is
-    neither."""
+    """The strategy that a job's plans are found with: `auto`, and a word on stderr, where it names a plan file. Raises
+    BadInput where that is neither."""
     if job.plan_path is None:
         return job.spec.plan
     from hethub.spec.job import check_plan_path
 
     check_plan_path(job)
+    print(
+        f"{job.plan_path}, the job's plan, is left aside and another one looked for; `hethub predict {job.path}` predicts it.",
+        file=sys.stderr,
+    )
     return "auto"
 
 

@@ -91,11 +91,6 @@ def plan(options: argparse.Namespace) -> None:
         print("--robust: every plan is chosen so now; the option can be left out.", file=sys.stderr)
     job = load_job(options.job, options.set)
     strategy = options.strategy or strategy_of(job)
-    if options.strategy is None and job.plan_path is not None:
-        print(
-            f"{job.plan_path}, the job's plan, is left aside and another one looked for; `hethub predict {options.job}` predicts it.",
-            file=sys.stderr,
-        )
     if is_program_job(job, strategy=options.strategy):
         return plan_program_job(options, job)
     cluster, profile = known_cluster(job), measured_for(options, job)

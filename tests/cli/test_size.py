@@ -37,6 +37,14 @@ def test_a_deadline_is_met_by_the_cheapest(tmp_path: Path) -> None:
     assert answer["currency"] == "EUR"
 
 
+def test_a_job_s_plan_file_is_not_left_aside_without_a_word(tmp_path: Path) -> None:
+    catalogue = write_yaml(tmp_path / "catalogue.yaml", CATALOGUE)
+    job = write_job(tmp_path, constraints={"time_limit_seconds": 1})
+    ended = one(ranks(1, "size", job, "--tokens", "1e9", "--catalogue", catalogue, "--json", cwd=tmp_path))
+    assert json.loads(ended.stdout)["options"], ended.stderr
+    assert f"{tmp_path / 'plan.yaml'}, the job's plan, is left aside" in ended.stderr
+
+
 def test_dates_need_no_quotes_and_the_catalogue_states_the_mtbf(tmp_path: Path) -> None:
     text = yaml.safe_dump({**CATALOGUE, "assumptions": {"node_mtbf_hours": 500.0}}).replace(
         "'2026-01-01'", "2026-01-01"
