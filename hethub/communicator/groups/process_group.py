@@ -13,10 +13,11 @@ import torch.distributed as dist
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.arithmetic import Reduction
 from hethub.communicator.bridge.staging import Staged
+from hethub.communicator.groups.arguments import check_count, check_parts, check_row, rows_of
 from hethub.communicator.groups.debug import option_words, range_words, reduction_word
 from hethub.communicator.groups.operations import GroupCore, Run, Tensors, Words
 from hethub.communicator.work import HethubWork
-from hethub.spec.ranges import Range, from_sizes, split
+from hethub.spec.ranges import Range, from_sizes
 
 __all__ = ["HethubGroup", "Run", "Tensors", "Words"]
 
@@ -60,7 +61,6 @@ class HethubGroup(GroupCore):
         """As `_all_reduce`, the island's library doing the legs, in the turn taken here."""
         legs = self._legs
         assert legs is not None
-
         run = partial(legs.all_reduce, tensor, staged.ready, reduction)
         return self._submit_natively(name, legs.take_turn, run, [tensor], opts)
 
@@ -86,7 +86,7 @@ class HethubGroup(GroupCore):
         ranges = self._all_at(opts.rootRank, tensor.numel())
         if self._legs is not None and self._stager.on_device(tensor) and self._legs.library.can_reduce(reduction):
             out = tensor if self._rank == opts.rootRank else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            return self._scatter_natively(out, [tensor], ranges, reduction, "reduce", lambda: option_words(opts), opts)
+            return self._scatter_natively(out, [tensor], ranges, reduction, "reduce", None, opts, told=tensors)
         staged = self._stager.stage(tensor)
 
         def job() -> None:
@@ -100,6 +100,7 @@ class HethubGroup(GroupCore):
         return self._submit("reduce", job, tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> HethubWork:
+        check_row("reduce_scatter", inputs[0], outputs[0], self._rank, self._size)
         ranges = from_sizes([part.numel() for part in inputs[0]])
         return self.reduce_scatter_ranges(outputs[0], inputs[0], ranges, _op(opts), "reduce_scatter")
 
@@ -114,6 +115,8 @@ class HethubGroup(GroupCore):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _scatter_equally(self, outputs: Tensors, inputs: Tensors, opts: Any, name: str) -> HethubWork:
+        for out, source in zip(outputs, inputs, strict=True):
+            check_parts(name, out, source, self._size)
         if len(outputs) == 1:
             ranges = from_sizes([outputs[0].numel()] * self._size)
             return self._scatter(outputs[0], inputs, ranges, _op(opts), name, lambda: option_words(opts), opts)
@@ -153,14 +156,16 @@ class HethubGroup(GroupCore):
         ranges: Sequence[Range],
         reduction: Reduction,
         name: str,
-        chosen: Words,
+        chosen: Words | None,
         opts: Any,
+        told: Tensors | None = None,
     ) -> HethubWork:
+        """`told` are the operation's tensors, where they are not `output`: all ranks' must be alike."""
         legs, ready = self._legs, self._stager.device.current_stream().record()
         assert legs is not None
         begin = partial(legs.begin_reduce_scatter, sources, ranges, ready, reduction)
         run = partial(legs.reduce_scatter, first=ranges[self._rank].start, out=output, reduction=reduction)
-        return self._submit_natively(name, begin, run, [output], opts, chosen)
+        return self._submit_natively(name, begin, run, told or [output], opts, chosen)
 
     def _scatter_job(self, output: torch.Tensor, sources: Tensors, ranges: Sequence[Range], op: Any) -> Run:
         staged, out = self._stager.stage(*sources), self._stager.stage(output)
@@ -189,6 +194,7 @@ class HethubGroup(GroupCore):
         return self._submit("broadcast", job, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
+        check_row("all_gather", outputs[0], inputs[0], self._rank, self._size)
         if self._moves_natively(inputs[0]):
             ranges = from_sizes([output.numel() for output in outputs[0]])
             return self._gather_natively("all_gather", outputs[0], ranges, inputs[0], opts)
@@ -196,11 +202,15 @@ class HethubGroup(GroupCore):
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> HethubWork:
         """`outputs[rank][i]` becomes rank's `inputs[i]`."""
-        jobs = [self._gather_job([row[index] for row in outputs], source) for index, source in enumerate(inputs)]
-        return self._submit("all_gather_coalesced", _in_turn(jobs), [tensor for row in outputs for tensor in row])
+        name, columns = "all_gather_coalesced", [list(column) for column in zip(*outputs, strict=True)]
+        for column, source in zip(columns, inputs, strict=True):
+            check_row(name, column, source, self._rank, self._size)
+        jobs = [self._gather_job(column, source) for column, source in zip(columns, inputs, strict=True)]
+        return self._submit(name, _in_turn(jobs), [tensor for row in outputs for tensor in row])
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> HethubWork:
         name, ranges = "all_gather_into_tensor", from_sizes([source.numel()] * self._size)
+        check_parts(name, source, output, self._size)
         if self._moves_natively(output):
             return self._gather_natively(name, [output], ranges, source, opts)
         return self._submit(name, self._gather_job([output], source), [output], opts)
@@ -208,8 +218,11 @@ class HethubGroup(GroupCore):
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
+        name = "all_gather_into_tensor_coalesced"
+        for out, source in zip(outputs, inputs, strict=True):
+            check_parts(name, source, out, self._size)
         jobs = [self._gather_job([out], source) for out, source in zip(outputs, inputs, strict=True)]
-        return self._submit("all_gather_into_tensor_coalesced", _in_turn(jobs), outputs)
+        return self._submit(name, _in_turn(jobs), outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -273,6 +286,8 @@ class HethubGroup(GroupCore):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> HethubWork:
         tensors = outputs[0] if outputs else inputs
+        if outputs:
+            check_row("gather", tensors, inputs[0], self._rank, self._size)
         if self._moves_natively(inputs[0]):
             received = dict(enumerate(outputs[0])) if outputs else {}
             return self._move_natively("gather", {opts.rootRank: inputs[0]}, received, tensors, opts)
@@ -287,6 +302,8 @@ class HethubGroup(GroupCore):
         return self._submit("gather", job, tensors, chosen=lambda: option_words(opts))
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> HethubWork:
+        if inputs:
+            check_row("scatter", inputs[0], outputs[0], self._rank, self._size)
         if self._moves_natively(outputs[0]):
             given = dict(enumerate(inputs[0])) if inputs else {}
             return self._move_natively("scatter", given, {opts.rootRank: outputs[0]}, outputs, opts)
@@ -308,24 +325,26 @@ class HethubGroup(GroupCore):
         input_sizes: list[int],
         opts: Any = None,
     ) -> HethubWork:
+        name = "all_to_all_single"
+        sources, places = (rows_of(name, *of, self._size) for of in ((source, input_sizes), (output, output_sizes)))
+        check_row(name, places, sources[self._rank], self._rank, self._size)
         if self._moves_natively(output):
-            given = dict(enumerate(self._rows(source, input_sizes)))
-            received = dict(enumerate(self._rows(output, output_sizes)))
-            return self._move_natively("all_to_all_single", given, received, [output], opts)
+            return self._move_natively(name, dict(enumerate(sources)), dict(enumerate(places)), [output], opts)
         place, own = self._stager.stage(output), self._stager.stage(source)
-        receive_ranges = self._row_ranges(output, output_sizes)
-        send_ranges = self._row_ranges(source, input_sizes)
+        send_ranges, receive_ranges = (from_sizes([rows.numel() for rows in of]) for of in (sources, places))
 
         def job() -> None:
             sent = _by_rank(self._load_whole(own), send_ranges)
             self._bridge.all_to_all(sent, _by_rank(place.empty_whole(), receive_ranges))
             self._store([place])
 
-        return self._submit("all_to_all_single", job, [output])
+        return self._submit(name, job, [output])
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> HethubWork:
+        check_count("all_to_all", outputs, self._size)
+        check_row("all_to_all", inputs, outputs[self._rank], self._rank, self._size)
         if self._moves_natively(outputs[0]):
             given, received = dict(enumerate(inputs)), dict(enumerate(outputs))
             return self._move_natively("all_to_all", given, received, outputs, opts)
@@ -359,17 +378,6 @@ class HethubGroup(GroupCore):
 
     def _all_at(self, root: int, num_elements: int) -> list[Range]:
         return from_sizes([num_elements if rank == root else 0 for rank in range(self._size)])
-
-    def _rows(self, tensor: torch.Tensor, num_rows: list[int]) -> Sequence[torch.Tensor]:
-        """As `_row_ranges`, the tensors."""
-        return tensor.split(num_rows or [tensor.shape[0] // self._size] * self._size)
-
-    def _row_ranges(self, tensor: torch.Tensor, num_rows: list[int]) -> list[Range]:
-        """Per rank its rows of `tensor` as elements of the flat tensor; no sizes given means equal ones."""
-        if not num_rows:
-            return split(tensor.numel(), self._size)
-        row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
-        return from_sizes([rows * row for rows in num_rows])
 
 
 def _op(opts: Any) -> Any:

@@ -69,7 +69,7 @@ class ShmLink:
 
     def __init__(self, sock: socket.socket, peer: int, device: Device) -> None:
         self._socket = sock
-        self._peer = peer
+        self.peer = peer
         self._device = device
         self._own_blocks: dict[int, Block] = {}
         self._free: dict[int, list[Block]] = defaultdict(list)
@@ -186,9 +186,9 @@ class ShmLink:
                 return
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS):
-                    raise PeerError(self._peer, "connection closed") from error
+                    raise PeerError(self.peer, "connection closed") from error
         if len(self._outbox) == _MAX_QUEUED:
-            raise PeerError(self._peer, f"has left {_MAX_QUEUED} messages unread")
+            raise PeerError(self.peer, f"has left {_MAX_QUEUED} messages unread")
         self._outbox.append((bell + bytes(payload), None if descriptor is None else os.dup(descriptor)))
         if len(self._outbox) == 1:
             threading.Thread(target=self._empty_outbox, name="hethub-shm-outbox", daemon=True).start()
@@ -250,11 +250,11 @@ class ShmLink:
         except BlockingIOError:
             if flags:
                 return False
-            raise PeerError(self._peer, "no answer within the timeout") from None
+            raise PeerError(self.peer, "no answer within the timeout") from None
         except OSError as error:
-            raise PeerError(self._peer, "connection closed") from error
+            raise PeerError(self.peer, "connection closed") from error
         if not bell:
-            raise PeerError(self._peer, "connection closed")
+            raise PeerError(self.peer, "connection closed")
         kind, tag, number, num_bytes = _BELL.unpack_from(bell)
         with self._news:
             if kind in (_DATA, _INLINE):
@@ -283,14 +283,21 @@ def _map_block(number: int, size: int, rights: list[tuple[int, int, bytes]], dev
 class Borrowed:
     """A message in the sender's block."""
 
-    def __init__(self, link: ShmLink, tag: int, dtype: torch.dtype) -> None:
+    def __init__(self, link: ShmLink, tag: int, num_elements: int, dtype: torch.dtype) -> None:
         self._link = link
+        self._num_bytes = num_elements * dtype.itemsize
         self._tag = tag
         self._number = link.expect(tag)
         self._dtype = dtype
 
     def wait(self) -> torch.Tensor:
         self._block, num_bytes = self._link.take(self._tag, self._number)
+        if num_bytes != self._num_bytes:  # torch would copy one element to many
+            raise PeerError(
+                self._link.peer,
+                f"has sent {num_bytes} bytes, and {self._num_bytes} were expected: the ranks gave unlike tensors; debug mode"
+                " (HETHUB_DEBUG=1) names them",
+            )
         return self._block.view(num_bytes, self._dtype)
 
     def release(self) -> None:
@@ -339,10 +346,10 @@ class ShmRelay(Relay):
         return Sent()
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return CopiedOut(Borrowed(self._links[peer], tag, tensor.dtype), tensor)
+        return CopiedOut(Borrowed(self._links[peer], tag, tensor.numel(), tensor.dtype), tensor)
 
     def expect(self, num_elements: int, dtype: torch.dtype, peer: int, tag: int) -> Incoming:
-        return Borrowed(self._links[peer], tag, dtype)
+        return Borrowed(self._links[peer], tag, num_elements, dtype)
 
     def outgoing(self, num_elements: int, dtype: torch.dtype, peer: int) -> Outgoing:
         if num_elements * dtype.itemsize <= _INLINE_BYTES:

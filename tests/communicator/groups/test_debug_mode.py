@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hethub.communicator import all_gather_by_ranges, reduce_scatter_by_ranges
 from hethub.spec.ranges import from_sizes
-from tests.support.ranks import start_ranks
+from tests.support.ranks import start_ranks, values
 
 
 def enter_another_operation(world):
@@ -73,3 +73,16 @@ def test_debug_mode_names_the_rank_that_does_something_else(function, message):
     outcomes = start_ranks(3, function, connect={"islands": [[0, 2], [1]], "debug": True}, timeout_seconds=60)
     assert re.search(message, outcomes[0].error[1]), outcomes[0]
     assert all(outcome.error[0] == "RunFailed" for outcome in outcomes)
+
+
+def reduce_to_each(world):
+    tensors = [torch.ones(5) for _ in range(world.size)]
+    for root, tensor in enumerate(tensors):
+        dist.reduce(tensor, root)
+    return tensors[world.rank][0].item()
+
+
+def test_debug_mode_takes_the_ranks_of_a_device_for_alike():
+    """Of a reduce on a device only the root's library writes a result."""
+    connect = {"islands": [[0, 2], [1]], "debug": True, "staged_ranks": [0, 2]}
+    assert values(start_ranks(3, reduce_to_each, connect=connect, timeout_seconds=60)) == [3.0, 3.0, 3.0]

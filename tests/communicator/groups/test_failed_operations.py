@@ -120,3 +120,41 @@ def test_what_is_refused_at_submission_leaves_the_group_in_use():
     islands = {"HETHUB_ISLANDS": "0|1"}
     outcomes = start_ranks(2, refuse_what_has_no_meaning, timeout_seconds=60, environment=islands)
     assert values(outcomes) == [("BadInput", 2.0)] * 2
+
+
+def unlike_tensors():
+    """Calls whose own tensors do not fit, each by what the error says of them."""
+    two, narrow = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    return {
+        r"shape \(5,\) and no split sizes": lambda: dist.all_to_all_single(torch.ones(5), torch.ones(5)),
+        r"split sizes \[1, 1\]": lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [1, 1]),
+        r"split sizes \[2, 1, 1\]": lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 1, 1], [2, 1, 1]),
+        "all_to_all .* 3 elements .* one of 2": lambda: dist.all_to_all([torch.ones(3)] * 2, [two, two]),
+        "a whole of 10": lambda: dist.all_gather_into_tensor(torch.ones(10), torch.ones(4)),
+        "bfloat16 and a whole of": lambda: dist.all_gather_into_tensor(torch.ones(4), narrow),
+        "all_gather .* 1 elements .* one of 2": lambda: dist.all_gather([two, two], torch.ones(1)),
+        "a list of 3": lambda: dist.all_gather([two] * 3, two),
+        "a whole of 6": lambda: dist.reduce_scatter_tensor(two, torch.ones(6)),
+        "float32 and a whole of 4 elements of torch.bfloat16": lambda: dist.reduce_scatter_tensor(
+            two, narrow.repeat(2)
+        ),
+        "reduce_scatter .* 3 elements .* one of 2": lambda: dist.reduce_scatter(torch.ones(3), [two, two]),
+    }
+
+
+def refuse_what_does_not_fit(rank, store):
+    """The sum behind calls whose tensors do not fit."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    for said, call in unlike_tensors().items():
+        with pytest.raises(ValueError, match=said):
+            call()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor[0].item()
+
+
+@pytest.mark.parametrize("staged", ["", "0"])
+def test_tensors_that_do_not_fit_are_refused(staged):
+    environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_STAGED_RANKS": staged}
+    assert values(start_ranks(2, refuse_what_does_not_fit, timeout_seconds=60, environment=environment)) == [2.0, 2.0]

@@ -42,6 +42,15 @@ def test_both_sides_send_hundreds_of_messages_before_they_read(relays, num_eleme
             assert torch.equal(received, message(number + 1 - rank, num_elements))
 
 
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (30_000, 30_001)])
+def test_a_message_of_another_size_is_an_error(relays, sizes):
+    """torch copies one element to as many as are asked for."""
+    sent, expected = sizes
+    relays[0].send(message(1, sent), 1, tag=0)
+    with pytest.raises(PeerError, match=f"sent {4 * sent} bytes, and {4 * expected} were expected"):
+        relays[1].receive(torch.empty(expected), 0, tag=0).wait()
+
+
 def test_a_peer_that_never_reads_is_an_error(relays, monkeypatch):
     monkeypatch.setattr(shm, "_MAX_QUEUED", 10)
 
