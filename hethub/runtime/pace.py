@@ -58,6 +58,11 @@ class Pace:
     def end_host_copy(self, end: float | None) -> None:
         """The device waits for a copy."""
 
+    @contextmanager
+    def behind_host_copy(self, end: float | None) -> Iterator[None]:
+        """What the block starts comes behind a copy that the device does not wait for."""
+        yield
+
     def take_busy_seconds(self) -> dict[str, float] | None:
         """What this rank has computed since it was last asked, by kind of action; None where nobody looked at this
         step."""

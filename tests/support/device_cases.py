@@ -24,6 +24,7 @@ CASES = [
     Case(name="pipeline over their link", vendors="gg", stages=TWO_STAGES),
     Case(name="ministages over their link", vendors="gg", stages=CHUNKS, schedule="ministages"),
     Case(name="zero3 of two", vendors="gg", stages=[stage(ALL, *UNLIKE, zero=3)]),
+    Case(name="zero3 of two, offloaded", vendors="gg", stages=[stage(ALL, *UNLIKE, zero=3, offload=OFFLOADED[:1])]),
     Case(name="two beside a CPU", vendors="ggc", stages=[stage(ALL, *THREE, zero=2)]),
     Case(name="two beside a CPU, offloaded", vendors="ggc", stages=[stage(ALL, *THREE, zero=2, offload=OFFLOADED[:2])]),
     Case(name="degrees 2 and 1", vendors="ggc", stages=[stage(ALL, replica([0, 1], 6, 3), replica([2], 2), zero=1)]),

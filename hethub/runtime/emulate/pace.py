@@ -106,6 +106,13 @@ class EmulatedPace(Pace):
         if end is not None:
             self._clock.advance(end)
 
+    @contextmanager
+    def behind_host_copy(self, end: float | None) -> Iterator[None]:
+        before = self._clock.at
+        self._clock.at = max(before, end or before)
+        yield
+        self._clock.at = before
+
     def _begin(self, kind: Kind, seconds: float) -> None:
         self._kind = kind
         for sums in (self._emulated, self._busy):

@@ -8,6 +8,8 @@ arena, which is counted alike, and are done when they return. There it lies in m
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -139,3 +141,9 @@ class Fetch(Copy):
         values = super().wait()
         self._pace.end_host_copy(self._end)
         return values
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What the block begins for the device comes behind the copy, and the current stream's own work beside both."""
+        with self._stream.active(), self._pace.behind_host_copy(self._end):
+            yield

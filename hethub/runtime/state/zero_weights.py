@@ -5,6 +5,7 @@ A unit is what comes and goes as one, as in FSDP (hethub.runtime.state.zero).
 """
 
 from collections import Counter, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +27,7 @@ class _Present:
 
     buffer: Tensor | None = None
     fetch: Fetch | None = None
-    works: deque[tuple["dist.Work | None", LocalPiece, Tensor]] = field(default_factory=deque)
+    works: deque[tuple[Fetch | None, "dist.Work | None", LocalPiece, Tensor]] = field(default_factory=deque)
     is_complete: bool = False
 
 
@@ -73,8 +74,11 @@ class ZeroWeights:
         for piece in pieces:
             flat = self._empty(piece.piece.numel) if present.buffer is None else take(present.buffer, piece.weights)
             own, kept = flat[piece.own.start : piece.own.stop], owned[piece.home.start : piece.home.stop]
-            own.copy_(kept) if arena is None else arena.fetch(kept, own).wait()
-            present.works.append((piece.start_gather(flat), piece, flat))
+            fetch = None if arena is None else arena.fetch(kept, own)
+            if fetch is None:
+                own.copy_(kept)
+            with nullcontext() if fetch is None else fetch.behind():
+                present.works.append((fetch, piece.start_gather(flat), piece, flat))
 
     def finish(self, unit: int) -> None:
         """Returns when the unit's parameters have their weights."""
@@ -87,9 +91,10 @@ class ZeroWeights:
         if present.buffer is None:
             present.buffer = self._empty(whole.numel)
         while present.works:
-            work, piece, flat = present.works.popleft()
-            if work is not None:
-                work.wait()
+            fetch, work, piece, flat = present.works.popleft()
+            for awaited in (fetch, work):
+                if awaited is not None:
+                    awaited.wait()
             put(present.buffer, piece.weights, flat)
         present.is_complete = True
         for placed, _, view in whole.views(present.buffer):

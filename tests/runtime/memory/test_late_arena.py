@@ -1,9 +1,11 @@
 """Copies between host and device on a late device: both ways at once, each buffer's in their order, and no more memory."""
 
 import time
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+import pytest
 import torch
 
 from hethub.communicator import Rendezvous, connect
@@ -162,3 +164,33 @@ def test_an_offloaded_update_holds_two_batches() -> None:
     [(grown, largest, whole)] = values(start_ranks(1, step_offloaded, case))
     assert whole > 7 * largest
     assert largest <= grown < 2.5 * largest
+
+
+def start_beside_computing(rank: int, store: Any, case: Case) -> tuple[bool, bool]:
+    """Whether what is computed goes on while copies from the host stand still, and whether the weights come behind them."""
+    device, world, trainer = late_trainer(rank, store, case)
+    weights = trainer.zero_manager.weights
+    arena, slow = weights._storage.arena, engine.Point()
+    weights.start(1)
+    weights.finish(1)
+    expected = weights._present[1].buffer.cpu()
+    weights.free(1)
+    device.synchronize()
+    arena._up.wait(slow)
+    weights.start(1)
+    goes_on = device.current_stream().record().reached.wait(5)
+    slow.reached.set()
+    device.new_stream().record().synchronize()  # wakes what waits for it
+    weights.finish(1)
+    is_there = bool((weights._present[1].buffer.cpu() == expected).all())
+    weights.free(1)
+    world.close()
+    return goes_on, is_there
+
+
+@pytest.mark.parametrize("vendors", ["gg", "gc"])
+def test_a_layer_computes_while_the_next_one_s_weights_are_fetched_and_gathered(vendors: str) -> None:
+    """The compute stream waited for the copy before the gather, and so before the layer at work."""
+    [case] = [case for case in CASES if case.name == "zero3 of two, offloaded"]
+    found = values(start_ranks(2, start_beside_computing, replace(case, vendors=vendors)))
+    assert found == [(True, True)] * 2
