@@ -83,8 +83,10 @@ def warm_up(layout: Layout, rank: int, device: Device, *, document_mask: bool = 
     stage of many chunks does between its messages. Else the first microbatch of a deep pipeline would wait for one stage's
     compiler after the other."""
     own, plan = layout.assignment_of[rank], layout.plan
-    accelerator, tp = layout.cluster.places[rank].accelerator, layout.replica(own.stage, own.replica).tp
-    stage = build_bench_stage(layout.model, accelerator, plan.precision, device, plan.seq_len, tp)
+    accelerator, replica = layout.cluster.places[rank].accelerator, layout.replica(own.stage, own.replica)
+    stage = build_bench_stage(
+        layout.model, accelerator, plan.precision, device, plan.seq_len, replica.tp, replica.tensor_shares, own.position
+    )
     bench = _Bench(stage, device, 0.0)
     for size in {microbatch.samples.size for microbatch in layout.microbatches_of(own.stage, own.replica)}:
         bench.layer(size)
@@ -116,24 +118,32 @@ def _halves(batch: int, seq_len: int, device: Device) -> Documents:
 
 
 def build_bench_stage(
-    model: ModelSpec, accelerator: AcceleratorSpec, precision: Precision, device: Device, seq_len: int, tp: int
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    precision: Precision,
+    device: Device,
+    seq_len: int,
+    tp: int,
+    tensor_shares: Sequence[float] | None = None,
+    position: int = 0,
 ) -> Stage:
-    """A one-layer model's first shard of `tp`, with embedding and head."""
+    """A one-layer model's shard at `position` of `tp`, equal or as `tensor_shares` cut it, with embedding and head."""
     one = model.replace(layers=1)
     cluster = ClusterSpec.model_validate(
         {"name": "bench", "nodes": [{"name": "n", "accelerator": accelerator, "accelerators": tp}]}
     )
-    replica = {"ranks": list(range(tp)), "micro_batch": 1, "samples": 1}
+    replica = {"ranks": list(range(tp)), "micro_batch": 1, "samples": 1, "tensor_shares": tensor_shares}
     plan = PlanSpec.model_validate(
         {"model": one.name, "cluster": "bench", "global_batch": 1, "seq_len": seq_len, "precision": precision,
          "stages": [{"layers": [[0, 1]], "replicas": [replica]}]}
     )  # fmt: skip
     layout = bind(plan, one, cluster)
-    storage = FlatStorage(StateMap(layout), layout.assignments[0], precision, device.torch_device)
+    own = layout.assignment_of[position]
+    storage = FlatStorage(StateMap(layout), own, precision, device.torch_device)
     initialise(storage, one, seed=0)
     for parameter in storage.parameters.values():
         parameter.start_step(2**40, lambda done: None)
-    return Stage(layout, layout.assignments[0], storage, TensorGroup(None))
+    return Stage(layout, own, storage, TensorGroup(None, is_cut=tp > 1))
 
 
 class _Bench:
@@ -151,15 +161,17 @@ class _Bench:
     def embedding(self, batch: int) -> tuple[float, float]:
         stage, tokens = self.stage, self._tokens(batch).reshape(-1)
         assert stage.embedding is not None
-        weight = stage.embedding
-        return self._repeated(lambda: embed(tokens, 0, stage.group, weight), torch.ones_like(self._hidden(batch)))
+        weight, first = stage.embedding, stage.shares.vocab.start
+        return self._repeated(lambda: embed(tokens, first, stage.group, weight), torch.ones_like(self._hidden(batch)))
 
     def head(self, batch: int) -> tuple[float, float]:
         stage, x, targets = self.stage, self._hidden(batch), self._tokens(batch).reshape(-1)
         assert stage.norm is not None
         assert stage.head is not None
-        norm, head = stage.norm, stage.head
-        return self._repeated(lambda: head_loss(rms_norm(x, norm, stage.eps), targets, 0, 1.0, stage.group, head), None)
+        norm, head, first = stage.norm, stage.head, stage.shares.vocab.start
+        return self._repeated(
+            lambda: head_loss(rms_norm(x, norm, stage.eps), targets, first, 1.0, stage.group, head), None
+        )
 
     def _hidden(self, batch: int) -> Tensor:
         weights = self.stage.storage.weights
@@ -168,8 +180,10 @@ class _Bench:
         ).requires_grad_()
 
     def _tokens(self, batch: int) -> Tensor:
-        held = self.stage.shares.vocab.size
-        return torch.randint(0, held, (batch, self.stage.seq_len), device=self.stage.storage.weights.device)
+        held = self.stage.shares.vocab
+        return torch.randint(
+            held.start, held.stop, (batch, self.stage.seq_len), device=self.stage.storage.weights.device
+        )
 
     def _repeated(self, run: Callable[[], Tensor], grad: Tensor | None) -> tuple[float, float]:
         clock = Clock(self.device)

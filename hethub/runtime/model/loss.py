@@ -45,7 +45,7 @@ def _losses(logits: Tensor, targets: Tensor, first: int, group: TensorGroup) -> 
     """The summed loss of a chunk in at least fp32; then, for its gradient, of each token the largest logit and the sum
     of exponentials. Logits of at least fp32 become exponentials."""
     largest = None
-    if group.group is not None:
+    if group.is_cut:
         largest = group.max(logits.amax(dim=1).to(torch.promote_types(logits.dtype, torch.float32)))
     largest, sums = _statistics(logits, targets, largest, first)
     total, target = group.sum(sums)

@@ -18,11 +18,12 @@ from hethub.runtime.state.parameter import Parameter
 class TensorGroup:
     """The ranks of a replica; sums over them, and does nothing where the replica is one rank.
 
-    `pace` is told, so that what a rank computes can be timed without what it waits for.
+    `pace` is told, so that what a rank computes can be timed without what it waits for. A rank that `is_cut` holds a
+    shard, also where the others are not there and nothing is summed: then what a shard computes is timed, or warmed up.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, pace: Pace | None = None) -> None:
-        self.group, self._pace = group, pace or Pace()
+    def __init__(self, group: dist.ProcessGroup | None, pace: Pace | None = None, *, is_cut: bool = False) -> None:
+        self.group, self.is_cut, self._pace = group, is_cut or group is not None, pace or Pace()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` summed in place over the group."""
@@ -107,7 +108,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tokens: Tensor, first: int, group: TensorGroup, weight: Parameter) -> Tensor:
         local = tokens - first
         held = (local >= 0) & (local < weight.weight.shape[0])
-        ctx.weight, ctx.whole = weight, group.group is None
+        ctx.weight, ctx.whole = weight, not group.is_cut
         rows = local if ctx.whole else local.where(held, 0)
         ctx.save_for_backward(rows, held)
         embedded = weight.weight.index_select(0, rows)

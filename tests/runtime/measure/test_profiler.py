@@ -1,6 +1,7 @@
 """The profiler on real ranks: every level of link, every point asked for, one profile on all ranks, and it predicts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,9 +87,14 @@ WARMED = Case(
     train={"compile": True},
     document_mask=True,
 )
+UNEVEN = replace(
+    WARMED,
+    name="unlike tensor_shares",
+    stages=[stage((0, 4), replica([0, 1], 6, 2, tensor_shares=[3, 1]), replica([2, 3], 2, tensor_shares=[1, 3]))],
+)
 
 
-def compile_once(world: Any) -> tuple[int, int]:
+def compile_once(world: Any, case: Case) -> tuple[int, int]:
     """Programs made by warming up, and by two steps after it."""
     import torch
 
@@ -101,15 +107,16 @@ def compile_once(world: Any) -> tuple[int, int]:
     choose(True)
     attended, mix = [], layers._mix
     layers._mix = lambda q, k, v, own, window=None: attended.append(own and own.sizes) or mix(q, k, v, own, window)
-    warm_up(WARMED.layout(), world.rank, world.device, document_mask=True)
+    warm_up(case.layout(), world.rank, world.device, document_mask=True)
     assert {None if sizes is None else set(sizes) == {8} for sizes in attended} == {None, True}  # halves of a sample
-    warmed, trainer = len(made), build_trainer(world, WARMED)
+    warmed, trainer = len(made), build_trainer(world, case)
     for step in (1, 2):
         trainer.run_step(step)
     return warmed, len(made) - warmed
 
 
-def test_what_a_first_step_would_compile_is_compiled_before() -> None:
-    for warmed, later in run_ranks(4, compile_once, islands=[[0, 1, 2, 3]]):
+@pytest.mark.parametrize("case", [WARMED, UNEVEN], ids=lambda case: case.name)
+def test_what_a_first_step_would_compile_is_compiled_before(case: Case) -> None:
+    for warmed, later in run_ranks(4, compile_once, case, islands=[[0, 1, 2, 3]]):
         assert warmed > 0
         assert later == 0
