@@ -123,13 +123,15 @@ def test_a_folder_with_a_run_is_not_new_and_one_without_cannot_be_resumed(tmp_pa
 # -- signals and lines -------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_is_remembered_and_given_back():
-    before = signal.getsignal(signal.SIGUSR1)
+def test_a_signal_is_remembered_and_given_back_but_for_the_one_that_only_asks_to_save():
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     with StopSignal() as stop:
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.requested
-    assert signal.getsignal(signal.SIGUSR1) == before
+    behind = {number: signal.getsignal(number) for number in before}
+    signal.signal(signal.SIGUSR1, before[signal.SIGUSR1])
+    assert behind == before | {signal.SIGUSR1: signal.SIG_IGN}
 
 
 def test_a_long_run_prints_a_plain_line_for_so_many_steps():
