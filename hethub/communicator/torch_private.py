@@ -117,15 +117,14 @@ def attach_backend(group: dist.ProcessGroup, inner: Any) -> None:
         group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.CUSTOM, inner)
 
 
-def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, options: Any) -> Any:
-    """Gives a plain group the island's native backends: Gloo for host tensors, NCCL or RCCL for the device's, which is
-    returned; None on a CPU."""
+def attach_native(group: dist.ProcessGroup, gloo: GlooGroup, device: Device, options: Any, store: dist.Store) -> Any:
+    """Gives a plain group the island's native backends: Gloo for host tensors, NCCL or RCCL for the device's, which meets
+    in `store` and is returned; None on a CPU."""
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo._set_sequence_number_for_group()
     if not device.is_gpu:
         return None
-    store = dist.PrefixStore("cuda", options.store)
     nccl = create_nccl_group(store, options.group_rank, options.group_size, options.timeout.total_seconds())
     nccl._set_sequence_number_for_group()
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)

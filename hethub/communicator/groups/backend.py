@@ -65,19 +65,14 @@ def _make_group(context: Context, options: Any, *, is_default: bool) -> dist.Pro
 
 def with_native_backends(group: dist.ProcessGroup, context: Context, options: Any) -> dist.ProcessGroup:
     """The group, run by the island's native library with nothing of ours in between."""
-    gloo = torch_private.create_gloo_group(
-        dist.PrefixStore("cpu", options.store),
-        options.group_rank,
-        options.group_size,
-        options.timeout.total_seconds(),
-        context.rendezvous.address,
-    )
-    context.watch_gloo(gloo, options.group_rank, options.group_size, options.group_id)
-    nccl = torch_private.attach_native(group, gloo, context.device, options)
+    name, members = options.group_id, torch_private.global_ranks(options)
+    gloo = context.gloo_group(name, members, options.timeout.total_seconds())
+    store = dist.PrefixStore(f"nccl/{name}", context.rendezvous.store)
+    nccl = torch_private.attach_native(group, gloo, context.device, options, store)
     if nccl is not None:
-        context.watch_nccl(nccl, options.group_id)
+        context.watch_nccl(nccl, name)
     watch_group(group, context.turn_of)
-    context.release_with(group, options.group_id)
+    context.release_with(group, name)
     return group
 
 
@@ -98,18 +93,20 @@ def context_from_environment(options: Any) -> Context:
     HETHUB_DEBUG and HETHUB_STAGED_RANKS are what `connect` takes as arguments.
     """
     rank, size = options.group_rank, options.group_size
-    hosts = exchanged(dist.PrefixStore("hosts", options.store), rank, size, host_identity())
+    # A launcher's store outlives a world, and would tell the next one where the ranks of the last one are.
+    store = dist.PrefixStore(f"world/{options.store.add(f'worlds/{rank}', 1)}", options.store)
+    hosts = exchanged(dist.PrefixStore("hosts", store), rank, size, host_identity())
     local_rank, local_size = place_on_host(rank, hosts)
     interface = choose_interface(os.environ.get("HETHUB_NETWORK"), is_multi_node=len(set(hosts)) > 1)
     rendezvous = Rendezvous(
-        store=options.store,
+        store=store,
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
         address=interface.address,
         interface=interface.name,
-        token=agree_on_token(options.store, rank, os.environ.get(TOKEN_VARIABLE)),
+        token=agree_on_token(store, rank, os.environ.get(TOKEN_VARIABLE)),
         launcher="init_process_group",
     )
     emulated = os.environ.get("HETHUB_ISLANDS")

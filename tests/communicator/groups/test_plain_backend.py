@@ -1,6 +1,7 @@
 """`init_process_group("hethub")` by itself, as any PyTorch program would call it."""
 
 import os
+import time
 from unittest import mock
 
 import pytest
@@ -129,6 +130,27 @@ def test_several_hosts_need_a_network_that_joins_them():
 def without_a_network(rank, store):
     with mock.patch("hethub.spec.network.socket.gethostname", mock.Mock(return_value="localhost")):
         on_two_hosts(rank, store)
+
+
+def meet_again(rank, store):
+    """Sums of worlds that follow each other in one store, as torchrun's ranks have it; they leave at unlike times."""
+    sums = []
+    for _ in range(3):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+        tensor = torch.ones(3)
+        for group in (None, dist.new_group([0, 2]), dist.new_group([0, 1, 2])):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.all_reduce(tensor, group=group)
+        time.sleep(0.2 * rank)
+        dist.destroy_process_group()
+        sums.append(tensor[0].item())
+    return sums
+
+
+@pytest.mark.parametrize("islands", ["0,2|1", "0,1,2"])
+def test_a_process_group_can_be_made_anew_in_the_store_of_the_last_one(islands):
+    outcomes = start_ranks(3, meet_again, environment={"HETHUB_ISLANDS": islands}, timeout_seconds=60)
+    assert values(outcomes) == [[15.0] * 3] * 3
 
 
 def refuse_islands(rank, store):
