@@ -1,9 +1,10 @@
 """Makes a world's context: agree on who is who, find the islands, connect relays and the liveness watch."""
 
+import contextlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from hethub.communicator import torch_private
 from hethub.communicator.bridge.wire import check_wire
 from hethub.communicator.context import Context
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
-from hethub.communicator.joining.rendezvous import Rendezvous, exchanged
+from hethub.communicator.joining.rendezvous import Rendezvous, exchange_last_words, exchanged
 from hethub.communicator.joining.settings import as_told, first_difference
 from hethub.communicator.joining.versions import Software, check_same
 from hethub.communicator.joining.watch import watch_over
@@ -21,7 +22,7 @@ from hethub.communicator.relays.connection import Connector
 from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,24 @@ def check_staged(islands: Islands, staged_ranks: Sequence[int]) -> None:
 def exchange_facts(rendezvous: Rendezvous, own: RankFacts) -> list[RankFacts]:
     """What every rank says of itself, in rank order."""
     store = dist.PrefixStore("facts", rendezvous.store)
-    said = exchanged(store, rendezvous.rank, rendezvous.size, json.dumps(asdict(own)))
-    return [RankFacts(**json.loads(each)) for each in said]
+    said = [json.loads(each) for each in exchanged(store, rendezvous.rank, rendezvous.size, json.dumps(asdict(own)))]
+    for rank, each in enumerate(said):
+        if "fault" in each:
+            raise (BadInput if each["is_input"] else RunFailed)(f"rank {rank} ({each['host']}): {each['fault']}")
+    return [RankFacts(**each) for each in said]
+
+
+@contextlib.contextmanager
+def faults_told(store: dist.Store, rank: int, size: int) -> Iterator[None]:
+    """What goes wrong on this rank in the block is told to the others, who would wait for it in `exchange_facts`."""
+    try:
+        yield
+    except Exception as error:
+        is_input = isinstance(error, BadInput)
+        fault = str(error) if is_input else f"{type(error).__name__}: {error}"
+        own = {"fault": fault, "is_input": is_input, "host": socket.gethostname()}
+        exchange_last_words(dist.PrefixStore("facts", store), rank, size, json.dumps(own))
+        raise
 
 
 def check_facts(facts: Sequence[RankFacts]) -> None:

@@ -15,7 +15,7 @@ from hethub.communicator.groups.process_group import HethubGroup
 from hethub.communicator.joining.islands import parse_islands, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous, agree_on_token, exchanged
 from hethub.communicator.relays.shm_connection import host_identity
-from hethub.communicator.setup import make_context
+from hethub.communicator.setup import faults_told, make_context
 from hethub.kernels.device import choose_device
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE, choose_interface
@@ -95,10 +95,31 @@ def context_from_environment(options: Any) -> Context:
     rank, size = options.group_rank, options.group_size
     # A launcher's store outlives a world, and would tell the next one where the ranks of the last one are.
     store = dist.PrefixStore(f"world/{options.store.add(f'worlds/{rank}', 1)}", options.store)
+    with faults_told(store, rank, size):
+        rendezvous = _meeting(store, rank, size)
+        device = choose_device(rendezvous.local_rank, rendezvous.local_size)
+        emulated = os.environ.get("HETHUB_ISLANDS")
+        islands = parse_islands(emulated, size) if emulated else None
+        staged = [int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word]
+    return make_context(
+        rendezvous,
+        device=device,
+        islands=islands,
+        relay=os.environ.get("HETHUB_RELAY", "auto"),
+        wire=os.environ.get("HETHUB_WIRE", "exact"),
+        timeout_seconds=options.timeout.total_seconds(),
+        debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
+        staged_ranks=staged,
+    )
+
+
+def _meeting(store: dist.Store, rank: int, size: int) -> Rendezvous:
+    """Where this rank is. Raises BadInput."""
     hosts = exchanged(dist.PrefixStore("hosts", store), rank, size, host_identity())
+    token = agree_on_token(store, rank, os.environ.get(TOKEN_VARIABLE))  # first: for rank 0's the others wait
     local_rank, local_size = place_on_host(rank, hosts)
     interface = choose_interface(os.environ.get("HETHUB_NETWORK"), is_multi_node=len(set(hosts)) > 1)
-    rendezvous = Rendezvous(
+    return Rendezvous(
         store=store,
         rank=rank,
         size=size,
@@ -106,19 +127,8 @@ def context_from_environment(options: Any) -> Context:
         local_size=local_size,
         address=interface.address,
         interface=interface.name,
-        token=agree_on_token(store, rank, os.environ.get(TOKEN_VARIABLE)),
+        token=token,
         launcher="init_process_group",
-    )
-    emulated = os.environ.get("HETHUB_ISLANDS")
-    return make_context(
-        rendezvous,
-        device=choose_device(local_rank, local_size),
-        islands=parse_islands(emulated, size) if emulated else None,
-        relay=os.environ.get("HETHUB_RELAY", "auto"),
-        wire=os.environ.get("HETHUB_WIRE", "exact"),
-        timeout_seconds=options.timeout.total_seconds(),
-        debug=os.environ.get("HETHUB_DEBUG", "0") == "1",
-        staged_ranks=[int(word) for word in os.environ.get("HETHUB_STAGED_RANKS", "").split(",") if word],
     )
 
 

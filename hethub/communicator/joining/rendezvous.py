@@ -1,10 +1,12 @@
 """Where the ranks of a job first meet: a store, who they are, and the address each may listen on."""
 
+import contextlib
 import json
 import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -12,6 +14,8 @@ from hethub.communicator.joining.connection import proof
 from hethub.communicator.joining.watch import Watch
 from hethub.spec.errors import BadInput
 from hethub.spec.network import TOKEN_VARIABLE
+
+_LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +70,25 @@ def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
     waits for them, and nobody for it.
     """
     store.set(str(rank), own)
-    said = [store.get(str(other)).decode() for other in range(size)]
-    if store.add("read", 1) == size:
-        store.set("all-read", "")
+    said = [each.decode() for each in store.multi_get([str(other) for other in range(size)])]
+    _leave(store, size)
     if rank == 0:
         store.get("all-read")
     return said
+
+
+def exchange_last_words(store: dist.Store, rank: int, size: int, own: str) -> None:
+    """As `exchanged`, for a rank that ends and so need not hear the others."""
+    store.set(str(rank), own)
+    _leave(store, size)
+    if rank == 0:
+        with contextlib.suppress(dist.DistError):
+            store.wait(["all-read"], timedelta(seconds=_LEAVE_SECONDS))
+
+
+def _leave(store: dist.Store, size: int) -> None:
+    if store.add("read", 1) == size:
+        store.set("all-read", "")
 
 
 def agree_on_token(store: dist.Store, rank: int, given: str | None) -> str:

@@ -162,3 +162,21 @@ def refuse_islands(rank, store):
 def test_wrong_islands_are_refused():
     for message in values(start_ranks(2, refuse_islands, environment={"HETHUB_ISLANDS": "0,1|2"})):
         assert "ranks 0 to 1 exactly once" in message
+
+
+def name_a_network_on(rank, store, where):
+    """What a rank hears of a network in which one of them has no address, and for how long it has waited."""
+    os.environ["HETHUB_NETWORK"] = "203.0.113.0/24" if rank == where else "127.0.0.0/8"
+    begun = time.monotonic()
+    with pytest.raises(BadInput) as refused:
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    return str(refused.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_what_is_wrong_on_one_rank_is_said_on_all_of_them(where):
+    """The others would wait for it for the group's timeout, which is half an hour if the program names none."""
+    for rank, (message, seconds) in enumerate(values(start_ranks(3, name_a_network_on, where, timeout_seconds=60))):
+        assert "has no address in the network 203.0.113.0/24" in message
+        assert message.startswith(f"rank {where} (") or rank == where
+        assert seconds < 15
