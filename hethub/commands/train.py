@@ -47,21 +47,31 @@ def run(options: argparse.Namespace) -> int:
     need_torch("train")
     from hethub.runtime.going_on import goes_on_by_itself
     from hethub.runtime.launch.end_signal import end_unmet
+    from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
 
     by_itself = goes_on_by_itself(options.resume)
-    if options.resume is not None and options.run_dir is not None and not by_itself:
-        raise BadInput(
-            "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
-        )
     before = signal.signal(signal.SIGUSR1, end_unmet)  # until the ranks have met, who listen to it themselves
     try:
-        stopped = _run_program(options) if runs_program(options.job, options.set, options.plan) else _run_plan(options)
+        is_program = runs_program(options.job, options.set, options.plan)
+        with one_voice_per_node(launch_info()):
+            _check(options, by_itself=by_itself, is_program=is_program)
+        stopped = _run_program(options) if is_program else _run_plan(options)
     except RunFailed as error:
         error.again = by_itself
         raise
     finally:
         signal.signal(signal.SIGUSR1, before)
     return STOPPED if stopped else 0
+
+
+def _check(options: argparse.Namespace, *, by_itself: bool, is_program: bool) -> None:
+    """Raises BadInput where what was given does not go together."""
+    if options.resume is not None and options.run_dir is not None and not by_itself:
+        raise BadInput(
+            "--resume and --run-dir name two run folders; a resumed run goes on in its own. Give one of them."
+        )
+    if is_program and options.profile is not None:
+        raise BadInput("--profile is not taken by strategy hap, whose times are estimates; leave it out.")
 
 
 def _run_plan(options: argparse.Namespace) -> bool:
@@ -87,8 +97,6 @@ def _run_program(options: argparse.Namespace) -> bool:
     from hethub.report.program import finish_program_run
     from hethub.runtime.program.train import train_program
 
-    if options.profile is not None:
-        raise BadInput("--profile is not taken by strategy hap, whose times are estimates; leave it out.")
     summary = train_program(
         options.job, overrides=options.set, plan_path=options.plan, run_dir=options.run_dir, resume=options.resume,
         accept_changes=options.accept_changes,

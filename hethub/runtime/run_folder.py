@@ -131,7 +131,7 @@ class RunFolder:
         """As `start`, without a described model; `plan` is the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
-        if not self._has_ranks_of(cluster):  # as long as the old cluster's file tells
+        if not self.has_ranks_of(cluster):  # as long as the old cluster's file tells
             self._remove(*_OF_RANKS)
         self._write("job.yaml", dump_yaml(with_whole_paths(job)))
         self._write(self.cluster.name, dump_yaml(cluster.to_dict()))
@@ -139,7 +139,7 @@ class RunFolder:
         self._write_json("prediction.json", prediction)
         self._write_json("communicator.json", communication)
 
-    def _has_ranks_of(self, cluster: ClusterSpec) -> bool:
+    def has_ranks_of(self, cluster: ClusterSpec) -> bool:
         """Whether the run here was last on such accelerators, on as many machines."""
         try:
             before = load_cluster(self.cluster)
@@ -151,7 +151,7 @@ class RunFolder:
         """What the run in this folder communicated over (`World.relays`); None where it has not got that far, or was on
         other ranks than the cluster's. Raises BadInput."""
         path = self.path / "communicator.json"
-        if not path.exists() or not self._has_ranks_of(cluster):
+        if not path.exists() or not self.has_ranks_of(cluster):
             return None
         try:
             source = Source(str(path))

@@ -193,6 +193,14 @@ def test_a_mistake_in_the_arguments_is_one_paragraph(name, tmp_path):
     check_refused(train(tmp_path, *arguments, size=1), *words)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--resume", "a", "--run-dir", "b"], ["--set", "plan=hap", "--profile", "p.json"]]
+)
+def test_what_does_not_go_together_is_said_once_for_all_ranks(arguments, tmp_path):
+    write_job(tmp_path / "job", cluster_name="detect", plan="auto")
+    check_refused(train(tmp_path, *arguments, size=2), "--resume" if "--resume" in arguments else "--profile")
+
+
 def little_host_memory(rank):
     """Hosts of which the ranks find 4 KiB of memory."""
     from hethub.runtime.launch import preflight

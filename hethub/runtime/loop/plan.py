@@ -60,7 +60,7 @@ def choose_plan(
     """The plan named or found, its prediction and its run folder, the same on every rank, or BadInput on every rank.
 
     Rank 0 claims the folder for this job before it plans. Where a plan is to be found and the job wishes it, the ranks
-    measure themselves first, and the layout's cluster tells unlike ones apart, as it does where a run keeps its plan.
+    measure themselves first, and the layout's cluster tells unlike ones apart, as it does where a run goes on.
     """
     profile, lines = consensus(meeting, "profile", lambda: profile_for(job, profile_path)), list[str]()
     opened, plan_file = None, None  # on rank 0
@@ -161,7 +161,7 @@ def _decide(
     software, constraints = hethub_software(job.spec.train.compile), job.spec.constraints
     if goes_on and not folder.plan.exists():
         notes.append(f"{folder.plan} is missing: the plan is the job's")
-    if profile is None and plan_file == folder.plan:
+    if profile is None and goes_on and plan_file is not None:
         cluster, profile = _measured_before(folder, job, cluster)
     if plan_file is not None:
         layout = bind(load_plan_of(job, plan_file), job.model, cluster)
@@ -217,15 +217,16 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
 
 
 def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> tuple[ClusterSpec, ProfileSpec | None]:
-    """What counted in the prediction of a run that keeps its plan, so that it goes on counting, and the cluster as that
-    tells its ranks apart; None where nothing did, or where it was measured with other software or accelerators than these."""
+    """What a run that goes on under a plan had measured of these ranks, so that it goes on counting, and the cluster as that
+    tells them apart; None where it had measured nothing, or with other software or other ranks than these."""
     try:
         profile = load_profile(folder.profile)
         profile.check_version()
         profile.check_devices(cluster, job.spec.train.precision)
-        return tell_apart_as(cluster, load_cluster(folder.cluster)), profile
+        told = tell_apart_as(cluster, load_cluster(folder.cluster))
     except BadInput:
         return cluster, None
+    return (told, profile) if folder.has_ranks_of(told) else (cluster, None)
 
 
 def _defaults_of_laptops(spec: JobSpec) -> list[str]:

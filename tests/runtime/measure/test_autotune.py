@@ -29,6 +29,7 @@ from hethub.spec.plan import load_plan
 from tests.predictor.plans import cluster, uniform
 from tests.support.command import ranks
 from tests.support.curves import TINY, curve
+from tests.support.job_files import plan as plan_file
 from tests.support.job_files import write_job, write_yaml
 
 TRAIN = TrainSpec(global_batch=8, seq_len=32)
@@ -233,6 +234,16 @@ def test_a_run_that_keeps_its_plan_keeps_its_ranks_told_apart(tmp_path):
         json.loads((tmp_path / "run" / "prediction.json").read_text())["step_seconds"]
         == json.loads(predicted)["step_seconds"]
     )
+
+
+def test_a_run_that_goes_on_under_another_plan_keeps_what_its_ranks_had_measured(tmp_path):
+    autotuned_job(tmp_path / "job", steps=1)
+    _, *first = trained(tmp_path, "--run-dir", "run", hook=uneven)
+    stages = [{"layers": [[0, 4]], "replicas": [{"ranks": [rank], "micro_batch": 2, "samples": 4} for rank in (0, 1)]}]
+    other = write_yaml(tmp_path / "other.yaml", plan_file(stages))
+    printed, *again = trained(tmp_path, "--resume", "run", "--plan", other, "--set", "train.steps=2", hook=uneven)
+    assert first == again == [["CPU-core", "CPU-core~1"], ["CPU-core", "CPU-core~1"]]
+    assert "measured itself" not in printed
 
 
 @pytest.mark.parametrize(("measure", "measured"), [("always", ["CPU-core"]), ("never", [])])
