@@ -21,7 +21,7 @@ _NEWS_SECONDS = 2.0  # a lost store is often felt before its cause is told
 def all_gather(meeting: Rendezvous, key: str, value: Any) -> list[Any]:
     """Every rank's JSON-able value, by rank; all ranks call it with the same key."""
     _tell(meeting, key, {"value": value})
-    return [_hear(meeting, key, rank)["value"] for rank in range(meeting.size)]
+    return [answer["value"] for answer in _hear(meeting, key, range(meeting.size))]
 
 
 def consensus(meeting: Rendezvous, key: str, attempt: Callable[[], T], *, patience_seconds: float | None = None) -> T:
@@ -33,7 +33,7 @@ def consensus(meeting: Rendezvous, key: str, attempt: Callable[[], T], *, patien
     """
     result, answer = _attempt(meeting, key, attempt)
     _tell(meeting, key, answer)
-    _conclude(meeting, [_hear(meeting, key, rank, patience_seconds) for rank in range(meeting.size)])
+    _conclude(meeting, _hear(meeting, key, range(meeting.size), patience_seconds))
     return result  # type: ignore[return-value]
 
 
@@ -42,7 +42,7 @@ def broadcast(meeting: Rendezvous, key: str, decide: Callable[[], T], *, patienc
     if meeting.rank == 0:
         result, answer = _attempt(meeting, key, decide)
         _tell(meeting, key, {**answer, "value": result})
-    answer = _hear(meeting, key, 0, patience_seconds)
+    [answer] = _hear(meeting, key, [0], patience_seconds)
     _conclude(meeting, [answer])
     value: T = answer["value"]
     return value
@@ -61,32 +61,42 @@ def _attempt(meeting: Rendezvous, key: str, attempt: Callable[[], T]) -> tuple[T
 
 
 def _tell(meeting: Rendezvous, key: str, answer: Answer) -> None:
-    with _reaching(meeting, key, 0):
-        meeting.store.set(f"agree/{key}/{meeting.rank}", json.dumps(answer))
+    with _reaching(meeting, key, [0]):
+        meeting.store.set(_place(key, meeting.rank), json.dumps(answer))
 
 
-def _hear(meeting: Rendezvous, key: str, rank: int, patience_seconds: float | None = None) -> Answer:
-    """What a rank has told. Where one fails meanwhile, the watch ends this process, whatever it waits for."""
-    place = f"agree/{key}/{rank}"
-    with _reaching(meeting, key, rank):
+def _place(key: str, rank: int) -> str:
+    return f"agree/{key}/{rank}"
+
+
+def _hear(meeting: Rendezvous, key: str, ranks: Sequence[int], patience_seconds: float | None = None) -> list[Answer]:
+    """What the ranks have told. Where one fails meanwhile, the watch ends this process, whatever it waits for."""
+    places = [_place(key, rank) for rank in ranks]
+    with _reaching(meeting, key, ranks):
         seconds = patience_seconds or meeting.store.timeout.total_seconds()  # type: ignore[attr-defined]
-        meeting.store.wait([place], timedelta(seconds=seconds))
-        answer: Answer = json.loads(meeting.store.get(place))
-        return answer
+        meeting.store.wait(places, timedelta(seconds=seconds))
+        return [json.loads(answer) for answer in meeting.store.multi_get(places)]
 
 
 @contextmanager
-def _reaching(meeting: Rendezvous, key: str, rank: int) -> Iterator[None]:
+def _reaching(meeting: Rendezvous, key: str, ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
         failure = meeting.watch.liveness.wait_for_failure(_NEWS_SECONDS) if meeting.watch is not None else None
         if failure is not None:
             raise RunFailed(f"rank {meeting.rank} ends because {failure}.") from None
-        reason = str(error).splitlines()[0]
+        silent, reason = _silent(meeting, key, ranks), str(error).splitlines()[0]
         raise RunFailed(
-            f"rank {meeting.rank} heard nothing from rank {rank} when the ranks were to agree on the {key}: {reason}"
+            f"rank {meeting.rank} heard nothing from rank {silent} when the ranks were to agree on the {key}: {reason}"
         ) from None
+
+
+def _silent(meeting: Rendezvous, key: str, ranks: Sequence[int]) -> int:
+    """The first rank that has told nothing; rank 0, which serves the store, where that does not say."""
+    with suppress(dist.DistError):
+        return next((rank for rank in ranks if not meeting.store.check([_place(key, rank)])), 0)
+    return 0
 
 
 def _conclude(meeting: Rendezvous, answers: Sequence[Answer]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from hethub.communicator import Rendezvous
+from hethub.communicator.joining.rendezvous import exchanged
 from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
 from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, detect_cluster, exchange_facts
 from hethub.runtime.memory.host_limit import host_memory_bytes
@@ -287,3 +288,30 @@ def test_a_rank_that_does_not_answer_is_named():
         assert kind == "RunFailed"
         assert f"rank {rank} heard nothing from rank 1" in message
         assert "files" in message
+
+
+class CountingStore:
+    """A store in which all ranks but this one have spoken, and how often it was asked."""
+
+    def __init__(self, size, said):
+        self.inner, self.requests = HashStore(), 0
+        for rank in range(1, size):
+            self.inner.set(said(rank), "{}")
+
+    @property
+    def timeout(self):
+        return self.inner.timeout
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self.inner, name)
+
+
+def test_a_rank_reads_what_all_have_said_in_as_many_requests_whatever_their_number():
+    """Rank 0 alone serves the store: a request for each pair of ranks takes it minutes with a thousand of them."""
+    counts = {size: [CountingStore(size, str), CountingStore(size, "agree/files/{}".format)] for size in (2, 200)}
+    for size, (facts, answers) in counts.items():
+        facts.inner.add("read", size - 1)
+        assert len(exchanged(facts, 0, size, "{}")) == size
+        consensus(replace(Rendezvous.on_one_host(HashStore(), 0, size), store=answers), "files", lambda: None)
+    assert [store.requests for store in counts[2]] == [store.requests for store in counts[200]]
