@@ -26,6 +26,7 @@ _PLACES = {"path", "tokenizer"}
 # What else of a job may change: where and how it runs, and how long; not what is trained.
 _TRAINED = ("data", "train", "communicator.wire")
 _MAY_CHANGE = ("train.steps", "train.compile")
+_MUST_STAY = ("train.seed", "train.seq_len")  # what any sample holds hangs on these: no checkpoint goes on under others
 
 
 def goes_on_by_itself(resume: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
@@ -118,9 +119,15 @@ def check_unchanged(folder: RunFolder, job: Job, *, accepted: bool) -> list[str]
         ) from None
     changes = list(_changes(before, job.spec.to_dict()))
     if changes and not accepted:
+        fixed = [key for key in _MUST_STAY if any(change.startswith(f"{key} ") for change in changes)]
+        remedy = (
+            f"; under another {fixed[0]} only a new run can begin."
+            if fixed
+            else ", or add --accept-changes to go on so."
+        )
         raise BadInput(
             f"{job.path}: the job has changed since the run in {folder.path} began: {'; '.join(changes)}. Set these back (also what "
-            "was given with --set), or add --accept-changes to go on so."
+            f"was given with --set){remedy}"
         )
     return [f"the job has changed: {change}" for change in changes]
 
