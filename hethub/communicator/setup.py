@@ -4,14 +4,16 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.wire import check_wire
 from hethub.communicator.context import Context
+from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, check_islands, islands_by_label
 from hethub.communicator.joining.rendezvous import Rendezvous, exchange_last_words, exchanged
 from hethub.communicator.joining.settings import as_told, first_difference
@@ -23,6 +25,8 @@ from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput, RunFailed
+
+_NEWS_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,9 @@ def make_context(
         islands=islands, relay=relay, wire=wire, timeout_seconds=timeout_seconds, debug=debug, num_lanes=num_lanes,
         staged_ranks=staged_ranks,
     )  # fmt: skip
-    facts = exchange_facts(rendezvous, RankFacts.here(device, settings))
+    with faults_told(rendezvous.store, rendezvous.rank, rendezvous.size):
+        own = RankFacts.here(device, settings)
+    facts = exchange_facts(rendezvous, own)
     check_facts(facts)
     check_wire(wire)
     given = check_islands(islands, rendezvous.size) if islands is not None else None
@@ -84,11 +90,15 @@ def make_context(
         token=rendezvous.token,
         timeout_seconds=timeout_seconds,
     )
-    store = dist.PrefixStore("gloo/world", rendezvous.store)
-    gloo = torch_private.create_gloo_group(store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address)
-    hosts = [fact.host_identity for fact in facts]
-    connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
-    choice = connector.choose(relay, stored_relays)
+    rendezvous, hosts = replace(rendezvous, watch=watch), [fact.host_identity for fact in facts]
+    with connecting(rendezvous):
+        store = dist.PrefixStore("gloo/world", rendezvous.store)
+        gloo = torch_private.create_gloo_group(
+            store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
+        )
+        connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
+        choice = connector.choose(relay, stored_relays)
+        relays = connector.carriers(choice)
     context = Context(
         rendezvous=rendezvous,
         device=device,
@@ -97,7 +107,7 @@ def make_context(
         device_ranks=frozenset(rank for rank, fact in enumerate(facts) if fact.vendor != "cpu").union(staged_ranks),
         islands=known,
         gloo=gloo,
-        relays=connector.carriers(choice),
+        relays=relays,
         relay_choice=choice,
         hosts=hosts,
         watch=watch,
@@ -107,6 +117,31 @@ def make_context(
     )
     watch.liveness.when_failed(context.abort)
     return context
+
+
+@contextlib.contextmanager
+def connecting(rendezvous: Rendezvous) -> Iterator[None]:
+    """What goes wrong while ranks connect becomes RunFailed on all of them; they wait for no rank that has failed."""
+    watch, is_over = rendezvous.watch, threading.Event()
+
+    def end_waits(_: Failure) -> None:
+        if not is_over.is_set():
+            torch_private.break_store(rendezvous.store)
+
+    if watch is not None:
+        watch.liveness.when_failed(end_waits)
+    try:
+        yield
+    except (dist.DistError, OSError) as error:
+        # A lost connection is often felt before its cause is told.
+        failure = watch.liveness.wait_for_failure(_NEWS_SECONDS) if watch is not None else None
+        if watch is not None and failure is None:
+            watch.tell(f"{type(error).__name__}: {error}")
+        raise RunFailed(
+            f"rank {rendezvous.rank} could not connect to the other {rendezvous.size - 1} ranks: {failure or error}"
+        ) from error
+    finally:
+        is_over.set()
 
 
 def check_staged(islands: Islands, staged_ranks: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ WorkBase: Any = dist.Work
 ReduceKind: Any = CReduceOp.RedOpType
 
 _UNUSED_TAG = 2**31 - 1
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 # What a Gloo group opens: its device's listener and loop; a socket each way to a peer and, where the store is served, the
 # peer's connection to it.
@@ -93,15 +94,21 @@ def break_store(store: dist.Store) -> None:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return
-    servers = {found[4][:2] for found in socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)}
+    found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)
+    servers = {_plain_address(str(address[0]), int(address[1])) for *_, address in found}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # no socket, or none that is connected
             connection = socket.socket(fileno=descriptor)
             try:
-                if connection.getpeername()[:2] in servers:
+                if connection.family in _INTERNET and _plain_address(*connection.getpeername()[:2]) in servers:
                     connection.shutdown(socket.SHUT_RDWR)
             finally:
                 connection.detach()
+
+
+def _plain_address(host: str, port: int) -> tuple[str, int]:
+    """An IPv4 address as itself: torch's sockets are IPv6, and call it ::ffff:127.0.0.1."""
+    return host.removeprefix("::ffff:"), port
 
 
 def register_backend(name: str, creator: Callable[..., Any]) -> None:

@@ -19,13 +19,12 @@ from hethub.communicator.joining.connection import Failure
 from hethub.communicator.joining.islands import Islands, island_index
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.choice import RelayChoice
-from hethub.communicator.setup import make_context
+from hethub.communicator.setup import connecting, make_context
 from hethub.communicator.work import Operation
 from hethub.kernels.device import Device, choose_device
 from hethub.spec.errors import RunFailed
 
 _OBJECTS_TAG = 2**30  # beyond those of all messages
-_NEWS_SECONDS = 2.0  # a lost connection is often felt before its cause is told
 
 
 def connect(
@@ -66,18 +65,6 @@ def connect(
         world = World(context, backend.init_default_group(context))
     world.barrier()  # all have read what they need of the store: from here on rank 0 may stop without holding them up
     return world
-
-
-@contextlib.contextmanager
-def connecting(rendezvous: Rendezvous) -> Iterator[None]:
-    """What goes wrong while ranks connect becomes RunFailed."""
-    try:
-        yield
-    except (dist.DistError, OSError) as error:
-        failure = rendezvous.watch.liveness.wait_for_failure(_NEWS_SECONDS) if rendezvous.watch is not None else None
-        raise RunFailed(
-            f"rank {rendezvous.rank} could not connect to the other {rendezvous.size - 1} ranks: {failure or error}"
-        ) from error
 
 
 class World:

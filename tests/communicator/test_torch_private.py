@@ -1,6 +1,8 @@
 """What we use of torch's unpublished interfaces still behaves as we rely on."""
 
 import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +25,17 @@ def wait_for_nothing(rank, store):
 
 def test_breaking_a_gloo_group_wakes_waiters_on_both_sides():
     assert all(values(start_ranks(2, wait_for_nothing, timeout_seconds=30)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_breaking_a_store_wakes_who_waits_for_it(host):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(host, server.port, is_master=False, timeout=timedelta(seconds=30))
+    threading.Timer(0.3, torch_private.break_store, (dist.PrefixStore("a", store),)).start()
+    begun = time.monotonic()
+    with pytest.raises(dist.DistError):
+        store.get("what nobody says")
+    assert time.monotonic() - begun < 10
 
 
 def keys_of_a_group(rank, store):

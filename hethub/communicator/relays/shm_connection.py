@@ -4,6 +4,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.shm import ShmLink, ShmRelay
 from hethub.kernels.device import Device
 
+_LOOK_SECONDS = 1.0
 _HELLO = struct.Struct("=i64s")
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -37,7 +39,8 @@ def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seco
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")
         listener.listen(len(hosts))
-        listener.settimeout(timeout_seconds)
+        listener.settimeout(_LOOK_SECONDS)
+        deadline = time.monotonic() + timeout_seconds
         store.set(str(rank), listener.getsockname())
         for peer in [p for p in peers if p < rank]:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,11 +48,23 @@ def connect_same_host(rendezvous: Rendezvous, hosts: Sequence[str], timeout_seco
             sock.send(_HELLO.pack(rank, proof(rendezvous.token, "shm", rank).encode()))
             links[peer] = ShmLink(_with_timeout(sock, timeout_seconds), peer, device)
         while len(links) < len(peers):
-            sock, _ = listener.accept()
+            sock = _accepted(listener, rendezvous, deadline)
             admitted = _admitted(sock, rendezvous.token, timeout_seconds)
             if admitted is not None:
                 links[admitted] = ShmLink(_with_timeout(sock, timeout_seconds), admitted, device)
     return ShmRelay(links)
+
+
+def _accepted(listener: socket.socket, rendezvous: Rendezvous, deadline: float) -> socket.socket:
+    """A new connection. Raises TimeoutError at the deadline, and OSError where a rank has failed: it may never come."""
+    while True:
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+        if rendezvous.watch is not None and rendezvous.watch.liveness.failure is not None:
+            raise ConnectionError(str(rendezvous.watch.liveness.failure))
 
 
 def _admitted(sock: socket.socket, token: str, timeout_seconds: float) -> int | None:

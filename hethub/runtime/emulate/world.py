@@ -17,8 +17,8 @@ from hethub.communicator.context import Context
 from hethub.communicator.groups import backend
 from hethub.communicator.groups.process_group import HethubGroup, Run, Tensors, Words
 from hethub.communicator.joining.rendezvous import Rendezvous
-from hethub.communicator.setup import make_context
-from hethub.communicator.world import World, connecting
+from hethub.communicator.setup import connecting, make_context
+from hethub.communicator.world import World
 from hethub.kernels.device import Device
 from hethub.runtime.emulate.network import EmulatedClock, EmulatedNetwork, Fabric, Transfer
 from hethub.spec.errors import BadInput

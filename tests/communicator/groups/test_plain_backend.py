@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hethub.communicator import torch_private
 from hethub.communicator.groups import backend
 from hethub.communicator.groups.backend import context_of
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from tests.support.hosts.namespaces import ADDRESSES, namespaces, why_no_namespaces
 from tests.support.ranks import start_ranks, values
 
@@ -179,4 +180,32 @@ def test_what_is_wrong_on_one_rank_is_said_on_all_of_them(where):
     for rank, (message, seconds) in enumerate(values(start_ranks(3, name_a_network_on, where, timeout_seconds=60))):
         assert "has no address in the network 203.0.113.0/24" in message
         assert message.startswith(f"rank {where} (") or rank == where
+        assert seconds < 15
+
+
+def fail_while_connecting(rank, store, ends):
+    """What a rank hears of one that fails, or is gone, when all others wait for it; and for how long it has waited."""
+
+    def fail(*_):
+        if ends:
+            os._exit(9)
+        raise OSError("no descriptors")
+
+    begun = time.monotonic()
+    with (
+        mock.patch.object(
+            torch_private, "require_descriptors", fail if rank == 1 else torch_private.require_descriptors
+        ),
+        pytest.raises(RunFailed) as failed,
+    ):
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    return str(failed.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_fails_while_the_ranks_connect_is_named_at_once(ends):
+    outcomes = start_ranks(3, fail_while_connecting, ends, timeout_seconds=60)
+    for outcome in (outcomes[0], outcomes[2]):
+        message, seconds = outcome.value
+        assert ("rank 1 is gone" if ends else "rank 1 failed: OSError: no descriptors") in message
         assert seconds < 15
