@@ -71,6 +71,7 @@ def none(*_: object, **__: object) -> list[object]:
 
 
 AUTO, NEAR = "hethub.planner.search.auto", "hethub.planner.search.neighbours"
+LOCAL = "hethub.planner.search.local_search"
 EFFORTS = ("hethub.planner.plan.effort_for", "hethub.planner.search.left_out.effort_for")
 CUTS, SMALL_ONES = "hethub.planner.generate.cuts", "hethub.planner.generate.small"
 LAYOUTS, STAGES = "hethub.planner.generate.stage_layouts", "hethub.planner.generate.device_type_stages"
@@ -125,7 +126,7 @@ CHANGES: dict[str, Change] = {
     "no other mode": constant(f"{NEAR}._modes", nothing),
     "no replica moved or exchanged": constant(f"{NEAR}._groups", nothing),
     "no other degree": constant(f"{NEAR}._degrees", nothing),
-    "no nudged sample": constant(f"{NEAR}._nudges", nothing),
+    "no nudged sample": lambda: dict.fromkeys((f"{NEAR}.nudges", f"{LOCAL}.nudges"), nothing),
     # constants
     "one uphill of 1.004": with_effort(uphill=1.004),
     "one optimism of 0.98": with_effort(optimism=0.98),
@@ -141,10 +142,10 @@ CHANGES: dict[str, Change] = {
     "MOST_LEADERS 1": constant(f"{AUTO}.MOST_LEADERS", 1),
     "MOST_CUTS 8": constant(f"{AUTO}.MOST_CUTS", 8),
     "NEAR 1": constant(f"{AUTO}.NEAR", 1.0),
-    "FAR 1.05": constant(f"{AUTO}.FAR", 1.05),
+    "FAR 1.05": lambda: dict.fromkeys((f"{AUTO}.FAR", f"{LOCAL}.FAR"), 1.05),
     "FAMILY_FINALISTS 1": constant(f"{AUTO}.FAMILY_FINALISTS", 1),
     "WHOLE_FINALISTS 1": constant(f"{AUTO}.WHOLE_FINALISTS", 1),
-    "WORTHWHILE 0": constant(f"{AUTO}.WORTHWHILE", 0.0),
+    "WORTHWHILE 0": constant(f"{LOCAL}.WORTHWHILE", 0.0),
     "PER_COMBINATION 1": constant(f"{CUTS}.PER_COMBINATION", 1),
     "ESTIMATE_ERR 1.2": constant(f"{CUTS}.ESTIMATE_ERR", 1.2),
     "PURE_CUTS 8": constant(f"{CUTS}.PURE_CUTS", 8),

@@ -12,8 +12,8 @@ from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.planner.result import TWICE, Bottleneck
-from hethub.planner.search.auto import climb, descend
 from hethub.planner.search.effort import effort_for
+from hethub.planner.search.local_search import climb, descend
 from hethub.planner.search.processes import forked
 
 RELAXED = 1.1

@@ -44,14 +44,19 @@ class _Line(NamedTuple):
     recompute: Recompute
     pattern: Pattern
 
-    def at(self, rung: Rung) -> Candidate:
+    def at(self, rung: Rung, problem: Problem) -> Candidate:
         """The candidate in this mode."""
         stages = tuple(
             replace(stage, recompute=self.recompute, zero=rung.zero, offload=rung.offload)
             for stage in self.candidate.stages
         )
-        schedule, chunks = self.pattern
-        return replace(self.candidate, stages=stages, schedule=schedule, chunks=chunks, extra_in_flight=0)
+        return under(self.pattern, replace(self.candidate, stages=stages), problem)
+
+
+def under(pattern: Pattern, candidate: Candidate, problem: Problem, extra_in_flight: int = 0) -> Candidate:
+    """The candidate under another schedule. The problem's own has one spelling, so that no plan is looked at twice."""
+    schedule = None if pattern.schedule == problem.schedule else pattern.schedule
+    return replace(candidate, schedule=schedule, chunks=pattern.chunks, extra_in_flight=extra_in_flight)
 
 
 def propose(
@@ -69,7 +74,7 @@ def propose(
     shortest, ladder = limit_seconds, rungs(problem)
     reached: dict[_Line, list[Rung]] = {line: [] for line in lines}
     for rung in dict.fromkeys((ladder[0], ladder[-1], *ladder)):  # where the last is not enough, nothing is
-        asked = {line.at(rung): line for line, below in reached.items() if not any(map(rung.is_beyond, below))}
+        asked = {line.at(rung, problem): line for line, below in reached.items() if not any(map(rung.is_beyond, below))}
         costs.bound(asked)
         asked = {candidate: line for candidate, line in asked.items() if costs.least(candidate) < shortest}
         costs.estimate(asked)
@@ -92,7 +97,7 @@ def thriftiest(problem: Problem, cuts: Iterable[Candidate]) -> Iterator[Candidat
     last, recompute = rungs(problem)[-1], problem.recomputes[-1]
     for candidate in cuts:
         for pattern in patterns(problem, candidate):
-            yield _Line(candidate, recompute, pattern).at(last)
+            yield _Line(candidate, recompute, pattern).at(last, problem)
 
 
 def rungs(problem: Problem) -> list[Rung]:

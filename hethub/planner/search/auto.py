@@ -8,8 +8,6 @@ from itertools import takewhile
 from typing import Any
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
-from hethub.planner.estimate.estimator import Estimator
-from hethub.planner.estimate.microbatch_sizes import fitted, lessened
 from hethub.planner.evaluate.evaluation import Evaluation
 from hethub.planner.evaluate.incumbent import Incumbent
 from hethub.planner.generate import device_type_stages, modes, partition, small
@@ -18,12 +16,11 @@ from hethub.planner.generate.families import FAMILIES, Family
 from hethub.planner.generate.table import Table, tabulate
 from hethub.planner.problem.problem import Problem
 from hethub.planner.search.effort import Effort
-from hethub.planner.search.neighbours import neighbourhoods, neighbours, with_room
+from hethub.planner.search.local_search import FAR, climb_leaders, descended, evaluate_all, evaluate_or_fit
+from hethub.planner.search.neighbours import with_room
 
 FAMILY_FINALISTS = 4  # evaluated of each family
 FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
-# Times the best: a family's candidate estimated to take longer is not evaluated; small changes lead no further.
-FAR = 1.15
 NEAR = 1.05  # times the shortest estimate: the most with which candidates of one device type a stage are looked at
 MOST_LEADERS = 3  # times as many finalists: looked at for some that can be evaluated
 MOST_CUTS = 24  # looked at in every mode
@@ -49,20 +46,20 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in every):
         return incumbent.best
     if {*problem.schedules} & {"gpipe", "1f1b", "zero_bubble"}:  # else they are seen as cuts alone
-        ends = _descended(incumbent, apart, (effort.descents + 1) // 2, effort.behind)
-        ends += _descended(incumbent, found, effort.descents, effort.behind, ends)
+        ends = descended(incumbent, apart, (effort.descents + 1) // 2, effort.behind)
+        ends += descended(incumbent, found, effort.descents, effort.behind, ends)
         _evaluate_leaders(incumbent, [*ends, *found, *apart], effort)
     # Apart, since estimates of other modes are off by something else: the leaders of one must not crowd out the others'.
-    ends = _descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind)
+    ends = descended(incumbent, moded, (effort.descents + 1) // 2, effort.behind)
     _evaluate_leaders(incumbent, [*ends, *moded], effort)
     if not incumbent.fitting:
         few = best_cuts(problem, thriftiest(problem, table), FEW_CUTS, memory_counts=False).cuts
-        _evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
-    _climb_leaders(incumbent, effort)
+        evaluate_all(incumbent, modes.thriftiest(problem, [entry.candidate(problem) for entry in few]))
+    climb_leaders(incumbent, effort)
     for candidates in families.values():
         incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
         leaders = leading(incumbent, list(filter(incumbent.may_win, candidates)))
-        _evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
+        evaluate_all(incumbent, filter(partial(_is_near, incumbent), leaders))
     return add_whole_plans(problem, incumbent)
 
 
@@ -102,21 +99,6 @@ def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candid
     incumbent.mark_start()
 
 
-def _descended(
-    incumbent: Incumbent, found: Sequence[Candidate], descents: int, behind: float, others: Sequence[Candidate] = ()
-) -> list[Candidate]:
-    """Where descents from the best and the unlike ones among the candidates found end; `others` have ended before. One
-    that is `behind` these gives up."""
-    unlike = {candidate.shape: candidate for candidate in reversed(found)}
-    starting = list(dict.fromkeys([*found[: (descents + 1) // 2], *reversed(unlike.values())]))
-    passed: set[Candidate] = set()  # where one descent has been, another need not go on
-    ends: list[Candidate] = []
-    for candidate in starting[:descents]:
-        best = min(map(incumbent.costs.seconds, [*others, *ends]), default=float("inf"))
-        ends.append(descend(incumbent, candidate, passed, behind * best))
-    return ends
-
-
 def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], effort: Effort) -> None:
     """Evaluates the candidates with the smallest estimates, as long as these leave room below the best plan. Those that
     are no plan, or take too many microbatches to be replayed, leave their place to others."""
@@ -124,42 +106,6 @@ def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], eff
     for candidate in sorted(dict.fromkeys(candidates), key=costs.seconds)[: MOST_LEADERS * effort.finalists]:
         if evaluated < effort.finalists and costs.seconds(candidate) * effort.optimism < incumbent.best_seconds:
             evaluated += evaluate_or_fit(incumbent, candidate)
-
-
-def _climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
-    """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over
-    memory."""
-    incumbent.evaluator.microbatches_left = effort.microbatches  # whatever the leaders took
-    ranked = _movable(incumbent)
-    unlike = {evaluation.candidate.shape: evaluation for evaluation in reversed(ranked)}
-    others = sorted(unlike.values(), key=lambda evaluation: evaluation.seconds)[: effort.arrangements]
-    leaders = list({evaluation.candidate: evaluation for evaluation in [*ranked[: effort.climbs], *others]}.values())
-    if not leaders and incumbent.closest is not None and incumbent.closest.candidate.plan is None and effort.climbs:
-        leaders = [incumbent.closest]
-    passed: set[Candidate] = set()
-    for leader in leaders:
-        if leader.candidate not in incumbent.fitting or leader.seconds < FAR * incumbent.best_seconds:
-            climb(leader, incumbent, effort, passed)
-    _change_twice(incumbent, effort)
-
-
-def _change_twice(incumbent: Incumbent, effort: Effort) -> None:
-    """Where no change of the best plan is better, two at once: evaluates those with the smallest estimates, and goes on
-    from what is better."""
-    costs, before = incumbent.costs, float("inf")
-    while effort.pairs and (movable := _movable(incumbent)) and movable[0].seconds < before:
-        leader, before = movable[0], movable[0].seconds
-        once = costs.below(neighbours(leader.candidate, costs), float("inf"))
-        twice = (near for candidate in once for near in neighbours(candidate, costs))
-        near = costs.below(twice, effort.uphill * costs.seconds(leader.candidate))
-        new = [candidate for candidate in near if candidate not in incumbent.tried]
-        _evaluate_all(incumbent, heapq.nsmallest(effort.pairs, new, key=costs.seconds))
-        climb(_movable(incumbent)[0], incumbent, effort, set())
-
-
-def _movable(incumbent: Incumbent) -> list[Evaluation]:
-    """The plans that small changes can move about, the fastest first."""
-    return [evaluation for evaluation in incumbent.ranked if evaluation.candidate.plan is None]
 
 
 def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:
@@ -177,11 +123,6 @@ def _evaluate_whole(problem: Problem, incumbent: Incumbent, family: Family) -> N
         evaluation = incumbent.within_time(candidate)
         if family.ranked and evaluation is not None and evaluation.seconds > FAR * incumbent.best_seconds:
             break
-
-
-def _evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None:
-    for candidate in candidates:
-        incumbent.within_time(candidate)
 
 
 def leading(incumbent: Incumbent, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -206,9 +147,9 @@ def _whole(problem: Problem, incumbent: Incumbent, family: Family, limit_seconds
 def search_family(problem: Problem, incumbent: Incumbent, family: Family) -> Evaluation | None:
     """The family's best plan among its leaders, or None where none fits."""
     incumbent.evaluator.microbatches_left = FAMILY_MICROBATCHES
-    _evaluate_all(incumbent, leading(incumbent, list(family.propose(problem, incumbent.costs))))
+    evaluate_all(incumbent, leading(incumbent, list(family.propose(problem, incumbent.costs))))
     incumbent.evaluator.microbatches_left = WHOLE_MICROBATCHES
-    _evaluate_all(incumbent, _whole(problem, incumbent, family, incumbent.best_seconds))
+    evaluate_all(incumbent, _whole(problem, incumbent, family, incumbent.best_seconds))
     return incumbent.best
 
 
@@ -310,88 +251,3 @@ def _note_shapes(
 ) -> None:
     for candidate in candidates:
         shortest[candidate.shape] = min(found[candidate], shortest.get(candidate.shape, float("inf")))
-
-
-WORTHWHILE = 1e-2  # a gain for which no other sort of change is looked at
-MOST_CHANGES = 60
-
-
-def descend(
-    incumbent: Incumbent, candidate: Candidate, passed: set[Candidate], hopeless: float = float("inf")
-) -> Candidate:
-    """Where the estimate has no better neighbour: many small changes, none of them evaluated. Ends early on a candidate
-    that is among those `passed`, to which its own are added, and after a small gain above `hopeless` seconds."""
-    costs = incumbent.costs
-    for _ in range(MOST_CHANGES):
-        if candidate in passed or incumbent.out_of_time:
-            break
-        passed.add(candidate)
-        better, before = _downhill(costs, candidate), costs.seconds(candidate)
-        if better is None:
-            break
-        candidate = better
-        if costs.seconds(candidate) > max(hopeless, (1 - WORTHWHILE) * before):
-            break
-    return candidate
-
-
-def _downhill(costs: Estimator, candidate: Candidate) -> Candidate | None:
-    """The best neighbour of the first sort among which one is worth while, or the best of all; None where none is
-    better."""
-    least, best = costs.seconds(candidate) * (1 - 1e-6), None
-    enough = costs.seconds(candidate) * (1 - WORTHWHILE)
-    for near in neighbourhoods(candidate, costs):
-        own = min(costs.below(near, least), key=costs.seconds, default=None)
-        if own is not None:
-            least, best = costs.seconds(own), own
-        if least < enough:
-            break
-    return best
-
-
-def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> bool:
-    """Whether a candidate is a plan. Evaluates it, and as long as it turns out not to fit and may still be the best,
-    what is left of it with smaller microbatches."""
-    evaluation = incumbent.within_time(candidate)
-    if evaluation is None:
-        return False
-    while candidate not in incumbent.fitting:
-        smaller = fitted(candidate, incumbent.costs)
-        if smaller == candidate:  # it should fit by the closed form, which the evaluator knows better
-            smaller = lessened(candidate)
-        if smaller is None or smaller == candidate:
-            break
-        if incumbent.costs.seconds(smaller) >= incumbent.best_seconds:
-            break
-        candidate = smaller
-        incumbent.within_time(candidate)
-    return True
-
-
-def climb(evaluation: Evaluation, incumbent: Incumbent, effort: Effort, passed: set[Candidate]) -> Evaluation:
-    """The best neighbour of the best neighbour …; of each step's neighbours the evaluator sees those estimated best.
-    Ends early on a candidate that is among those `passed`, to which its own are added."""
-    best = evaluation
-    for _ in range(effort.steps):
-        if best.candidate in passed:
-            break
-        passed.add(best.candidate)
-        better = _step(best, incumbent, effort)
-        if better is best:
-            break
-        best = better
-    return best
-
-
-def _step(best: Evaluation, incumbent: Incumbent, effort: Effort) -> Evaluation:
-    costs, ranked = incumbent.costs, neighbours(best.candidate, incumbent.costs)
-    if best.fits:
-        most = costs.seconds(best.candidate) * effort.uphill
-        ranked = heapq.nsmallest(effort.tried_per_step, costs.below(ranked, most), key=costs.seconds)
-    for candidate in ranked:
-        if incumbent.out_of_time:
-            break
-        evaluation = incumbent.consider(candidate)
-        if evaluation is not None and incumbent.better(evaluation, best):
-            return evaluation
-    return best

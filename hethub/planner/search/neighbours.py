@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
 from hethub.planner.estimate.microbatch_sizes import Where, fitted, resized
-from hethub.planner.generate.modes import patterns
+from hethub.planner.generate.modes import patterns, under
 from hethub.planner.problem.problem import Problem
 from hethub.spec.plan import ScheduleName
 
@@ -43,7 +43,7 @@ def neighbourhoods(candidate: Candidate, costs: Estimator) -> Iterator[Iterable[
     if problem.constraints.pp is None and problem.constraints.dp is None:
         yield _made_to_fit(_depths(candidate), costs)
     if problem.size <= MOST_NUDGED:
-        yield _nudges(candidate)
+        yield nudges(candidate)
 
 
 def _layers(candidate: Candidate, pairs: list[tuple[int, int]]) -> Iterator[Candidate]:
@@ -161,7 +161,7 @@ def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Ite
     for pattern in patterns(problem, candidate):
         if pattern != now:
             for level in {0, candidate.extra_in_flight}.intersection(_levels(pattern.schedule)):
-                yield replace(candidate, schedule=pattern.schedule, chunks=pattern.chunks, extra_in_flight=level)
+                yield under(pattern, candidate, problem, level)
     if len(candidate.stages) > 1 and problem.capabilities.chooses_in_flight:
         for level in _levels(now[0]):
             if level != candidate.extra_in_flight:
@@ -234,7 +234,7 @@ def _depths(candidate: Candidate) -> Iterator[Candidate]:
             yield replace(candidate, stages=(*stages[:index], *parts, *stages[index + 1 :]))
 
 
-def _nudges(candidate: Candidate) -> Iterator[Candidate]:
+def nudges(candidate: Candidate) -> Iterator[Candidate]:
     """One sample from one replica of a stage to another: where a stage waits anyway, speed is not all that counts."""
     for index, stage in enumerate(candidate.stages):
         count = stage.replicas

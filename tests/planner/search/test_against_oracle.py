@@ -32,8 +32,9 @@ def compare(seed: int, size: int, global_batch: int = 6, layers: int = 6) -> Com
     return Comparison(auto, exhaustive(question, start=auto))
 
 
-FEW = range(12)
-WORST = 1.08  # `auto` misses the optimum by up to 1.075x on 400 clusters (docs/benchmarks.md); 1.02 is asked
+# The last one's optimum divides its state among unlike replicas, since what was thought to fit does not.
+FEW = (*range(12), 30128)
+WORST = 1.05  # the fourth of these is 1.04 behind, where 1.02 is asked (docs/witnesses.md)
 LARGER = [pytest.param(seed, 4, marks=pytest.mark.slow) for seed in range(4)]
 
 

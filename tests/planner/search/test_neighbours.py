@@ -30,3 +30,10 @@ def test_another_schedule_keeps_the_microbatches_in_flight_that_it_may_choose():
         for schedule in ("zero_bubble", "gpipe")
     }
     assert levels == {"zero_bubble": {0, 1}, "gpipe": {0}}
+
+
+def test_the_problems_own_schedule_has_one_spelling():
+    """Else a plan is estimated and evaluated under each, and takes a place from another."""
+    near = neighbours(replace(TWO, schedule="zero_bubble"), incumbent_of(mixed()).costs)
+    assert TWO in near
+    assert "1f1b" not in {own.schedule for own in near}
