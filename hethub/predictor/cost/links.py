@@ -31,7 +31,6 @@ class Network:
         self.machines = [node for node in cluster.nodes for _ in range(node.count)]
         self._rates: dict[Resource, float] = {}
         self._card_rates: dict[str, float] = {}
-        self._node_links: dict[str, NodeLinks] = {}
         self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
@@ -50,18 +49,26 @@ class Network:
 
     def joined(self, ranks: Sequence[int]) -> bool:
         """Whether the ranks of each machine reach each other by their own links."""
+        if self._all_joined:
+            return True
         places: dict[int, list[int]] = {}
         for rank in ranks:
             places.setdefault(self.places[rank].machine, []).append(self.places[rank].local)
         return all(self.node_links(self.machines[machine]).joins(own) for machine, own in places.items())
 
+    @cached_property
+    def _all_joined(self) -> bool:
+        """Whether in every machine the links reach from each accelerator to each other, as in most."""
+        return all(self.node_links(node).joins(range(node.accelerators)) for node in self.cluster.nodes)
+
     def node_links(self, node: NodeSpec) -> NodeLinks:
         """The links inside a node."""
-        found = self._node_links.get(node.name)
-        if found is None:
-            given = self.cluster.links.in_node.gbytes_per_second
-            found = self._node_links[node.name] = NodeLinks(node.device, given)
-        return found
+        return self._node_links[node.name]
+
+    @cached_property
+    def _node_links(self) -> dict[str, NodeLinks]:
+        given = self.cluster.links.in_node.gbytes_per_second
+        return {node.name: NodeLinks(node.device, given) for node in self.cluster.nodes}
 
     # -- messages
 
@@ -72,8 +79,7 @@ class Network:
         return Link(alone.latency_seconds, max([alone.seconds_per_byte, *shared]))
 
     def path(self, source: int, target: int) -> Path:
-        """The way from rank to rank. One message has one interface at most; host memory is passed at both ends of a
-        bridge."""
+        """The way from rank to rank. One message has one interface at most; a bridge passes both ends' host memory."""
         a, b = self.places[source], self.places[target]
         key = (a.machine, b.machine, self.joined((source, target)))
         found = self._paths.get(key)
@@ -224,10 +230,8 @@ class Network:
         group = self.group(ranks)
         if len(group.machines) > 1:
             return first
-        alone = self._in_node(node, 2, self.joined(ranks[:2]))
-        return first._replace(
-            seconds_per_byte=first.seconds_per_byte * alone / self._in_node(node, group.size, group.joined)
-        )
+        pair, ring = self._in_node(node, 2, self.joined(ranks[:2])), self._in_node(node, group.size, group.joined)
+        return first._replace(seconds_per_byte=first.seconds_per_byte * pair / ring)
 
     def reduce_scatter(
         self, group: Group, num_bytes: float, sharing: int = 1, operation: Operation = "reduce_scatter"
@@ -318,12 +322,12 @@ class Network:
         found: dict[Resource, float] = {}
         links = self.cluster.links
         if len(group.islands) > 1:
+            wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
+            exchanged = {island: group.exchanged(operation, island) for island, _ in group.islands}
             for machine, count in group.machines:
                 node = self.machines[machine]
-                island = node.device.vendor
-                wire = "bridge" if links.between_islands.gbps_per_node is not None else "cards"
-                here = num_bytes * group.of_ranks(island, count)
-                for way, part in zip((OUT, IN), group.exchanged(operation, island), strict=True):
+                here = num_bytes * group.of_ranks(node.device.vendor, count)
+                for way, part in zip((OUT, IN), exchanged[node.device.vendor], strict=True):
                     if wire == "bridge" or self._has_cards(node, group):
                         found[Resource(wire, machine, way)] = here * part
                     if links.staging.per_host_gbytes_per_second is not None:

@@ -144,8 +144,7 @@ class PlanCosts:
         between = self._between(stage, source, stage + 1, target)
         if not self.is_paced:
             return between
-        own = [boundary for boundary in self.loads.boundaries if self.loads.stages[boundary][0] == stage]
-        return (*between, *[self.paces(boundary, source, target) for boundary in own])
+        return (*between, *[self.paces(boundary, source, target) for boundary in self.loads.leaving[stage]])
 
     def _between(self, stage: int, source: int, below: int, target: int) -> tuple[object, ...]:
         """Where two replicas' leaders are, and how many of their stages leave and enter there at a time."""

@@ -58,6 +58,9 @@ class LinkLoads:
         self.sample_bytes, self.repeats = sample_bytes, repeats
         self.stages = [(above.stage, below.stage) for above, below in pairwise(layout.model_chunks)]  # by boundary
         self.boundaries = [boundary for boundary, (above, below) in enumerate(self.stages) if above != below]
+        self.leaving: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the boundaries below it
+        for boundary in self.boundaries:
+            self.leaving[self.stages[boundary][0]].append(boundary)
         self._leaders = [[replica.ranks[0] for replica in stage.replicas] for stage in layout.stages]
         self._paths: dict[Flow, Path] = {}
 

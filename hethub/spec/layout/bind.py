@@ -69,11 +69,11 @@ class Layout:
     model: ModelSpec
     cluster: ClusterSpec
 
-    @property
+    @cached_property
     def stages(self) -> tuple[StageSpec, ...]:
         return self.plan.stages
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return len(self.plan.stages)
 
