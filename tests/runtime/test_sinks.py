@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.sinks import Sinks, StepProfiler
 from hethub.spec.job import LogSpec
 from tests.support.command import HANG_SECONDS, check_refused, ranks
-from tests.support.job_files import write_job, write_pair_job
+from tests.support.job_files import plan, write_job, write_pair_job, write_yaml
 
 ROW = {"step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": None, "mfu": 20.0, "step_seconds": 0.5, "memory_bytes": 1000}
 
@@ -138,6 +139,47 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file in its place")
     profiler = StepProfiler((1, 1), tmp_path, 0, said.append)
     profiler.before(1)
-    profiler.behind(1, ends=False)
+    profiler.behind(1, ends=False, complete=lambda: None)
     (text,) = said
     assert "could not be written" in text
+
+
+def test_a_profile_waits_for_operations_that_go_on_beside_the_next_step(tmp_path: Path) -> None:
+    """Those that ended behind the profiler wrote to its memory, and the process ended by a signal."""
+    stages = [
+        {
+            "layers": [[0, 4]],
+            "replicas": [{"ranks": [rank], "micro_batch": 4, "samples": 4} for rank in (0, 1)],
+            "zero": 1,
+        }
+    ]
+    job = write_pair_job(
+        tmp_path, plan=str(write_yaml(tmp_path / "replicas.yaml", plan(stages))), log={"profile_steps": [1, 2]}
+    )
+    results = ranks(2, "train", job, "--run-dir", tmp_path / "run", cwd=tmp_path, hook=with_late_ends)
+    assert [ended.exit_code for ended in results] == [0, 0], results[0].stderr
+
+
+def with_late_ends(rank: int) -> None:
+    """Collectives end some time after their bytes are there, and a profiler refuses to stop before they have."""
+    import torch
+
+    from hethub.communicator import torch_private, work
+
+    end, begin, stop = work.HethubWork._end, torch_private.profiled_range, torch.profiler.profile.stop
+    under_way: set[object] = set()
+
+    def begun(name: str) -> Any:
+        ended, key = begin(name), object()
+        if ended is None:
+            return None
+        under_way.add(key)
+        return lambda: (under_way.discard(key), ended())
+
+    def stopped(own: Any) -> None:
+        assert not under_way
+        stop(own)
+
+    work.HethubWork._end = lambda own: time.sleep(0.2) or end(own)  # type: ignore[method-assign]
+    torch_private.profiled_range = begun
+    torch.profiler.profile.stop = stopped  # type: ignore[method-assign]

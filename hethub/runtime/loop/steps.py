@@ -177,7 +177,7 @@ class StepLoop:
         self._losses.append(outcome.loss)
         self._seconds.append(seconds)
         ends = outcome.stop_requested or step == self.last
-        self._profiler.behind(step, ends=ends)
+        self._profiler.behind(step, ends=ends, complete=self.trainer.flush)
         held_out = self._evaluate(step, display)
         if self._speaks:
             metrics = self.trainer.metrics(step, outcome, seconds, self._predicted_seconds)

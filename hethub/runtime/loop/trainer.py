@@ -95,9 +95,6 @@ class TrainingRank:
     def _gather(self) -> None:
         """Begins to send new weights to where they are needed."""
 
-    def _flush(self) -> None:
-        """Completes what goes on beside the next step."""
-
     def _held_out_loss(self, held_out: Dataset, batches: int) -> float:
         """The summed loss of batches that are not trained on, where this rank speaks for it."""
         return 0.0
@@ -107,6 +104,9 @@ class TrainingRank:
         return nullcontext()
 
     # -- what all do ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Completes what goes on beside the next step."""
 
     def run_step(self, step: int, *, stop_requested: Callable[[], bool] = lambda: False) -> StepOutcome:
         """Trains step `step` (counted from 1) and returns what all ranks agree on.
@@ -132,7 +132,7 @@ class TrainingRank:
         if outcome.grad_norm is not None:
             self._gather()
         if step % VERIFY_EVERY == 0:
-            self._flush()
+            self.flush()
             verify_copies(self.world, self.reducer, step)
         self.step_pace = self.pace.end_step()
         return outcome
@@ -140,7 +140,7 @@ class TrainingRank:
     def evaluate(self, held_out: Dataset, batches: int) -> float:
         """The mean loss over the tokens of the first `batches` batches of held-out samples, on all ranks; nothing that
         is trained changes."""
-        self._flush()
+        self.flush()
         # A rank without a part of the model is here at once, and waits for all batches of the others.
         losses = self.world.all_gather_objects(self._held_out_loss(held_out, batches), EVALUATION)
         global_batch = self.layout.plan.global_batch
@@ -175,7 +175,7 @@ class TrainingRank:
 
     def save(self, checkpoints: CheckpointManager, step: int, *, blocking: bool) -> None:
         """Saves the state behind `step`; training may go on as soon as this returns."""
-        self._flush()
+        self.flush()
         extra = LoopState(
             step=step,
             seed=self.train.seed,
@@ -292,7 +292,7 @@ class Trainer(TrainingRank):
         with self.executor.timed(Kind.GATHER):
             self.stepping.gather()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         self.stepping.flush()
 
     def _timed(self) -> AbstractContextManager[None]:

@@ -96,6 +96,9 @@ class ProgramTrainer:
         self._update(step, shards, clip_scale(outcome.grad_norm, self._train.grad_clip))
         return outcome
 
+    def flush(self) -> None:
+        """Completes what goes on beside the next step: a program leaves nothing behind."""
+
     def evaluate(self, held_out: Dataset, batches: int) -> float:
         """The mean loss of the first `batches` batches of held-out samples, on all ranks. The program computes gradients
         on the way, which nobody takes."""
