@@ -18,7 +18,7 @@ class Effort:
     tried_per_step: int
     microbatches: int  # replayed one by one by the evaluator; plans whose stages are alike need none
     arrangements: int = 0  # whose best plans are climbed from as well
-    pairs: int = 0  # of changes at once, evaluated where none alone is better
+    pairs: int = 0  # of changes at once, evaluated where none alone is better; and thrice as many deals of samples
     uphill: float = 1.004  # times the estimate of where a step begins: what leads to estimates above is not evaluated
     behind: float = 1.15  # times the best end of other descents: above it, one whose gains are small gives up
     optimism: float = 0.98  # of an estimate: what the prediction may be where the candidate is evaluated
