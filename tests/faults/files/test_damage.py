@@ -11,6 +11,7 @@ import pytest
 
 from hethub.report.html import report_run
 from hethub.runtime.run_folder import FILES, RunFolder
+from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.plan import load_plan
 from tests.support.checkpoints import newest_intact
@@ -98,13 +99,13 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def look(run: Path, place: str) -> tuple[int, list[str]]:
-    """What a resumed run and a report read of the folder: the step gone on from, and what is said."""
+def look(run: Path, place: str, cluster: ClusterSpec) -> tuple[int, list[str]]:
+    """What a run resumed on that cluster and a report read of the folder: the step gone on from, and what is said."""
     folder = RunFolder(run)
     folder.check_resumable()
     if folder.plan.exists():
         load_plan(folder.plan)
-    folder.relays()
+    folder.relays(cluster)
     path = newest_intact(folder.checkpoints)
     assert path is not None
     step = int(path.name.removeprefix("step-"))
@@ -114,11 +115,11 @@ def look(run: Path, place: str) -> tuple[int, list[str]]:
     return step, said
 
 
-def outcome(run: Path, place: str, damage: Callable[[Path], None]) -> tuple[int, list[str]] | str:
+def outcome(run: Path, place: str, damage: Callable[[Path], None], cluster: ClusterSpec) -> tuple[int, list[str]] | str:
     """As `look`, or why it refused."""
     try:
         with laid_down() if damage is forbidden else nullcontext():
-            return look(run, place)
+            return look(run, place, cluster)
     except (BadInput, RunFailed) as error:
         return str(error)
 
@@ -129,7 +130,7 @@ def test_what_is_damaged_is_named_or_passed_over(
     place: str, damage: Callable[[Path], None], whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = damaged_copy(whole, tmp_path, place, damage)
-    name, seen = Path(place).name, outcome(run, place, damage)
+    name, seen = Path(place).name, outcome(run, place, damage, load_cluster(whole / "run" / "cluster.yaml"))
     if isinstance(seen, str):
         assert "\n" not in seen
         assert name in seen
