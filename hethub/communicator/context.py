@@ -47,6 +47,8 @@ class Context:
     relay_choice: RelayChoice
     hosts: Sequence[str]
     """What tells each rank's host from the others."""
+    store_server: int | None
+    """The rank with which the store in which the ranks met ends; None where a launcher serves it."""
     watch: Watch
     timeout_seconds: float
     device_ranks: frozenset[int] = frozenset()
@@ -229,7 +231,7 @@ class Context:
             nccl_groups = list(self._nccl_groups)
         for gloo, rank, size, _ in groups:
             torch_private.break_gloo_group(gloo, rank, size)
-        if failure is not None and failure.rank == 0:
+        if failure is not None and failure.rank == self.store_server:
             torch_private.break_store(self.rendezvous.store)
         for nccl, name in nccl_groups:  # last: it may wait for the device
             try:

@@ -40,9 +40,11 @@ class RankFacts(Software):
     device: str | None
     """What tells the rank's device from every other; None on a CPU, which ranks share."""
     settings: dict[str, str]
+    serves_store: bool
+    """Whether the store in which the ranks meet ends with this rank."""
 
     @classmethod
-    def here(cls, device: Device, settings: dict[str, str]) -> "RankFacts":
+    def here(cls, device: Device, settings: dict[str, str], store: dist.Store) -> "RankFacts":
         return cls(
             host=socket.gethostname(),
             host_identity=host_identity(),
@@ -50,6 +52,7 @@ class RankFacts(Software):
             vendor=device.vendor,
             device=device.identity,
             settings=settings,
+            serves_store=torch_private.serves_store(store),
             library=device.native_library,
             **cls.versions(),
         )
@@ -74,7 +77,7 @@ def make_context(
         staged_ranks=staged_ranks,
     )  # fmt: skip
     with faults_told(rendezvous.store, rendezvous.rank, rendezvous.size):
-        own = RankFacts.here(device, settings)
+        own = RankFacts.here(device, settings, rendezvous.store)
     facts = exchange_facts(rendezvous, own)
     check_facts(facts)
     check_wire(wire)
@@ -110,6 +113,7 @@ def make_context(
         relays=relays,
         relay_choice=choice,
         hosts=hosts,
+        store_server=next((rank for rank, fact in enumerate(facts) if fact.serves_store), None),
         watch=watch,
         timeout_seconds=timeout_seconds,
         debug=debug,

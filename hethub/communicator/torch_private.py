@@ -85,13 +85,23 @@ def break_gloo_group(group: GlooGroup, rank: int, size: int) -> None:
         return
 
 
+def serves_store(store: dist.Store) -> bool:
+    """Whether this process is the store's server, which torch tells in words only."""
+    return "server=<nullptr>" not in repr(_innermost(store))
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def break_store(store: dist.Store) -> None:
     """Ends this process's connections to the store's server: who waits for it raises.
 
     TCPStore waits without end, whatever its timeout, for a server that is stopped: its kernel still takes requests.
     """
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = _innermost(store)
     if not isinstance(store, dist.TCPStore):
         return
     found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)

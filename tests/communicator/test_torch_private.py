@@ -38,6 +38,13 @@ def test_breaking_a_store_wakes_who_waits_for_it(host):
     assert time.monotonic() - begun < 10
 
 
+def test_a_store_tells_whether_it_is_served_here():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    assert torch_private.serves_store(dist.PrefixStore("a", server))
+    assert not torch_private.serves_store(dist.PrefixStore("a", client))
+
+
 def keys_of_a_group(rank, store):
     """What the store keeps of a group in use."""
     gloo = torch_private.create_gloo_group(dist.PrefixStore("group", store), rank, 2, 60, "127.0.0.1")

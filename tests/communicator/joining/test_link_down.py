@@ -33,10 +33,11 @@ def meet(store, name, rank, side):
     return connect(meeting, islands=ISLANDS, timeout_seconds=TIMEOUT_SECONDS)
 
 
-def lose_the_link(rank, store, found):
+def lose_the_link(rank, _, found, port):
     """(error, seconds it took, a sum in the world rebuilt after it); ranks 0 and 1 are on one host, 2 and 3 on
-    another."""
+    another. They meet in a store that a launcher serves, which the link does not lead to."""
     side = rank // 2
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     found.enter(side)
     world = meet(store, "first", rank, side)
     error, seconds = None, None
@@ -66,7 +67,8 @@ def test_a_link_that_goes_down_is_an_error_on_every_rank():
     if (reason := why_no_namespaces()) is not None:
         pytest.skip(f"a link that can be taken down {reason}")
     with namespaces(f"hethub-down-{os.getpid()}") as found:
-        outcomes = start_ranks(4, lose_the_link, found, timeout_seconds=100)
+        launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        outcomes = start_ranks(4, lose_the_link, found, launchers.port, timeout_seconds=100)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, outcome.traceback
         error, seconds, total = outcome.value

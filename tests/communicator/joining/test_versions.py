@@ -3,13 +3,14 @@
 import dataclasses
 
 import pytest
+import torch.distributed as dist
 
 from hethub.communicator.joining.versions import comparable
 from hethub.communicator.setup import RankFacts, check_facts
 from hethub.kernels.device import Device
 from hethub.spec.errors import BadInput
 
-HERE = RankFacts.here(Device(vendor="cpu"), {})
+HERE = RankFacts.here(Device(vendor="cpu"), {}, dist.HashStore())
 
 
 def with_torch(version):
