@@ -1,15 +1,16 @@
 """What the planner is worth, in figures; every one beside what is asked of it.
 
-python benchmarks/planner.py [hethub] [joint] [families] [times] [growth] [exhaustive | bounded --clusters N --first
-SEED]
+python benchmarks/planner.py [MODE ...] [--clusters N] [--first SEED]
 
 hethub      hethub-768 with Llama-140B: % of the makers alone at 2,048 and 512 sequences, and over AMD:NVIDIA layer-rate
-ratios joint       joint-16 with Llama 3 8B: % of the makers alone (configs/jobs/joint-16.yaml: batch 512) families
-mixed clusters x models: auto against every family, how much the search beat its start, the gap closed times
-search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain growth
-search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg exhaustive  auto against the whole grid of
-N random clusters of 3-4 unlike accelerators, 6 layers (default 200) bounded     the same for ten clusters of 6
-accelerators, 8 layers: billions of points, all but a few left out by their bound
+            ratios
+joint       joint-16 with Llama 3 8B: % of the makers alone (configs/jobs/joint-16.yaml: batch 512)
+families    mixed clusters x models: auto against every family, how much the search beat its start, the gap closed
+times       search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain
+growth      search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg
+exhaustive  auto against the whole grid of N random clusters of 3 and 4 unlike accelerators, 6 layers (default 200)
+bounded     the same for ten clusters of 6 accelerators, 8 layers: billions of points, all but a few left out by their
+            bound
 
 All times of steps are predicted by hethub.predictor; nothing here runs on an accelerator.
 """
