@@ -9,8 +9,8 @@ families    mixed clusters x models: auto against every family, how much the sea
 times       search_seconds in fresh processes, median of 5, by number of accelerators; unseen random speeds; --explain
 growth      search_seconds from 8 to 10,240 accelerators, drawn in docs/search_time.svg
 exhaustive  auto against the whole grid of N random clusters of 3 and 4 unlike accelerators, 6 layers (default 200)
-bounded     the same for ten clusters of 6 accelerators, 8 layers: billions of points, all but a few left out by their
-            bound
+bounded     the same for N clusters of 6 accelerators, 8 layers (default 20): billions of points, all but a few left out
+            by their bound
 
 All times of steps are predicted by hethub.predictor; nothing here runs on an accelerator.
 """
@@ -215,12 +215,12 @@ NEAR = 1.005  # times the optimum
 
 
 def exhaustive(number: int, first: int, accelerators: tuple[int, ...] = (3, 4), layers: int = 6) -> None:
-    """Clusters `first` to `number`, a line each, so that a run can be done in parts."""
+    """So many clusters from seed `first` on, a line each, so that a run can be done in parts."""
     from tests.planner.search.test_against_oracle import compare
 
     slower: dict[int, list[float]] = {size: [] for size in accelerators}
     points = timed = predicted = 0
-    for seed in range(first, number):
+    for seed in range(first, first + number):
         started = time.process_time()
         size = accelerators[seed % len(accelerators)]
         found = compare(seed, size, layers=layers)
@@ -233,7 +233,7 @@ def exhaustive(number: int, first: int, accelerators: tuple[int, ...] = (3, 4), 
             flush=True,
         )
     print(
-        f"{number - first} clusters: {points:,} points; {timed:,} left by the bounds and timed action by action, {predicted:,} "
+        f"{number} clusters: {points:,} points; {timed:,} left by the bounds and timed action by action, {predicted:,} "
         "predicted; the others have a bound no shorter than the optimum"
     )
     for size, own in slower.items():
@@ -248,8 +248,8 @@ MODES: dict[str, Callable[[argparse.Namespace], None]] = {
     "families": lambda _: families(),
     "times": lambda _: search_times.times(verdict),
     "growth": lambda _: search_times.growth(),
-    "exhaustive": lambda options: exhaustive(options.clusters, options.first),
-    "bounded": lambda options: exhaustive(min(10, options.clusters), options.first, (6,), 8),
+    "exhaustive": lambda options: exhaustive(options.clusters or 200, options.first),
+    "bounded": lambda options: exhaustive(options.clusters or 20, options.first, (6,), 8),
 }
 
 
@@ -258,8 +258,8 @@ def main() -> None:
     parser.add_argument(
         "modes", nargs="*", metavar="MODE", help=f"of {', '.join(MODES)}; the first four where none is named"
     )
-    parser.add_argument("--clusters", type=int, default=200, help="up to which seed `exhaustive` goes")
-    parser.add_argument("--first", type=int, default=0, help="from which seed")
+    parser.add_argument("--clusters", type=int, help="how many of them; 200, of `bounded` 20")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first cluster")
     options = parser.parse_args()
     if unknown := set(options.modes) - set(MODES):
         parser.error(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
