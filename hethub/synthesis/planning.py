@@ -51,7 +51,7 @@ def plan_model(model: Model, options: Search | None = None, *, reserve: float = 
 
 def data_parallel(model: Model) -> Problem:
     """The programs that cut nothing but the samples and keep every parameter whole on every rank."""
-    samples = {None, *(number for number, axis in enumerate(model.rules.axes) if axis.name == SAMPLES)}
+    samples = {None, *(number for number, axis in enumerate(model.rules.axes) if axis.name.startswith(SAMPLES))}
 
     def by_samples(number: int, rule: Rule) -> bool:
         return model.rules.axis_of(number, rule) in samples

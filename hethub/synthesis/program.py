@@ -166,11 +166,8 @@ class Execution:
     def seconds(self) -> float:
         """The step's seconds: operators one after the other, collectives between them, and the optimizer."""
         computed = sum(rule_seconds(self.model, self.shares, n, rule) for n, rule in enumerate(self.rules))
-        return (
-            self.optimizer_seconds
-            + computed
-            + sum(self._move_seconds(move) for moves in self.moves.values() for move in moves)
-        )
+        moved = sum(self._move_seconds(move) for moves in self.moves.values() for move in moves)
+        return self.optimizer_seconds + computed + moved
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -206,7 +203,8 @@ class Execution:
             for tensor in operator.made:
                 for name in graph.parameter_of_gradient.get(tensor, ()):
                     bring(tensor, self.kept[name])
-        bring(graph.loss, WHOLE)
+        for tensor in graph.results:
+            bring(tensor, WHOLE)
         updates = sum(
             model.costs.update(graph.tensors[graph.parameters[name]])
             * fractions(model, self.shares, graph.parameters[name], state)

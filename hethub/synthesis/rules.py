@@ -20,7 +20,7 @@ from hethub.synthesis.table import HEAVY, RESHAPES, SUM, Label, Shape, Shapes, l
 
 WHOLE: Literal["whole"] = "whole"
 PARTIAL: Literal["partial"] = "partial"
-SAMPLES = "samples"  # the name of the axis of the inputs' first dimension
+SAMPLES = "samples"  # begins the name of an axis of inputs' first dimension; a module may have several
 
 
 class Cut(NamedTuple):
@@ -174,8 +174,10 @@ class Rules:
         return Axis(atoms=gcd(*sizes), name=self._name(members))
 
     def _name(self, members: Sequence[tuple[int, Cut]]) -> str:
-        if any(tensor in self.graph.inputs and cut == Cut(0, 1) for tensor, cut in members):
-            return SAMPLES
+        cut_inputs = [n for n, tensor in enumerate(self.graph.inputs) if Cut(0, 1) in self._cuts[tensor]]
+        own = [n for n in cut_inputs if (self.graph.inputs[n], Cut(0, 1)) in members]
+        if own:
+            return SAMPLES if own[0] == cut_inputs[0] else f"{SAMPLES} of input {own[0]}"
         owned = {tensor: name for name, tensor in self.graph.parameters.items()}
         of_parameters = [(tensor, cut) for tensor, cut in members if tensor in owned]
         tensor, cut = (of_parameters or members)[0]

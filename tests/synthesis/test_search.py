@@ -1,6 +1,7 @@
 """The search finds what trying everything finds; memory limits hold; ratios lower the cost."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,14 +10,14 @@ import torch.nn as nn
 
 from hethub.spec.errors import BadInput
 from hethub.synthesis.capture.trace import trace
-from hethub.synthesis.costs import Costs, Model, Shares, precision_of, rank_seconds, work
+from hethub.synthesis.costs import Costs, Model, Shares, move_cost, precision_of, rank_seconds, work
 from hethub.synthesis.planning import baselines, plan_graph, pose
 from hethub.synthesis.program import Execution, Living
 from hethub.synthesis.ratios import alternate, even, fit, rounded, starts
 from hethub.synthesis.rules import WHOLE, Rules, State
 from hethub.synthesis.search import Problem, Search, search
 from tests.synthesis.clusters import cluster, random_cluster
-from tests.synthesis.exact import reference
+from tests.synthesis.exact import random_program, reference
 
 
 class Tiny(nn.Module):
@@ -284,3 +285,34 @@ def test_products_and_lookups_cost_what_they_compute_and_move() -> None:
     assert added is not None
     assert lookup.fused_bytes == 2 * (2 * 5 * 8 * 4) + 2 * 5 * 8
     assert added.flops == 2 * 2 * 8 * 8 * 1
+
+
+class Pairs(nn.Module):
+    """Scores of every pair of its inputs' samples: two axes of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 8), nn.Linear(5, 8)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (self.left(left) @ self.right(right).t()).square().mean()
+
+
+def test_axes_of_unlike_inputs_have_unlike_names() -> None:
+    model = model_of(Pairs(), (torch.randn(12, 6), torch.randn(12, 5)), cluster([1.0, 2.0]))
+    names = [axis.name for axis in model.rules.axes]
+    assert {"samples", "samples of input 1"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_step_waits_for_what_buffers_hold_after_it() -> None:
+    graph, on = reference("residual").graph, cluster([1.0, 1.0])
+    program = random_program(graph, on, 0)
+    execution, without = (
+        Execution(pose(own, on), program.rules, program.kept, program.shares)
+        for own in (graph, replace(graph, updates={}))
+    )
+    moves = [move for tensor in graph.updates.values() for move in execution.moves[tensor] if move.collective]
+    assert moves
+    costs = [move_cost(execution.model, program.shares, *move[:3])[0] for move in moves]
+    assert execution.step_seconds == pytest.approx(without.step_seconds + sum(costs), rel=1e-9)

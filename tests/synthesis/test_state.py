@@ -18,7 +18,7 @@ from hethub.synthesis.program import Program
 from hethub.synthesis.rules import Cut
 from tests.support.ranks import run_ranks
 from tests.synthesis.clusters import cluster
-from tests.synthesis.exact import Holder, adamw, random_program
+from tests.synthesis.exact import Holder, adamw, check, random_program, reference_of, train
 
 
 class Scaled(nn.Module):
@@ -152,3 +152,36 @@ def test_gradients_are_clipped_by_their_whole_norm_and_unlike_ranks_are_refused(
         assert state["up._extra_state"] == {"version": 1}
         for words, text in zip(("shape", "'more'", "unlike weights", "unlike batches"), said, strict=True):
             assert words in text
+
+
+class Dotted(torch.autograd.Function):
+    """Its backward hands out what forward saved: the weight's gradient is the buffer itself."""
+
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(scale)
+        return (weight * scale).sum()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return context.saved_tensors[0], None
+
+
+class Saved(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(12))
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(values, labels) + Dotted.apply(self.shift, self.scale)
+        return loss
+
+
+def test_a_gradient_that_no_operator_makes_is_one() -> None:
+    torch.manual_seed(0)
+    module = Saved().double()
+    known = reference_of(module, (torch.randn(6, 8, dtype=torch.float64), torch.randint(4, (6,))))
+    programs = [plan_graph(known.graph, cluster([1.0, 2.0])), random_program(known.graph, cluster([1.0, 2.0]), 1)]
+    for outcomes in run_ranks(2, train, known.graph, known.named, known.inputs, programs):
+        for outcome in outcomes:
+            check(known, outcome)

@@ -3,10 +3,15 @@
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
+from torch import fx
 
 from hethub.spec.errors import BadInput
+from hethub.synthesis.capture.nodes import NUMBERS, annotated, called, draws, given
+from hethub.synthesis.capture.whole_batch import refuse_batch_norm
+from hethub.synthesis.graph import schema_of
 
 CONSTANT = "writes in place to a tensor that the module keeps as a plain attribute, or to what is made of one; register it as a buffer."
 
@@ -22,29 +27,69 @@ def refuse_hooks(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def refuse_update(name: str) -> None:
-    """Of a buffer that forward changes."""
+    """Of a buffer, or a parameter, that forward changes."""
     owner = name.rpartition(".")[0] or "the module"
     raise BadInput(
-        f"'{owner}' changes its buffer '{name}' in every step, which ranks would do differently: keep the state of"
-        f" '{owner}' outside of forward."
+        f"'{owner}' changes its own '{name}' in every step, which ranks would do differently: keep the state of"
+        f" '{owner}' outside of forward (an embedding's max_norm too)."
     )
+
+
+def refuse_lazy(named: Mapping[str, torch.Tensor]) -> None:
+    """Of parameters and buffers that have no shape before their module's first forward, by name."""
+    for name, value in named.items():
+        if torch.nn.parameter.is_lazy(value):
+            raise BadInput(
+                f"'{name}' has no shape yet; call the module once on a batch, which its lazy layers wait for."
+            )
+
+
+def refuse_result(module: torch.nn.Module, result: Any) -> NoReturn:
+    """Of a forward that returns anything but a loss."""
+    what = f"a tensor of {result.dim()} dimensions" if isinstance(result, torch.Tensor) else type(result).__name__
+    raise BadInput(
+        f"the module must return its loss alone: one tensor without dimensions, where {type(module).__name__} returned {what};"
+        " wrap it in a module whose forward picks the loss out, or reduces it (.mean())."
+    )
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether tracing failed because control flow or a shape depends on the values of tensors."""
+    return type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 def reason(error: Exception) -> str:
     """Why tracing failed, in words of the module's author."""
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
-    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        inside = Path(torch.__file__).parent
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(inside)]
-        place = next((f for f in reversed(frames) if Path(f.filename).parent != Path(__file__).parent), None)
-        if any(f.name == "_detect_is_causal_mask" for f in traceback.extract_tb(error.__traceback__)):
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not Path(f.filename).is_relative_to(Path(torch.__file__).parent)]
+    place = next((f for f in reversed(own) if Path(f.filename).parent != Path(__file__).parent), None)
+    where = f" ({place.filename}, line {place.lineno}, in {place.name}: {place.line})" if place else ""
+    if depends_on_values(error):
+        if any(f.name == "_detect_is_causal_mask" for f in frames):
             return "torch looks into the mask to see whether it is causal; call the encoder or decoder with is_causal=True or False."
-        where = f" ({place.filename}, line {place.lineno}, in {place.name}: {place.line})" if place else ""
         return (
             f"its control flow or its shapes depend on the values of tensors: {first}{where}. Compute both ways and choose"
             " with torch.where, or keep the branch out of forward."
         )
     if "mutating a non-functional tensor" in text:
         return f"an operator {CONSTANT}"
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first}{where}"
+
+
+def refuse_operator(node: fx.Node) -> None:
+    """Of an operator that no rank could run on its pieces: control flow, random numbers, a batch norm in training."""
+    if node.op not in ("call_function", "get_attr") or isinstance(node.meta.get("val"), NUMBERS):
+        return
+    named = (annotated(each) for each in (node, *node.all_input_nodes))  # control flow has lost its own
+    module = next((name for name in named if name is not None), None) or "the module itself"
+    if schema_of(node.target) is None and node.op == "call_function" and called(node) != "getitem":
+        raise BadInput(f"'{module}' uses {node.target}: control flow that depends on data cannot be cut over ranks.")
+    if draws(node):
+        raise BadInput(
+            f"'{module}' draws random numbers ({node.target}), which would differ from rank to rank; set its dropout to 0,"
+            " call .eval() on it, or let the numbers be an input of forward."
+        )
+    if "batch_norm" in called(node) and given(node, "training") and given(node, "running_mean") is not None:
+        refuse_batch_norm(module)

@@ -14,16 +14,26 @@ from torch.fx.experimental.proxy_tensor import FakeTensorMode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hethub.spec.errors import BadInput
+from hethub.synthesis.capture.nodes import NUMBERS, called, module_of, owner_of, writes
 from hethub.synthesis.capture.proof import as_it_was, prove
-from hethub.synthesis.capture.refused import CONSTANT, reason, refuse_hooks, refuse_update
-from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized, refuse_batch_norm
-from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor, schema_of
+from hethub.synthesis.capture.refused import (
+    CONSTANT,
+    depends_on_values,
+    reason,
+    refuse_hooks,
+    refuse_lazy,
+    refuse_operator,
+    refuse_result,
+    refuse_update,
+)
+from hethub.synthesis.capture.whole_batch import BATCH_NORMS, DECOMPOSITIONS, normalized
+from hethub.synthesis.graph import BySamples, Graph, Operator, Ref, Tensor
 
 aten: Any = torch.ops.aten
 INPUT = "input "  # begins the names of the user's inputs; no name of a module's has a space
 SAME_TENSOR = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
-NUMBERS = (torch.SymInt, torch.SymFloat)
 CHECKS = (aten._assert_tensor_metadata.default, aten._assert_async.msg)  # of values and types that one device has too
+PROFILER = "profiler."  # begins the keys of operators that mark a time and make no tensor
 
 
 def trace(module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> Graph:
@@ -59,18 +69,21 @@ def trace(module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> Gr
 class _Tracing:
     """One run of forward and backward on tensors without values, whose number of samples is a symbol."""
 
-    def __init__(self, module: torch.nn.Module, example_inputs: Sequence[torch.Tensor]) -> None:
-        self._module = module
+    def __init__(
+        self, module: torch.nn.Module, example_inputs: Sequence[torch.Tensor], *, is_symbol: bool = True
+    ) -> None:
+        self._module, self._inputs, self._is_symbol = module, example_inputs, is_symbol
         self._shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self._mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
         self._samples = next((int(value.shape[0]) for value in example_inputs if value.dim()), 1)
-        count = self._symbol()
+        count = self._symbol() if is_symbol else self._samples
         held = dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False)
         )
         firsts = {id(value): name for name, value in reversed(held.items())}
         self._first = {name: firsts[id(value)] for name, value in held.items()}  # a tied parameter has one gradient
         unique = {name: held[name] for name in dict.fromkeys(self._first.values())}
+        refuse_lazy(unique)
         self._values = {name: self._like(value, value.shape) for name, value in unique.items()}
         self._trained = [
             name for name, value in unique.items() if isinstance(value, torch.nn.Parameter) and value.requires_grad
@@ -101,19 +114,21 @@ class _Tracing:
             with fx.traceback.preserve_node_meta(), self._named_modules():
                 joint = self._traced(lambda values: self._step(values))
             for node in joint.graph.nodes:
-                _refuse_operator(node)
-            writers = [node for node in joint.graph.nodes if _writes(node)]
+                refuse_operator(node)
+            writers = [node for node in joint.graph.nodes if writes(node)]
             names = dict(zip((n for n in joint.graph.nodes if n.op == "placeholder"), self._values, strict=True))
             for node in writers:
-                if names.get(_owner(node), "").startswith(INPUT):
-                    self._refuse_write(node, names[_owner(node)])
+                if names.get(owner_of(node), "").startswith(INPUT):
+                    self._refuse_write(node, names[owner_of(node)])
             if writers:
                 run = functionalize(lambda values: fx.Interpreter(joint).run(*values))
-                with fx.traceback.preserve_node_meta():
+                with fx.traceback.preserve_node_meta(), torch.no_grad():  # gradients are operators of the graph by now
                     joint = self._traced(lambda values: run(values))
         except BadInput:
             raise
         except Exception as error:
+            if self._is_symbol and not depends_on_values(error):  # some operators of torch take numbers, no symbols
+                return _Tracing(self._module, self._inputs, is_symbol=False).graph()
             raise BadInput(f"{type(self._module).__name__} cannot be traced: {reason(error)}") from error
         return self._build(joint, list(self._updates))
 
@@ -135,7 +150,7 @@ class _Tracing:
 
     def _differentiated(self, loss: Any, given: dict[str, torch.Tensor]) -> list[Any]:
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise BadInput("the module must return its loss alone: one tensor without dimensions.")
+            refuse_result(self._module, loss)
         if not loss.requires_grad:
             raise BadInput("the loss does not depend on any parameter that wants a gradient.")
         gradients = torch.autograd.grad(loss, [given[name] for name in self._trained], allow_unused=True)
@@ -178,8 +193,9 @@ class _Tracing:
                 kind.forward = forward
 
     def _build(self, joint: fx.GraphModule, updates: list[str]) -> Graph:
-        for node in [node for node in joint.graph.nodes if node.target in CHECKS]:
-            joint.graph.erase_node(node)
+        for node in reversed(joint.graph.nodes):  # what ends a mark reads what began it
+            if node.target in CHECKS or str(node.target).startswith(PROFILER):
+                joint.graph.erase_node(node)
         names = iter(self._values)
         placed = {node: next(names) for node in joint.graph.nodes if node.op == "placeholder"}
         for node in joint.graph.nodes:
@@ -187,7 +203,7 @@ class _Tracing:
                 refuse_update(placed[node.args[0]])
         joint.graph.eliminate_dead_code()
         builder = _Builder()
-        output = list(next(node for node in joint.graph.nodes if node.op == "output").args[0])
+        output = _made_each(joint.graph, len(self._trained))
         constants = {}
         for node in joint.graph.nodes:
             if node.op == "placeholder":
@@ -197,7 +213,7 @@ class _Tracing:
                 owner = self._owners.get(value.untyped_storage()._cdata)
                 if owner is not None:
                     raise BadInput(
-                        f"'{_module_of(node) or 'the module itself'}' reads '{owner}' past the module's attributes; read it in"
+                        f"'{module_of(node) or 'the module itself'}' reads '{owner}' past the module's attributes; read it in"
                         " forward as an attribute of its module (a tied weight too)."
                     )
                 builder.placeholder(node, node.target, value)
@@ -233,7 +249,7 @@ class _Tracing:
         number = int(name.removeprefix(INPUT))
         own = given[number] if number < len(given) else name
         raise BadInput(
-            f"'{_module_of(node) or 'the module itself'}' writes in place ({node.target}) to the input '{own}'; clone it in"
+            f"'{module_of(node) or 'the module itself'}' writes in place ({node.target}) to the input '{own}'; clone it in"
             " forward first."
         )
 
@@ -249,49 +265,19 @@ class _Then(torch.nn.Module):
         return self._then(self.inner(*inputs))
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether an operator writes in place."""
-    schema = schema_of(node.target)
-    return schema is not None and schema.is_mutable
-
-
-def _owner(node: fx.Node) -> Any:
-    """Whose memory an operator writes to: what the view that it is given, if it is one, was taken of."""
-    found: Any = node.args[0]
-    while found.op == "call_function" and any(part.alias_info for part in schema_of(found.target).returns):
-        found = found.args[0]
-    return found
-
-
-def _refuse_operator(node: fx.Node) -> None:
-    if node.op not in ("call_function", "get_attr") or isinstance(node.meta.get("val"), NUMBERS):
-        return
-    named = (_module_of(each) for each in (node, *node.all_input_nodes))  # control flow has lost its own
-    module = next(filter(None, named), "the module itself")
-    if schema_of(node.target) is None and node.op == "call_function" and _name(node) != "getitem":
-        raise BadInput(f"'{module}' uses {node.target}: control flow that depends on data cannot be cut over ranks.")
-    if _draws(node):
-        raise BadInput(
-            f"'{module}' draws random numbers ({node.target}), which would differ from rank to rank; set its dropout to 0"
-            " or call .eval() on it."
-        )
-    if "batch_norm" in _name(node) and _given(node, "training") and _given(node, "running_mean") is not None:
-        refuse_batch_norm(module)
-
-
-def _given(node: fx.Node, name: str) -> Any:
-    """The argument of an operator that is called `name`; None where it takes none."""
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers; dropout 0, attention's too, draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    wanted = [name for name in ("dropout_p", "p") if name in names]
-    return not wanted or any(_given(node, name) not in (None, 0.0) for name in wanted)
+def _made_each(graph: fx.Graph, gradients: int) -> list[Any]:
+    """What a step results in: the loss, so many gradients, and buffers; every gradient is made by an operator."""
+    end = next(node for node in graph.nodes if node.op == "output")
+    results = list(end.args[0])
+    for place in range(1, gradients + 1):
+        source = results[place]
+        while source is not None and source.target in SAME_TENSOR:
+            source = source.args[0]
+        if source is not None and source.op != "call_function":  # a backward of the user's own returned a saved tensor
+            with graph.inserting_before(end):
+                results[place] = graph.call_function(aten.clone.default, (source,))
+            results[place].meta.update(source.meta)
+    return results
 
 
 class _Builder:
@@ -319,7 +305,7 @@ class _Builder:
             return  # whoever reads it knows its formula
         if node.target in SAME_TENSOR:
             self.numbers[node] = self.numbers[node.args[0]]  # type: ignore[index]
-        elif _name(node) == "getitem":
+        elif called(node) == "getitem":
             part = self.parts[node.args[0]][node.args[1]]  # type: ignore[index]
             assert part is not None
             self.numbers[node] = part
@@ -331,8 +317,8 @@ class _Builder:
         return len(self.tensors) - 1
 
     def _operator(self, node: fx.Node) -> None:
-        if _writes(node):
-            raise BadInput(f"{_module_of(node) or 'the module itself'}: {node.target} {CONSTANT}")
+        if writes(node):
+            raise BadInput(f"{module_of(node) or 'the module itself'}: {node.target} {CONSTANT}")
         inputs: list[int] = []
 
         def ref(used: fx.Node) -> Any:
@@ -353,7 +339,7 @@ class _Builder:
         if not many:
             self.numbers[node] = outputs[0]  # type: ignore[assignment]
         module = (
-            _module_of(node)
+            module_of(node)
             if self.is_forward
             else next((self.modules[t] for t in inputs[::-1] if t in self.modules), "")
         )
@@ -375,11 +361,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (list if isinstance(value, list) else tuple)(_plain(item) for item in value)
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "")
-
-
-def _module_of(node: fx.Node) -> str:
-    return str(node.meta.get("custom", {}).get("module", ""))

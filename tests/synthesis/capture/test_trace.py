@@ -83,6 +83,28 @@ class Replaced(nn.Module):
         return values
 
 
+class Leaky(nn.Module):
+    """Draws by itself, from what its inner layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rrelu(self.layer(values), training=True).mean()
+
+
+class Bounded(nn.Module):
+    """Torch shortens the rows of its table where it looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, max_norm=1.0)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.table(values.argmax(-1))
+
+
 class Cond(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cond(values.sum() > 0, lambda v: v * 2, lambda v: v - 1, (values,))
@@ -101,6 +123,9 @@ class Cond(nn.Module):
         (Wrapped(Cond()), ["inner", "control flow"]),
         (Overwrite(), ["the module itself", "in place", "aten.mul_", "values"]),
         (Passed(), ["'inner'", "in place", "aten.fill_", "values"]),
+        (Leaky(), ["'the module itself' draws", "aten.rrelu", "an input of forward"]),
+        (Wrapped(Bounded()), ["'inner.table' changes", "'inner.table.weight'", "max_norm"]),
+        (Wrapped(nn.LazyLinear(4)), ["'inner.weight' has no shape yet", "call the module once"]),
     ],
     ids=[
         "dropout",
@@ -113,6 +138,9 @@ class Cond(nn.Module):
         "cond",
         "input",
         "piece of an input",
+        "noise of the outermost",
+        "bounded table",
+        "lazy layer",
     ],
 )
 def test_what_cannot_be_cut_is_refused(module: nn.Module, words: list[str]) -> None:
@@ -123,8 +151,56 @@ def test_what_cannot_be_cut_is_refused(module: nn.Module, words: list[str]) -> N
 
 
 def test_a_module_without_a_loss_is_refused() -> None:
-    with pytest.raises(BadInput, match="loss alone"):
+    with pytest.raises(BadInput, match=r"loss alone.*Linear returned a tensor of 2 dimensions"):
         trace(nn.Linear(4, 4), (torch.randn(6, 4),))
+    with pytest.raises(BadInput, match=r"loss alone.*Named returned dict; wrap it"):
+        trace(Named(), (torch.randn(6, 4),))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(values).mean()}
+
+
+class Marks(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("doubled"):
+            return values * 2
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found = torch.fft.rfft(values) * torch.view_as_complex(self.filter)
+        return torch.fft.irfft(found, n=values.shape[-1])
+
+
+class Turned(nn.Module):
+    """Torch's grid of an affine map takes the number of samples as it is."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        turns = torch.stack([values[:, :3], values[:, 1:]], 1)
+        grid = nn.functional.affine_grid(turns, [values.shape[0], 1, 3, 3], align_corners=False)
+        return nn.functional.grid_sample(values.view(-1, 1, 2, 2), grid, align_corners=False)
+
+
+@pytest.mark.parametrize("inner", [Marks(), Spectrum(), Turned()], ids=["marks", "spectrum", "turned"])
+def test_what_torch_records_otherwise_than_it_computes_is_traced(inner: nn.Module) -> None:
+    """And proved equal by the trace itself."""
+    graph = trace(Wrapped(inner).double(), (torch.randn(6, 4, dtype=torch.float64),))
+    assert not any(operator.key.startswith("profiler") for operator in graph.operators)
+    if isinstance(inner, Turned):
+        with pytest.raises(BadInput, match="trace it with example inputs of 5"):
+            graph.at(5)
+    else:
+        assert graph.at(5).samples == 5
 
 
 def test_batch_norm_that_keeps_its_statistics_is_traced() -> None:
