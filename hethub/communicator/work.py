@@ -1,10 +1,11 @@
 """Operations under way: what c10d calls Work, with errors that name operation, group, rank and peer."""
 
+import contextlib
 import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -277,6 +278,17 @@ class CallbackThreads:
                 self._num_idle += 1
 
 
+@contextlib.contextmanager
+def writing(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The block may write these tensors, parameters too, in any thread.
+
+    Grad mode is per thread and on by default: a gradient made with create_graph requires grad itself. What was made under
+    inference_mode is written under it alone, and only such: what else is made there would be bound to it for ever.
+    """
+    with torch.inference_mode(any(tensor.is_inference() for tensor in tensors)), torch.no_grad():
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """An operation to run, the Work it ends, where its seconds are counted and what follows however it ends."""
@@ -289,8 +301,7 @@ class Job:
     def __call__(self) -> None:
         start = time.perf_counter()
         try:
-            # Grad mode is per thread and on by default: a gradient made with create_graph requires grad itself.
-            with torch.no_grad():
+            with writing(self.work.result()):
                 self.run()
         except Exception as error:  # noqa: BLE001  every failure reaches the caller through its Work
             self.work.fail(self.work.operation.failed_for_good(error))

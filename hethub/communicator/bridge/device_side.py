@@ -15,7 +15,7 @@ soon as it is launched.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from hethub.communicator.bridge.routes import Route
 from hethub.communicator.bridge.staging import flat_of, place_for
 from hethub.communicator.counters import Leg
 from hethub.communicator.relays.relay import Incoming, ReceivedInto, Transfer
+from hethub.communicator.work import writing
 from hethub.kernels.device import Device, Event
 from hethub.spec.ranges import Range, from_sizes
 
@@ -118,7 +119,7 @@ class NativeLegs:
             self.library.exchange(sources, places)
             yield sources, places
 
-        return self._begin(legs, ready)
+        return self._begin(legs, ready, received.values())
 
     def all_to_all(self, begun: Launched[tuple[Tensors, Tensors]], received: Tensors) -> None:
         """The rest of it."""
@@ -129,12 +130,14 @@ class NativeLegs:
             for peer, tensor in received.items():
                 _write_back(tensor, places[peer])
 
-    def _begin(self, legs: Callable[[], Iterator[Begun]], ready: Event) -> Launched[Begun]:
+    def _begin(
+        self, legs: Callable[[], Iterator[Begun]], ready: Event, written: Collection[torch.Tensor] = ()
+    ) -> Launched[Begun]:
         stream = self._dispatcher.stream
 
         def launch() -> Iterator[Begun]:
             self._device.activate()
-            with torch.no_grad(), stream.active():
+            with writing(written), stream.active():
                 stream.wait(ready)
                 yield from legs()
 

@@ -29,8 +29,17 @@ from hethub.communicator.bridge.staging import Staged, Stager, flat_of, place_fo
 from hethub.communicator.counters import Counters, LegClock
 from hethub.communicator.joining.islands import Islands, island_index
 from hethub.communicator.relays.gloo import GlooTransfer
-from hethub.communicator.relays.relay import Incoming, Transfer
-from hethub.communicator.work import CallbackThreads, HethubWork, Job, NativeWork, Operation, WaitedWork, Worker
+from hethub.communicator.relays.relay import Transfer
+from hethub.communicator.work import (
+    CallbackThreads,
+    HethubWork,
+    Job,
+    NativeWork,
+    Operation,
+    WaitedWork,
+    Worker,
+    writing,
+)
 from hethub.kernels.device import Device, Event
 from hethub.spec.errors import BadInput
 from hethub.spec.ranges import Range, split
@@ -243,7 +252,8 @@ class PointToPoint:
         def give_back() -> None:
             if arrival.copied is not None:
                 arrival.copied.synchronize()
-                _release(messages)
+                for message in messages:
+                    message.release()
 
         process.callbacks.run(Job(run=copy_up, work=work, count=count, leave=give_back))
         return arrival
@@ -314,11 +324,6 @@ def _chunks(flat: torch.Tensor) -> Iterator[Range]:
     return (piece for piece in split(flat.numel(), _CHUNKS.num_chunks(flat.nbytes)) if piece)
 
 
-def _release(messages: Sequence[Incoming]) -> None:
-    for message in messages:
-        message.release()
-
-
 class Landed(WaitedWork):
     """A message that has come to another place than it was asked for; the first `wait` copies it on the caller's
     stream."""
@@ -334,7 +339,8 @@ class Landed(WaitedWork):
         self._order()
         place, self._place = self._place, None
         if place is not None and place.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(place.view(self._tensor.shape))
+            with writing([self._tensor]):
+                self._tensor.copy_(place.view(self._tensor.shape))
         return True
 
     def _order(self) -> None:
@@ -375,7 +381,8 @@ class StagedReceive(WaitedWork):
         self._inner.wait(timeout)
         if not self._stored:
             self._stored = True
-            self._staged.store()
+            with writing(self.result()):
+                self._staged.store()
         return True
 
     def is_completed(self) -> bool:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from hethub.communicator import torch_private
 from hethub.communicator.bridge.staging import is_plain
-from hethub.communicator.work import WaitedWork
+from hethub.communicator.work import WaitedWork, writing
 
 _WRITTEN = {
     "allreduce": "w",
@@ -146,7 +146,7 @@ def _landed(group: dist.ProcessGroup, work: Any, written: Copies) -> Any:
 
 
 def _copy_back(copies: Copies) -> None:
-    with torch.no_grad():
+    with writing(given for given, _ in copies):
         for given, plain in copies:
             given.copy_(plain)
 

@@ -40,7 +40,8 @@ class Block:
         self.number = number
         self.num_users = 0
         # Python's own mmap would keep a descriptor per block, of which a process has a thousand.
-        self.memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else one that is made under it could be written under it alone
+            self.memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
         device.pin(self.memory)
 
     def view(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
