@@ -6,6 +6,7 @@ in fp32 here; an island's partial is rounded to the wire type once, also at its 
 So all ranks hold the same bits, whatever the chunks, lanes or relay.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,6 @@ _COMBINE: dict[Any, Combine] = {
 _BITWISE = {_KIND.BAND, _KIND.BOR, _KIND.BXOR}
 _SUMS = {_KIND.SUM, _KIND.AVG, _KIND.PREMUL_SUM}
 _ADDED_BY_KERNELS = {torch.float32, torch.bfloat16, torch.float16}
-_ORDERED = {_KIND.MIN, _KIND.MAX}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +85,11 @@ class Reduction:
         if divide and out.dtype != self.accumulate_dtype:
             wide = torch.empty_like(out, dtype=self.accumulate_dtype)
             self._fold(partials, wide)
-            self.kernels.cast(self._divided(wide), out)
+            self.kernels.cast(_divided(wide, self.num_ranks), out)
             return
         self._fold(partials, out)
         if divide:
-            self._divided(out)
-
-    def _divided(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() or tensor.is_complex():
-            # By a tensor of the same device: by a plain number, a GPU multiplies with the rounded reciprocal instead.
-            return tensor.div_(torch.full((), self.num_ranks, dtype=tensor.dtype, device=tensor.device))
-        return tensor.div_(self.num_ranks, rounding_mode="trunc")
+            _divided(out, self.num_ranks)
 
     def _fold(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combines left to right in the accumulation type; `out` may be the memory of any source."""
@@ -119,9 +113,29 @@ class Reduction:
         self.kernels.cast(wide, out)
 
 
+def _divided(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        # By a tensor of the same device: by a plain number, a GPU multiplies with the rounded reciprocal instead.
+        return tensor.div_(torch.full((), number, dtype=tensor.dtype, device=tensor.device))
+    return tensor.div_(number, rounding_mode="trunc")
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type that adds: fp32 for narrower floats, else the tensor's own."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+@functools.cache
+def _has_meaning(kind: Any, dtype: torch.dtype) -> bool:
+    """Whether torch computes it, seen on one element: it does not order complex numbers, say, or add uint16."""
+    one = torch.ones(1, dtype=accumulate_dtype(dtype), device="cpu")
+    try:
+        combined = _COMBINE[kind](one, one)
+        if kind == _KIND.AVG:
+            _divided(combined, 2)
+    except RuntimeError:
+        return False
+    return True
 
 
 def make_reduction(
@@ -133,12 +147,10 @@ def make_reduction(
     """
     kernels = kernels or TorchKernels()
     kind = torch_private.reduce_op_kind(op)
-    if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (kind in _ORDERED and dtype.is_complex):
-        raise BadInput(f"ReduceOp.{kind.name} has no meaning for {dtype}; choose an operation the type has.")
-    if kind == _KIND.AVG and dtype == torch.bool:
-        raise BadInput("ReduceOp.AVG has no meaning for torch.bool; choose an operation the type has.")
     if kind not in _COMBINE:
         raise BadInput(f"ReduceOp.{kind.name} is not one of {', '.join(sorted(k.name for k in _COMBINE))}.")
+    if not _has_meaning(kind, dtype):
+        raise BadInput(f"ReduceOp.{kind.name} has no meaning for {dtype}; choose an operation the type has.")
     return Reduction(
         kind=kind,
         combine=_COMBINE[kind],

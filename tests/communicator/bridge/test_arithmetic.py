@@ -17,6 +17,20 @@ def test_a_factor_does_not_change_the_type(dtype, factor):
     assert scaled.tolist() == [5, 10]
 
 
-def test_an_average_of_bools_is_refused():
-    with pytest.raises(BadInput, match=r"AVG has no meaning for torch\.bool"):
-        make_reduction(dist.ReduceOp.AVG, torch.bool, 2)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("AVG", torch.bool),
+        ("SUM", torch.uint16),
+        ("MAX", torch.uint32),
+        ("AVG", torch.uint64),
+        ("MIN", torch.complex64),
+        ("BOR", torch.complex64),
+        ("BAND", torch.bfloat16),
+        ("BXOR", torch.float32),
+    ],
+)
+def test_what_torch_does_not_compute_is_refused(name, dtype):
+    """At submission, when nothing has been sent: what fails later ends the world."""
+    with pytest.raises(BadInput, match=rf"{name} has no meaning for {dtype}"):
+        make_reduction(getattr(dist.ReduceOp, name), dtype, 2)
