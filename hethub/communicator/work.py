@@ -328,11 +328,17 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_queued = 0
+        self._stopped = False
         self._lock = threading.Lock()
         self._running = threading.Lock()
 
     def submit(self, job: Job, *, caller_waits: bool = False) -> HethubWork:
         with self._lock:
+            if self._stopped:  # nobody would run it
+                operation = job.work.operation
+                raise BadInput(
+                    f"{operation.name} was asked of {operation.group}, which was destroyed on rank {operation.rank}."
+                )
             runs_here = caller_waits and self._num_queued == 0 and self._running.acquire(blocking=False)
             if not runs_here:
                 self._thread = self._thread or start_thread(self._name, self._prepare, self._serve)
@@ -351,7 +357,9 @@ class Worker:
         A thread that comes back from a native call while the interpreter is torn down aborts the process. One that a
         failure has left stuck is not waited for longer.
         """
-        self._jobs.put(None)
+        with self._lock:
+            self._stopped = True
+            self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECONDS)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hethub.spec.errors import RunFailed
+from hethub.spec.errors import BadInput, RunFailed
 from tests.support.ranks import start_ranks, values
 
 SIZES = [3, 200_000]  # sums of few numbers go the short way
@@ -120,6 +120,29 @@ def test_what_is_refused_at_submission_leaves_the_group_in_use():
     islands = {"HETHUB_ISLANDS": "0|1"}
     outcomes = start_ranks(2, refuse_what_has_no_meaning, timeout_seconds=60, environment=islands)
     assert values(outcomes) == [("BadInput", 2.0)] * 2
+
+
+def use_a_destroyed_group(rank, store):
+    """The world's sum behind those of a group that is gone; torch says of it by itself that it does not know it."""
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=2)
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(BadInput, match=f"all_reduce was asked of group '1' .* destroyed on rank {rank}"):
+        group.allreduce([torch.ones(3)])
+    for async_op in (False, True):
+        with pytest.raises(ValueError, match="not initialized"):
+            dist.all_reduce(torch.ones(3), group=group, async_op=async_op)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor[0].item()
+
+
+@pytest.mark.parametrize("staged", ["", "0"])
+def test_a_destroyed_group_refuses_operations(staged):
+    environment = {"HETHUB_ISLANDS": "0|1", "HETHUB_STAGED_RANKS": staged}
+    assert values(start_ranks(2, use_a_destroyed_group, timeout_seconds=30, environment=environment)) == [2.0, 2.0]
 
 
 def unlike_tensors():
