@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from hethub.runtime.launch.launcher_environment import launch_info, one_voice_per_node
 
     by_itself = goes_on_by_itself(options.resume)
-    before = signal.signal(signal.SIGUSR1, end_unmet)  # until the ranks have met, who listen to it themselves
+    signal.signal(signal.SIGUSR1, end_unmet)  # until the ranks have met, who listen to it themselves
     try:
         is_program = runs_program(options.job, options.set, options.plan)
         with one_voice_per_node(launch_info()):
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         error.again = by_itself
         raise
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # all is saved, or what has failed is about to be said
     return STOPPED if stopped else 0
 
 

@@ -136,7 +136,9 @@ def connecting(rendezvous: Rendezvous) -> Iterator[None]:
         watch.liveness.when_failed(end_waits)
     try:
         yield
-    except (dist.DistError, OSError) as error:
+    except RunFailed:
+        raise
+    except (RuntimeError, OSError) as error:  # of the store, of Gloo, of the system
         # A lost connection is often felt before its cause is told.
         failure = watch.liveness.wait_for_failure(_NEWS_SECONDS) if watch is not None else None
         if watch is not None and failure is None:

@@ -220,6 +220,24 @@ def asked_to_end_before_it_reads(rank):
     train.runs_program = reading
 
 
+@pytest.mark.parametrize(("steps", "code"), [(1, 0), (-1, 2)])
+def test_a_wish_to_save_when_all_is_over_ends_nobody(job, tmp_path, steps, code):
+    """It would have killed the process, and with it the job, or what the rank had to say."""
+    more = ["--run-dir", "run", "--set", f"train.steps={steps}"]
+    assert train(job, *more, cwd=tmp_path, hook=asked_to_save_when_all_is_over).exit_code == code
+
+
+def asked_to_save_when_all_is_over(rank):
+    from hethub import cli
+
+    def run(arguments, run=cli._run):
+        code = run(arguments)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return code
+
+    cli._run = run
+
+
 def test_what_fails_under_resume_auto_is_worth_starting_again(job, tmp_path):
     """A disk that is full, or a rank that dies, is a failure; the command that failed goes on where it was."""
     before = train(job, "--resume", "auto", "--set", "train.steps=4", cwd=tmp_path)

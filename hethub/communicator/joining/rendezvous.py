@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hethub.communicator.joining.connection import proof
 from hethub.communicator.joining.watch import Watch
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import TOKEN_VARIABLE
 
 _LEAVE_SECONDS = 10.0
@@ -67,10 +67,15 @@ def exchanged(store: dist.Store, rank: int, size: int, own: str) -> list[str]:
     """What every rank says, in rank order; `store` is for this alone.
 
     Rank 0 may serve the store: should it refuse what it has read and end, the others must have read it too. So it
-    waits for them, and nobody for it.
+    waits for them, and nobody for it. Raises RunFailed naming a rank that says nothing within the store's timeout.
     """
+    places = [str(other) for other in range(size)]
     store.set(str(rank), own)
-    said = [each.decode() for each in store.multi_get([str(other) for other in range(size)])]
+    try:
+        said = [each.decode() for each in store.multi_get(places)]
+    except dist.DistStoreError as error:
+        silent, reason = unheard(store, places, error)
+        raise RunFailed(f"rank {rank} heard nothing from rank {silent} when the ranks met: {reason}") from None
     _leave(store, size)
     if rank == 0:
         store.get("all-read")
@@ -84,6 +89,15 @@ def exchange_last_words(store: dist.Store, rank: int, size: int, own: str) -> No
     if rank == 0:
         with contextlib.suppress(dist.DistError):
             store.wait(["all-read"], timedelta(seconds=_LEAVE_SECONDS))
+
+
+def unheard(store: dist.Store, places: Sequence[str], error: Exception) -> tuple[int, str]:
+    """Of the places that a store was asked for in vain the first that is empty, 0 where it does not say; and its reason,
+    without their names, of which there may be thousands."""
+    silent = 0
+    with contextlib.suppress(dist.DistError):
+        silent = next((number for number, place in enumerate(places) if not store.check([place])), 0)
+    return silent, str(error).splitlines()[0].partition(", keys: ")[0]
 
 
 def _leave(store: dist.Store, size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hethub.communicator import Rendezvous
+from hethub.communicator.joining.rendezvous import unheard
 from hethub.spec.errors import BadInput, RunFailed
 
 T = TypeVar("T")
@@ -86,17 +87,10 @@ def _reaching(meeting: Rendezvous, key: str, ranks: Sequence[int]) -> Iterator[N
         failure = meeting.watch.liveness.wait_for_failure(_NEWS_SECONDS) if meeting.watch is not None else None
         if failure is not None:
             raise RunFailed(f"rank {meeting.rank} ends because {failure}.") from None
-        silent, reason = _silent(meeting, key, ranks), str(error).splitlines()[0]
+        silent, reason = unheard(meeting.store, [_place(key, rank) for rank in ranks], error)
         raise RunFailed(
-            f"rank {meeting.rank} heard nothing from rank {silent} when the ranks were to agree on the {key}: {reason}"
+            f"rank {meeting.rank} heard nothing from rank {ranks[silent]} when the ranks were to agree on the {key}: {reason}"
         ) from None
-
-
-def _silent(meeting: Rendezvous, key: str, ranks: Sequence[int]) -> int:
-    """The first rank that has told nothing; rank 0, which serves the store, where that does not say."""
-    with suppress(dist.DistError):
-        return next((rank for rank in ranks if not meeting.store.check([_place(key, rank)])), 0)
-    return 0
 
 
 def _conclude(meeting: Rendezvous, answers: Sequence[Answer]) -> None:

@@ -3,10 +3,23 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 from hethub.runtime.launch.end_signal import EndSignal
 from hethub.runtime.loop.stop_signal import StopSignal
 from tests.support.ranks import start_ranks, values
+
+
+class EndingWatch:
+    """A watch that ends the process without a word, where it is asked to."""
+
+    liveness = SimpleNamespace(report_end=lambda: None, wait_for_failure=lambda seconds: None)
+
+    def end_process(self, reason):
+        os._exit(1)
+
+    def end_with_one_voice(self, reason, seconds):
+        os._exit(1)
 
 
 def test_a_launcher_that_ends_a_rank_which_has_failed_leaves_it_its_words():
@@ -15,7 +28,7 @@ def test_a_launcher_that_ends_a_rank_which_has_failed_leaves_it_its_words():
 
 def told_to_end_behind_a_failure(rank, store):
     try:
-        with EndSignal(None):
+        with EndSignal(EndingWatch()):
             raise ValueError("what failed")
     except ValueError:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -28,7 +41,7 @@ def test_a_wish_to_save_behind_the_last_step_ends_nobody():
 
 
 def asked_behind_the_last_step(rank, store):
-    with EndSignal(None):
+    with EndSignal(EndingWatch()):
         with StopSignal():
             pass
         os.kill(os.getpid(), signal.SIGUSR1)

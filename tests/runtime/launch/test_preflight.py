@@ -3,9 +3,10 @@
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from hethub.communicator import Rendezvous
 from hethub.communicator.joining.rendezvous import exchanged
@@ -13,7 +14,7 @@ from hethub.runtime.launch.consensus import all_gather, broadcast, consensus
 from hethub.runtime.launch.preflight import Facts, check_cluster, check_versions, detect_cluster, exchange_facts
 from hethub.runtime.memory.host_limit import host_memory_bytes
 from hethub.spec.cluster import ClusterSpec
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from tests.support.ranks import start_ranks, values
 
 FIRST = Facts(
@@ -288,6 +289,14 @@ def test_a_rank_that_does_not_answer_is_named():
         assert kind == "RunFailed"
         assert f"rank {rank} heard nothing from rank 1" in message
         assert "files" in message
+        assert "files/" not in message  # no list of what all ranks were asked for
+
+
+def test_a_rank_that_says_nothing_of_itself_is_named():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=0.3))
+    server.set("0", "there")
+    with pytest.raises(RunFailed, match=r"^rank 1 heard nothing from rank 2 when the ranks met: [^,/]*$"):
+        exchanged(server, 1, 4, "there too")
 
 
 class CountingStore:
