@@ -140,10 +140,17 @@ class Context:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
         store = dist.PrefixStore(f"gloo/{name}", self.rendezvous.store)
         rank = members.index(self.rank)
-        gloo = torch_private.create_gloo_group(
-            store, rank, len(members), timeout_seconds or self.timeout_seconds, self.rendezvous.address
+        return self._connected(name, store, rank, len(members), timeout_seconds or self.timeout_seconds)
+
+    def _connected(
+        self, name: str, store: dist.Store, rank: int, size: int, timeout_seconds: float
+    ) -> torch_private.GlooGroup:
+        """A Gloo group that `abort` will reach. Raises RunFailed where a rank fails meanwhile, or has failed."""
+        address = self.rendezvous.address
+        gloo = self.watch.liveness.unless_failed(
+            lambda: torch_private.create_gloo_group(store, rank, size, timeout_seconds, address)
         )
-        self.watch_gloo(gloo, rank, len(members), name)
+        self.watch_gloo(gloo, rank, size, name)
         return gloo
 
     def native_group(
@@ -159,9 +166,7 @@ class Context:
             )
             self.watch_nccl(nccl, name)
             return nccl
-        native = torch_private.create_gloo_group(store, place, len(island), timeout_seconds, self.rendezvous.address)
-        self.watch_gloo(native, place, len(island), name)
-        return native
+        return self._connected(name, store, place, len(island), timeout_seconds)
 
     def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int, name: str) -> None:
         """`abort` will reach this part of the group `name` too, until that is released."""
@@ -221,7 +226,8 @@ class Context:
         return {relay for carriers in self.relays.values() for relay in carriers}
 
     def abort(self, failure: Failure | None = None) -> None:
-        """Makes everything under way in this process fail, in every group; the world cannot be used any more."""
+        """Makes everything under way in this process fail, in every group; the world cannot be used any more, but the
+        store it met in can, unless it ends with the rank that failed: another may meet there."""
         _log.debug("giving up communication on rank %d: %s", self.rank, failure)
         self.aborted = True
         for relay in self._distinct_relays():

@@ -96,8 +96,10 @@ def make_context(
     rendezvous, hosts = replace(rendezvous, watch=watch), [fact.host_identity for fact in facts]
     with connecting(rendezvous):
         store = dist.PrefixStore("gloo/world", rendezvous.store)
-        gloo = torch_private.create_gloo_group(
-            store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
+        gloo = watch.liveness.unless_failed(
+            lambda: torch_private.create_gloo_group(
+                store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
+            )
         )
         connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
         choice = connector.choose(relay, stored_relays)

@@ -4,12 +4,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent import futures
+from typing import Any, TypeVar
 
 from hethub.communicator.joining.connection import Connection, Failure, proof
 from hethub.communicator.joining.hub import HEARTBEAT_SECONDS, HELLO_SECONDS
 from hethub.spec.errors import RunFailed
 
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.2
 _MAX_REASON_CHARACTERS = 4_000  # so that a report stays a line that the hub reads
 
 
@@ -51,6 +55,23 @@ class Liveness:
             raise RunFailed(f"rank {self._rank} ends because {self.failure}.")
         if not told:
             raise RunFailed(f"rank {self._rank} ends because rank 0 did not say within {seconds:g} s who has come.")
+
+    def unless_failed(self, connect: Callable[[], T]) -> T:
+        """What `connect` gives. Raises RunFailed as soon as a rank has failed: a library that connects waits for one that
+        is gone, several times its timeout; it does so in a thread that is left to itself then."""
+        made: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                made.set_result(connect())
+            except BaseException as error:  # noqa: BLE001  it is raised where the result is asked for
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="hethub-connect", daemon=True).start()
+        while not futures.wait([made], _LOOK_SECONDS).done:
+            if self.failure is not None:
+                raise RunFailed(f"rank {self._rank} ends because {self.failure}.")
+        return made.result()
 
     def when_failed(self, callback: Callable[[Failure], None]) -> None:
         """`callback` runs once, in a thread of its own, when the world's failure is known."""

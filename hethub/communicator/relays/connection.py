@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,16 +90,18 @@ class Connector:
 
     def _gloo(self) -> GlooRelay:
         rendezvous = self._rendezvous
-        lanes = [
-            torch_private.create_gloo_group(
+        assert rendezvous.watch is not None
+
+        def connect(lane: int) -> torch_private.GlooGroup:
+            return torch_private.create_gloo_group(
                 dist.PrefixStore(f"gloo/relay/{lane}", rendezvous.store),
                 rendezvous.rank,
                 rendezvous.size,
                 self._timeout_seconds,
                 rendezvous.address,
             )
-            for lane in range(self._num_lanes)
-        ]
+
+        lanes = [rendezvous.watch.liveness.unless_failed(partial(connect, lane)) for lane in range(self._num_lanes)]
         return GlooRelay(lanes, rendezvous.rank, rendezvous.size)
 
     def _times_between_hosts(self) -> Mapping[str, Sequence[float]]:

@@ -213,3 +213,42 @@ def test_a_rank_that_fails_while_the_ranks_connect_is_named_at_once(error, said)
         message, seconds = outcome.value
         assert f"rank 1 {said}" in message
         assert seconds < 15
+
+
+class Leaving(dist.Store):
+    """The store of a rank that is gone as soon as it has said where it listens."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def wait(self, *_):
+        os._exit(9)
+
+
+def connect_without_one(rank, store):
+    connect = torch_private.create_gloo_group
+    if rank == 1:
+        torch_private.create_gloo_group = lambda store, *more: connect(Leaving(store), *more)
+    with pytest.raises(RunFailed) as failed:
+        dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    return str(failed.value)
+
+
+def make_a_group_without_one(rank, store):
+    dist.init_process_group("hethub", store=store, rank=rank, world_size=3)
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(RunFailed) as failed:
+        dist.new_group([0, 1, 2])
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("function", [connect_without_one, make_a_group_without_one])
+def test_a_rank_that_is_gone_when_gloo_connects_to_it_is_named(function):
+    """Gloo waited five times the group's timeout, half an hour by default."""
+    outcomes = start_ranks(3, function, environment={"HETHUB_ISLANDS": "0,2|1"}, timeout_seconds=60)
+    assert ["rank 1 is gone" in outcomes[rank].value for rank in (0, 2)] == [True, True]
