@@ -55,6 +55,7 @@ PROOFS = {
         "random",
     ],
     "planner-recipes": ["benchmarks/recipes.py"],
+    "planner-peers": ["benchmarks/peers.py"],
     "links": ["benchmarks/links.py"],
     "memory": ["benchmarks/memory.py"],
     "planned-memory": ["benchmarks/memory.py", "--planned", "12"],
