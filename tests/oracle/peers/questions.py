@@ -19,7 +19,7 @@ from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
 from tests.oracle.peers.closed_form import KEPT, WIDTH, link_bytes_per_second
 
-KEPT_PLANS = 100  # by cost, of which the first that fits is the peer's
+KEPT_PLANS = 2000  # by cost, of which the first that fits is the peer's
 MOST_STAGES = 12
 LARGEST_MICRO_BATCH = 16
 FRAMEWORK_BYTES = 2 * 10**9  # Sailor's constant
