@@ -116,8 +116,13 @@ class World:
         return self._groups[members]
 
     def gloo_group(self, timeout: timedelta) -> dist.ProcessGroup:
-        """A new Gloo group of all ranks for a thread of its own; it fails with the world."""
-        group = dist.new_group(list(range(self.size)), backend="gloo", timeout=timeout)
+        """A new Gloo group of all ranks for a thread of its own; it fails with the world. Raises RunFailed where a rank
+        fails before all have connected."""
+        everyone = list(range(self.size))
+        with self.guard("connecting a group for another thread"):
+            group = self._context.watch.liveness.unless_failed(
+                lambda: dist.new_group(everyone, backend="gloo", timeout=timeout)
+            )
         self._context.watch_gloo(torch_private.gloo_of(group), self.rank, self.size, group.group_name)
         self._context.release_with(group, group.group_name)
         return group

@@ -120,7 +120,10 @@ def wait_in_a_group_beside(world):
     """Ranks 0 and 2 wait for each other in a group that torch made, whose connections to the dead are not theirs."""
     group = world.gloo_group(timedelta(hours=1))
     if world.rank == 1:
+        for peer in (0, 2):  # which have connected, then
+            dist.recv(torch.empty(1), peer, group=group)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(torch.ones(1), 1, group=group)
     with world.guard("checkpoint"):
         dist.recv(torch.empty(1), 2 - world.rank, group=group)
 
@@ -131,6 +134,20 @@ def test_a_group_for_another_thread_fails_with_the_world():
         kind, message = outcomes[rank].error
         assert kind == "RunFailed"
         assert f"checkpoint in the world of 3 ranks failed on rank {rank}: rank 1 is gone" in message
+
+
+def wait_in_a_group_that_nobody_joins(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.gloo_group(timedelta(hours=1))
+
+
+def test_a_rank_that_is_gone_when_a_group_for_another_thread_connects_is_named():
+    outcomes = start_ranks(3, wait_in_a_group_that_nobody_joins, connect={"timeout_seconds": 60}, timeout_seconds=30)
+    for rank in (0, 2):
+        kind, message = outcomes[rank].error
+        assert kind == "RunFailed"
+        assert "rank 1 is gone" in message
 
 
 def close_with_a_straggler(world):
