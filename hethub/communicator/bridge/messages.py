@@ -133,7 +133,9 @@ class PointToPoint:
         if self._is_native(tensor):
             place = place_for(tensor)
             inner = self._move_natively(torch_private.native_receive, place, tensor, peer, operation)
-            return inner if place.data_ptr() == tensor.data_ptr() else Landed(inner, place, tensor)
+            return (
+                inner if place.data_ptr() == tensor.data_ptr() else Landed(inner, place, tensor, self._process.device)
+            )
         if not self._stager.on_device(tensor) and tensor.is_contiguous():
             return self._start(torch_private.gloo_receive, tensor, tensor, peer, tag, operation)
         staged = self._stager.stage(tensor)
@@ -328,11 +330,14 @@ class Landed(WaitedWork):
     """A message that has come to another place than it was asked for; the first `wait` copies it on the caller's
     stream."""
 
-    def __init__(self, inner: torch_private.WorkBase, place: torch.Tensor, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, inner: torch_private.WorkBase, place: torch.Tensor, tensor: torch.Tensor, device: Device
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._place: torch.Tensor | None = place
         self._tensor = tensor
+        self._device = device
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._inner.wait() if timeout is None else self._inner.wait(timeout)
@@ -341,6 +346,7 @@ class Landed(WaitedWork):
         if place is not None and place.data_ptr() != self._tensor.data_ptr():
             with writing([self._tensor]):
                 self._tensor.copy_(place.view(self._tensor.shape))
+            self._device.current_stream().keep(place)  # it may be another than the one that the place was made for
         return True
 
     def _order(self) -> None:
@@ -358,10 +364,6 @@ class Arrival(Landed):
     for that."""
 
     copied: Event | None = None
-
-    def __init__(self, inner: HethubWork, place: torch.Tensor, tensor: torch.Tensor, device: Device) -> None:
-        super().__init__(inner, place, tensor)
-        self._device = device
 
     def _order(self) -> None:
         if self.copied is not None:

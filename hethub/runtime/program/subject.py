@@ -180,7 +180,12 @@ def _wants_settings(factory: Any) -> bool:
 
 def _check_batch(job: Job, batch: Batch, place: str) -> None:
     wanted = job.spec.train.global_batch
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in batch}
+    if any(not tensor.dim() for tensor in batch):
+        raise BadInput(
+            f"{place}: its first batch has a tensor without dimensions, but samples are dealt by the first one: give a number"
+            f" for each of the {wanted} samples, or let the module keep it."
+        )
+    sizes = {tensor.shape[0] for tensor in batch}
     if sizes != {wanted}:
         raise BadInput(
             f"{place}: its first batch has tensors of {', '.join(map(str, sorted(sizes)))} samples, but train.global_batch is "

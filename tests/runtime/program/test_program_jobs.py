@@ -62,6 +62,9 @@ def one_left(train):
 def wrong_batch():
     return Net(), [(torch.ones(5, 16), torch.zeros(5, dtype=torch.int64))]
 
+def number_in_a_batch():
+    return Net(), [(torch.ones(8, 16), torch.tensor(0.5))]
+
 def broken():
     raise ValueError("no weights here")
 
@@ -240,6 +243,7 @@ def test_the_plan_of_a_run_stands_alone(trained: tuple[Path, Path], capsys: pyte
         ("nothing", {}, ["no function or class 'nothing'", "Words"]),
         ("broken", {}, ["factory failed", "no weights here"]),
         ("wrong_batch", {}, ["5 samples", "global_batch is 8"]),
+        ("number_in_a_batch", {}, ["a tensor without dimensions", "each of the 8 samples"]),
         ("Words", {"precision": "bf16"}, ["bf16", "fp32 or fp64"]),
         ("NoLoss", {}, ["python:", "loss alone"]),
     ],
