@@ -24,7 +24,7 @@ from hethub.communicator.joining.segments import (
 )
 from hethub.communicator.joining.watch import Watch, deadline, watch_over
 from hethub.runtime.launch.launcher_environment import LaunchInfo, launch_info, place_of
-from hethub.runtime.launch.store import join_store, meet_at_master, serve_store
+from hethub.runtime.launch.store import join_served_store, meet_at_master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import RunFailed
 from hethub.spec.network import TOKEN_VARIABLE, Interface, choose_interface
@@ -147,7 +147,7 @@ def _meet_under_mpirun(info: LaunchInfo, interface: Interface, timeout_seconds: 
         )
     address, port, token = json.loads(told.text)
     with _answering(info, timeout_seconds):
-        return join_store(address, port, timeout_seconds, info), token, ends, place
+        return join_served_store(address, port, timeout_seconds, info), token, ends, place
 
 
 def _placed(info: LaunchInfo, hosts: Sequence[str | None], rank: int) -> str:
@@ -169,7 +169,7 @@ def _meet_over_mpi(mpi: Any, info: LaunchInfo, interface: Interface, timeout_sec
     address, port, token = json.loads(greeting.rstrip(b"\0"))
     if store is None:
         with _answering(info, timeout_seconds):
-            store = join_store(address, port, timeout_seconds, info)
+            store = join_served_store(address, port, timeout_seconds, info)
     return store, token, functools.partial(end_mpi, mpi), functools.partial(place_of, info)
 
 

@@ -4,6 +4,7 @@ import ipaddress
 import json
 import os
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from hethub.spec.network import Interface
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _LOOPBACK = "127.0.0.1"
+_FIRST_PATIENCE_SECONDS = 2.0
 
 
 def serve_store(address: str, timeout_seconds: float, port: int = 0) -> dist.TCPStore:
@@ -37,7 +39,7 @@ def serve_store(address: str, timeout_seconds: float, port: int = 0) -> dist.TCP
 
 
 def join_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
-    """The store that rank 0 serves at `address`. Raises RunFailed where it does not answer."""
+    """The store that rank 0 serves at `address`, or will serve there. Raises RunFailed where it does not answer."""
     try:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
     except dist.DistError as error:
@@ -45,6 +47,39 @@ def join_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo
             f"rank {info.rank} ({socket.gethostname()}) could not reach rank 0's store at {address}:{port}: {error}."
             " Check that the nodes share that network, or name the right one as a CIDR in the cluster file."
         ) from None
+
+
+def join_served_store(address: str, port: int, timeout_seconds: float, info: LaunchInfo) -> dist.TCPStore:
+    """As `join_store`, where rank 0 has said that it serves: once nothing listens there, it is not waited for any longer.
+
+    torch tries again for the whole timeout, while a launcher ends the ranks that have not spoken.
+    """
+    end, patience = time.monotonic() + timeout_seconds, _FIRST_PATIENCE_SECONDS
+    while patience < end - time.monotonic():
+        try:
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
+        except dist.DistError:
+            if _is_refused(address, port):
+                raise RunFailed(
+                    f"rank {info.rank} ends because rank 0 is gone: nothing listens at {address}:{port} any more, where it"
+                    " served the store."
+                ) from None
+            patience *= 2  # a server that many come to may need longer
+        else:
+            store.set_timeout(timedelta(seconds=timeout_seconds))
+            return store
+    return join_store(address, port, max(1.0, end - time.monotonic()), info)
+
+
+def _is_refused(address: str, port: int) -> bool:
+    """Whether nothing listens there; what does not answer at all may be slow."""
+    try:
+        socket.create_connection((address, port), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: float) -> dist.Store:
@@ -65,7 +100,7 @@ def meet_at_master(info: LaunchInfo, interface: Interface, timeout_seconds: floa
         signpost.set("store", json.dumps([interface.address, store.port]))
         return store
     address, port = json.loads(signpost.get("store"))
-    return join_store(address, port, timeout_seconds, info)
+    return join_served_store(address, port, timeout_seconds, info)
 
 
 def master(info: LaunchInfo, interface: Interface) -> tuple[str, int]:

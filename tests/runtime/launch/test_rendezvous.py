@@ -1,7 +1,10 @@
 """Every launcher's environment, and the interface a job listens on."""
 
 import os
+import socket
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -12,7 +15,7 @@ from hethub.runtime.launch.launcher_environment import (
     is_first_rank,
     launch_info,
 )
-from hethub.runtime.launch.store import master, serve_store
+from hethub.runtime.launch.store import join_served_store, master, serve_store
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.network import Interface, choose_interface, interfaces
@@ -170,6 +173,21 @@ def test_a_taken_port_is_told_with_what_to_set():
     store = serve_store("127.0.0.1", 10)
     with pytest.raises(RunFailed, match="MASTER_PORT"):
         serve_store("127.0.0.1", 10, store.port)
+
+
+def test_a_store_that_was_served_is_not_waited_for_once_nothing_listens():
+    info = LaunchInfo(rank=1, size=2, local_rank=1, local_size=2, launcher="openmpi")
+    server = serve_store("127.0.0.1", 30)
+    store = join_served_store("127.0.0.1", server.port, 30, info)
+    assert store.timeout.total_seconds() == 30
+    # One that accepts and says nothing, then is gone, as a rank that is killed.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    threading.Timer(1.0, listener.close).start()
+    begun = time.monotonic()
+    with pytest.raises(RunFailed, match="rank 1 ends because rank 0 is gone: nothing listens"):
+        join_served_store("127.0.0.1", port, 200, info)
+    assert time.monotonic() - begun < 100
 
 
 def test_a_node_may_have_a_network_of_its_own():
