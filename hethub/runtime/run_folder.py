@@ -29,7 +29,8 @@ FILES = (
     "metrics.jsonl", "drift.jsonl", "log.txt", "rehearsal.json", "communicator_counters.json", "trace.json",
     "report.html",
 )  # fmt: skip
-_OF_RANKS = ("calibration.json", "communicator_counters.json", "rehearsal.json")  # what a run's end says of its ranks
+# What holds for a run's ranks and for no others.
+_OF_RANKS = ("communicator.json", "calibration.json", "communicator_counters.json", "rehearsal.json")
 _MOST_METRICS_BYTES = 2**33
 SETTLING_STEPS = 2  # the first steps, which warm up and count memory, left out of the measured time
 _DAMAGED = "metrics.damaged.jsonl"
@@ -131,7 +132,7 @@ class RunFolder:
         """As `start`, without a described model; `plan` is the text of a plan file."""
         with self._writing("job.yaml"):
             self.path.mkdir(parents=True, exist_ok=True)
-        if not self.has_ranks_of(cluster):  # as long as the old cluster's file tells
+        if not self.has_ranks_of(cluster):  # as long as the old cluster's file tells: a start may be cut off behind it
             self._remove(*_OF_RANKS)
         self._write("job.yaml", dump_yaml(with_whole_paths(job)))
         self._write(self.cluster.name, dump_yaml(cluster.to_dict()))

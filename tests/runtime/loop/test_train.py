@@ -14,7 +14,7 @@ from hethub.runtime.loop.plan import OpenedFolder, _plan_file
 from hethub.runtime.loop.stop_signal import StopSignal
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.run_folder import RunFolder
-from hethub.spec.errors import BadInput
+from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import load_job, load_plan_of
 from hethub.spec.layout.bind import bind
 from tests.support.job_files import plan, write_job, write_yaml
@@ -85,6 +85,19 @@ def test_the_job_in_a_run_folder_names_whole_paths(tmp_path):
     written = yaml.safe_load((folder.path / "job.yaml").read_text())
     original = yaml.safe_load((tmp_path / "job" / "job.yaml").read_text())
     assert written["train"].items() >= original["train"].items()
+
+
+def test_a_move_to_other_ranks_that_is_cut_off_leaves_no_relays_of_the_old_ones(job, tmp_path):
+    folder, relays = RunFolder(tmp_path / "run"), {"near": [[0, "mpi"]], "far": [[0, "gloo"]]}
+    folder.open(job, job.cluster, "", {}, {"relays": relays})
+    assert folder.relays(job.cluster) == relays
+    nodes = tuple(node.replace(accelerators=2 * node.accelerators) for node in job.cluster.nodes)
+    moved = job.cluster.replace(nodes=nodes)
+    folder.plan.unlink()
+    folder.plan.mkdir()  # nothing can be written there
+    with pytest.raises(RunFailed, match="cannot be written"):
+        folder.open(job, moved, "", {}, {"relays": None})
+    assert folder.relays(moved) is None
 
 
 def test_metrics_behind_a_checkpoint_are_cut(tmp_path):
