@@ -1,7 +1,8 @@
 """What an operation's own tensors must be to each other: c10d leaves that to the backend.
 
 Unchecked, parts that do not fill their whole leave old numbers in the result, one element is copied to many, and a type
-turns into another without a word. What other ranks give is not known here; debug mode compares that.
+turns into another without a word. What other ranks give is not known here; debug mode compares what
+all must give alike.
 """
 
 from collections.abc import Sequence

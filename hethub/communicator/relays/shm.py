@@ -296,8 +296,7 @@ class Borrowed:
         if num_bytes != self._num_bytes:  # torch would copy one element to many
             raise PeerError(
                 self._link.peer,
-                f"has sent {num_bytes} bytes, and {self._num_bytes} were expected: the ranks gave unlike tensors; debug mode"
-                " (HETHUB_DEBUG=1) names them",
+                f"has sent {num_bytes} bytes, and {self._num_bytes} were expected: the two ranks' tensors do not fit each other",
             )
         return self._block.view(num_bytes, self._dtype)
 

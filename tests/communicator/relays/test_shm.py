@@ -47,7 +47,9 @@ def test_a_message_of_another_size_is_an_error(relays, sizes):
     """torch copies one element to as many as are asked for."""
     sent, expected = sizes
     relays[0].send(message(1, sent), 1, tag=0)
-    with pytest.raises(PeerError, match=f"sent {4 * sent} bytes, and {4 * expected} were expected"):
+    with pytest.raises(
+        PeerError, match=f"sent {4 * sent} bytes, and {4 * expected} were expected: the two ranks' tensors"
+    ):
         relays[1].receive(torch.empty(expected), 0, tag=0).wait()
 
 
