@@ -1,11 +1,12 @@
 """What a rank's process holds beside the tensors that its plan names, and what lies in host memory for it.
 
-On an accelerator: context, communicators' buffers, buffers of messages and logits. On a CPU, where the process is all
-there is: what importing torch takes, blocks of shared memory, and what a layer needs while it computes. Measured by
-`benchmarks/memory.py`.
+On an accelerator: context, communicators' buffers, buffers of messages and logits, and a layer's activations on their
+way to the host. On a CPU, where the process is all there is: what importing torch takes, blocks of shared memory, and
+what a layer needs while it computes. Measured by `benchmarks/memory.py`.
 """
 
 from hethub.predictor.cost.software import gradient_bytes
+from hethub.predictor.memory.activations import kept_of_layer
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
@@ -35,12 +36,23 @@ def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
     logits = held_tokens * shard.widths.vocab * (assignment.stage == layout.num_stages - 1)
     return {
-        "buffers": tables + (4 if layout.num_stages > 1 else 1) * hidden,
+        "buffers": tables
+        + (4 if layout.num_stages > 1 else 1) * hidden
+        + (not on_cpu) * _leaving_bytes(shard, assignment),
         "logits": logits * (_loss_bytes(width) if on_cpu else software.loss_bytes),
         "temporaries": _temporaries(shard, tokens) if on_cpu else 0.0,
         "communicator": communicator_bytes(layout.cluster.size, on_cpu=on_cpu),
         "framework": framework_bytes(on_cpu=on_cpu),
     }
+
+
+def _leaving_bytes(shard: Shard, assignment: Assignment) -> float:
+    """What a microbatch keeps of the layer before, on its way to the host beside that of the layer at work, while that of
+    the layer which goes backward next is fetched already. On a CPU copies are done when they begin."""
+    if "activations" not in shard.spec.offload:
+        return 0.0
+    micro_batch = shard.layout.replica(assignment.stage, assignment.replica).micro_batch
+    return micro_batch * kept_of_layer(shard.kept, shard.spec.recompute, shard.software)
 
 
 def _loss_bytes(width: int) -> int:

@@ -10,7 +10,7 @@ depends on where the stage's state lives:
 - ZeRO 3: weights likewise, in the run's precision, from `prefetch` to `release`: the layer that computes and the next.
 - Offloaded parameters come and go like ZeRO 3's weights, from host memory.
 - Offloaded activations are in host memory between a layer's forward and its backward: on the device are those of the
-  layer at work and of the one after it.
+  layer at work and of the one after it; where copies go on by themselves, also of the one before, which are leaving.
 
 Where all microbatches pass a chunk before the next (layered, ministages), the chunk's layers stay until its last
 microbatch is through.

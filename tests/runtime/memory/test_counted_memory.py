@@ -1,5 +1,6 @@
 """What a rank counts when it trains is what the predictor foresaw, wherever its state lies: device and host bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hethub.predictor.memory.parameters import rank_widths
 from hethub.predictor.memory.ranks import COUNTED, rank_memory
 from hethub.predictor.memory.shards import Shard
 from hethub.predictor.memory.state import resident
+from hethub.predictor.memory.surroundings import surroundings
 from hethub.spec.layout.state import BUCKET_ELEMENTS
 from hethub.spec.model import ModelSpec
 from tests.support.layouts import Case, build_trainer, chunked, replica, stage
@@ -126,3 +128,41 @@ def test_gradients_that_lie_apart_are_joined_in_copies() -> None:
         )
     assert run_ranks(3, joined_gradients) == pytest.approx(foreseen, rel=0.01)
     assert foreseen[0] == foreseen[1] == 0 < foreseen[2]
+
+
+def activations_beside_copies(world: Any, case: Case) -> int:
+    """What is kept at the peak of two steps where copies to the host go on beside the next layer, as a device's do."""
+    trainer = build_trainer(world, case)
+    trainer.arena.leave = lambda copies: trainer.arena._leaving.extend(copies)
+    for step in (1, 2):
+        trainer.run_step(step)
+    peak: int = trainer._meter.peak_bytes
+    return peak
+
+
+OFFLOADED = [
+    Case(name="one stage", stages=[stage((0, 6), replica([0], 8, 2), offload=ALL[2:])]),
+    Case(
+        name="two stages",
+        stages=[
+            stage((0, 3), replica([0], 8, 2), offload=ALL[2:]),
+            stage((3, 6), replica([1], 8, 2), offload=ALL[2:], recompute="full"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", OFFLOADED, ids=lambda case: case.name)
+def test_a_third_layer_s_activations_are_on_their_way_to_the_host_on_a_device(case: Case) -> None:
+    """Two were predicted, there as on a CPU, where a copy is done when it begins."""
+    case = replace(case, precision="fp32", model=MODEL, seq_len=32)
+    layout = case.layout()
+    (cut,) = rank_widths(MODEL, 1)
+    counted = run_ranks(case.size, activations_beside_copies, case)
+    for rank, (entry, peak) in enumerate(zip(rank_memory(layout), counted, strict=True)):
+        place = layout.assignments[rank]
+        around = [
+            surroundings(Shard(layout, place.stage, cut, HETHUB, 4), place, on_cpu=on_cpu) for on_cpu in (True, False)
+        ]
+        foreseen = entry.parts["activations"] + around[1]["buffers"] - around[0]["buffers"]
+        assert peak == pytest.approx(foreseen, rel=0.08), f"rank {rank}"
