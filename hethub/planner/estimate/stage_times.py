@@ -122,7 +122,7 @@ class StageTimes:
         named state shares are left to the evaluator. 0 where one sample is too much."""
         if stage.state_shares:
             return own.micro_batch
-        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.replicas, own[:3], place, pattern, held)
+        key = (stage.layers, stage.recompute, stage.zero, stage.offload, stage.ranks, own[:3], place, pattern, held)
         found = self._largest.get(key)
         if found is None:
 

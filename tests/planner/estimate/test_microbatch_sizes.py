@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hethub.planner.candidate.candidate import Candidate, CandidateStage, ReplicaGroup
 from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.estimate.memory_model import ONLY
 from hethub.planner.estimate.microbatch_sizes import even, fitted, resized
 from hethub.planner.generate import cuts
 from hethub.planner.problem.pose import pose
@@ -48,3 +50,18 @@ def test_candidates_over_memory_are_made_to_fit_with_the_largest_microbatches():
         assert all(entry.bytes <= 1.03 * entry.limit for entry in evaluation.prediction.memory)
         assert smaller.shape == candidate.shape
     assert found
+
+
+def test_the_largest_microbatch_does_not_depend_on_what_was_asked_before():
+    """ZeRO cuts state over all ranks of a stage: among two replicas a wider one leaves more room to the other."""
+    model = TINY.replace(layers=16, hidden=1024, ffn=4096, vocab=8192)
+    problem = pose(model, cluster(("amd", 2, 0.1, 8.0), ("nvidia", 8, 0.1, 8.0)), Batch(64, 128, "fp32"))
+    one = ReplicaGroup(0, 1, 32, 1)
+    narrow, wide = (Candidate((CandidateStage(16, (one, ReplicaGroup(1, tp, 32, 1))),)) for tp in (1, 8))
+
+    def sizes(*asked: Candidate) -> dict[Candidate, int]:
+        estimator = Estimator(problem)
+        return {own: estimator.largest(own, own.stages[0], one, ONLY, 1) for own in asked}
+
+    assert sizes(narrow, wide) == sizes(wide, narrow) == sizes(narrow) | sizes(wide)
+    assert sizes(wide)[wide] > sizes(narrow)[narrow]
