@@ -96,11 +96,8 @@ def main() -> int:
 def compared(question: str, problem: Problem) -> Iterator[Pair]:
     """All peers beside `auto` on a question."""
     outlooks = Outlooks(problem)
-    found = planned(problem, "auto")
-    if found is None:
-        print(f"{question}: auto has no plan")
-        return
-    auto = judged(found, problem, outlooks)
+    found = plan(problem.model, problem.cluster, problem.batch, with_bounds=False, top=0)
+    auto = judged(found.plan, problem, outlooks)
     print(f"{question}: auto {auto.mean:.4g} s mean, {auto.step:.4g} s step, form {auto}", flush=True)
     for peer in (*SEARCHES, *FAMILIES):
         began = time.process_time()

@@ -129,8 +129,8 @@ def _next(own: ReplicaGroup, problem: Problem, step: int) -> int:
 
 
 def _modes(candidate: Candidate, problem: Problem, stages: Sequence[int]) -> Iterator[Candidate]:
-    """Another recompute or ZeRO level in one stage or in all, more microbatches in flight, samples by stage or by
-    chain."""
+    """Another recompute, ZeRO level or offload in one stage or in all, another schedule, more microbatches in flight,
+    samples by stage or by chain."""
     everywhere = range(len(candidate.stages))
     for recompute in problem.recomputes:
         for chosen in _ones_and_all(stages, everywhere):
