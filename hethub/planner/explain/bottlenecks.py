@@ -13,7 +13,7 @@ from hethub.planner.problem.problem import Batch, Problem
 from hethub.planner.problem.scaled import Scale, scaled
 from hethub.planner.result import TWICE, Bottleneck
 from hethub.planner.search.effort import effort_for
-from hethub.planner.search.local_search import climb, descend
+from hethub.planner.search.local_search import climb, descend, movable
 from hethub.planner.search.processes import forked
 
 RELAXED = 1.1
@@ -53,16 +53,17 @@ def _relaxations(problem: Problem) -> dict[str, Problem]:
 
 def _best_rate(candidates: list[Candidate], relaxed: Problem) -> float:
     """Tokens per second of the best plan of a relaxed problem: the best plans known, evaluated again, and what small
-    changes then make of them; 0 where none of these fits there."""
+    changes then make of them; 0 where none of these fits there. A plan that is whole has a batch of its own."""
     incumbent = Incumbent(Evaluator(relaxed, Estimator(relaxed)))
     effort = replace(effort_for(relaxed), steps=6)
     incumbent.evaluator.microbatches_left = effort.microbatches
     for candidate in candidates:
-        incumbent.consider(candidate)
-    leader = incumbent.best
-    if leader is None:  # microbatches in flight are chosen anew, and may then be more than memory holds
+        if candidate.plan is None or candidate.plan.global_batch == relaxed.batch.global_batch:
+            incumbent.consider(candidate)
+    if incumbent.best is None:  # microbatches in flight are chosen anew, and may then be more than memory holds
         return 0.0
-    incumbent.consider(descend(incumbent, leader.candidate, set()))
-    climb(leader, incumbent, effort, set())
+    for leader in movable(incumbent)[:1]:
+        incumbent.consider(descend(incumbent, leader.candidate, set()))
+        climb(leader, incumbent, effort, set())
     found = min(incumbent.fitting.values(), key=lambda evaluation: evaluation.seconds)
     return found.prediction.tokens_per_second

@@ -108,7 +108,7 @@ def climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
     """Climbs from the best plans, and the best of some arrangements; where nothing fits, from the one least over
     memory."""
     incumbent.evaluator.microbatches_left = effort.microbatches  # whatever the leaders took
-    ranked = _movable(incumbent)
+    ranked = movable(incumbent)
     unlike = {evaluation.candidate.shape: evaluation for evaluation in reversed(ranked)}
     others = sorted(unlike.values(), key=lambda evaluation: evaluation.seconds)[: effort.arrangements]
     leaders = list({evaluation.candidate: evaluation for evaluation in [*ranked[: effort.climbs], *others]}.values())
@@ -119,7 +119,7 @@ def climb_leaders(incumbent: Incumbent, effort: Effort) -> None:
         if leader.candidate not in incumbent.fitting or leader.seconds < FAR * incumbent.best_seconds:
             climb(leader, incumbent, effort, passed)
     # What estimates do not see, of as many of the best plans as that takes.
-    dealt = (near for leader in _movable(incumbent) for near in nudges(leader.candidate))
+    dealt = (near for leader in movable(incumbent) for near in nudges(leader.candidate))
     evaluate_all(incumbent, islice(dealt, 3 * effort.pairs))
     _change_twice(incumbent, effort)
 
@@ -128,17 +128,17 @@ def _change_twice(incumbent: Incumbent, effort: Effort) -> None:
     """Where no change of the best plan is better, two at once: evaluates those with the smallest estimates, and goes on
     from what is better."""
     costs, before = incumbent.costs, float("inf")
-    while effort.pairs and (movable := _movable(incumbent)) and movable[0].seconds < before:
-        leader, before = movable[0], movable[0].seconds
+    while effort.pairs and (ranked := movable(incumbent)) and ranked[0].seconds < before:
+        leader, before = ranked[0], ranked[0].seconds
         once = costs.below(neighbours(leader.candidate, costs), float("inf"))
         twice = (near for candidate in once for near in neighbours(candidate, costs))
         near = costs.below(twice, effort.uphill * costs.seconds(leader.candidate))
         new = [candidate for candidate in near if candidate not in incumbent.tried]
         evaluate_all(incumbent, heapq.nsmallest(effort.pairs, new, key=costs.seconds))
-        climb(_movable(incumbent)[0], incumbent, effort, set())
+        climb(movable(incumbent)[0], incumbent, effort, set())
 
 
-def _movable(incumbent: Incumbent) -> list[Evaluation]:
+def movable(incumbent: Incumbent) -> list[Evaluation]:
     """The plans that small changes can move about, the fastest first."""
     return [evaluation for evaluation in incumbent.ranked if evaluation.candidate.plan is None]
 

@@ -1,9 +1,19 @@
 """What binds: which constraints are relaxed, and what that is worth."""
 
+from dataclasses import replace
+
 import pytest
 
 from hethub.planner import plan
+from hethub.planner.estimate.estimator import Estimator
+from hethub.planner.evaluate.evaluator import Evaluator
+from hethub.planner.evaluate.incumbent import Incumbent
+from hethub.planner.explain.bottlenecks import _best_rate
+from hethub.planner.plan import find
+from hethub.planner.problem.pose import pose
+from hethub.planner.problem.problem import Batch
 from hethub.planner.result import TWICE, Bottleneck
+from hethub.planner.search.local_search import movable
 from hethub.spec.job import ConstraintsSpec
 from tests.planner.problems import MIXED, TINY
 
@@ -36,6 +46,17 @@ def test_what_is_busiest_binds_and_what_is_plenty_does_not(found: dict[str, floa
     assert max(speeds) > found["the links inside nodes"]
     assert found["the accelerators' memory"] == 0.0  # four GiB for a model of a few million parameters
     assert found[TWICE] > 0.0  # the pipeline fills and drains once for twice the work
+
+
+def test_a_whole_plan_does_not_stand_for_twice_the_batch() -> None:
+    problem = pose(TINY, MIXED, Batch(16, 64, "fp32"), ConstraintsSpec(pp=2))
+    incumbent = Incumbent(Evaluator(problem, Estimator(problem)))
+    best = find(problem, incumbent, "auto")
+    assert best is not None
+    whole = replace(best.candidate, plan=best.plan)
+    other = next(each.candidate for each in movable(incumbent) if each.candidate != best.candidate)
+    twice = problem.on(problem.cluster, Batch(32, 64, "fp32"))
+    assert _best_rate([whole, other], twice) == _best_rate([other], twice)
 
 
 def test_twice_the_batch_is_not_ten_percent_better() -> None:
