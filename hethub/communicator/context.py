@@ -24,6 +24,7 @@ from hethub.communicator.joining.islands import Islands, island_index, restrict
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.joining.watch import Watch
 from hethub.communicator.relays.choice import Carriers, RelayChoice
+from hethub.communicator.relays.gloo import connect_gloo
 from hethub.communicator.relays.relay import Relay
 from hethub.communicator.work import CallbackThreads
 from hethub.kernels.device import Device
@@ -138,18 +139,12 @@ class Context:
         self, name: str, members: Sequence[int], timeout_seconds: float | None = None
     ) -> torch_private.GlooGroup:
         """A Gloo group of its own for `members` (all of them ask for it at the same time)."""
-        store = dist.PrefixStore(f"gloo/{name}", self.rendezvous.store)
-        rank = members.index(self.rank)
-        return self._connected(name, store, rank, len(members), timeout_seconds or self.timeout_seconds)
+        rank, size = members.index(self.rank), len(members)
+        return self._gloo_under(f"gloo/{name}", name, rank, size, timeout_seconds or self.timeout_seconds)
 
-    def _connected(
-        self, name: str, store: dist.Store, rank: int, size: int, timeout_seconds: float
-    ) -> torch_private.GlooGroup:
-        """A Gloo group that `abort` will reach. Raises RunFailed where a rank fails meanwhile, or has failed."""
-        address = self.rendezvous.address
-        gloo = self.watch.liveness.unless_failed(
-            lambda: torch_private.create_gloo_group(store, rank, size, timeout_seconds, address)
-        )
+    def _gloo_under(self, key: str, name: str, rank: int, size: int, timeout_seconds: float) -> torch_private.GlooGroup:
+        """A Gloo group that meets under a key of the store, and that `abort` will reach."""
+        gloo = connect_gloo(self.rendezvous, key, rank, size, timeout_seconds)
         self.watch_gloo(gloo, rank, size, name)
         return gloo
 
@@ -158,15 +153,15 @@ class Context:
     ) -> Any:
         """The island's own library for messages or the legs of a group: NCCL or RCCL on devices, Gloo where host tensors
         are staged."""
-        store = dist.PrefixStore(f"native/{name}/{island[0]}", self.rendezvous.store)
-        place = island.index(rank)
+        key, place = f"native/{name}/{island[0]}", island.index(rank)
         if self.device.is_gpu:
+            store = dist.PrefixStore(key, self.rendezvous.store)
             nccl = torch_private.create_nccl_group(
                 store, place, len(island), timeout_seconds, for_messages=for_messages
             )
             self.watch_nccl(nccl, name)
             return nccl
-        return self._connected(name, store, place, len(island), timeout_seconds)
+        return self._gloo_under(key, name, place, len(island), timeout_seconds)
 
     def watch_gloo(self, gloo: torch_private.GlooGroup, rank: int, size: int, name: str) -> None:
         """`abort` will reach this part of the group `name` too, until that is released."""

@@ -21,6 +21,7 @@ from hethub.communicator.joining.versions import Software, check_same
 from hethub.communicator.joining.watch import watch_over
 from hethub.communicator.relays.choice import RelayChoice
 from hethub.communicator.relays.connection import Connector
+from hethub.communicator.relays.gloo import connect_gloo
 from hethub.communicator.relays.shm_connection import host_identity
 from hethub.kernels.compiled import kernels_for
 from hethub.kernels.device import Device
@@ -95,12 +96,7 @@ def make_context(
     )
     rendezvous, hosts = replace(rendezvous, watch=watch), [fact.host_identity for fact in facts]
     with connecting(rendezvous):
-        store = dist.PrefixStore("gloo/world", rendezvous.store)
-        gloo = watch.liveness.unless_failed(
-            lambda: torch_private.create_gloo_group(
-                store, rendezvous.rank, rendezvous.size, timeout_seconds, rendezvous.address
-            )
-        )
+        gloo = connect_gloo(rendezvous, "gloo/world", rendezvous.rank, rendezvous.size, timeout_seconds)
         connector = Connector(rendezvous, hosts, device, timeout_seconds, num_lanes)
         choice = connector.choose(relay, stored_relays)
         relays = connector.carriers(choice)

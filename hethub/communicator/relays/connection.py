@@ -3,15 +3,13 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from hethub.communicator import torch_private
 from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.choice import PROBED_BYTES, Carriers, RelayChoice, check_relay, faster_by_size
-from hethub.communicator.relays.gloo import GlooRelay
+from hethub.communicator.relays.gloo import GlooRelay, connect_gloo
 from hethub.communicator.relays.relay import Relay
 from hethub.communicator.relays.shm_connection import connect_same_host
 from hethub.kernels.device import Device
@@ -89,20 +87,10 @@ class Connector:
         return self._rendezvous.launcher in ("openmpi", "mpich")
 
     def _gloo(self) -> GlooRelay:
-        rendezvous = self._rendezvous
-        assert rendezvous.watch is not None
-
-        def connect(lane: int) -> torch_private.GlooGroup:
-            return torch_private.create_gloo_group(
-                dist.PrefixStore(f"gloo/relay/{lane}", rendezvous.store),
-                rendezvous.rank,
-                rendezvous.size,
-                self._timeout_seconds,
-                rendezvous.address,
-            )
-
-        lanes = [rendezvous.watch.liveness.unless_failed(partial(connect, lane)) for lane in range(self._num_lanes)]
-        return GlooRelay(lanes, rendezvous.rank, rendezvous.size)
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        names = [f"gloo/relay/{lane}" for lane in range(self._num_lanes)]
+        lanes = [connect_gloo(self._rendezvous, name, rank, size, self._timeout_seconds) for name in names]
+        return GlooRelay(lanes, rank, size)
 
     def _times_between_hosts(self) -> Mapping[str, Sequence[float]]:
         """Seconds there and back of each probed size over Gloo and MPI, between the first ranks of two hosts."""

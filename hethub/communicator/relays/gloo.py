@@ -1,11 +1,25 @@
 """The `gloo` relay: host-staged TCP through a Gloo group over the whole world, one connection per pair and lane."""
 
 import torch
+import torch.distributed as dist
 
 from hethub.communicator import torch_private
+from hethub.communicator.joining.rendezvous import Rendezvous
 from hethub.communicator.relays.relay import PeerError, Relay, Transfer
 
 _STRIPE_BYTES = 1 << 20
+
+
+def connect_gloo(
+    rendezvous: Rendezvous, name: str, rank: int, size: int, timeout_seconds: float
+) -> torch_private.GlooGroup:
+    """A Gloo group of the ranks that meet under `name` in the store, this one as `rank` of `size`. Raises RunFailed where
+    any rank of the world fails meanwhile, or has failed."""
+    assert rendezvous.watch is not None
+    store = dist.PrefixStore(name, rendezvous.store)
+    return rendezvous.watch.liveness.unless_failed(
+        lambda: torch_private.create_gloo_group(store, rank, size, timeout_seconds, rendezvous.address)
+    )
 
 
 class GlooTransfer:

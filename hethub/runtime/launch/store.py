@@ -75,10 +75,8 @@ def _is_refused(address: str, port: int) -> bool:
     """Whether nothing listens there; what does not answer at all may be slow."""
     try:
         socket.create_connection((address, port), timeout=1.0).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
