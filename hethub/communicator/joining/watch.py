@@ -46,8 +46,10 @@ class Watch:
             faulthandler.dump_traceback_later(grace + 10, exit=True)
             if self._closed.wait(grace):
                 faulthandler.cancel_dump_traceback_later()
-            elif not self._told:
-                self.end_process(str(failure))
+            else:
+                with self._speaking:
+                    if not self._told:
+                        end_process(self._rank, str(failure))
 
         self.liveness.when_failed(end)
 
@@ -76,10 +78,12 @@ class Watch:
             end_process(self._rank, None if is_said else reason)
 
     def tell(self, reason: str) -> None:
-        """Tells every rank that this one has failed and why; its own process is about to end by itself."""
+        """Tells every rank that this one has failed and why; its own process is about to end by itself, and to say so. Does
+        not return where another thread has said already why it ends."""
         self.liveness.report(f"failed: {reason}")
         self.liveness.wait_for_failure(self._grace_seconds)  # told to all: this process may end
-        self._told = True
+        with self._speaking:
+            self._told = True
 
     @property
     def is_closed(self) -> bool:

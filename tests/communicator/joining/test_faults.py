@@ -150,6 +150,25 @@ def test_a_rank_that_is_gone_when_a_group_for_another_thread_connects_is_named()
         assert "rank 1 is gone" in message
 
 
+def speak_behind_the_watchdog(world):
+    """Rank 1's main thread finds its own words while the process, which has been given up, waits for the others'."""
+    world.watch(grace_seconds=0.1)
+    world.barrier()
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    world.abort("found out late")
+    os.write(2, b"hethub: said again\n")
+
+
+def test_a_rank_that_has_said_why_it_ends_does_not_say_it_again():
+    under_mpirun = {"OMPI_COMM_WORLD_RANK": "1"}
+    connect = {"timeout_seconds": 60}
+    outcomes = start_ranks(2, speak_behind_the_watchdog, connect=connect, timeout_seconds=30, environment=under_mpirun)
+    assert "ends because rank 0 is gone" in outcomes[1].stderr
+    assert "said again" not in outcomes[1].stderr
+
+
 def close_with_a_straggler(world):
     world.watch(grace_seconds=0.1)
     time.sleep(0.5 * world.rank)
