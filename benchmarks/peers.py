@@ -10,6 +10,8 @@ it has none. Of each plan:
 mean  the step's mean over the planner's scenarios, by which `auto` chooses; it must be no larger than a peer's
 step  the predicted step; likewise
 form  textbook formulas (tests/oracle/peers/closed_form.py); `auto` may be 5 % slower there, though it was made for another judge
+rated the same formulas with the parts of data sheets that the predictor's fit gives accelerators and links in place of one half
+      and all: no judge, but it tells whether a plan that is worse by `form` is so by rates alone
 
 A line for every plan: the peer's seconds over `auto`'s, so above 1 `auto` is faster. Exits with 1 where something is missed;
 the parts of the formula are printed there. Nothing here runs on an accelerator.
@@ -30,10 +32,12 @@ from benchmarks.planner import CASES, verdict  # noqa: E402
 from benchmarks.recipes import described  # noqa: E402
 from benchmarks.search_times import cluster_named, model_named  # noqa: E402
 from hethub.planner import plan  # noqa: E402
+from hethub.planner.estimate.estimator import Estimator  # noqa: E402
 from hethub.planner.evaluate.outlook import Outlooks  # noqa: E402
 from hethub.planner.problem.pose import pose  # noqa: E402
 from hethub.planner.problem.problem import Batch, Problem  # noqa: E402
 from hethub.predictor import predict, rank_memory  # noqa: E402
+from hethub.predictor.cost.links import Network  # noqa: E402
 from hethub.predictor.memory.ranks import all_fit  # noqa: E402
 from hethub.spec.errors import BadInput  # noqa: E402
 from hethub.spec.layout.bind import bind  # noqa: E402
@@ -51,12 +55,13 @@ FAMILIES = ("cephalo", "zorse")
 
 
 class Judged(NamedTuple):
-    """A plan's seconds by the three judges."""
+    """A plan's seconds by the three judges, and by the third with fitted rates."""
 
     plan: PlanSpec
     mean: float
     step: float
     form: closed_form.Step
+    rated: float
 
     def __str__(self) -> str:
         form = self.form
@@ -75,10 +80,10 @@ class Pair(NamedTuple):
     auto: Judged
 
     @property
-    def ratios(self) -> tuple[float, float, float]:
-        """The peer's seconds over auto's: mean, step, form."""
+    def ratios(self) -> tuple[float, float, float, float]:
+        """The peer's seconds over auto's: mean, step, form, rated."""
         own, auto = self.own, self.auto
-        return own.mean / auto.mean, own.step / auto.step, own.form.seconds / auto.form.seconds
+        return own.mean / auto.mean, own.step / auto.step, own.form.seconds / auto.form.seconds, own.rated / auto.rated
 
 
 def main() -> int:
@@ -95,9 +100,9 @@ def main() -> int:
 
 def compared(question: str, problem: Problem) -> Iterator[Pair]:
     """All peers beside `auto` on a question."""
-    outlooks = Outlooks(problem)
+    outlooks, rates = Outlooks(problem), fitted(problem)
     found = plan(problem.model, problem.cluster, problem.batch, with_bounds=False, top=0)
-    auto = judged(found.plan, problem, outlooks)
+    auto = judged(found.plan, problem, outlooks, rates)
     print(f"{question}: auto {auto.mean:.4g} s mean, {auto.step:.4g} s step, form {auto}", flush=True)
     for peer in (*SEARCHES, *FAMILIES):
         began = time.process_time()
@@ -106,9 +111,10 @@ def compared(question: str, problem: Problem) -> Iterator[Pair]:
         if own is None:
             print(f"  {peer:8s} no plan that fits, {took}", flush=True)
             continue
-        pair = Pair(question, peer, judged(own, problem, outlooks), auto)
-        mean, step, form = pair.ratios
-        print(f"  {peer:8s} mean {mean:.3f}x, step {step:.3f}x, form {form:.3f}x, {took}: {described(own)}", flush=True)
+        pair = Pair(question, peer, judged(own, problem, outlooks, rates), auto)
+        mean, step, form, rated = pair.ratios
+        seconds = f"mean {mean:.3f}x, step {step:.3f}x, form {form:.3f}x, rated {rated:.3f}x"
+        print(f"  {peer:8s} {seconds}, {took}: {described(own)}", flush=True)
         yield pair
 
 
@@ -134,9 +140,25 @@ def first_fitting(search: Search, problem: Problem) -> PlanSpec | None:
     return None
 
 
-def judged(own: PlanSpec, problem: Problem, outlooks: Outlooks) -> Judged:
+def fitted(problem: Problem) -> closed_form.Rates:
+    """What the predictor's fit says that accelerators and links reach of their data sheets."""
+    costs, (model, network) = Estimator(problem).unit_costs, (problem.model, Network(problem.cluster))
+    seq_len, precision = problem.batch.seq_len, problem.batch.precision
+    flops = 6 * seq_len * (model.layer_parameters + seq_len * model.heads * model.head_size)  # of a layer and sample
+    compute, in_node = {}, {}
+    for index, own in enumerate(problem.device_types):
+        peak = own.accelerator.peak_flops(precision)
+        compute[own.accelerator.name] = costs.layer_rate(index) * flops / peak
+    for node in problem.cluster.nodes:
+        sheet = problem.cluster.links.in_node.gbytes_per_second or node.device.link_gbytes_per_second
+        in_node[node.name] = network.node_links(node).bytes_per_second(network.fit) / (1e9 * sheet)
+    return closed_form.Rates(compute, in_node, network.fit["between_nodes_fraction"])
+
+
+def judged(own: PlanSpec, problem: Problem, outlooks: Outlooks, rates: closed_form.Rates) -> Judged:
     layout = bind(own, problem.model, problem.cluster)
-    return Judged(own, outlooks.of(own).objective_seconds, predict(layout).step_seconds, closed_form.step(layout))
+    mean, step = outlooks.of(own).objective_seconds, predict(layout).step_seconds
+    return Judged(own, mean, step, closed_form.step(layout), closed_form.step(layout, rates).seconds)
 
 
 def report(pairs: list[Pair]) -> int:
@@ -157,7 +179,10 @@ def report(pairs: list[Pair]) -> int:
                     print(f"  {pair.question}: auto {100 * (1 / ratio - 1):.1f} % slower")
                     if what == "form":
                         print(f"    auto {pair.auto}\n    {peer} {pair.own}")
-    print(f"{len(pairs)} plans of peers, {missed} verdicts missed")
+    slower = [pair for pair in pairs if pair.ratios[-1] < LEAST["form"]]
+    print(f"{len(pairs)} plans of peers, {missed} verdicts missed; with fitted rates {len(slower)} above 5 %")
+    for pair in slower:
+        print(f"  {pair.question} beside {pair.peer}: {100 * (1 / pair.ratios[-1] - 1):.1f} % slower")
     return 1 if missed else 0
 
 

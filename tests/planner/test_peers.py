@@ -8,7 +8,7 @@ from hethub.spec.cluster import ClusterSpec
 from hethub.spec.layout.bind import bind
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import PlanSpec, ReplicaSpec, StageSpec
-from tests.oracle.peers.closed_form import UTILISATION, link_bytes_per_second, step
+from tests.oracle.peers.closed_form import UTILISATION, Rates, link_bytes_per_second, step
 from tests.oracle.peers.metis import device_groups, layers_by_speed, metis
 from tests.oracle.peers.questions import Draft, Question
 from tests.oracle.peers.sailor import sailor
@@ -92,6 +92,19 @@ def test_links_are_the_slowest_of_a_ring() -> None:
     machines = cluster(10, 10, accelerators=2)
     assert link_bytes_per_second(machines, [0, 1]) == 50e9
     assert link_bytes_per_second(machines, [0, 1, 2]) == CARD
+
+
+def test_other_parts_of_data_sheets_count_where_they_are_given() -> None:
+    machines = cluster(10, 10, accelerators=2)
+    nodes = [node.name for node in machines.nodes]
+    rates = Rates({machines.nodes[0].device.name: UTILISATION / 2}, {nodes[0]: 0.25}, 0.8)
+    assert link_bytes_per_second(machines, [0, 1], rates) == 0.25 * 50e9
+    assert link_bytes_per_second(machines, [0, 2], rates) == 0.8 * CARD
+    layout = bind(plan([stage(0, 3, 0), stage(3, 6, 1)]), MODEL, cluster(20, 10))
+    slower = Rates({node.device.name: UTILISATION / 2 for node in layout.cluster.nodes})
+    before, found = step(layout), step(layout, slower)
+    messages = 2 * 2 * MESSAGE / CARD
+    assert found.pipeline == pytest.approx(2 * (before.pipeline - messages) + messages)
 
 
 def test_metis_groups_are_powers_of_two_and_none_too_small() -> None:

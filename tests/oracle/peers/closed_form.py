@@ -24,10 +24,13 @@ Reads a bound plan (`hethub.spec.layout`) and nothing of `hethub.predictor`. Wha
   (Korthikanti et al.), and weights go beside compute; 12 bytes of optimizer state a parameter have nothing beside them.
 
 Left out, for every plan alike: latency, the update's own time, launches, uneven shares of state.
+
+`step` takes other parts of the data sheets' figures as well (`Rates`), which tells of two plans whether they differ by the
+rates of what they run on or by more.
 """
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from hethub.spec.cluster import ClusterSpec, Place
@@ -40,6 +43,17 @@ WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
 KEPT = 34 / 2  # elements that a layer keeps of each element of its input
 STATE_BYTES = 12  # of optimizer state a parameter: master weight and two moments
 ZB_H1 = 1 / 3  # of 1F1B's bubble
+
+
+class Rates(NamedTuple):
+    """What is reached of the data sheets' figures."""
+
+    compute: Mapping[str, float] = {}  # by accelerator, of its peak in the plan's precision; else UTILISATION
+    in_node: Mapping[str, float] = {}  # by node, of its accelerators' links; else all
+    cards: float = 1.0  # of a machine's network cards
+
+
+SHEETS = Rates()
 
 
 class Stage(NamedTuple):
@@ -64,10 +78,10 @@ class Step(NamedTuple):
         return max(self.pipeline, self.links) + self.behind
 
 
-def step(layout: Layout) -> Step:
+def step(layout: Layout, rates: Rates = SHEETS) -> Step:
     """The plan's step. Raises BadInput where the cluster does not say how fast a link is that is needed."""
     plan = layout.plan
-    stages = [_stage(layout, index) for index in range(layout.num_stages)]
+    stages = [_stage(layout, index, rates) for index in range(layout.num_stages)]
     if plan.schedule == "layered":
         compute = sum(stage.busy for stage in stages)
     else:
@@ -77,39 +91,42 @@ def step(layout: Layout) -> Step:
         for stage in stages:
             chunk, others = stage.busy / plan.num_chunks, lap - stage.microbatch / plan.num_chunks
             compute = max(compute, (plan.num_chunks - 1) * max(chunk, lap) + chunk + left * others)
-    first, links = _messages(layout)
+    first, links = _messages(layout, rates)
     fill = sum(stage.microbatch for stage in stages) / plan.num_chunks
     return Step(compute + first, links + fill if links else 0.0, max(stage.behind for stage in stages))
 
 
-def link_bytes_per_second(cluster: ClusterSpec, ranks: Collection[int]) -> float:
+def link_bytes_per_second(cluster: ClusterSpec, ranks: Collection[int], rates: Rates = SHEETS) -> float:
     """The slowest link of a ring through some ranks, each way: inside their machines, and of these machines' network
     cards. Raises BadInput where the cluster does not say."""
     places = [cluster.places[rank] for rank in ranks]
     first_of = {place.machine: place for place in places}
-    rates = []
+    found = []
     if len(first_of) < len(places):
-        own = cluster.links.in_node.gbytes_per_second or min(p.accelerator.link_gbytes_per_second for p in places)
-        rates.append(own * 1e9)
+        given = cluster.links.in_node.gbytes_per_second
+        found += [
+            (given or place.accelerator.link_gbytes_per_second) * 1e9 * rates.in_node.get(place.node.name, 1.0)
+            for place in places
+        ]
     if len(first_of) > 1:
         bridged = len({place.island for place in places}) > 1
-        rates += [_card(cluster, place, bridged=bridged) for place in first_of.values()]
+        found += [_card(cluster, place, rates, bridged=bridged) for place in first_of.values()]
     regions = cluster.links.regions
     if regions is not None:
         there = {regions.names.index(regions.of_node[place.node.name]) for place in first_of.values()}
-        rates += [regions.gbps[a][b] * 1e9 / 8 for a in there for b in there if a != b]
-    return min(rates)
+        found += [regions.gbps[a][b] * 1e9 / 8 for a in there for b in there if a != b]
+    return min(found)
 
 
-def _card(cluster: ClusterSpec, place: Place, *, bridged: bool) -> float:
+def _card(cluster: ClusterSpec, place: Place, rates: Rates, *, bridged: bool) -> float:
     """Bytes per second of a machine's network cards."""
     gbps = (bridged and cluster.links.between_islands.gbps_per_node) or place.node.gbps
     if not gbps:
         raise BadInput(f"cluster '{cluster.name}': node '{place.node.name}' has no gbps_per_nic.")
-    return gbps * 1e9 / 8
+    return gbps * 1e9 / 8 * rates.cards
 
 
-def _stage(layout: Layout, index: int) -> Stage:
+def _stage(layout: Layout, index: int, rates: Rates) -> Stage:
     plan, spec, model = layout.plan, layout.stages[index], layout.model
     first, last = index == 0, index == layout.num_stages - 1
     width, ranks = WIDTH[plan.precision], len(spec.replicas)
@@ -120,12 +137,12 @@ def _stage(layout: Layout, index: int) -> Stage:
     half = 0.0  # of an all-reduce of the stage's weights
     if ranks > 1:
         held = parameters * width / (least if inside else 1)
-        half = (ranks - 1) / ranks * held / link_bytes_per_second(layout.cluster, spec.ranks)
+        half = (ranks - 1) / ranks * held / link_bytes_per_second(layout.cluster, spec.ranks, rates)
     rounds = plan.runs_in_rounds(index)
     gather = half if spec.zero == 3 else 0.0
     scatter = half if spec.zero >= 2 else 0.0
     beside = (gather, gather + scatter) if rounds else (0.0, 0.0)
-    each = [_microbatch(layout, index, replica, beside, parameters) for replica in spec.replicas]
+    each = [_microbatch(layout, index, replica, beside, parameters, rates) for replica in spec.replicas]
     slowest = max(sum(passes) for passes in each)
     if rounds:
         busy = slowest * max(-(-replica.samples // replica.micro_batch) for replica in spec.replicas)
@@ -146,7 +163,7 @@ def _stage(layout: Layout, index: int) -> Stage:
 
 
 def _microbatch(
-    layout: Layout, index: int, replica: ReplicaSpec, beside: tuple[float, float], parameters: int
+    layout: Layout, index: int, replica: ReplicaSpec, beside: tuple[float, float], parameters: int, rates: Rates
 ) -> tuple[float, float]:
     """Seconds of a forward and a backward of one micro-batch; no less than what goes beside them."""
     plan, spec, model = layout.plan, layout.stages[index], layout.model
@@ -157,15 +174,16 @@ def _microbatch(
     again = {"none": 0, "selective": attention, "full": layers}[spec.recompute]
     shares = replica.tensor_shares or (1.0,) * replica.tp
     places = [layout.cluster.places[rank] for rank in replica.ranks]
-    per_flop = max(
-        share / sum(shares) / (UTILISATION * place.accelerator.peak_flops(plan.precision))
-        for share, place in zip(shares, places, strict=True)
-    )
+    reached = [
+        rates.compute.get(place.accelerator.name, UTILISATION) * place.accelerator.peak_flops(plan.precision)
+        for place in places
+    ]
+    per_flop = max(share / sum(shares) / flops for share, flops in zip(shares, reached, strict=True))
     hidden_bytes = tokens * model.hidden * width
     summed = 0.0  # by one all-reduce of each layer
     if replica.tp > 1:
         ring = 2 * (replica.tp - 1) / replica.tp * hidden_bytes
-        summed = spec.num_layers * ring / link_bytes_per_second(layout.cluster, replica.ranks)
+        summed = spec.num_layers * ring / link_bytes_per_second(layout.cluster, replica.ranks, rates)
     forward = per_flop * (layers + head) + 2 * summed
     backward = per_flop * (2 * (layers + head) + again) + (4 if spec.recompute == "full" else 2) * summed
     moved, host = 0.0, min(map(_host, places))  # either way
@@ -182,7 +200,7 @@ def _host(place: Place) -> float:
     return 2.0 ** ((place.accelerator.pcie_generation or 5) - 3) * 16e9
 
 
-def _messages(layout: Layout) -> tuple[float, float]:
+def _messages(layout: Layout, rates: Rates) -> tuple[float, float]:
     """Seconds of a first micro-batch's messages through all stages and back, and of the busiest card or region's link for
     all of a step."""
     plan, cluster, regions = layout.plan, layout.cluster, layout.cluster.links.regions
@@ -193,12 +211,12 @@ def _messages(layout: Layout) -> tuple[float, float]:
         for transfer in boundary.transfers:
             ends = [layout.leader(transfer.source), layout.leader(transfer.target)]
             num_bytes = transfer.samples.size * sample_bytes
-            slowest = max(slowest, num_bytes / link_bytes_per_second(cluster, ends))
+            slowest = max(slowest, num_bytes / link_bytes_per_second(cluster, ends, rates))
             places = [cluster.places[rank] for rank in ends]
             if places[0].machine != places[1].machine:
                 bridged = places[0].island != places[1].island
                 for place in places:  # one way of a machine carries activations, the other way gradients
-                    busy[place.machine] += num_bytes / _card(cluster, place, bridged=bridged)
+                    busy[place.machine] += num_bytes / _card(cluster, place, rates, bridged=bridged)
                 if regions is not None:
                     a, b = sorted(regions.names.index(regions.of_node[place.node.name]) for place in places)
                     busy[a, b, "regions"] += (a != b) * num_bytes / (regions.gbps[a][b] * 1e9 / 8)
