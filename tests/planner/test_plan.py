@@ -147,6 +147,15 @@ def test_a_time_limit_ends_with_a_plan_and_says_so():
     assert found.prediction.percent_of_makers_alone is None  # no bound from searches cut short
 
 
+def test_when_time_is_up_no_more_partitions_are_cut(monkeypatch):
+    def partitions(*_, **__):
+        yield object()
+        pytest.fail("another was asked for")
+
+    monkeypatch.setattr("hethub.planner.search.auto.small.propose", partitions)
+    assert plan(TINY, MIXED, (16, 64, "fp32"), ConstraintsSpec(time_limit_seconds=1e-9)).out_of_time
+
+
 def test_no_smaller_batch_is_proposed_where_it_is_to_be_kept():
     problem = pose(TINY, MIXED, Batch(16, 64, "fp32"))
     assert [change.problem.batch.global_batch for change in fewer_samples(problem)] == [8, 4, 2]

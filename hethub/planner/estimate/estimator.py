@@ -265,7 +265,7 @@ class Estimator:
 
     def _enough(self, own: "_SideBySide") -> np.ndarray:
         """[candidate, stage]: as many microbatches in flight as hide what can be hidden. Where weights' gradients are
-        put off, as many as if they were not keep the gaps to be filled few; more, where wanted, leave none."""
+        put off, as many as under the problem's schedule keep the gaps to be filled few; more, where wanted, leave none."""
         plain, trips = own.stages, own.trips
         if own.filled.any():
             plainly = Pattern(self.problem.schedule)

@@ -1,6 +1,8 @@
 """The best plan so far: what a search has tried, what of it fits, and when its time is over."""
 
 import time
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from hethub.planner.candidate.candidate import Candidate
 from hethub.planner.estimate.estimator import Estimator
@@ -41,6 +43,10 @@ class Incumbent:
     def seconds_left(self) -> float | None:
         """Of the time limit, if there is one."""
         return self.limit_seconds and self.limit_seconds - (time.perf_counter() - self._started)
+
+    def while_in_time(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """The candidates until time is up: no more are made then."""
+        return takewhile(lambda _: not self.out_of_time, candidates)
 
     def consider(self, candidate: Candidate) -> Evaluation | None:
         """The evaluation of a candidate, which may be the best from now on; None where it is no valid plan."""

@@ -4,7 +4,6 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from hethub.planner.candidate.candidate import EXTRA_IN_FLIGHT, Candidate
@@ -40,7 +39,9 @@ def search(problem: Problem, incumbent: Incumbent, effort: Effort) -> Evaluation
     _evaluate_start(incumbent, families)
     cuts = [*best.cuts, *best.pure] if problem.forbidden else best.cuts  # the best may all be mixtures
     found = promising(problem, incumbent, effort, table, cuts, memory_counts=counts)
-    apart = [] if incumbent.out_of_time else stages_by_device_type(problem, incumbent, effort, table, found)
+    if incumbent.out_of_time:
+        return incumbent.best
+    apart = stages_by_device_type(problem, incumbent, effort, table, found)
     moded = in_modes(problem, incumbent, effort, table, [*found, *apart])
     every = [*found, *apart, *moded]
     if incumbent.to_beat < float("inf") and not any(_is_near(incumbent, candidate) for candidate in every):
@@ -187,13 +188,12 @@ def promising(
     _add_with_slacks(found, problem, incumbent, [entry.candidate(problem) for entry in cuts], effort.finalists)
     best = min(found.values(), default=float("inf"))
     cut = small.propose(problem, costs, table=table, limit_seconds=best, memory_counts=memory_counts)
-    found.update((candidate, costs.seconds(candidate)) for candidate in cut)
+    found.update((candidate, costs.seconds(candidate)) for candidate in incumbent.while_in_time(cut))
     if problem.constraints.dp is None and not incumbent.out_of_time:
         free = partition.propose(
             problem, costs, table=table, limit_seconds=best, most_cells=effort.free_cells, memory_counts=memory_counts
         )
-        in_time = takewhile(lambda _: not incumbent.out_of_time, free)
-        _add_with_slacks(found, problem, incumbent, list(in_time), effort.finalists)
+        _add_with_slacks(found, problem, incumbent, list(incumbent.while_in_time(free)), effort.finalists)
     ranked = sorted(found, key=found.__getitem__)
     shapes = {candidate.shape: candidate for candidate in reversed(ranked)}  # the best of every arrangement of units
     unlike = sorted(shapes.values(), key=found.__getitem__)
