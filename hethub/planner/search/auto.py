@@ -21,7 +21,6 @@ from hethub.planner.search.neighbours import with_room
 FAMILY_FINALISTS = 4  # evaluated of each family
 FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
 NEAR = 1.05  # times the shortest estimate: the most with which candidates of one device type a stage are looked at
-MOST_LEADERS = 3  # times as many finalists: looked at for some that can be evaluated
 MOST_CUTS = 24  # looked at in every mode
 FEW_CUTS = 4  # looked at in the thriftiest modes, where nothing fits by estimate
 WHOLE_FINALISTS = 3  # of its candidates that carry their plan
@@ -101,12 +100,11 @@ def _evaluate_start(incumbent: Incumbent, families: Mapping[str, Sequence[Candid
 
 
 def _evaluate_leaders(incumbent: Incumbent, candidates: Iterable[Candidate], effort: Effort) -> None:
-    """Evaluates the candidates with the smallest estimates, as long as these leave room below the best plan. Those that
-    are no plan, or take too many microbatches to be replayed, leave their place to others."""
-    costs, evaluated = incumbent.costs, 0
-    for candidate in sorted(dict.fromkeys(candidates), key=costs.seconds)[: MOST_LEADERS * effort.finalists]:
-        if evaluated < effort.finalists and costs.seconds(candidate) * effort.optimism < incumbent.best_seconds:
-            evaluated += evaluate_or_fit(incumbent, candidate)
+    """Evaluates the candidates with the smallest estimates, as long as these leave room below the best plan."""
+    seconds = incumbent.costs.seconds
+    for candidate in heapq.nsmallest(effort.finalists, dict.fromkeys(candidates), key=seconds):
+        if seconds(candidate) * effort.optimism < incumbent.best_seconds:
+            evaluate_or_fit(incumbent, candidate)
 
 
 def _is_near(incumbent: Incumbent, candidate: Candidate) -> bool:

@@ -25,12 +25,11 @@ def evaluate_all(incumbent: Incumbent, candidates: Iterable[Candidate]) -> None:
         incumbent.within_time(candidate)
 
 
-def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> bool:
-    """Whether a candidate is a plan. Evaluates it, and where it turns out not to fit what may still be the best: its
-    state divided among replicas, and what is left of it with smaller and smaller microbatches."""
-    evaluation = incumbent.within_time(candidate)
-    if evaluation is None:
-        return False
+def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> None:
+    """Evaluates a candidate, and where it turns out not to fit what may still be the best: its state divided among
+    replicas, and what is left of it with smaller and smaller microbatches."""
+    if incumbent.within_time(candidate) is None:
+        return
     if candidate not in incumbent.fitting:
         evaluate_all(incumbent, filter(incumbent.may_win, [_divided(candidate, incumbent.problem)]))
     while candidate not in incumbent.fitting:
@@ -43,7 +42,6 @@ def evaluate_or_fit(incumbent: Incumbent, candidate: Candidate) -> bool:
             break
         candidate = smaller
         incumbent.within_time(candidate)
-    return True
 
 
 def _divided(candidate: Candidate, problem: Problem) -> Candidate:
