@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from hethub.runtime.metrics import StepMetrics
-from hethub.spec.accelerator import AcceleratorSpec
 from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.documents import Source, dump_yaml, read_bytes, read_json, write_whole
@@ -146,7 +145,7 @@ class RunFolder:
             before = load_cluster(self.cluster)
         except BadInput:
             return False
-        return _ranks(before) == _ranks(cluster)
+        return same_ranks(before, cluster)
 
     def relays(self, cluster: ClusterSpec) -> dict[str, Any] | None:
         """What the run in this folder communicated over (`World.relays`); None where it has not got that far, or was on
@@ -286,9 +285,10 @@ class RunFolder:
         self._append("log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
 
-def _ranks(cluster: ClusterSpec) -> tuple[bool, list[tuple[int, AcceleratorSpec]]]:
-    """What its ranks measure depends on: each one's machine and accelerator, and whether they are emulated."""
-    return cluster.emulated, [(place.machine, place.accelerator) for place in cluster.places]
+def same_ranks(before: ClusterSpec, now: ClusterSpec) -> bool:
+    """Whether the ranks are alike in what they measure: each one's machine and accelerator, and whether they are emulated."""
+    alike = [(place.machine, place.accelerator) for place in before.places]
+    return before.emulated == now.emulated and alike == [(place.machine, place.accelerator) for place in now.places]
 
 
 def _lines(content: bytes) -> list[bytes]:

@@ -18,13 +18,14 @@ from hethub.runtime.launch.preflight import Facts
 from hethub.runtime.measure.autotune import measure_ranks
 from hethub.runtime.measure.speed_classes import tell_apart_as
 from hethub.runtime.run_claim import RunClaim
-from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step
+from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_step, same_ranks
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, JobSpec, load_plan_of
 from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.plan import PlanSpec, load_plan
+from hethub.spec.program import ProgramPlanSpec
 
 _PLANNING_SECONDS = 3600.0  # how long the other ranks wait for rank 0's plan
 
@@ -213,7 +214,15 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
         raise BadInput(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
-    return folder.plan if (saved.cluster, saved.num_ranks) == (cluster.name, cluster.size) else None
+    return folder.plan if is_kept(saved, saved.num_ranks, cluster) else None
+
+
+def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, cluster: ClusterSpec) -> bool:
+    """Whether a resumed run keeps its plan: while the cluster has its name, as many ranks and, where the plan says for
+    which it was made, such accelerators."""
+    before = cluster if saved.job is None else saved.job.cluster
+    named = (saved.cluster, ranks) == (cluster.name, cluster.size)
+    return named and same_ranks(before, tell_apart_as(cluster, before))
 
 
 def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> tuple[ClusterSpec, ProfileSpec | None]:

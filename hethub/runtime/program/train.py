@@ -16,7 +16,7 @@ from hethub.runtime.launch.preflight import Agreed, Facts, agree, own_facts
 from hethub.runtime.launch.rendezvous import meet
 from hethub.runtime.launch.session import watched, watched_meeting
 from hethub.runtime.loop.build import BUILDING_SECONDS, connect_ranks
-from hethub.runtime.loop.plan import OpenedFolder, open_folder
+from hethub.runtime.loop.plan import OpenedFolder, is_kept, open_folder
 from hethub.runtime.loop.read import Data, read_data, read_job, told
 from hethub.runtime.loop.steps import Ended, StepLoop, assumed_note
 from hethub.runtime.program.checkpoint import ProgramCheckpoints
@@ -219,7 +219,7 @@ def _chosen(
     file = plan_path or job.plan_path
     if file is None and resumes and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
-        if (saved.cluster, saved.program.ranks) == (cluster.name, cluster.size):
+        if is_kept(saved, saved.program.ranks, cluster):
             return saved
     if file is None:
         return plan_program(job, opened.subject, opened.graph, cluster).plan

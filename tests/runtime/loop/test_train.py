@@ -12,11 +12,13 @@ from rich.console import Console
 from hethub.runtime.loop.display import TrainingDisplay, describe
 from hethub.runtime.loop.plan import OpenedFolder, _plan_file
 from hethub.runtime.loop.stop_signal import StopSignal
+from hethub.runtime.measure.speed_classes import tell_apart
 from hethub.runtime.metrics import StepMetrics
 from hethub.runtime.run_folder import RunFolder
 from hethub.spec.errors import BadInput, RunFailed
 from hethub.spec.job import load_job, load_plan_of
 from hethub.spec.layout.bind import bind
+from hethub.spec.plan import load_plan
 from tests.support.job_files import plan, write_job, write_yaml
 
 
@@ -58,6 +60,20 @@ def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster) == folder.plan
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster.replace(name="larger")) is None
     assert _plan_file(job, None, opened(folder, goes_on=False), job.cluster) is None
+
+
+def test_a_resumed_run_keeps_no_plan_of_other_accelerators(tmp_path):
+    """`cluster: detect` gives every cluster one name; ranks that were told apart are still those."""
+    job = load_job(write_job(tmp_path / "job", plan="auto"))
+    told = tell_apart(job.cluster, [0] * (job.cluster.size - 1) + [1])
+    for before in (job.cluster, told):
+        folder = finished_run(tmp_path / before.nodes[0].name, plan())
+        layout = bind(load_plan(folder.plan), job.model, before)
+        folder.start(job, layout, {}, {})
+        again = opened(folder, goes_on=True)
+        assert _plan_file(job, None, again, job.cluster) == folder.plan
+        nodes = tuple(node.replace(accelerator="A100-SXM4-80GB") for node in job.cluster.nodes)
+        assert _plan_file(job, None, again, job.cluster.replace(nodes=nodes)) is None
 
 
 def test_a_plan_for_other_training_settings_is_refused(job, tmp_path):
