@@ -39,6 +39,9 @@ def main() -> int:
     After a failure the communicator's threads may be stuck in native calls; finalising the interpreter under them
     would wait for them, or abort.
     """
+    # A stream that whoever started this has closed (`>&-`) is none, and the next file opened would take its number.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         code = run()
         sys.stdout.flush()

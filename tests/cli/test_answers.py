@@ -95,6 +95,15 @@ def test_a_reader_that_has_seen_enough_is_told_nothing(tmp_path):
     assert (ended.stdout, ended.stderr) == ("{", "")
 
 
+@pytest.mark.parametrize(("arguments", "code"), [("catalogue", 0), ("catalogue Z", 2)])
+def test_streams_that_are_closed_are_told_nothing(arguments, code, tmp_path):
+    line = f"{sys.executable} -m hethub {arguments} >&- 2>closed; echo $? >>closed; exec {sys.executable} -m hethub {arguments} >&- 2>&-"
+    ended = Running(["/bin/sh", "-c", line], tmp_path, {}).end()
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (code, "", "")
+    *said, first = (tmp_path / "closed").read_text().splitlines()
+    assert (int(first), len(said)) == (code, code // 2)
+
+
 def test_predict_prints_one_json_object_with_the_interfaces_keys(capsys):
     data = answer(capsys, "predict", LAPTOP)
     check_prediction(data)
