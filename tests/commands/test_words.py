@@ -46,6 +46,8 @@ def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
         assert "line" not in paragraph
     paragraph = refused(capsys, "plan", job, "--set", "data={source: jsonl}")
     assert "--set data={source: jsonl}: data" in paragraph
+    paragraph = refused(capsys, "plan", job, "--set", "train.min_lr=1")
+    assert "line 6, with --set train.min_lr=1: train: min_lr 1.0 exceeds lr" in paragraph
     job.write_text(job.read_text().replace("steps: 4", "steps: x"))
     assert f"{job}, line" in refused(capsys, "plan", job, "--set", "train.seed=3")
 
