@@ -128,15 +128,24 @@ def need_torch(name: str) -> None:
         gc.enable()
 
 
-def check_writable(*files: Path | None, folder: Path | None = None) -> None:
-    """Raises BadInput where a file or folder to write has no folder to lie in, or a file is a folder: before the work,
-    not after it."""
+def check_writable(*files: Path | None, folder: Path | None = None, reads: Path | None = None) -> None:
+    """Raises BadInput where a file or folder to write has no folder to lie in, a file is a folder or a folder a file, or a
+    file is the one that the command `reads`: before the work, not after it."""
     for path in (*files, folder):
         if path is not None and not path.parent.is_dir():
             raise BadInput(f"{path}: there is no folder {path.parent} to write to; create it or name another file.")
     for path in files:
         if path is not None and path.is_dir():
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")
+        if path is not None and reads is not None and path.exists() and reads.exists() and path.samefile(reads):
+            raise BadInput(f"{path}: this is the file to read, and would be overwritten; name another file.")
+    check_folder(folder)
+
+
+def check_folder(path: Path | None) -> None:
+    """Raises BadInput where a folder to write is a file."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise BadInput(f"{path}: this is a file, and a folder is to be written; name another.")
 
 
 def known_cluster(job: "Job") -> "ClusterSpec":

@@ -84,7 +84,8 @@ def plan(options: argparse.Namespace) -> None:
     from hethub.spec.layout.bind import bind
     from hethub.spec.plan import save_plan
 
-    check_writable(options.out, folder=options.alone)
+    folder = options.alone or (options.out and options.out.with_suffix(".alone"))
+    check_writable(options.out, folder=folder, reads=options.job)
     if options.top < 0:
         raise BadInput(f"--top {options.top}: give the number of runners-up to show, 0 or more.")
     if options.robust:
@@ -106,7 +107,6 @@ def plan(options: argparse.Namespace) -> None:
     if options.out is not None:
         save_plan(result.plan, options.out, planned_for(job))
         written.append(options.out)
-    folder = options.alone or (options.out and options.out.with_suffix(".alone"))
     if folder is not None:
         written += save_alone(result.homogeneous_parts, job.model, folder)
     assumed = assumed_speeds(cluster, result.plan.precision, profile)
@@ -146,7 +146,7 @@ def predict(options: argparse.Namespace) -> None:
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan
 
-    check_writable(options.trace, folder=options.alone)
+    check_writable(options.trace, folder=options.alone, reads=options.job)
     if is_plan(options.job):
         _check_alone(options)
         if is_program_plan(options.job):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hethub.commands.common import (
-    check_writable,
     known_cluster,
     need_torch,
     print_json,
@@ -46,7 +45,6 @@ def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub plan` of a program; nothing is run, so no device is needed."""
     from hethub.spec.program import save_program_plan
 
-    check_writable(options.out)
     if options.robust or options.alone is not None or options.profile is not None:
         raise BadInput("--robust, --alone and --profile are for plans of layers; leave them out with strategy hap.")
     plan, found = _planned(job, explain=options.explain)

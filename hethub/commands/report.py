@@ -47,7 +47,7 @@ def report(options: argparse.Namespace) -> None:
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 
-    check_writable(options.out)
+    check_writable(options.out, reads=options.what)
     if options.what.is_dir():
         out = options.out or options.what / "report.html"
         (report_program_run if is_program_plan(options.what / "plan.yaml") else report_run)(options.what, out)

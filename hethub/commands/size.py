@@ -70,7 +70,7 @@ def size(options: argparse.Namespace) -> None:
         raise BadInput(
             f"--add ranks what one more node of each type brings, and takes no --{ignored[0]}; leave one out."
         )
-    check_writable(options.out)
+    check_writable(options.out, reads=options.job)
     job, have = load_job(options.job, options.set), None if options.have is None else load_cluster(options.have)
     packaged = Path(str(files("hethub.spec").joinpath("catalogue/nodes.yaml")))
     catalogue, evaluate = load_catalogue(options.catalogue or packaged), _evaluator(job, options.calibrate)

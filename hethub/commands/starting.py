@@ -1,10 +1,11 @@
 """hethub init, catalogue and schema: what to write job files from."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hethub.commands.common import add_json, command, print_json
+from hethub.commands.common import add_json, check_folder, command, print_json
 from hethub.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ def init(options: argparse.Namespace) -> None:
         raise BadInput(
             f"{options.out / there[0]}: this file is there already, and nothing is overwritten; give another --out."
         )
+    check_folder(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.out / name).write_text(text, encoding="utf-8")
     print(f"written: {', '.join(str(options.out / name) for name in files)}")
-    job = options.out / "job.yaml"
+    job = shlex.quote(str(options.out / "job.yaml"))
     print(f"next: hethub plan {job}")
     if files["cluster.yaml"] == templates.EXAMPLE_CLUSTER:
         print(f"then: write your nodes into {options.out / 'cluster.yaml'}, where an example stands")

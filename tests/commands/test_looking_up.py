@@ -135,6 +135,11 @@ def test_init_writes_a_job_that_plans(kind, tmp_path, capsys):
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
+def test_init_prints_commands_that_can_be_pasted(tmp_path, capsys):
+    said = printed(capsys, "init", "laptop", "--out", tmp_path / "my job")
+    assert f"then: hethub launch '{tmp_path}/my job/job.yaml'" in said
+
+
 def test_init_continue_goes_on_from_a_folder(tmp_path, capsys):
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,

@@ -52,6 +52,24 @@ def test_errors_of_set_speak_of_set_and_not_of_a_line(tmp_path, capsys):
     assert f"{job}, line" in refused(capsys, "plan", job, "--set", "train.seed=3")
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("plan", ["--out", "job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
+        ("predict", ["--trace", "job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
+        ("report", ["--out", "./job.yaml"], "job.yaml: this is the file to read, and would be overwritten"),
+        ("plan", ["--alone", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
+        ("init", ["--out", "model.yaml"], "model.yaml: this is a file, and a folder is to be written"),
+    ],
+)
+def test_what_is_written_takes_no_other_things_place(command, options, words, tmp_path, capsys, monkeypatch):
+    job = write_job(tmp_path)
+    before = job.read_text()
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(capsys, command, "laptop" if command == "init" else "job.yaml", *options)
+    assert job.read_text() == before
+
+
 @pytest.mark.parametrize("command", ["plan", "size"])
 def test_a_plan_that_is_neither_strategy_nor_file_is_not_ignored(command, tmp_path, capsys):
     tokens = ["--tokens", "1B"] if command == "size" else []
