@@ -45,8 +45,10 @@ def plan_program_job(options: argparse.Namespace, job: "Job") -> None:
     """`hethub plan` of a program; nothing is run, so no device is needed."""
     from hethub.spec.program import save_program_plan
 
-    if options.robust or options.alone is not None or options.profile is not None:
-        raise BadInput("--robust, --alone and --profile are for plans of layers; leave them out with strategy hap.")
+    if any((options.robust, options.alone, options.profile, options.calibrate)):
+        raise BadInput(
+            "--robust, --alone, --profile and --calibrate are for plans of layers; leave them out with strategy hap."
+        )
     plan, found = _planned(job, explain=options.explain)
     written = []
     if options.out is not None:
@@ -78,9 +80,9 @@ def predict_program_alone(options: argparse.Namespace) -> None:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if options.trace is not None or options.bounds or options.alone is not None or options.profile is not None:
+    if any((options.trace, options.bounds, options.alone, options.profile, options.calibrate)):
         raise BadInput(
-            "--trace, --bounds, --alone and --profile are for plans of layers; leave them out with strategy hap."
+            "--trace, --bounds, --alone, --profile and --calibrate are for plans of layers; leave them out with strategy hap."
         )
 
 

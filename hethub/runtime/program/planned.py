@@ -37,9 +37,16 @@ def check_plannable(job: Job) -> None:
             raise BadInput(
                 f"{job.path}: constraints.{name} is for plans of layers; strategy 'hap' knows {', '.join(sorted(KEPT))}. Remove it."
             )
-    for name, given in (("profile", job.spec.profile), ("measure", job.spec.measure == "always" or None)):
-        if given is not None:
-            raise BadInput(f"{job.path}: {name} is not taken by strategy 'hap', whose times are estimates; remove it.")
+    spec = job.spec
+    wanted = {
+        "profile": spec.profile is not None,
+        "measure": spec.measure == "always",
+        "replan": spec.replan == "auto",
+        "train.compile": spec.train.compile,
+    }
+    for name, given in wanted.items():
+        if given:
+            raise BadInput(f"{job.path}: {name} is for plans of layers and not taken by strategy 'hap'; remove it.")
 
 
 def trace_job(job: Job, subject: Subject) -> Graph:

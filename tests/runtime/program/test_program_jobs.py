@@ -276,9 +276,14 @@ def test_a_module_that_is_not_there_and_other_strategies_are_refused(
         ("model=python:net", "package.module:factory"),
         ("plan=zorse", "takes plan: hap"),
         ("constraints.tp=2", "constraints.tp"),
+        ("replan=auto", "replan is for plans of layers"),
+        ("train.compile=true", "train.compile is for plans of layers"),
     ):
         assert run(["plan", str(job), "--set", change]) == 2
         assert word in capsys.readouterr().err
+    for command in ("plan", "predict"):
+        assert run([command, str(job), "--calibrate", "nowhere.csv"]) == 2
+        assert "--calibrate are for plans of layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
