@@ -129,11 +129,13 @@ def need_torch(name: str) -> None:
 
 
 def check_writable(*files: Path | None, folder: Path | None = None, reads: Path | None = None) -> None:
-    """Raises BadInput where a file or folder to write has no folder to lie in, a file is a folder or a folder a file, or a
-    file is the one that the command `reads`: before the work, not after it."""
+    """Raises BadInput where a file or folder to write has no folder to lie in or may not be written, a file is a folder or
+    a folder a file, or a file is the one that the command `reads`: before the work, not after it."""
     for path in (*files, folder):
         if path is not None and not path.parent.is_dir():
             raise BadInput(f"{path}: there is no folder {path.parent} to write to; create it or name another file.")
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
+            raise BadInput(f"{path}: this user may not write there; allow it or name another.")
     for path in files:
         if path is not None and path.is_dir():
             raise BadInput(f"{path}: this is a folder, and a file is to be written; name a file in it.")

@@ -9,6 +9,7 @@ import pytest
 from hethub.cli import run
 from tests.support.command import HANG_SECONDS
 from tests.support.job_files import write_job
+from tests.support.privileges import laid_down
 
 
 def refused(capsys, *arguments):
@@ -68,6 +69,13 @@ def test_what_is_written_takes_no_other_things_place(command, options, words, tm
     monkeypatch.chdir(tmp_path)
     assert words in refused(capsys, command, "laptop" if command == "init" else "job.yaml", *options)
     assert job.read_text() == before
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(tmp_path, capsys):
+    closed = tmp_path / "closed"
+    closed.mkdir(0o500)
+    with laid_down():
+        assert "may not write there" in refused(capsys, "plan", write_job(tmp_path), "--out", closed / "plan.yaml")
 
 
 @pytest.mark.parametrize("command", ["plan", "size"])
