@@ -146,6 +146,14 @@ def test_no_table_is_bad_input(tmp_path: Path) -> None:
         validate(tmp_path)
 
 
+def test_a_table_that_a_spreadsheet_wrote_is_read(tmp_path: Path) -> None:
+    """With a mark of its encoding in front and carriage returns."""
+    plain = table(tmp_path, {})
+    before = validate(plain)["rows"]
+    plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\r", b"").replace(b"\n", b"\r\n"))
+    assert validate(plain)["rows"] == before
+
+
 def test_means_over_groups_count_every_group_once() -> None:
     result = summary([10.0, -10.0, 40.0], ["a", "a", "b"])
     assert (result["mape"], result["macro_mape"], result["max_error"]) == (20.0, 25.0, 40.0)

@@ -74,7 +74,7 @@ def columns_of(path: Path) -> tuple[str, ...]:
     if not path.exists():
         raise BadInput(f"{path}: there is no such table. Check the path.")
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             return tuple(csv.DictReader(file).fieldnames or ())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"{path}: the table cannot be read: {error}.") from None
@@ -89,7 +89,7 @@ def read_lines(path: Path, required: Sequence[str]) -> list[tuple[str, dict[str,
             f"{path}: the table lacks the column(s) {', '.join(missing)}; its first line names the columns (docs/plans.md has an example)."
         )
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"{path}: the table cannot be read: {error}.") from None
