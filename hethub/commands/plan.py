@@ -142,7 +142,7 @@ def predict(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.software import hethub_software
     from hethub.predictor.predict import with_staging
     from hethub.spec.job import load_job
-    from hethub.spec.layout.bind import bind
+    from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan
 
@@ -152,7 +152,7 @@ def predict(options: argparse.Namespace) -> None:
         if is_program_plan(options.job):
             return predict_program_alone(options)
         profile = None if options.profile is None else load_profile(options.profile)
-        chosen = _Chosen("plan file", load_plan(options.job), None, None)
+        chosen, file = _Chosen("plan file", load_plan(options.job), None, None), options.job
         job = made_for(chosen.plan, options.job, None)
         software = hethub_software(job.compile)
     else:
@@ -161,8 +161,8 @@ def predict(options: argparse.Namespace) -> None:
             return predict_program_job(options, given)
         profile, job = measured_for(options, given), planned_for(given)
         software = hethub_software(given.spec.train.compile)
-        chosen = _chosen(options, given, job.cluster, profile)
-    layout = bind(chosen.plan, job.model, job.cluster)
+        chosen, file = _chosen(options, given, job.cluster, profile), options.plan or given.plan_path
+    layout = bind_file(file, chosen.plan, job.model, job.cluster)
     prediction = make_prediction(
         layout,
         reserve=job.reserve,
@@ -265,7 +265,7 @@ def diff(options: argparse.Namespace) -> None:
     from hethub.planner import diff as compare
     from hethub.planner import side_of_layout, side_of_program
     from hethub.report.tables import print_diff
-    from hethub.spec.layout.bind import bind
+    from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 
@@ -275,7 +275,7 @@ def diff(options: argparse.Namespace) -> None:
             return side_of_program(program, program_made_for(program, path, options.job))
         plan = load_plan(path)
         job = made_for(plan, path, options.job)
-        return side_of_layout(bind(plan, job.model, job.cluster), job.compile, job.reserve)
+        return side_of_layout(bind_file(path, plan, job.model, job.cluster), job.compile, job.reserve)
 
     result = compare(side(options.first), side(options.second))
     if options.json:

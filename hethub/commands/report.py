@@ -43,7 +43,7 @@ def report(options: argparse.Namespace) -> None:
     from hethub.predictor.cost.software import hethub_software
     from hethub.report.html import report_run, write_page
     from hethub.report.program import report_program_run, write_program_page
-    from hethub.spec.layout.bind import bind
+    from hethub.spec.layout.bind import bind_file
     from hethub.spec.plan import load_plan
     from hethub.spec.program import is_program_plan, load_program_plan
 
@@ -58,7 +58,7 @@ def report(options: argparse.Namespace) -> None:
     else:
         plan, out = load_plan(options.what), options.out or Path("report.html")
         job = made_for(plan, options.what, options.job)
-        layout = bind(plan, job.model, job.cluster)
+        layout = bind_file(options.what, plan, job.model, job.cluster)
         software = hethub_software(job.compile)
         write_page(layout, None, out, f"plan {options.what.name}", software=software, reserve=job.reserve)
     print(f"written to {out}")

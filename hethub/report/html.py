@@ -22,7 +22,7 @@ from hethub.runtime.run_folder import RunFolder
 from hethub.spec.cluster import load_cluster
 from hethub.spec.documents import read_json
 from hethub.spec.errors import BadInput
-from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.bind import Layout, bind_file
 from hethub.spec.lookup import load_model
 from hethub.spec.plan import PlannedFor, load_plan
 from hethub.spec.schedule.actions import COMPUTE, UPDATE
@@ -52,7 +52,8 @@ def report_run(folder: Path, out: Path) -> None:
         )
     plan = load_plan(folder / "plan.yaml")
     model, cluster = load_model("model.yaml", folder), load_cluster(folder / "cluster.yaml")
-    layout, made_for = bind(plan, model, cluster), plan.job or PlannedFor(model=model, cluster=cluster)
+    layout = bind_file(folder / "plan.yaml", plan, model, cluster)
+    made_for = plan.job or PlannedFor(model=model, cluster=cluster)
     run = RunFolder(folder)
     measured = Measured(steps=run.rows(), spans=last_step(_read_spans(run.trace)))
     measurements = folder / "profile.json"

@@ -160,6 +160,22 @@ def test_models_and_clusters_of_two_plans_are_compared_too():
     assert [each.key for each in deeper.differences] == ["job.model.ffn"]
 
 
+def test_a_plan_that_does_not_hold_for_its_cluster_is_named_by_its_file(tmp_path, capsys):
+    """`hethub diff` of two did not say which."""
+    one, other, job = tmp_path / "one.yaml", tmp_path / "other.yaml", write_job(tmp_path)
+    (first, *more) = CLUSTER_SPEC.nodes
+    larger = CLUSTER_SPEC.replace(nodes=(first.replace(accelerators=first.accelerators + 1), *more))
+    save_plan(GIVEN, one, PlannedFor(model=MODEL_SPEC, cluster=CLUSTER_SPEC))
+    save_plan(GIVEN, other, PlannedFor(model=MODEL_SPEC, cluster=larger))
+    write_yaml(tmp_path / "plan.yaml", plan(cluster="another"))
+    for words, path in (
+        (["diff", one, other], other), (["predict", other], other), (["report", other], other),
+        (["predict", job], tmp_path / "plan.yaml"),
+    ):  # fmt: skip
+        assert run([*map(str, words)]) == 2
+        assert capsys.readouterr().err.startswith(f"hethub: {path}: the plan ")
+
+
 def test_a_comparison_says_what_does_not_fit_and_counts_tokens_of_unlike_batches(tmp_path, capsys):
     """Half the batch in half the time was "100 % faster", equal plans "0.0 % faster", and one that does not fit had only its step."""
     save_plan(GIVEN, tmp_path / "one.yaml", PlannedFor(model=MODEL_SPEC, cluster=CLUSTER_SPEC))

@@ -22,7 +22,7 @@ from hethub.runtime.run_folder import RunFolder, default_run_folder, run_and_ste
 from hethub.spec.cluster import ClusterSpec, load_cluster
 from hethub.spec.errors import BadInput
 from hethub.spec.job import Job, JobSpec, load_plan_of
-from hethub.spec.layout.bind import Layout, bind
+from hethub.spec.layout.bind import Layout, bind, bind_file
 from hethub.spec.layout.execution import check_executable
 from hethub.spec.plan import PlanSpec, load_plan
 from hethub.spec.program import ProgramPlanSpec
@@ -165,7 +165,7 @@ def _decide(
     if profile is None and goes_on and plan_file is not None:
         cluster, profile = _measured_before(folder, job, cluster)
     if plan_file is not None:
-        layout = bind(load_plan_of(job, plan_file), job.model, cluster)
+        layout = bind_file(plan_file, load_plan_of(job, plan_file), job.model, cluster)
         check_executable(layout)
         check_memory(layout, constraints.reserve)
         strategy, prediction = (

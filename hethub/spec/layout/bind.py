@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hethub.spec.cluster import ClusterSpec
@@ -307,6 +308,14 @@ def bind(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
     _check_shares(layout)
     _ = layout.in_flight
     return layout
+
+
+def bind_file(path: Path | None, plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> Layout:
+    """As `bind`; errors name the file that the plan stands in, where it does in one."""
+    try:
+        return bind(plan, model, cluster)
+    except BadInput as error:
+        raise BadInput(str(error) if path is None else f"{path}: {error}") from None
 
 
 def _check_shares(layout: Layout) -> None:
