@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hethub.runtime.run_folder import RunFolder
 from tests.support.command import AS_ROOT, HETHUB, MPIRUN, Running, needs_mpirun, ranks
 from tests.support.job_files import write_pair_job
 
@@ -57,13 +58,14 @@ def hears_sigusr1(pid):
     return bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def test_ctrl_c_on_launch_saves_and_says_how_to_go_on(launched):
-    running, job, run = launched(HETHUB, "launch")
-    running.wait_until(lambda: trains(running, 3))
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 3), ("torchrun", 1)])  # torchrun's own
+def test_ctrl_c_on_launch_saves_and_says_how_to_go_on(launched, launcher, code):
+    running, job, run = launched(HETHUB, "launch", "--with", launcher)
+    running.wait_until(lambda: len(RunFolder(run).rows()) >= 3)
     press_ctrl_c(running)
     ended = running.end()
-    assert ended.exit_code == 3, ended.stdout
-    assert paragraphs(ended.stdout) == [ANSWER]
+    assert ended.exit_code == code, ended.stdout
+    assert (ended.stdout.count("hethub: "), ended.stdout.count(ANSWER)) == (1, 1), ended.stdout
     last = len((run / "metrics.jsonl").read_text().splitlines())
     assert f"stopped on request at step {last}; continue with --resume" in ended.stdout
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]

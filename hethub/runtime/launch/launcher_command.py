@@ -27,6 +27,7 @@ SETTINGS = (
     "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "PYTORCH_", "TORCH",
 )  # fmt: skip
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # to save and exit
+_HANDED_ON = {"mpirun": signal.SIGUSR1, "torchrun": signal.SIGINT}  # to ranks by their launcher; by srun SIGTERM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,36 +217,35 @@ def run_here(commands: Sequence[Command]) -> int:
             f"{program}: there is no such program here; start the job where it is, or with another launcher (--with). "
             "--dry-run prints the command."
         )
-    environment = {**os.environ, **command.environment}
-    if Path(program).name == "mpirun":
-        return _run_mpirun(command.words, environment)
-    return subprocess.run(command.words, env=environment, input=command.script, text=True, check=False).returncode
+    return _run(command, _HANDED_ON.get(Path(program).name, signal.SIGTERM))
 
 
-def _run_mpirun(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The exit code of mpirun, whose ranks are asked to save and exit when this process is told to end.
+def _run(command: Command, handed_on: signal.Signals) -> int:
+    """The exit code of a launcher, whose ranks are asked to save and exit when this process is told to end.
 
-    At a Ctrl-C of its own mpirun (Open MPI 5.0) kills its ranks half a second later, so it runs where the terminal's
-    does not reach it; what it hands on is SIGUSR1. The second Ctrl-C ends the ranks at once. Raises RunFailed where it
-    does, and without a word where the ranks were asked and have said why they failed.
+    At a Ctrl-C of its own mpirun (Open MPI 5.0) kills its ranks half a second later, so launchers run where the
+    terminal's does not reach them, and get what they hand on to their ranks. The second Ctrl-C ends the ranks at once.
+    Raises RunFailed where it does, and without a word where the ranks were asked and have said why they failed.
     """
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    stdin = subprocess.DEVNULL if command.script is None else subprocess.PIPE
+    environment = {**os.environ, **command.environment}
+    process = subprocess.Popen(command.words, env=environment, stdin=stdin, text=True, start_new_session=True)
     asked = ended = False
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked, ended
         ended = asked and number != signal.SIGUSR1
         asked = True
-        process.send_signal(signal.SIGINT if ended else signal.SIGUSR1)
+        process.send_signal(signal.SIGINT if ended else handed_on)
 
     before = {number: signal.signal(number, ask) for number in _ASKING}
     try:
-        code = process.wait()
+        process.communicate(command.script)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if ended or (asked and code == 1):
+    if ended or (asked and process.returncode == 1):
         error = RunFailed("ended at once, as asked; go on from the last checkpoint that was whole with --resume DIR.")
         error.quiet = not ended
         raise error
-    return code
+    return process.returncode
