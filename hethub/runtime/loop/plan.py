@@ -203,7 +203,7 @@ def _decide(
 def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: ClusterSpec) -> Path | None:
     """The plan file to run, None where the job's strategy is to find the plan.
 
-    A resumed run keeps its plan, unless the job has moved to another cluster since.
+    A resumed run keeps its plan, unless the job has moved to another cluster or batch since.
     """
     named, folder = plan_path or job.plan_path, opened.folder
     if named is not None or not opened.goes_on or not folder.plan.exists():
@@ -214,15 +214,16 @@ def _plan_file(job: Job, plan_path: Path | None, opened: OpenedFolder, cluster: 
         raise BadInput(
             f"{error} Restore the plan, name one with --plan, or delete it: one is then found anew."
         ) from None
-    return folder.plan if is_kept(saved, saved.num_ranks, cluster) else None
+    return folder.plan if is_kept(saved, saved.num_ranks, job, cluster) else None
 
 
-def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, cluster: ClusterSpec) -> bool:
-    """Whether a resumed run keeps its plan: while the cluster has its name, as many ranks and, where the plan says for
-    which it was made, such accelerators."""
-    before = cluster if saved.job is None else saved.job.cluster
-    named = (saved.cluster, ranks) == (cluster.name, cluster.size)
-    return named and same_ranks(before, tell_apart_as(cluster, before))
+def is_kept(saved: PlanSpec | ProgramPlanSpec, ranks: int, job: Job, cluster: ClusterSpec) -> bool:
+    """Whether a resumed run keeps its plan: while its batch and precision are the job's and the cluster has its name, as
+    many ranks and, where the plan says for which it was made, such accelerators."""
+    train, before = job.spec.train, cluster if saved.job is None else saved.job.cluster
+    made_for = (saved.global_batch, saved.seq_len, saved.precision, saved.cluster, ranks)
+    now = (train.global_batch, train.seq_len, train.precision, cluster.name, cluster.size)
+    return made_for == now and same_ranks(before, tell_apart_as(cluster, before))
 
 
 def _measured_before(folder: RunFolder, job: Job, cluster: ClusterSpec) -> tuple[ClusterSpec, ProfileSpec | None]:

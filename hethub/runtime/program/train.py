@@ -213,13 +213,13 @@ def _plan(
 def _chosen(
     opened: _Opened, cluster: ClusterSpec, plan_path: Path | None, folder: RunFolder, *, resumes: bool
 ) -> ProgramPlanSpec:
-    """The plan file that the command or the job names; that of a resumed run, unless its cluster has changed; else a
-    new one."""
+    """The plan file that the command or the job names; that of a resumed run, unless its cluster or batch has changed;
+    else a new one."""
     job = opened.job
     file = plan_path or job.plan_path
     if file is None and resumes and is_program_plan(folder.plan):
         saved = load_program_plan(folder.plan)
-        if is_kept(saved, saved.program.ranks, cluster):
+        if is_kept(saved, saved.program.ranks, job, cluster):
             return saved
     if file is None:
         return plan_program(job, opened.subject, opened.graph, cluster).plan

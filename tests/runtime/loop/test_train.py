@@ -60,6 +60,8 @@ def test_a_resumed_run_keeps_its_plan_while_the_cluster_is_the_same(tmp_path):
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster) == folder.plan
     assert _plan_file(job, None, opened(folder, goes_on=True), job.cluster.replace(name="larger")) is None
     assert _plan_file(job, None, opened(folder, goes_on=False), job.cluster) is None
+    larger = load_job(job.path, ["train.global_batch=16"])  # as --accept-changes lets it
+    assert _plan_file(larger, None, opened(folder, goes_on=True), job.cluster) is None
 
 
 def test_a_resumed_run_keeps_no_plan_of_other_accelerators(tmp_path):
