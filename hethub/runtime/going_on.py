@@ -26,7 +26,8 @@ _PLACES = {"path", "tokenizer"}
 # What else of a job may change: where and how it runs, and how long; not what is trained.
 _TRAINED = ("data", "train", "communicator.wire")
 _MAY_CHANGE = ("train.steps", "train.compile")
-_MUST_STAY = ("train.seed", "train.seq_len")  # what any sample holds hangs on these: no checkpoint goes on under others
+# No checkpoint goes on under others: what any sample holds hangs on the first two, masters and moments on the third.
+_MUST_STAY = ("train.seed", "train.seq_len", "train.precision")
 
 
 def goes_on_by_itself(resume: Path | None, environment: Mapping[str, str] = os.environ) -> bool:

@@ -116,8 +116,9 @@ def test_where_and_how_a_job_runs_and_how_long_may_change(job, tmp_path):
     assert check_unchanged(run, load_job(job, overrides), accepted=False) == []
     with pytest.raises(BadInput, match=r"communicator.wire was exact, is int8"):
         check_unchanged(run, load_job(job, ["communicator.wire=int8"]), accepted=False)
-    with pytest.raises(BadInput, match=r"under another train.seed only a new run can begin\.$"):
-        check_unchanged(run, load_job(job, ["train.seed=7", "train.lr=1.0e-3"]), accepted=False)
+    for key, value in (("train.seed", 7), ("train.precision", "bf16")):
+        with pytest.raises(BadInput, match=rf"under another {key} only a new run can begin\.$"):
+            check_unchanged(run, load_job(job, [f"{key}={value}", "train.lr=1.0e-3"]), accepted=False)
 
 
 def begun(job, name, *overrides):
