@@ -81,8 +81,9 @@ def _files(kind: str, model: Path | None) -> dict[str, str]:
         return {"job.yaml": job, "model.yaml": templates.PRETRAIN_MODEL, "cluster.yaml": cluster}
     described = from_hugging_face(model)
     length = min(described.max_seq_len, 8192)
+    quoted = str(model.resolve()).replace("'", "''")  # as YAML has it between single quotes
     job = templates.CONTINUE_JOB.format(
-        model=model.resolve(), steps=1000, batch=64, seq_len=length, lr="2.0e-5", min_lr="2.0e-6", warmup=50
+        model=quoted, steps=1000, batch=64, seq_len=length, lr="2.0e-5", min_lr="2.0e-6", warmup=50
     )
     return {"job.yaml": job, "cluster.yaml": cluster}
 

@@ -80,12 +80,12 @@ CONTINUE_JOB = (
 #   hethub plan job.yaml --explain                         what it would take, without running anything
 #   hethub launch job.yaml --dry-run                       the command that starts it on the nodes of cluster.yaml
 #   hethub export RUN_DIR --to FOLDER                      afterwards: a folder that transformers loads
-model: hf:{model}
+model: 'hf:{model}'
 cluster: cluster.yaml
 data:
   source: jsonl                 # a file or a folder of them; the key `text` of every line
   path: data.jsonl
-  tokenizer: {model}/tokenizer.json
+  tokenizer: '{model}/tokenizer.json'
   document_mask: true           # attention stays inside each document
 """
     + _DEVICES

@@ -146,11 +146,12 @@ def test_init_continue_goes_on_from_a_folder(tmp_path, capsys):
         "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
     }  # fmt: skip
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    printed(capsys, "init", "continue", "--model", tmp_path / "hf", "--out", tmp_path / "new")
+    folder = tmp_path / "it's #2: hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    printed(capsys, "init", "continue", "--model", folder, "--out", tmp_path / "new")
     job = load_job(tmp_path / "new" / "job.yaml")
-    assert job.hugging_face_folder == tmp_path / "hf"
+    assert (job.hugging_face_folder, job.spec.data.tokenizer) == (folder, f"{folder}/tokenizer.json")
     assert job.spec.train.seq_len == 128
     assert run(["init", "continue"]) == 2
     assert "--model HF_DIR" in capsys.readouterr().err
