@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import logging
 import os
 import sys
@@ -42,6 +43,8 @@ def main() -> int:
     # A stream that whoever started this has closed (`>&-`) is none, and the next file opened would take its number.
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open as long as the process
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal's encoding has arrows
     try:
         code = run()
         sys.stdout.flush()

@@ -104,6 +104,14 @@ def test_streams_that_are_closed_are_told_nothing(arguments, code, tmp_path):
     assert (int(first), len(said)) == (code, code // 2)
 
 
+def test_an_encoding_without_arrows_is_no_error(tmp_path):
+    """As of a terminal under LANG=de_DE: the summary of a run that was done ended in a traceback."""
+    words = [sys.executable, "-m", "hethub", "bench", "--help"]
+    ended = Running(words, tmp_path, {"PYTHONIOENCODING": "latin-1"}).end()
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert "BYTES,?" in ended.stdout
+
+
 def test_predict_prints_one_json_object_with_the_interfaces_keys(capsys):
     data = answer(capsys, "predict", LAPTOP)
     check_prediction(data)
