@@ -25,6 +25,16 @@ typedef unsigned long long u64;
 __device__ inline u32 bits_of(float x) { union { float f; u32 u; } v; v.f = x; return v.u; }
 __device__ inline float float_of(u32 u) { union { float f; u32 u; } v; v.u = u; return v.f; }
 
+// CuPy has NVRTC flush denormals (-ftz=true, behind all options that it is given), but not where PTX says otherwise.
+#if defined(__CUDACC__) && !defined(__HIP__) && !defined(__HIPCC_RTC__)
+#define ARITHMETIC(name, instruction, sign) __device__ inline float name(float a, float b) \
+    { float c; asm(instruction " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+#else
+#define ARITHMETIC(name, instruction, sign) __device__ inline float name(float a, float b) { return a sign b; }
+#endif
+ARITHMETIC(plus, "add.rn.f32", +)
+ARITHMETIC(times, "mul.rn.f32", *)
+
 __device__ inline float widen_bf16(u16 x) { return float_of((u32)x << 16); }
 
 __device__ inline u16 round_to_bf16(float x) {
@@ -37,7 +47,7 @@ __device__ inline float widen_f16(u16 x) {
     u32 sign = (u32)(x & 0x8000u) << 16, exponent = (x >> 10) & 31u, fraction = x & 0x3ffu;
     if (exponent == 31u) return float_of(sign | 0x7f800000u | (fraction << 13));
     if (exponent) return float_of(sign | ((exponent + 112u) << 23) | (fraction << 13));
-    float subnormal = (float)fraction * 5.9604644775390625e-08f;  // fraction * 2^-24
+    float subnormal = times((float)fraction, 5.9604644775390625e-08f);  // fraction * 2^-24
     return float_of(sign | bits_of(subnormal));
 }
 
@@ -68,14 +78,14 @@ __device__ inline float widen_e4m3(u8 x) {
     u32 sign = (u32)(x & 0x80u) << 24, exponent = (x >> 3) & 15u, fraction = x & 7u;
     if ((x & 0x7fu) == 0x7fu) return float_of(sign | 0x7fc00000u);
     if (exponent) return float_of(sign | ((exponent + 120u) << 23) | (fraction << 20));
-    return float_of(sign | bits_of((float)fraction * 0.001953125f));  // fraction * 2^-9
+    return float_of(sign | bits_of(times((float)fraction, 0.001953125f)));  // fraction * 2^-9
 }
 
 // `x` must not exceed 448 in magnitude. Below 2^-6 the types' steps are all 2^-9, which is the step of floats at 2^14.
 __device__ inline u8 round_to_e4m3(float x) {
     u32 u = bits_of(x), sign = (u >> 24) & 0x80u;
     u &= 0x7fffffffu;
-    u32 subnormal = bits_of(float_of(u) + 16384.0f) - 0x46800000u;
+    u32 subnormal = bits_of(plus(float_of(u), 16384.0f)) - 0x46800000u;
     u32 normal = ((u + 0x7ffffu + ((u >> 20) & 1u)) >> 20) - (120u << 3);
     return (u8)(sign | (u < 0x3c800000u ? subnormal : normal));
 }
@@ -104,9 +114,9 @@ template <class Out, class In, class F> __device__ inline void each(Out* out, co
 }
 
 template <bool reads> struct Function { static const bool reads_out = reads; };
-struct AddBf16 : Function<true> { __device__ float operator()(float a, u16 x) const { return a + widen_bf16(x); } };
-struct AddF16 : Function<true> { __device__ float operator()(float a, u16 x) const { return a + widen_f16(x); } };
-struct AddF32 : Function<true> { __device__ float operator()(float a, float x) const { return a + x; } };
+struct AddBf16 : Function<true> { __device__ float operator()(float a, u16 x) const { return plus(a, widen_bf16(x)); } };
+struct AddF16 : Function<true> { __device__ float operator()(float a, u16 x) const { return plus(a, widen_f16(x)); } };
+struct AddF32 : Function<true> { __device__ float operator()(float a, float x) const { return plus(a, x); } };
 struct WidenBf16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_bf16(x); } };
 struct WidenF16 : Function<false> { __device__ float operator()(float, u16 x) const { return widen_f16(x); } };
 struct RoundBf16 : Function<false> { __device__ u16 operator()(u16, float x) const { return round_to_bf16(x); } };
@@ -226,7 +236,7 @@ template <class Type> __device__ inline void quantise(u8* out, float* scales, co
         float scale = vanishes ? 1.0f : float_of(maximum) / Type::largest();
         float inverse = vanishes || !finite ? 0.0f : Type::largest() / float_of(maximum);
         u8 bytes[PER_THREAD];
-        for (u32 k = 0; k < PER_THREAD; k++) bytes[k] = Type::round(finite ? mine.v[k] * inverse : 0.0f);
+        for (u32 k = 0; k < PER_THREAD; k++) bytes[k] = Type::round(finite ? times(mine.v[k], inverse) : 0.0f);
         store_block(out, bytes, block * BLOCK, n);
         if (threadIdx.x % TEAM == 0) scales[block] = finite ? scale : float_of(0x7fc00000u);
     }
@@ -239,12 +249,12 @@ template <class Type> __device__ inline void dequantise(float* out, const float*
         Four<u8> in = ((const Four<u8>*)x)[i];
         float scale = scales[i / (BLOCK / 4)];
         Four<float> o;
-        for (int k = 0; k < 4; k++) o.v[k] = Type::widen(in.v[k]) * scale;
+        for (int k = 0; k < 4; k++) o.v[k] = times(Type::widen(in.v[k]), scale);
         ((Four<float>*)out)[i] = o;
     }
     EACH(j, n - 4 * fours) {
         u64 i = 4 * fours + j;
-        out[i] = Type::widen(x[i]) * scales[i / BLOCK];
+        out[i] = times(Type::widen(x[i]), scales[i / BLOCK]);
     }
 }
 

@@ -34,26 +34,41 @@ def nvrtc_libraries() -> list[tuple[Any, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "architecture", [90, *(pytest.param(sm, marks=pytest.mark.slow) for sm in (70, 75, 80, 86, 89, 100, 103, 120))]
-)
-def test_the_source_compiles_for_nvidia(architecture: int) -> None:
-    """sm_70 needs the NVRTC of CUDA 12: that of CUDA 13 begins with sm_75."""
-    nvrtc = next((library for library, known in nvrtc_libraries() if architecture in known), None)
+def compiled(target: str, *options: str) -> tuple[Any, ctypes.c_void_p, ctypes.c_size_t]:
+    """An NVRTC that knows the target, the program that it has compiled, and a place for sizes."""
+    nvrtc = next((library for library, known in nvrtc_libraries() if int(target.rpartition("_")[2]) in known), None)
     if nvrtc is None:
-        pytest.skip(f"no NVRTC here knows sm_{architecture}: {INSTALL}")
+        pytest.skip(f"no NVRTC here knows {target}: {INSTALL}")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None) == 0
-    flags = [f"--gpu-architecture=sm_{architecture}", *COMPILE_OPTIONS["nvidia"]]
+    flags = [f"--gpu-architecture={target}", *options]
     failed = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     assert not failed, log.value.decode()
+    return nvrtc, program, size
+
+
+@pytest.mark.parametrize(
+    "architecture", [90, *(pytest.param(sm, marks=pytest.mark.slow) for sm in (70, 75, 80, 86, 89, 100, 103, 120))]
+)
+def test_the_source_compiles_for_nvidia(architecture: int) -> None:
+    """sm_70 needs the NVRTC of CUDA 12: that of CUDA 13 begins with sm_75."""
+    nvrtc, program, size = compiled(f"sm_{architecture}", *COMPILE_OPTIONS["nvidia"])
     assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
     binary = ctypes.create_string_buffer(size.value)
     assert nvrtc.nvrtcGetCUBIN(program, binary) == 0
     assert [name for name in NAMES if f".text.{name}".encode() not in binary.raw] == []
+
+
+def test_denormals_are_kept_under_the_option_that_cupy_adds() -> None:
+    """NVRTC takes the last of several -ftz, and CuPy's comes last."""
+    nvrtc, program, size = compiled("compute_90", *COMPILE_OPTIONS["nvidia"], "-ftz=true")
+    assert nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
+    text = ctypes.create_string_buffer(size.value)
+    assert nvrtc.nvrtcGetPTX(program, text) == 0
+    assert sorted(set(re.findall(r"(?:add|mul|fma|sub)\.\S*f32", text.value.decode()))) == ["add.rn.f32", "mul.rn.f32"]
 
 
 def amd_compilers() -> list[list[str]]:
