@@ -1,6 +1,7 @@
 """Our backward functions against autograd of a plain implementation, in float64."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -269,6 +270,23 @@ def test_a_kernel_that_knows_no_grouped_heads_is_not_taken(monkeypatch: pytest.M
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     assert not layers._attends_to_unlike_lengths.__wrapped__(torch.device("cpu"), torch.bfloat16, 4)
+
+
+def test_the_first_look_for_that_kernel_may_come_inside_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which runs attention again, without the look: it must not count what that had kept."""
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None = None) -> Tensor:
+        each = zip(*(tensor.unsqueeze(0).split(documents.sizes, 1) for tensor in (query, key, value)), strict=True)
+        return torch.cat([layers._windowed(q, k, v, window) for q, k, v in each]).view(query.shape)
+
+    monkeypatch.setattr(layers, "_varlen", varlen)
+    layers._attends_to_unlike_lengths.cache_clear()
+    inputs = [random(2, 6, heads, 4, seed=heads) for heads in (4, 2, 2)]
+    again, once = partial(layers.checkpoint, layers._mix, use_reentrant=False), layers._mix
+    found = gradients(lambda *args: again(*args, DOCUMENTS), *inputs)
+    expected = gradients(lambda *args: once(*args, DOCUMENTS), *inputs)
+    layers._attends_to_unlike_lengths.cache_clear()
+    assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("flashes", [True, False])
