@@ -42,6 +42,7 @@ def main() -> None:
     load_package("tests", Path(__file__).resolve().parents[1])
     for name in IMPORTS:
         importlib.import_module(name)
+    ask_for_queues()
     warm_up()
     gather_pages()
     stream = channel.makefile("rwb")
@@ -57,6 +58,14 @@ def main() -> None:
 def end_with_parent() -> None:
     """A killed parent takes this process with it, whatever it is in: the imports take seconds."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def ask_for_queues() -> None:
+    """As `detect_vendor` does: a rank loads a test's module, which may have torch call the driver, before it comes there."""
+    from hethub.kernels.device import HARDWARE_QUEUES
+
+    for variable, number in HARDWARE_QUEUES.values():
+        os.environ.setdefault(variable, str(number))
 
 
 def warm_up() -> None:

@@ -3,8 +3,11 @@
 import os
 import time
 
+from hethub.kernels.device import HARDWARE_QUEUES
 from tests.support.command import Running
-from tests.support.ranks import start_ranks
+from tests.support.ranks import start_ranks, values
+
+QUEUES = [os.environ.get(variable) for variable, _ in HARDWARE_QUEUES.values()]  # as this module is loaded
 
 
 def echo(rank, store, word):
@@ -22,6 +25,15 @@ def fail_or_sleep(rank, store):
 
 def die(rank, store):
     os.kill(os.getpid(), 9)
+
+
+def queues(rank, store):
+    return QUEUES
+
+
+def test_hardware_queues_are_asked_for_before_a_tests_module_asks_for_devices():
+    wanted = [[os.environ.get(variable, str(number)) for variable, number in HARDWARE_QUEUES.values()]]
+    assert values(start_ranks(1, queues)) == wanted
 
 
 def test_values_come_back_in_rank_order():
