@@ -198,7 +198,7 @@ class _Bench:
             return clock.between(start, middle), clock.between(middle, end)
 
         run().backward(grad)  # the first pass allocates
-        forward, backward = repeated(once, self.seconds)
+        forward, backward = repeated(once, self.seconds, on_device=self.device.is_gpu)
         return forward, backward
 
 
@@ -220,7 +220,7 @@ def _optimizer(device: Device, precision: Precision, seconds: float) -> float:
         return (clock.between(start, clock.stamp()),)
 
     once()
-    (found,) = repeated(once, seconds)
+    (found,) = repeated(once, seconds, on_device=device.is_gpu)
     return found / numel
 
 
@@ -241,16 +241,17 @@ class _Update:
         self.weights.copy_(self.state[0])
 
 
-def repeated(once: Callable[[], tuple[float, ...]], seconds: float) -> tuple[float, ...]:
+def repeated(once: Callable[[], tuple[float, ...]], seconds: float, *, on_device: bool) -> tuple[float, ...]:
     """What `once` returns, repeated for so many seconds: medians, or means where the process stood still for long.
 
     A process held to a part of a core runs at full speed for that part of every period and then stands still, which the
-    median of short passes would not see; elsewhere means would count every other process's passing work.
+    median of short passes would not see; elsewhere means would count every other process's passing work. A process whose
+    device computes only waits for it.
     """
     used, start, found = process_time(), perf_counter(), list[tuple[float, ...]]()
     while len(found) < 3 or perf_counter() < start + seconds:
         found.append(once())
-    stood_still = process_time() - used < LEAST_RUNNING * (perf_counter() - start)
+    stood_still = not on_device and process_time() - used < LEAST_RUNNING * (perf_counter() - start)
     middle = mean if stood_still else median
     return tuple(middle(figure) for figure in zip(*found, strict=True))
 

@@ -41,12 +41,12 @@ def test_all_ranks_of_two_islands_measure_one_profile() -> None:
     assert 0 < prediction.step_seconds < math.inf
 
 
-@pytest.mark.parametrize("stands_still", [False, True])
+@pytest.mark.parametrize(("stands_still", "on_device"), [(False, False), (True, False), (True, True)])
 def test_passes_of_a_process_held_to_a_part_of_a_core_count_with_the_time_it_stands_still(
-    stands_still: bool, monkeypatch: pytest.MonkeyPatch
+    stands_still: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three passes fit into what a period grants, the third waits for the next: a clock of its own tells how
-    long."""
+    long. A process that waits for its device stands still, too."""
     from hethub.runtime.measure import profiler
 
     wall, cpu, passes = [0.0], [0.0], [1.0, 1.0, 4.0] * 10
@@ -59,7 +59,8 @@ def test_passes_of_a_process_held_to_a_part_of_a_core_count_with_the_time_it_sta
         cpu[0] += 1.0 if stands_still else seconds
         return seconds, 7.0
 
-    assert profiler.repeated(once, 30.0) == ((2.0, 7.0) if stands_still else (1.0, 7.0))
+    expected = 2.0 if stands_still and not on_device else 1.0
+    assert profiler.repeated(once, 30.0, on_device=on_device) == (expected, 7.0)
     assert len(passes) == 15
 
 
