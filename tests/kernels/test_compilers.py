@@ -71,6 +71,11 @@ def test_denormals_are_kept_under_the_option_that_cupy_adds() -> None:
     assert sorted(set(re.findall(r"(?:add|mul|fma|sub)\.\S*f32", text.value.decode()))) == ["add.rn.f32", "mul.rn.f32"]
 
 
+def test_nvidias_packages_have_the_versions_that_torch_asks_for() -> None:
+    """torch 2.13.0+cu130 asks for one NVRTC, and pip installs nothing where constraints.txt holds another one."""
+    assert "\nnvidia-" not in (Path(__file__).parents[2] / "constraints.txt").read_text()
+
+
 def amd_compilers() -> list[list[str]]:
     """hipcc, and Debian's newest clang, which hipcc's headers and code serve as well."""
     clangs = [f"clang++-{version}" for version in range(30, 16, -1)]
