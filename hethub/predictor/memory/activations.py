@@ -11,6 +11,7 @@ from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Kind, actor_order, deferred_wgrad
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
+from hethub.spec.schedule.microbatches import load_alone
 from hethub.spec.schedule.orders import NO_MICROBATCH
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
@@ -46,6 +47,7 @@ def held_microbatches(
     layer = kept_of_layer(kept, stage.recompute, software)
     again = stage.recompute == "full" or software.kept_products != "all"
     held, deferred_wgrad = _held(layout, assignment, sizes)
+    microbatch = load_alone(spec).largest
     last = kept.last * (assignment.stage == layout.num_stages - 1)
     head = held[-1] * last  # gone with the topmost chunk
     ends = held[0] * kept.first * (assignment.stage == 0) + head
@@ -53,13 +55,13 @@ def held_microbatches(
         size * (samples * layer + later * kept.deferred_wgrad)
         for samples, later, size in zip(held, deferred_wgrad, sizes, strict=True)
     ]
-    running = spec.micro_batch * max(0.0, kept.layer - layer - last) if again else 0.0  # its head is through
+    running = microbatch * max(0.0, kept.layer - layer - last) if again else 0.0  # its head is through
     away = 1.0 if "activations" in stage.offload else software.layers_in_host
     if not away:
         freed = (*by_chunk[:-1], by_chunk[-1] + head)
-        return HeldActivations(ends + sum(by_chunk) + running, spec.micro_batch * layer, freed, running), 0.0
+        return HeldActivations(ends + sum(by_chunk) + running, microbatch * layer, freed, running), 0.0
     host = away * sum(by_chunk)
-    near = sum(by_chunk) - host + min(host, 2 * spec.micro_batch * layer)  # the layer at work, the one copied beside it
+    near = sum(by_chunk) - host + min(host, 2 * microbatch * layer)  # the layer at work, the one copied beside it
     return HeldActivations(ends + near + running, 0.0, (*[0.0] * (len(sizes) - 1), head), running), host
 
 

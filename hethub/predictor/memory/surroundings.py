@@ -10,6 +10,7 @@ from hethub.predictor.memory.activations import kept_of_layer
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
+from hethub.spec.schedule.microbatches import load_alone
 
 CONTEXT_BYTES = int(1.2 * 2**30)
 COMMUNICATOR_BYTES = int(2.5 * 2**30)
@@ -30,7 +31,7 @@ def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[
     """Bytes by part of what surrounds the counted tensors."""
     layout, software, width = shard.layout, shard.software, shard.width
     spec, model = layout.replica(assignment.stage, assignment.replica), layout.model
-    tokens = spec.micro_batch * layout.plan.seq_len / software.context_parallel
+    tokens = load_alone(spec).largest * layout.plan.seq_len / software.context_parallel
     hidden = tokens * model.hidden * width
     tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
@@ -51,8 +52,8 @@ def _leaving_bytes(shard: Shard, assignment: Assignment) -> float:
     the layer which goes backward next is fetched already. On a CPU copies are done when they begin."""
     if "activations" not in shard.spec.offload:
         return 0.0
-    micro_batch = shard.layout.replica(assignment.stage, assignment.replica).micro_batch
-    return micro_batch * kept_of_layer(shard.kept, shard.spec.recompute, shard.software)
+    microbatch = load_alone(shard.layout.replica(assignment.stage, assignment.replica)).largest
+    return microbatch * kept_of_layer(shard.kept, shard.spec.recompute, shard.software)
 
 
 def _loss_bytes(width: int) -> int:
@@ -77,7 +78,7 @@ def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, f
     """What the host's parts take where they are pinned: torch rounds every buffer up to a power of two. Parts are rounded
     as their largest buffers are; a checkpoint's copy lies in pieces that are powers of two."""
     layout, parameters = shard.layout, shard.parameters
-    tokens = layout.replica(assignment.stage, assignment.replica).micro_batch * layout.plan.seq_len
+    tokens = load_alone(layout.replica(assignment.stage, assignment.replica)).largest * layout.plan.seq_len
     bucket = min(shard.bucket_elements / 2, parameters.total)
     sizes = {
         "weights": shard.width * parameters.units[-1],

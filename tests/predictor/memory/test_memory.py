@@ -76,3 +76,14 @@ def test_tensors_of_every_stage_are_foreseen(model: ModelSpec, recompute: str, p
     for entry in rank_memory(layout):
         parts = entry.parts["weights"] + entry.parts["gradients"] + entry.parts["activations"]
         assert parts == pytest.approx(counted_bytes(layout, entry.rank), rel=0.05)
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"offload": ["activations"]}], ids=str)
+def test_a_microbatch_holds_no_more_than_its_replica_has(more: dict[str, object]) -> None:
+    """Logits, buffers and the layer at work were counted for all of a micro_batch above the replica's samples."""
+    for device in ("CPU-core", "A100-SXM4-80GB"):
+        exact, above = (
+            uniform(GROUPED, cluster((device, 1, 2)), tp=1, pp=2, micro_batch=size, batch=4, seq=128, precision="fp32", **more)
+            for size in (4, 64)
+        )  # fmt: skip
+        assert rank_memory(above) == rank_memory(exact)
