@@ -89,12 +89,17 @@ def measured_for(options: argparse.Namespace, job: "Job") -> "ProfileSpec | None
 
     if options.calibrate is None:
         return profile_for(job, options.profile)
-    if options.profile is not None or job.spec.profile is not None:
-        given = "--profile" if options.profile is not None else f"{job.path}: profile"
-        raise BadInput(f"--calibrate and {given} both say how fast accelerators are; leave one of them out.")
+    refuse_profile_beside_calibrate(options.profile, job)
     from hethub.predictor.calibration.calibrate import Calibration
 
     return Calibration(options.calibrate).profile(job.model, known_cluster(job), job.spec.train.batch)
+
+
+def refuse_profile_beside_calibrate(profile: Path | None, job: "Job") -> None:
+    """Raises BadInput where a profile is given, on the command line or by the job."""
+    if profile is not None or job.spec.profile is not None:
+        given = "--profile" if profile is not None else f"{job.path}: profile"
+        raise BadInput(f"--calibrate and {given} both say how fast accelerators are; leave one of them out.")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from hethub.commands.common import (
     check_writable,
     command,
     print_json,
+    refuse_profile_beside_calibrate,
     strategy_of,
 )
 from hethub.spec.errors import BadInput
@@ -116,21 +117,27 @@ def _terms(catalogue: "CatalogueSpec") -> dict[str, Any]:
 
 
 def _evaluator(job: "Job", calibrate: Path | None) -> "Evaluator":
-    """What a cluster's best plan delivers for the job's model and batch."""
+    """What a cluster's best plan delivers for the job's model and batch, by what it says of speeds."""
     from hethub.planner import plan
+    from hethub.predictor.cost.profile import profile_for
+    from hethub.predictor.cost.software import hethub_software
 
-    calibration = None
+    calibration, own = None, profile_for(job, None)
     if calibrate is not None:
         from hethub.predictor.calibration.calibrate import Calibration
 
+        refuse_profile_beside_calibrate(None, job)
         calibration = Calibration(calibrate)
     model, batch, constraints, strategy = job.model, job.spec.train.batch, job.spec.constraints, strategy_of(job)
+    software = hethub_software(job.spec.train.compile)
     if constraints.time_limit_seconds is None:
         constraints = constraints.replace(time_limit_seconds=SECONDS_PER_CLUSTER)
 
     def evaluate(cluster: "ClusterSpec") -> "Prediction":
-        profile = None if calibration is None else calibration.profile(model, cluster, batch)
-        found = plan(model, cluster, batch, constraints, strategy=strategy, with_bounds=False, profile=profile)
+        profile = own if calibration is None else calibration.profile(model, cluster, batch)
+        found = plan(
+            model, cluster, batch, constraints, strategy=strategy, with_bounds=False, profile=profile, software=software
+        )  # fmt: skip
         return found.prediction
 
     return evaluate

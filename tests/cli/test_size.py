@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+import hethub
+from hethub.predictor.cost.profile import ProfileSpec, save_profile
+from hethub.predictor.cost.profiled_layer import estimated_device
+from hethub.spec.accelerator import find_accelerator
+from hethub.spec.model import ModelSpec
 from tests.support.command import one, ranks
-from tests.support.job_files import write_job, write_yaml
+from tests.support.job_files import MODEL, write_job, write_yaml
 
 CATALOGUE: dict[str, Any] = {
     "currency": "EUR",
@@ -66,6 +71,27 @@ def test_a_node_without_a_link_speed_is_left_out_by_name(tmp_path: Path) -> None
     assert ended.exit_code == 0, ended.stderr
     assert "left out 2 big" in ended.stdout
     assert "gbps_per_nic" in ended.stdout
+
+
+def test_a_size_goes_by_what_the_job_says_of_speeds(tmp_path: Path) -> None:
+    """`profile` and `train.compile` changed `hethub plan`'s answers and not these."""
+    catalogue = write_yaml(tmp_path / "catalogue.yaml", CATALOGUE)
+    measured = estimated_device(ModelSpec(**MODEL), find_accelerator("T4"), 32, "fp32", 8).slower(100.0)
+    profile = ProfileSpec(
+        date="", hethub=hethub.__version__, software="", model=ModelSpec(**MODEL), devices=(measured,)
+    )
+    save_profile(profile, tmp_path / "slow.json")
+    have = write_yaml(tmp_path / "t4.yaml", {"name": "ours", "nodes": [CATALOGUE["nodes"][1]]})
+
+    def speed(*more: str) -> float:
+        ended = ask(tmp_path, "--set", f"cluster={have}", "--tokens", "1e9", "--catalogue", catalogue, "--json", *more)
+        assert ended.exit_code == 0, ended.stderr
+        options = json.loads(ended.stdout)["options"]
+        return float(max(own["tokens_per_second"] for own in options if own["nodes"] == {"small": 1}))
+
+    plain = speed()
+    assert speed("--set", "profile=slow.json") < plain / 2
+    assert speed("--set", "train.compile=false") < plain
 
 
 def test_the_next_node_is_ranked_by_price(tmp_path: Path) -> None:
