@@ -93,4 +93,6 @@ def cluster_of(catalogue: CatalogueSpec, counts: dict[str, int], have: ClusterSp
     name = have.name if have and not rented else "capacity"
     links = have.links if have else catalogue.links.among({node.name for node in rented})
     whose = "the nodes of the catalogue" + (" beside those owned" if have else "")
-    return build(ClusterSpec, {"name": name, "nodes": owned + rented, "links": links}, Source(whose), "cluster")
+    emulated = have is not None and have.emulated
+    data = {"name": name, "emulated": emulated, "nodes": owned + rented, "links": links}
+    return build(ClusterSpec, data, Source(whose), "cluster")

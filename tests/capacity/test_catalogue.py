@@ -48,6 +48,15 @@ def test_some_of_a_rack_may_be_taken() -> None:
     assert cluster_of(catalogue(links={"racks": racks[1:]}), {"fast": 1}, None).links.racks == ()
 
 
+def test_nodes_owned_stay_emulated() -> None:
+    """Emulated ones need no gbps_per_nic: `size` refused those that `plan` answers for."""
+    have = ClusterSpec.model_validate(
+        {"name": "ours", "emulated": True, "nodes": [{"name": "ours", "accelerator": "T4", "accelerators": 1}]}
+    )
+    assert cluster_of(catalogue(), {}, have) == have
+    assert cluster_of(catalogue(), {"fast": 1}, have).emulated
+
+
 @pytest.mark.parametrize(
     ("links", "count", "told"),
     [
