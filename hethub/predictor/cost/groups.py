@@ -1,7 +1,10 @@
 """The ranks of a collective, by where they are, and what their islands send each other."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 from typing import Literal, NamedTuple
 
 Operation = Literal["reduce_scatter", "all_gather", "all_reduce"]
@@ -46,6 +49,23 @@ class Group:
     def of_ranks(self, island: str, ranks: int = 1) -> float:
         """Of what an island exchanges, the part that so many of its ranks relay: equal parts."""
         return ranks / self._ranks_of[island]
+
+    def exchanged_between(
+        self, operation: Operation, place_of: Mapping[int, tuple[str, str]]
+    ) -> Counter[tuple[str, str]]:
+        """What islands exchange by the places that it leaves and enters, as if every rank had a part for each of the
+        others'; `place_of` tells a machine's island and place."""
+        ranks = Counter[tuple[str, str]]()
+        for machine, count in self.machines:
+            ranks[place_of[machine]] += count
+        found = Counter[tuple[str, str]]()
+        for (island, here), (other, there) in permutations(ranks, 2):
+            if island != other:
+                owner = {"reduce_scatter": other, "all_gather": island}.get(operation)
+                part = 1.0 / len(self.islands) if owner is None else self._owned_by[owner]
+                both = self.of_ranks(island, ranks[island, here]) * self.of_ranks(other, ranks[other, there])
+                found[here, there] += part * both  # type: ignore[assignment]
+        return found
 
     @cached_property
     def _ranks_of(self) -> dict[str, int]:

@@ -14,8 +14,8 @@ from hethub.predictor.cost.constants import Constants, packaged
 from hethub.predictor.cost.groups import Group, Operation
 from hethub.predictor.cost.node_links import NodeLinks
 from hethub.predictor.cost.profile import LinkTiming, ProfileSpec
-from hethub.predictor.cost.resources import IN, OF_RANKS, OUT, Link, Path, Resource, ends
-from hethub.spec.cluster import ClusterSpec, NodeSpec, Place, RackSpec
+from hethub.predictor.cost.resources import IN, OF_RANKS, OUT, BetweenMachines, Link, Path, Resource, ends
+from hethub.spec.cluster import ClusterSpec, NodeSpec, Place
 from hethub.spec.errors import BadInput
 
 
@@ -28,10 +28,12 @@ class Network:
         self.profile = profile
         self.cluster, self.fit = cluster, (constants or packaged()).links
         self.places = cluster.places
-        self.machines = [node for node in cluster.nodes for _ in range(node.count)]
+        self.between = BetweenMachines(cluster)
+        self.machines, self.racks = self.between.machines, self.between.racks
         self._rates: dict[Resource, float] = {}
         self._card_rates: dict[str, float] = {}
         self._ring_rates: dict[tuple[Group, int], list[tuple[Group, float]]] = {}
+        self._beyond_machines: dict[tuple[Group, Operation], float] = {}  # seconds per byte
         self._paths: dict[tuple[int, int, bool], Path] = {}
 
     def group(self, ranks: Sequence[int], shares: Mapping[int, float] | None = None) -> Group:
@@ -103,17 +105,13 @@ class Network:
             rate = self._in_node(a.node, 2, self.joined((a.rank, b.rank)))
             alone = Link(self._in_node_latency(a.node), 1.0 / rate)
         latency, per_byte = alone
-        racks = [self.racks.get(place.node.name) for place in (a, b)]
-        if apart and racks[0] is not racks[1]:
-            resources += [Resource("rack", rack.name, way) for rack, way in zip(racks, (OUT, IN), strict=True) if rack]
-            latency += sum(rack.latency_seconds for rack in racks if rack)
-        far, between = self._between_regions(a.node, b.node)
-        resources += between
+        added, far = self.between.latencies(a.node, b.node)
+        resources += self.between.resources(a.node, b.node)
         measured = self._measured(self._level(a, b), "send")
         if measured is not None:
             return Path(Link(measured.latency_seconds, 1e-9 / measured.gbytes_per_second), tuple(resources))
         slowest = max([per_byte, *(1.0 / self.rate(resource) for resource in resources)])
-        return Path(Link(max(latency, far), slowest), tuple(resources))
+        return Path(Link(max(latency + added, far), slowest), tuple(resources))
 
     def _bridge(self, a: Place, b: Place) -> tuple[Link, list[Resource]]:
         """Between islands: staged through host memory at both ends, then the wire; the slowest counts, for they
@@ -165,20 +163,6 @@ class Network:
         """Bytes a second between an accelerator and its relay: the cluster's, else a guess."""
         given = self.cluster.links.staging.gbytes_per_second
         return (self.fit["host_staged_gbytes_per_second"] if given is None else given) * 1e9
-
-    @cached_property
-    def racks(self) -> dict[str, RackSpec]:
-        """By node name, its rack."""
-        return {name: rack for rack in self.cluster.links.racks for name in rack.nodes}
-
-    def _between_regions(self, a: NodeSpec, b: NodeSpec) -> tuple[float, list[Resource]]:
-        """Latency and resource between the regions of two nodes; none inside one region."""
-        regions = self.cluster.links.regions
-        if regions is None or regions.of_node[a.name] == regions.of_node[b.name]:
-            return 0.0, []
-        here, there = (regions.names.index(regions.of_node[node.name]) for node in (a, b))
-        latency = regions.latency_seconds[here][there] if regions.latency_seconds else 0.0
-        return latency, [Resource("regions", (here, there))]
 
     @staticmethod
     def _level(a: Place, b: Place) -> str:
@@ -261,7 +245,7 @@ class Network:
         if group.most_per_machine > 1 and any(self.node_links(node).hosted(group.joined) for node in nodes):
             latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + steps
         if len(nodes) > 1:
-            latency += max(self._between_regions(a, b)[0] for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+            latency += max(self.between.latencies(a, b)[1] for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
         if len(group.islands) > 1:
             latency += self.cluster.links.between_islands.latency_seconds
         return latency + ring
@@ -304,7 +288,8 @@ class Network:
             ]
         if len(nodes) > 1:
             rates += [max(least, self._cards(node)) / min(sharing, node.accelerators) for node in nodes]
-            rates += [self.rate(resource) / (sharing * like) for resource, like in self._passed_between(group)]
+            passed = self.between.of_ring(group)
+            rates += [self.rate(resource) / (sharing * self.between.like(resource, group)) for resource in passed]
         return min(rates) if rates else max(least, 1e30)
 
     def _by_island(self, group: Group) -> list[Group]:
@@ -332,10 +317,11 @@ class Network:
                         found[Resource(wire, machine, way)] = here * part
                     if links.staging.per_host_gbytes_per_second is not None:
                         found[Resource("host", machine, way)] = here * part
+            found |= {on: num_bytes * part for on, part in self.between.of_exchange(group, operation).items()}
         elif len(group.machines) > 1:
             ring = num_bytes * (group.size - 1) / group.size
             found = {Resource("cards", machine, way): ring for machine, _ in group.machines for way in (OUT, IN)}
-            found |= {resource: ring for resource, _ in self._passed_between(group)}
+            found |= dict.fromkeys(self.between.of_ring(group), ring)
         return found
 
     def rank_bytes(self, group: Group, rank: int, own: Resource, num_bytes: float, operation: Operation) -> float:
@@ -359,24 +345,6 @@ class Network:
         hosted = len(group.machines) > 1 and self.node_links(node).hosted(group.joined)
         return min(sharing, node.accelerators) if hosted else 1
 
-    def _passed_between(self, group: Group) -> list[tuple[Resource, float]]:
-        """Racks and regions that a ring leaves, and for each group on one of their machines how many there are in all."""
-        nodes = [self.machines[machine] for machine, _ in group.machines]
-        found: list[tuple[Resource, float]] = []
-        racks = [self.racks.get(node.name) for node in nodes]
-        if len({rack and rack.name for rack in racks}) > 1:
-            for rack in {rack.name: rack for rack in racks if rack}.values():
-                machines = sum(node.count for node in self.cluster.nodes if node.name in rack.nodes)
-                here = sum(other is rack for other in racks)
-                found.append((Resource("rack", rack.name), machines / here))
-        regions = self.cluster.links.regions
-        if regions is not None:
-            own = [regions.names.index(regions.of_node[node.name]) for node in nodes]
-            for a, b in {(a, b) for a, b in zip(own, [*own[1:], own[0]], strict=True) if a != b}:
-                machines = sum(n.count for n in self.cluster.nodes if regions.of_node[n.name] == regions.names[a])
-                found.append((Resource("regions", (a, b)), machines / own.count(a)))
-        return found
-
     def _exchange_seconds(
         self, group: Group, num_bytes: float, sharing: int, measured: LinkTiming | None, operation: Operation
     ) -> float:
@@ -397,4 +365,9 @@ class Network:
                 seconds.append(here / max(least, self.rate(Resource("bridge", machine))))
             elif self._has_cards(node, group):
                 seconds.append(here / max(least, self._cards(node)))
-        return max(seconds)
+        beyond = self._beyond_machines.get((group, operation))
+        if beyond is None:
+            passed = self.between.of_exchange(group, operation).items()
+            beyond = max([part * self.between.like(on, group) / self.rate(on) for on, part in passed], default=0.0)
+            self._beyond_machines[group, operation] = beyond
+        return max(*seconds, num_bytes * sharing * beyond)

@@ -1,6 +1,12 @@
-"""What bytes occupy on their way, and ways between two ranks."""
+"""What bytes occupy on their way, ways between two ranks, and what lies between machines on them."""
 
+from collections import Counter
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
+
+from hethub.predictor.cost.groups import Group, Operation
+from hethub.spec.cluster import ClusterSpec, NodeSpec, RackSpec, RegionsSpec
 
 OUT, IN = "out", "in"
 OF_RANKS = ("port", "staging")  # resources that the ranks of a machine do not share
@@ -34,3 +40,75 @@ class Path(NamedTuple):
 def ends(kind: str, source: int, target: int) -> tuple[Resource, Resource]:
     """What a message leaves and what it enters."""
     return Resource(kind, source, OUT), Resource(kind, target, IN)
+
+
+class BetweenMachines:
+    """Racks' uplinks and the links between regions."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster, self.regions = cluster, cluster.links.regions
+        self.machines = [node for node in cluster.nodes for _ in range(node.count)]
+
+    @cached_property
+    def racks(self) -> dict[str, RackSpec]:
+        """By node name, its rack."""
+        return {name: rack for rack in self.cluster.links.racks for name in rack.nodes}
+
+    def latencies(self, a: NodeSpec, b: NodeSpec) -> tuple[float, float]:
+        """Seconds that racks add to a message, and of one between the regions of two nodes."""
+        added = sum(self.racks[node.name].latency_seconds for node, _ in self._uplinks(a, b))
+        seconds, regions = self.regions and self.regions.latency_seconds, self._regions(a, b)
+        return added, seconds[regions[0]][regions[1]] if seconds and regions else 0.0
+
+    def resources(self, a: NodeSpec, b: NodeSpec) -> list[Resource]:
+        """What a message between two nodes passes."""
+        uplinks = [Resource("rack", self.racks[node.name].name, way) for node, way in self._uplinks(a, b)]
+        regions = self._regions(a, b)
+        return uplinks + [Resource("regions", regions)] * bool(regions)
+
+    def _uplinks(self, a: NodeSpec, b: NodeSpec) -> list[tuple[NodeSpec, str]]:
+        racks = self.racks.get(a.name), self.racks.get(b.name)
+        return [] if racks[0] is racks[1] else [end for end in ((a, OUT), (b, IN)) if end[0].name in self.racks]
+
+    def _regions(self, a: NodeSpec, b: NodeSpec) -> tuple[int, int] | None:
+        """Of two nodes, where they are in unlike ones."""
+        if self.regions is None or self.regions.of_node[a.name] == self.regions.of_node[b.name]:
+            return None
+        return self._region(self.regions, a), self._region(self.regions, b)
+
+    @staticmethod
+    def _region(regions: RegionsSpec, node: NodeSpec) -> int:
+        return regions.names.index(regions.of_node[node.name])
+
+    def of_ring(self, group: Group) -> set[Resource]:
+        """What a ring passes: both directions are as full, so that one stands for them."""
+        nodes = [self.machines[machine] for machine, _ in group.machines] if self.racks or self.regions else []
+        passed = {resource for pair in pairwise([*nodes, *nodes[:1]]) for resource in self.resources(*pair)}
+        return {resource for resource in passed if resource.way == OUT}
+
+    def of_exchange(self, group: Group, operation: Operation) -> Counter[Resource]:
+        """What of a collective's bytes islands exchange over each."""
+        found = Counter[Resource]()
+        if self.racks or self.regions:
+            nodes = {self.machines[machine].name: self.machines[machine] for machine, _ in group.machines}
+            islands = {
+                machine: (self.machines[machine].device.vendor, self.machines[machine].name)
+                for machine, _ in group.machines
+            }
+            for (here, there), part in group.exchanged_between(operation, islands).items():
+                for resource in self.resources(nodes[here], nodes[there]):
+                    found[resource] += part
+        return found
+
+    def like(self, resource: Resource, group: Group) -> float:
+        """Behind it, for each group on one of the group's machines how many there are in all."""
+
+        def is_behind(node: NodeSpec) -> bool:
+            if resource.kind == "rack":
+                return node.name in self.racks and self.racks[node.name].name == resource.owner
+            assert self.regions is not None
+            assert isinstance(resource.owner, tuple)
+            return self._region(self.regions, node) == resource.owner[0]
+
+        machines = sum(node.count for node in self.cluster.nodes if is_behind(node))
+        return machines / sum(is_behind(self.machines[machine]) for machine, _ in group.machines)

@@ -93,3 +93,20 @@ def test_links_carry_either_way_what_the_routes_send() -> None:
     assert reduced[Resource("cards", slow, OUT)] == pytest.approx(0.75)
     assert reduced[Resource("cards", slow, IN)] == pytest.approx(0.25)
     assert found.rank_bytes(group, 31, Resource("staging", 31, OUT), 8.0, "reduce_scatter") == pytest.approx(0.75)
+
+
+def test_what_islands_exchange_passes_the_racks_and_regions_between_them() -> None:
+    """A sum over two makers took no longer over 1 Gbit/s between their racks or regions than over 1,000."""
+    fast = network((24, 8))
+    group = fast.group(range(32))
+    moved: dict[Operation, float] = {"reduce_scatter": 0.75, "all_gather": 0.75, "all_reduce": 0.5}
+    names = [node.name for node in fast.cluster.nodes]
+    racks = [{"name": name, "nodes": [name], "gbps": 1.0} for name in names]
+    regions = {"names": names, "of_node": dict(zip(names, names, strict=True)), "gbps": [[1.0] * 2] * 2}
+    for kind, links in (("rack", {"racks": racks}), ("rack", {"racks": racks[:1]}), ("regions", {"regions": regions})):
+        slow = Network(ClusterSpec.model_validate({**fast.cluster.to_dict(), "links": links}))
+        for operation, part in moved.items():
+            carried = {on: own for on, own in slow.ring_bytes(group, 8e9, operation).items() if on.kind == kind}
+            assert max(carried.values()) == pytest.approx(part * 8e9)
+            seconds = max(num_bytes / slow.rate(on) for on, num_bytes in carried.items())
+            assert slow.reduce_scatter(group, 8e9, 1, operation) == pytest.approx(seconds, rel=0.01)
