@@ -245,7 +245,9 @@ class Network:
         if group.most_per_machine > 1 and any(self.node_links(node).hosted(group.joined) for node in nodes):
             latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + steps
         if len(nodes) > 1:
-            latency += max(self.between.latencies(a, b)[1] for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+            latency += max(
+                sum(self.between.latencies(a, b)) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+            )
         if len(group.islands) > 1:
             latency += self.cluster.links.between_islands.latency_seconds
         return latency + ring
@@ -262,6 +264,8 @@ class Network:
     def _ring_seconds(self, group: Group) -> float:
         """The steps of an empty ring; all ranks take one at a time, so the longest way counts in each."""
         step = self.fit["collective_step_seconds"]
+        if group.most_per_machine > 1:
+            step = max(step, self.cluster.links.in_node.latency_seconds or 0.0)
         if len(group.machines) > 1:
             step = max(step, self.cluster.links.between_nodes.latency_seconds)
         return (group.size - 1) * step

@@ -1,5 +1,7 @@
 """Links between ranks, and what collectives over them cost beside compute."""
 
+from typing import Any
+
 import pytest
 
 from hethub.predictor.cost.constants import packaged
@@ -243,3 +245,19 @@ def test_messages_queue_on_the_wire(schedule: str, gbps: float) -> None:
     assert found.breakdown["pp"] > 0.4 * found.step_seconds
     assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
     assert predict(layout, with_timeline=True).step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"in_node": {"latency_seconds": 0.5}},
+        {"between_nodes": {"latency_seconds": 0.5}},
+        {"racks": [{"name": "west", "nodes": ["n0"], "gbps": 1e6, "latency_seconds": 0.5}]},
+    ],
+    ids=lambda links: str(*links),
+)
+def test_no_sum_is_shorter_than_a_message_on_its_way(links: dict[str, Any]) -> None:
+    """Latencies of racks and inside nodes counted for messages alone."""
+    on = cluster(("A100-SXM4-80GB", 1, 2), ("A100-SXM4-80GB", 1, 2))
+    slow = Network(ClusterSpec.model_validate({**on.to_dict(), "links": links}))
+    assert slow.all_reduce(slow.group(range(4)), 1.0) >= 2 * 0.5
