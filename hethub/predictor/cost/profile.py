@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from math import exp, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 import hethub
 from hethub.spec.accelerator import Positive, Precision
-from hethub.spec.base import Spec, build
+from hethub.spec.base import Spec, build, describe
 from hethub.spec.cluster import ClusterSpec, NonNegative
 from hethub.spec.documents import Source, read_json
 from hethub.spec.errors import BadInput
@@ -48,6 +48,9 @@ class PartTiming(Spec):
     tp: Count = 1
     forward_seconds: Positive
     backward_seconds: Positive
+
+
+Timing = TypeVar("Timing", LayerTiming, PartTiming)
 
 
 class LinkTiming(Spec):
@@ -102,13 +105,13 @@ class ProfileSpec(Spec):
 
     def check_model(self, model: ModelSpec) -> None:
         """Raises BadInput unless the profile's layers are those of `model`; the number of layers does not matter."""
-        shape = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab")
+        shape = ("family", "hidden", "heads", "num_kv_heads", "head_size", "ffn", "is_gated", "vocab", "sliding_window")
         for key in shape:
             mine, theirs = getattr(self.model, key), getattr(model, key)
             if mine != theirs:
                 raise BadInput(
-                    f"the profile measured layers of model '{self.model.name}' with {key} {mine}, but model '{model.name}' has "
-                    f"{theirs}; run `hethub profile` with this model, or predict without the profile."
+                    f"the profile measured layers of model '{self.model.name}' with {key} {describe(mine)}, but model '{model.name}' has "
+                    f"{describe(theirs)}; run `hethub profile` with this model, or predict without the profile."
                 )
 
     def check_version(self) -> None:
@@ -192,20 +195,23 @@ def merge(profiles: Iterable[ProfileSpec]) -> ProfileSpec:
 
 
 def _slower(a: DeviceProfile, b: DeviceProfile) -> DeviceProfile:
-    layers: dict[tuple[int, int, int], LayerTiming] = {}
-    for timing in (*a.layers, *b.layers):
-        key = (timing.micro_batch, timing.seq_len, timing.tp)
-        known = layers.get(key)
-        if (
-            known is None
-            or known.forward_seconds + known.backward_seconds < timing.forward_seconds + timing.backward_seconds
-        ):
-            layers[key] = timing
+    updates = [d.optimizer_seconds_per_parameter for d in (a, b) if d.optimizer_seconds_per_parameter is not None]
     return a.replace(
-        layers=tuple(layers.values()),
+        layers=_slowest((*a.layers, *b.layers)),
+        parts=_slowest((*a.parts, *b.parts)),
+        optimizer_seconds_per_parameter=max(updates, default=None),
         optimizer_factor=max(a.optimizer_factor, b.optimizer_factor),
         largest_micro_batch=smallest_micro_batch([a, b]),
     )
+
+
+def _slowest(timings: Iterable[Timing]) -> tuple[Timing, ...]:
+    """Of each point the one that took longest."""
+    found: dict[tuple[object, ...], Timing] = {}
+    for timing in timings:
+        key = (getattr(timing, "part", None), timing.micro_batch, timing.seq_len, timing.tp)
+        found[key] = max(found.get(key, timing), timing, key=lambda each: each.forward_seconds + each.backward_seconds)
+    return tuple(found.values())
 
 
 def smallest_micro_batch(devices: Iterable[DeviceProfile]) -> int | None:

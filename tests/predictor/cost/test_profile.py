@@ -9,7 +9,7 @@ import hethub
 from hethub.cli import run
 from hethub.predictor import LayerCost, predict
 from hethub.predictor.cost.profile import ProfileSpec, load_profile, merge, save_profile
-from hethub.predictor.cost.profiled_layer import ProfiledLayerCost
+from hethub.predictor.cost.profiled_layer import ProfiledLayerCost, estimated_device
 from hethub.spec.accelerator import find_accelerator
 from hethub.spec.errors import BadInput
 from tests.predictor.plans import LLAMA_8B, TINY, cluster, uniform
@@ -102,6 +102,24 @@ def test_merging_keeps_the_slower_of_equal_points() -> None:
     assert both.devices[0].layers[0].forward_seconds == profile(3.0).devices[0].layers[0].forward_seconds
     with pytest.raises(BadInput, match="cannot be merged"):
         merge([profile(), profile(hethub="0")])
+
+
+def test_merging_is_the_same_in_any_order() -> None:
+    """Of heads, embeddings and optimizers the first profile's counted, though another's were slower."""
+    one = estimated_device(TINY, CORE, 128, "fp32", 4).replace(optimizer_seconds_per_parameter=1e-9)
+    pair = [
+        profile(devices=(device.to_dict(),))
+        for device in (one, one.slower(2.0).replace(optimizer_seconds_per_parameter=2e-9))
+    ]
+    assert merge(pair) == merge(pair[::-1]) == pair[1]
+
+
+def test_a_sliding_window_is_another_model() -> None:
+    """Its layers were predicted to take what those without a window were measured to."""
+    windowed = TINY.replace(sliding_window=16)
+    layout = uniform(windowed, LAYOUT.cluster, tp=1, pp=2, micro_batch=2, batch=16, seq=128, precision="fp32")
+    with pytest.raises(BadInput, match="with sliding_window nothing, but model 'tiny' has 16"):
+        predict(layout, profile=profile())
 
 
 def test_profiles_of_several_nodes_are_merged_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
