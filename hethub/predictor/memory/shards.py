@@ -10,6 +10,8 @@ from hethub.predictor.memory.activations import KeptPerSample, kept_per_sample
 from hethub.predictor.memory.parameters import Held, RankWidths, StageParameters, rank_widths
 from hethub.spec.layout.bind import Layout
 from hethub.spec.layout.state import BUCKET_ELEMENTS
+from hethub.spec.layout.tensors import tensor_parallel_shares
+from hethub.spec.model import ModelSpec
 from hethub.spec.plan import StageSpec
 from hethub.spec.ranges import Range, from_sizes
 
@@ -88,10 +90,21 @@ class Shard:
     def joins(self, replica: int) -> bool:
         """Whether a replica's ranks join the parts of tensors that lie apart on them in copies, since another replica cuts
         tensors in other places. Other frameworks cut alike."""
-        own, replicas = self.spec.replicas[replica], self.spec.replicas
         if self.spec.cut_alike or not self.software.gathers_ahead:
             return False
-        return not all(own.tp % each.tp == 0 and not each.tensor_shares for each in replicas)
+        model, replicas = self.layout.model, self.spec.replicas
+        if replicas[replica].tp > model.num_kv_heads:  # keys and values are summed with who holds the same heads, too
+            return True
+        own = _cuts(model, replicas[replica].tp, replicas[replica].tensor_shares)
+        others = [_cuts(model, *sort) for sort in {(each.tp, each.tensor_shares) for each in replicas}]
+        return any(not theirs <= mine for other in others for theirs, mine in zip(other, own, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _cuts(model: ModelSpec, tp: int, tensor_shares: tuple[float, ...] | None) -> list[set[int]]:
+    """Where a replica's ranks begin and end on heads, columns and vocabulary."""
+    shares = tensor_parallel_shares(model, tp, tensor_shares)
+    return [{edge for held in axis for edge in held} for axis in zip(*shares, strict=True)]
 
 
 @lru_cache(maxsize=1024)

@@ -3,10 +3,14 @@
 import pytest
 
 from hethub.predictor import rank_memory
-from hethub.spec.layout.bind import Layout
+from hethub.predictor.cost.software import HETHUB
+from hethub.predictor.memory.parameters import replica_widths
+from hethub.predictor.memory.shards import Shard
+from hethub.spec.layout.bind import Layout, bind
 from hethub.spec.layout.execution import Kind
 from hethub.spec.layout.state import StateMap
 from hethub.spec.model import ModelSpec
+from hethub.spec.plan import PlanSpec
 from hethub.spec.ranges import Range
 from tests.predictor.plans import cluster, uniform
 
@@ -20,7 +24,7 @@ from hethub.runtime.pace import Pace  # noqa: E402
 from hethub.runtime.pipeline.itinerary import Itinerary, Visit  # noqa: E402
 from hethub.runtime.pipeline.passes import MicrobatchPass  # noqa: E402
 from hethub.runtime.state.reduction import Reducer  # noqa: E402
-from hethub.runtime.state.storage import FlatStorage  # noqa: E402
+from hethub.runtime.state.storage import FlatMap, FlatStorage  # noqa: E402
 from hethub.runtime.state.zero import ZeroManager  # noqa: E402
 
 GROUPED = ModelSpec(name="grouped", layers=6, hidden=128, heads=8, kv_heads=2, ffn=344, vocab=512, max_seq_len=256)
@@ -87,3 +91,37 @@ def test_a_microbatch_holds_no_more_than_its_replica_has(more: dict[str, object]
             for size in (4, 64)
         )  # fmt: skip
         assert rank_memory(above) == rank_memory(exact)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [[1], [3, 1]],  # joined on the first alone: the ranks of the other were counted so too
+        [[1, 1], [1, 1, 1, 1]],  # explicitly equal, as equal by default
+        [[1, 1], [3, 1]],
+        [[1], [1, 1], [1, 1, 1, 1, 1, 1, 1, 1]],  # eight ranks hold the same four KV heads by twos
+    ],
+    ids=str,
+)
+def test_gradients_are_joined_where_their_parts_lie_apart(cuts: list[list[float]]) -> None:
+    replicas, first = [], 0
+    for shares in cuts:
+        ranks = list(range(first, first := first + len(shares)))
+        given = {"tensor_shares": shares} if len(shares) < 8 else {}
+        replicas.append({"ranks": ranks, "micro_batch": 1, "samples": 1, **given})
+    on, model = cluster(("CPU-core", 1, first)), GROUPED.replace(kv_heads=4)
+    plan = {
+        "model": model.name, "cluster": on.name, "global_batch": len(cuts), "seq_len": 16, "precision": "fp32",
+        "stages": [{"layers": [[0, 6]], "replicas": replicas}],
+    }  # fmt: skip
+    layout = bind(PlanSpec.model_validate(plan), model, on)
+    state = StateMap(layout)
+
+    def lies_apart(rank: int) -> bool:
+        held = FlatMap(state.held_by(layout.assignment_of[rank]))
+        pieces = [piece for bucket in state.buckets for piece in bucket.pieces if rank in piece.group.contributors]
+        return any(len(held.locals(piece.runs)) > 1 for piece in pieces)
+
+    for number, spec in enumerate(layout.stages[0].replicas):
+        shard = Shard(layout, 0, replica_widths(model, spec, HETHUB)[0], HETHUB, 4)
+        assert shard.joins(number) is any(map(lies_apart, spec.ranks))
