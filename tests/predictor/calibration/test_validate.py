@@ -51,6 +51,7 @@ def test_suspects_are_listed_but_in_no_mean(tmp_path: Path) -> None:
         ({"micro_batch": 9}, "more than the 8 samples"),
         ({"step_seconds": -1}, "step_seconds is -1; a positive number"),
         ({"layers": 2.5}, "whole number"),
+        ({"layers": 1}, "pp 2 leaves a stage without any of the 1 layers"),  # a traceback for the whole table
         ({"n_accelerators": 16, "dp": 4, "accelerator": "Gaudi2"}, "gbps_per_nic"),
         ({"precision": "int8"}, "precision int8 is unknown"),
         ({"step_seconds": "nan"}, "step_seconds is nan; a positive number"),

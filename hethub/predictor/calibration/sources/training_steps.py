@@ -150,6 +150,8 @@ def _read_in(row: Mapping[str, str], precision: MathPrecision) -> Case:
         zero = 1
         inferred["zero"] = "0, whose optimizer shards its states in this precision, as 1 does"
     layers = _layers_per_stage(row, model.layers, pp)
+    if min(layers) < 1:
+        raise ValueError(f"pp {pp} leaves a stage without any of the {model.layers} layers")
     stages = [stage_specs(layers, tp * cp, dp, size, batch, zero, row.get("recompute") or "none") for size in sizes]
     plan_precision: Any = "bf16" if precision in NARROW else {"tf32": "fp32"}.get(precision, precision)
     plans = [
@@ -279,7 +281,7 @@ def _layers_per_stage(row: Mapping[str, str], layers: int, pp: int) -> list[int]
     if len(given) != pp:
         raise ValueError(f"layers_per_stage {row['layers_per_stage']} names {len(given)} stages, pp is {pp}")
     counts = without_ends(given, sum(given) - layers)
-    if sum(counts) != layers or min(counts) < 0:
+    if sum(counts) != layers:
         raise ValueError(f"layers_per_stage {row['layers_per_stage']} does not hold {layers} layers")
     return counts
 
