@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hethub.predictor.calibration.sources.training_steps import read_table, without_ends
+from hethub.predictor.calibration.sources.training_steps import read_row, read_table, without_ends
 from hethub.predictor.calibration.validation.errors import spearman, summary
 from hethub.predictor.calibration.validation.goals import Goal
 from hethub.predictor.calibration.validation.validate import validate
@@ -135,6 +135,14 @@ def test_a_long_pipeline_with_few_microbatches_is_interleaved_where_the_row_does
         for change in ({}, {"global_batch": 64}, {"pp": 4, "dp": 2})
     ]
     assert read == [2, 1, 1]
+
+
+def test_one_stage_has_nothing_to_interleave(tmp_path: Path) -> None:
+    """It ended with a traceback."""
+    row = {**ROW, "pp": 1, "dp": 4, "virtual_stages": 7}
+    case = read_row({key: str(value) for key, value in row.items()})
+    assert case.software.interleave == 1
+    assert case.inferred["virtual_stages"] == "7, which in one stage follow each other, as 1 does"
 
 
 def test_no_table_is_bad_input(tmp_path: Path) -> None:

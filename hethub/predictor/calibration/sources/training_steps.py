@@ -351,6 +351,9 @@ def _software(
     if not virtual:
         virtual = _interleaving(row, number)
         inferred["virtual_stages"] = str(virtual)
+    if virtual > 1 and number("pp") == 1:
+        inferred["virtual_stages"] = f"{virtual}, which in one stage follow each other, as 1 does"
+        virtual = 1
     if stack == HETHUB.stack:
         return replace(HETHUB, math=math, interleave=virtual)
     fused = row.get("flash_attention") == "1"
