@@ -106,7 +106,7 @@ def test_chunks_interleave_over_the_stages() -> None:
     assert (given_plan.num_chunks, given_plan.num_layers) == (2, 4)
 
 
-def cluster(*accelerators: tuple[str, str], name: str = "test") -> ClusterSpec:
+def cluster(*accelerators: tuple[Any, str], name: str = "test") -> ClusterSpec:
     """One node of one accelerator per (accelerator, vendor)."""
     nodes = [
         {"name": f"node{i}", "accelerator": accelerator, "accelerators": 1, "vendor": vendor}
@@ -117,6 +117,10 @@ def cluster(*accelerators: tuple[str, str], name: str = "test") -> ClusterSpec:
 
 ALIKE = cluster(("CPU-core", "a"), ("CPU-core", "a"))
 MIXED = cluster(("CPU-core", "a"), ("CPU-core", "b"))
+WITHOUT_FP16 = {
+    "name": "own", "vendor": "own", "memory_gb": 8, "memory_gbytes_per_second": 100, "fp32_tflops": 1, "bf16_tflops": 2,
+    "link_gbytes_per_second": 10,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,8 @@ MIXED = cluster(("CPU-core", "a"), ("CPU-core", "b"))
         ([stage((0, 4), replica([0, 1, 2], 8))], {}, cluster(*[("CPU-core", "a")] * 3),
          r"stages\[0\].replicas\[0\]: TP 3 does not divide .* Degrees that work: 1, 2, 4, 8"),
         (TWO, {"precision": "bf16"}, cluster(("A100-SXM4-80GB", "nvidia"), ("T4", "nvidia")),
-         r"precision bf16: accelerator T4 \(rank 1, node 'node1'\) does not compute in it"),
+         r"precision bf16: accelerator T4 \(rank 1, node 'node1'\) does not compute in it; choose fp16 or fp32,"),
+        (TWO, {"precision": "fp16"}, cluster((WITHOUT_FP16, "own"), (WITHOUT_FP16, "own")), "in it; choose bf16 or fp32,"),
         ([stage((0, 4), replica([0, 1], 8))], {}, MIXED,
          r"replicas\[0\]: ranks \[0, 1\] are a tensor-parallel group over islands a and b; a replica lies inside one island"),
         ([{**ONE[0], "zero": 0}], {}, MIXED, r"stages\[0\]: zero: 0 with replicas on islands a and b .* set zero: 1"),

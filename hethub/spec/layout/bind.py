@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hethub.spec.accelerator import Precision
 from hethub.spec.cluster import ClusterSpec
 from hethub.spec.errors import BadInput
 from hethub.spec.layout.tensors import RankShares, rank_shares
@@ -341,9 +342,11 @@ def _check_names(plan: PlanSpec, model: ModelSpec, cluster: ClusterSpec) -> None
 def _check_precision(layout: Layout) -> None:
     for place in (layout.cluster.places[rank] for rank in layout.plan.ranks):
         if not place.accelerator.peak_flops(layout.plan.precision):
+            others: list[Precision] = ["fp16", "bf16", "fp32"]
+            choice = " or ".join(other for other in others if place.accelerator.peak_flops(other))
             raise BadInput(
                 f"precision {layout.plan.precision}: accelerator {place.accelerator.name} (rank {place.rank}, node "
-                f"'{place.node.name}') does not compute in it; choose fp16 or fp32, leave that node out, or list its ranks in "
+                f"'{place.node.name}') does not compute in it; choose {choice}, leave that node out, or list its ranks in "
                 "the plan's `unused`."
             )
 
