@@ -140,7 +140,6 @@ CHANGES: dict[str, Change] = {
     "steps 8": with_effort(steps=8),
     "free_cells 250,000": with_effort(free_cells=250_000),
     "MOST_CUTS 8": constant(f"{AUTO}.MOST_CUTS", 8),
-    "NEAR 1": constant(f"{AUTO}.NEAR", 1.0),
     "FAR 1.05": lambda: dict.fromkeys((f"{AUTO}.FAR", f"{LOCAL}.FAR"), 1.05),
     "FAMILY_FINALISTS 1": constant(f"{AUTO}.FAMILY_FINALISTS", 1),
     "WHOLE_FINALISTS 1": constant(f"{AUTO}.WHOLE_FINALISTS", 1),

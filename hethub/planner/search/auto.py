@@ -20,7 +20,6 @@ from hethub.planner.search.neighbours import with_room
 
 FAMILY_FINALISTS = 4  # evaluated of each family
 FAMILY_MICROBATCHES = 200_000  # replayed for these: unlike replicas, of which a family's plans are made, take many
-NEAR = 1.05  # times the shortest estimate: the most with which candidates of one device type a stage are looked at
 MOST_CUTS = 24  # looked at in every mode
 FEW_CUTS = 4  # looked at in the thriftiest modes, where nothing fits by estimate
 WHOLE_FINALISTS = 3  # of its candidates that carry their plan
@@ -202,7 +201,7 @@ def stages_by_device_type(
     problem: Problem, incumbent: Incumbent, effort: Effort, table: Table, found: Sequence[Candidate]
 ) -> list[Candidate]:
     """The best candidates whose stages hold one device type each and every device type its own number of stages, by estimate; none
-    that is far behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
+    that is behind those found. Not for GPipe, whose stages hold all their microbatches at once."""
     if problem.schedule == "gpipe":
         return []
     costs = incumbent.costs
@@ -210,8 +209,8 @@ def stages_by_device_type(
     proposed = device_type_stages.propose(problem, costs, table=table, limit_seconds=shortest)
     estimates: dict[Candidate, float] = {}
     _add_with_slacks(estimates, problem, incumbent, [with_room(own, problem) for own in proposed], effort.finalists)
-    near = [candidate for candidate in estimates if costs.is_faster(candidate, NEAR * shortest)]
-    return heapq.nsmallest(effort.finalists // 2, near, key=estimates.__getitem__)
+    faster = [candidate for candidate in estimates if costs.is_faster(candidate, shortest)]
+    return heapq.nsmallest(effort.finalists // 2, faster, key=estimates.__getitem__)
 
 
 def _add_with_slacks(
