@@ -93,7 +93,7 @@ def test_absurd_timeouts_are_refused(tmp_path, absurd):
 @needs_mpirun
 @pytest.mark.slow
 def test_a_rank_that_is_another_program_is_named_with_its_command(tmp_path):
-    job = write_job(tmp_path / "job", communicator={"timeout_seconds": 3})
+    job = write_job(tmp_path / "job", communicator={"timeout_seconds": 10})
     more = ["--run-dir", tmp_path / "run", ":", "-n", "1", "/bin/false"]
     ended = start_mpirun(3, "train", job, *more, cwd=tmp_path).end()
     assert ended.exit_code == 1
