@@ -244,10 +244,7 @@ class Network:
         latency = self.fit["collective_latency_seconds"] + steps
         if group.most_per_machine > 1 and any(self.node_links(node).hosted(group.joined) for node in nodes):
             latency = self.fit["hosted_latency_seconds"] * log2(group.most_per_machine) + steps
-        if len(nodes) > 1:
-            latency += max(
-                sum(self.between.latencies(a, b)) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
-            )
+        latency += self.between.latency_of_ring(group)
         if len(group.islands) > 1:
             latency += self.cluster.links.between_islands.latency_seconds
         return latency + ring

@@ -1,6 +1,7 @@
 """What bytes occupy on their way, ways between two ranks, and what lies between machines on them."""
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -80,10 +81,18 @@ class BetweenMachines:
     def _region(regions: RegionsSpec, node: NodeSpec) -> int:
         return regions.names.index(regions.of_node[node.name])
 
+    def _ring(self, group: Group) -> Iterable[tuple[NodeSpec, NodeSpec]]:
+        """The unlike neighbours of a ring; none where nothing lies between any machines."""
+        nodes = [self.machines[machine] for machine, _ in group.machines] if self.racks or self.regions else []
+        return {(a.name, b.name): (a, b) for a, b in pairwise([*nodes, *nodes[:1]])}.values()
+
+    def latency_of_ring(self, group: Group) -> float:
+        """Seconds between the two neighbours of a ring that are furthest apart."""
+        return max((sum(self.latencies(*pair)) for pair in self._ring(group)), default=0.0)
+
     def of_ring(self, group: Group) -> set[Resource]:
         """What a ring passes: both directions are as full, so that one stands for them."""
-        nodes = [self.machines[machine] for machine, _ in group.machines] if self.racks or self.regions else []
-        passed = {resource for pair in pairwise([*nodes, *nodes[:1]]) for resource in self.resources(*pair)}
+        passed = {resource for pair in self._ring(group) for resource in self.resources(*pair)}
         return {resource for resource in passed if resource.way == OUT}
 
     def of_exchange(self, group: Group, operation: Operation) -> Counter[Resource]:
