@@ -11,7 +11,6 @@ from hethub.spec.layout.bind import Assignment, Layout
 from hethub.spec.layout.execution import Kind, actor_order, deferred_wgrad
 from hethub.spec.model import ModelSpec
 from hethub.spec.plan import Recompute
-from hethub.spec.schedule.microbatches import load_alone
 from hethub.spec.schedule.orders import NO_MICROBATCH
 
 KEPT_UNDER_SELECTIVE = 0.45  # of a layer's activations, where every second product is run again
@@ -43,11 +42,11 @@ def held_microbatches(
 ) -> tuple[HeldActivations, float]:
     """Activations on the accelerator when the rank is fullest, and in host memory. `sizes` are the layers of the
     stage's model chunks."""
-    stage, spec = layout.stages[assignment.stage], layout.replica(assignment.stage, assignment.replica)
+    stage = layout.stages[assignment.stage]
     layer = kept_of_layer(kept, stage.recompute, software)
     again = stage.recompute == "full" or software.kept_products != "all"
     held, deferred_wgrad = _held(layout, assignment, sizes)
-    microbatch = load_alone(spec).largest
+    microbatch = layout.largest_microbatch(assignment.stage, assignment.replica)
     last = kept.last * (assignment.stage == layout.num_stages - 1)
     head = held[-1] * last  # gone with the topmost chunk
     ends = held[0] * kept.first * (assignment.stage == 0) + head

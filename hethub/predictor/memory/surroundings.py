@@ -10,7 +10,6 @@ from hethub.predictor.memory.activations import kept_of_layer
 from hethub.predictor.memory.shards import Shard
 from hethub.spec.layout.bind import Assignment
 from hethub.spec.layout.tensors import LOSS_CHUNK_TOKENS
-from hethub.spec.schedule.microbatches import load_alone
 
 CONTEXT_BYTES = int(1.2 * 2**30)
 COMMUNICATOR_BYTES = int(2.5 * 2**30)
@@ -30,8 +29,8 @@ def communicator_bytes(num_ranks: int, *, on_cpu: bool) -> int:
 def surroundings(shard: Shard, assignment: Assignment, *, on_cpu: bool) -> dict[str, float]:
     """Bytes by part of what surrounds the counted tensors."""
     layout, software, width = shard.layout, shard.software, shard.width
-    spec, model = layout.replica(assignment.stage, assignment.replica), layout.model
-    tokens = load_alone(spec).largest * layout.plan.seq_len / software.context_parallel
+    model, samples = layout.model, layout.largest_microbatch(assignment.stage, assignment.replica)
+    tokens = samples * layout.plan.seq_len / software.context_parallel
     hidden = tokens * model.hidden * width
     tables = 2 * layout.plan.seq_len * model.head_size * width  # of positions
     held_tokens = min(tokens, LOSS_CHUNK_TOKENS) if software.chunked_loss else tokens
@@ -52,7 +51,7 @@ def _leaving_bytes(shard: Shard, assignment: Assignment) -> float:
     the layer which goes backward next is fetched already. On a CPU copies are done when they begin."""
     if "activations" not in shard.spec.offload:
         return 0.0
-    microbatch = load_alone(shard.layout.replica(assignment.stage, assignment.replica)).largest
+    microbatch = shard.layout.largest_microbatch(assignment.stage, assignment.replica)
     return microbatch * kept_of_layer(shard.kept, shard.spec.recompute, shard.software)
 
 
@@ -78,7 +77,7 @@ def pinned(shard: Shard, assignment: Assignment, owned: float, host: dict[str, f
     """What the host's parts take where they are pinned: torch rounds every buffer up to a power of two. Parts are rounded
     as their largest buffers are; a checkpoint's copy lies in pieces that are powers of two."""
     layout, parameters = shard.layout, shard.parameters
-    tokens = load_alone(layout.replica(assignment.stage, assignment.replica)).largest * layout.plan.seq_len
+    tokens = layout.largest_microbatch(assignment.stage, assignment.replica) * layout.plan.seq_len
     bucket = min(shard.bucket_elements / 2, parameters.total)
     sizes = {
         "weights": shard.width * parameters.units[-1],

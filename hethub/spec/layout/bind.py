@@ -82,6 +82,10 @@ class Layout:
     def replica(self, stage: int, replica: int) -> ReplicaSpec:
         return self.plan.stages[stage].replicas[replica]
 
+    def largest_microbatch(self, stage: int, replica: int) -> int:
+        """Samples of a replica's largest microbatch: its micro-batch, or all samples that it has."""
+        return load_alone(self.replica(stage, replica)).largest
+
     @cached_property
     def assignments(self) -> tuple[Assignment, ...]:
         """One assignment per rank that is used, in rank order."""
